@@ -1,0 +1,229 @@
+"""Matching: which of the contract's patterns a request falls under, the most specific one first.
+
+Paths are compared decoded, as a framework's router sees them, and never decoded again; a trailing slash makes no
+difference, letter case does.  Segment by segment from the left, plain text beats text around a parameter (as in
+`{id}:cancel`), which beats a whole parameter, which beats `{rest:path}` (none or more segments); then a named method
+beats `*`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from ..errors import ConfigurationError
+
+T = TypeVar("T")
+
+# Never claimed, whatever they carry: repeating them has no effect of its own.
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})
+ANY = "*"
+EVERYWHERE = "/{rest:path}"
+
+METHOD = re.compile(r"[A-Z][A-Z0-9_-]*", re.ASCII)
+SEGMENT = re.compile(
+    r"(?P<prefix>[^{}]*)(?:\{(?P<param>[A-Za-z_]\w*)(?::(?P<kind>[A-Za-z_]\w*))?\}(?P<suffix>[^{}]*))?"
+)
+ENCODED = re.compile(r"%[0-9A-Fa-f]{2}|[?#]")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One part of a path between slashes: text, text around a parameter, a parameter, or (rest) all that follows."""
+
+    prefix: str
+    param: str = ""
+    suffix: str = ""
+    rest: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int, str, str]:
+        """Orders segments by how specific they are; equal ranks match the same texts."""
+        if not self.param:
+            return (0, 0, self.prefix, "")
+        around = len(self.prefix) + len(self.suffix)
+        return (3 if self.rest else 1 if around else 2, -around, self.prefix, self.suffix)
+
+    def value(self, text: str) -> str | None:
+        """What the parameter stands for in *text*; it is never empty."""
+        end = len(text) - len(self.suffix)
+        fits = len(self.prefix) < end and text.startswith(self.prefix) and text.endswith(self.suffix)
+        return text[len(self.prefix) : end] if fits else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What a rule matches: `POST /refunds`, `POST|PATCH /users/{id}`, `* /files/{rest:path}`, `POST *`, `*`."""
+
+    text: str
+    methods: tuple[str, ...] = field(init=False)
+    segments: tuple[Segment, ...] = field(init=False)
+    params: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        methods, path = split_match(self.text)
+        segments = tuple(map(parse_segment, path[1:].split("/"))) if path != "/" else ()
+        object.__setattr__(self, "text", f"{'|'.join(methods)} {ANY if path == EVERYWHERE else path}")
+        object.__setattr__(self, "methods", methods)
+        object.__setattr__(self, "segments", segments)
+        object.__setattr__(self, "params", tuple(segment.param for segment in segments if segment.param))
+        if any(segment.rest for segment in segments[:-1]):
+            raise ConfigurationError(f"match {self.text!r} goes on after a {{name:path}}, which takes all: put it last")
+        if len(set(self.params)) < len(self.params):
+            raise ConfigurationError(f"match {self.text!r} names a parameter twice: give each its own name")
+
+    @property
+    def rank(self) -> tuple[tuple[int, int, str, str], ...]:
+        """Orders patterns, the most specific first; equal ranks match the same paths."""
+        return tuple(segment.rank for segment in self.segments)
+
+    def allows(self, method: str) -> bool:
+        return method in self.methods or ANY in self.methods
+
+
+def split_match(text: str) -> tuple[tuple[str, ...], str]:
+    """The methods and the path of a match, each checked."""
+    if not isinstance(text, str):
+        raise ConfigurationError(f"match {text!r} is not a text: write a method and a path, as in 'POST /refunds'")
+    methods, _, path = text.strip().rpartition(" ")
+    path = EVERYWHERE if path == ANY else path
+    if not path.startswith("/"):
+        raise ConfigurationError(f"match {text!r} has no path: write a method and a path, as in 'POST /refunds'")
+    if ENCODED.search(path):
+        raise ConfigurationError(f"match {text!r} is not a plain path: write it decoded, without a query or fragment")
+    names = tuple(dict.fromkeys(name.strip().upper() for name in (methods or ANY).split("|")))
+    for name in names:
+        check_method(text, name)
+    return names, path.rstrip("/") or "/"
+
+
+def check_method(text: str, name: str) -> None:
+    if name in SAFE_METHODS:
+        raise ConfigurationError(
+            f"match {text!r} names {name}, which is never guarded: name POST, PUT, PATCH or DELETE"
+        )
+    if name != ANY and not METHOD.fullmatch(name):
+        raise ConfigurationError(
+            f"match {text!r} names no method: write a method and a path, as in 'POST|PATCH /refunds'"
+        )
+
+
+def parse_segment(text: str) -> Segment:
+    found = SEGMENT.fullmatch(text)
+    if found is None or not text:
+        raise ConfigurationError(f"path segment {text!r} is not understood: write text, {{name}} or {{name:path}}")
+    prefix, param, suffix = found["prefix"], found["param"] or "", found["suffix"] or ""
+    # Other converters, such as 'int', only narrow what one segment may be; to match more here does no harm.
+    rest = found["kind"] == "path"
+    if rest and (prefix or suffix):
+        raise ConfigurationError(f"path segment {text!r} is not understood: {{{param}:path}} stands alone")
+    return Segment(prefix, param, suffix, rest)
+
+
+# ── The tree ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Entry(Generic[T]):
+    """The values that patterns of one shape hold, by method; the parameters' names may differ between them."""
+
+    values: dict[str, tuple[Pattern, T]] = field(default_factory=dict)
+
+    def get(self, method: str) -> tuple[Pattern, T] | None:
+        return self.values.get(method) or self.values.get(ANY)
+
+
+@dataclass(slots=True)
+class Node(Generic[T]):
+    """One depth of the tree: what may follow, in the order in which it is tried."""
+
+    texts: dict[str, Node[T]] = field(default_factory=dict)
+    params: list[tuple[Segment, Node[T]]] = field(default_factory=list)
+    end: Entry[T] = field(default_factory=Entry)
+    rest: Entry[T] = field(default_factory=Entry)
+
+
+class Found(NamedTuple, Generic[T]):
+    """A value, and what the pattern's parameters stand for."""
+
+    value: T
+    params: dict[str, str]
+
+
+class Matcher(Generic[T]):
+    """Finds the value of the most specific pattern: in one look-up for plain paths, else by a walk of the tree."""
+
+    def __init__(self) -> None:
+        self.root: Node[T] = Node()
+        self.plain: dict[str, Entry[T]] = {}
+
+    def add(self, pattern: Pattern, value: T) -> T | None:
+        """Add a pattern; the value of one that matches the very same requests is returned, and stays."""
+        entry = self.entry(pattern)
+        for method in pattern.methods:
+            if method in entry.values:
+                return entry.values[method][1]
+        entry.values |= dict.fromkeys(pattern.methods, (pattern, value))
+        return None
+
+    def entry(self, pattern: Pattern) -> Entry[T]:
+        node = self.root
+        for segment in pattern.segments:
+            if segment.rest:
+                return node.rest
+            node = child(node, segment)
+        if not pattern.params:
+            self.plain["/" + "/".join(segment.prefix for segment in pattern.segments)] = node.end
+        return node.end
+
+    def find(self, method: str, path: str) -> Found[T] | None:
+        """The value for a request, by its method (in upper case) and its decoded path."""
+        path = path.rstrip("/") or "/"
+        plain = self.plain.get(path)
+        held = plain.get(method) if plain else None
+        if held:
+            return Found(held[1], {})
+        texts = path.removeprefix("/").split("/") if path != "/" else []
+        return walk(self.root, texts, 0, method, [])
+
+
+def child(node: Node[T], segment: Segment) -> Node[T]:
+    if not segment.param:
+        return node.texts.setdefault(segment.prefix, Node())
+    for known, after in node.params:
+        if known.rank == segment.rank:
+            return after
+    after = Node[T]()
+    node.params.append((segment, after))
+    node.params.sort(key=lambda pair: pair[0].rank)
+    return after
+
+
+def walk(node: Node[T], texts: list[str], at: int, method: str, values: list[str]) -> Found[T] | None:
+    """Depth first, the most specific branch first.  A node is visited at most once, so the contract bounds the work."""
+    if at == len(texts):
+        return named(node.end.get(method), values) or named(node.rest.get(method), [*values, ""])
+    for after, value in branches(node, texts[at]):
+        found = walk(after, texts, at + 1, method, values + value)
+        if found:
+            return found
+    return named(node.rest.get(method), [*values, "/".join(texts[at:])])
+
+
+def branches(node: Node[T], text: str) -> Iterator[tuple[Node[T], list[str]]]:
+    """Where *text* leads, and what a parameter stands for on the way."""
+    if text in node.texts:
+        yield node.texts[text], []
+    for segment, after in node.params:
+        value = segment.value(text)
+        if value is not None:
+            yield after, [value]
+
+
+def named(held: tuple[Pattern, T] | None, values: list[str]) -> Found[T] | None:
+    if held is None:
+        return None
+    pattern, value = held
+    return Found(value, dict(zip(pattern.params, values, strict=True)))

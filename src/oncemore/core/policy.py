@@ -1,0 +1,119 @@
+"""What the guard may do with one operation: its two clocks, and what to answer when the operation was seen before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ..errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from .model import Outcome
+
+InFlight = Literal["wait", "conflict", "accepted"]
+OnDuplicate = Literal["replay", "reject", "ok"]
+OnUnknown = Literal["hold", "retry", "resolve"]
+EffectLevel = Literal["lease", "transaction", "steps"]
+Keep = Literal["final", "success", "all"]
+TtlFrom = Literal["creation", "access"]
+Expired = Literal["delete", "keep"]
+Late = Literal["run", "refuse"]
+Suspect = Literal["off", "log", "flag", "reject", "replay"]
+OnUnique = Literal["replay", "reject", "serialize"]
+
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
+
+# Not final: the caller can mend these without changing the request, or the server may answer otherwise in a moment.
+UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
+
+
+def duration(value: float | str) -> float:
+    """Seconds, from a number of seconds or from text such as `"30d"`, `"1h30m"` or `"250ms"`."""
+    if isinstance(value, str):
+        text = value.strip()
+        parts = DURATION.findall(text)
+        if not parts or "".join(number + unit for number, unit in parts) != text:
+            raise ConfigurationError(
+                f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
+            )
+        return sum(float(number) * UNITS[unit] for number, unit in parts)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigurationError(
+            f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
+        )
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How one operation is guarded.  Durations are seconds or text such as `"30d"`; after construction, seconds.
+
+    *lease* is how long a silent holder keeps the right to perform (it is renewed while the holder works); *ttl* is how
+    long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are those exceptions
+    of the performer that are its outcome, kept like any other; after all others the operation may be tried again.
+    """
+
+    lease: float = 30.0
+    ttl: float = 86400.0
+    ttl_from: TtlFrom = "creation"
+    expired: Expired = "delete"
+    in_flight: InFlight = "wait"
+    wait: float = 10.0
+    on_duplicate: OnDuplicate = "replay"
+    on_mismatch: int = 409
+    keep: Keep | Callable[[Outcome], bool] = "final"
+    errors: tuple[type[Exception], ...] = ()
+    effect: EffectLevel = "lease"
+    on_unknown: OnUnknown = "hold"
+    resolver: Callable[..., Any] | None = None
+    on_unique: OnUnique = "replay"
+    suspect: Suspect = "off"
+    suspect_window: float = 30.0
+    late: Late = "run"
+
+    def __post_init__(self) -> None:
+        for name in ("lease", "ttl", "wait", "suspect_window"):
+            object.__setattr__(self, name, duration(getattr(self, name)))
+        if self.lease <= 0 or self.ttl <= 0:
+            raise ConfigurationError("lease and ttl must be longer than nothing")
+        for field in fields(self):
+            check_choice(field.name, getattr(self, field.name))
+        if self.on_unknown == "resolve" and self.resolver is None:
+            raise ConfigurationError(
+                "on_unknown = 'resolve' needs a resolver: the function that asks whether it happened"
+            )
+
+    def keeps(self, outcome: Outcome) -> bool:
+        """Whether *outcome* is final: kept and replayed, rather than released for another try."""
+        if callable(self.keep):
+            return self.keep(outcome)
+        if outcome.status == 0:  # of a function: its errors are failures, its values are not
+            return self.keep != "success" or outcome.kind != "error"
+        if self.keep == "success":
+            return 200 <= outcome.status < 300
+        return outcome.status not in UNSETTLED_STATUSES and (outcome.status < 500 or self.keep == "all")
+
+
+def check_choice(name: str, value: object) -> None:
+    """Raise a ConfigurationError that lists the choices, unless *value* is one that the setting *name* can take."""
+    choices = CHOICES.get(name)
+    if choices and value not in choices and not (name == "keep" and callable(value)):
+        raise ConfigurationError(f"{name} = {value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
+
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "ttl_from": get_args(TtlFrom),
+    "expired": get_args(Expired),
+    "in_flight": get_args(InFlight),
+    "on_duplicate": get_args(OnDuplicate),
+    "on_mismatch": (409, 422, 400),
+    "keep": get_args(Keep),
+    "effect": get_args(EffectLevel),
+    "on_unknown": get_args(OnUnknown),
+    "on_unique": get_args(OnUnique),
+    "suspect": get_args(Suspect),
+    "late": get_args(Late),
+}

@@ -1,0 +1,139 @@
+"""Profiles: the settings that a published set of rules asks for, by name, each with the facts that it follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# The playbook.  Key scoped to route and principal, 24–72 h; a replay has the first status and body and says
+# `Idempotency-Status: replayed`; 409 on another payload; a duplicate waits for the running one, or gets 409.
+DEFAULT: dict[str, Any] = {
+    "match": "POST|PATCH *",
+    "idempotent": True,
+    "key": {
+        "from": "header",
+        "name": "Idempotency-Key",
+        "required": False,
+        "strict": False,
+        "format": "any",
+        "max_length": 255,
+    },
+    "scope": "principal",
+    "across_routes": "separate",
+    "fingerprint": "canonical",
+    "ttl": "24h",
+    "ttl_from": "creation",
+    "expired": "delete",
+    "lease": "30s",
+    "in_flight": "wait",
+    "wait": "10s",
+    "retry_after": "1s",
+    "on_duplicate": "replay",
+    "on_mismatch": 409,
+    "keep": "final",
+    "effect": "lease",
+    "on_unknown": "hold",
+    "on_unique": "replay",
+    "suspect": "off",
+    "late": "run",
+    "first_sent": "",
+    "if_match": False,
+    "status_header": "Idempotency-Status",
+    "replay_status": "same",
+    "streams": "refuse",
+    "store_down": "refuse",
+    "max_request": "10MiB",
+    "max_response": "1MiB",
+}
+
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "default": DEFAULT,
+    # draft-ietf-httpapi-idempotency-key-header-07: the key is a structured-field string; 400 when a required one is
+    # missing, 422 when it comes with another payload, 409 while the first is running; success and error are repeated.
+    "ietf": {
+        **DEFAULT,
+        "key": {**DEFAULT["key"], "strict": True},
+        "in_flight": "conflict",
+        "on_mismatch": 422,
+    },
+    # Stripe API v1: POST only; kept at least 24 h; what began to execute is kept, 500s too; 409 while running; an error
+    # (400) with other parameters or on another endpoint; `Idempotent-Replayed: true` on replays, nothing on the first.
+    "stripe": {
+        **DEFAULT,
+        "match": "POST *",
+        "across_routes": "conflict",
+        "in_flight": "conflict",
+        "on_mismatch": 400,
+        "keep": "all",
+        "status_header": {"name": "Idempotent-Replayed", "replayed": "true"},
+    },
+    # Stripe API v2: POST and DELETE; 30 days; a key belongs to one API of one account; what succeeded is not repeated,
+    # what failed is executed again and its new response returned.
+    "stripe-v2": {
+        **DEFAULT,
+        "match": "POST|DELETE *",
+        "ttl": "30d",
+        "in_flight": "conflict",
+        "on_mismatch": 400,
+        "keep": "success",
+        "status_header": {"name": "Idempotent-Replayed", "replayed": "true"},
+    },
+    # OASIS Repeatable Requests 1.0 as Azure applies it: a GUID and the time of the first sending; 5 minutes are tracked,
+    # older is 412; 400 on another payload, 409 while running; 2xx and 4xx repeated, 5xx executed again.
+    "azure": {
+        **DEFAULT,
+        "match": "POST|PUT|PATCH|DELETE *",
+        "key": {**DEFAULT["key"], "name": "Repeatability-Request-ID", "format": "uuid"},
+        "ttl": "5m",
+        "in_flight": "conflict",
+        "on_mismatch": 400,
+        "late": "refuse",
+        "first_sent": "Repeatability-First-Sent",
+        "status_header": {
+            "name": "Repeatability-Result",
+            "stored": "accepted",
+            "replayed": "accepted",
+            "unstored": "accepted",
+            "refused": "rejected",
+        },
+    },
+    # Zalando RESTful guidelines, rule 230: an optional key, 24 h; the response is kept whether it succeeded or failed;
+    # a changed request is rejected with 400.
+    "zalando": {
+        **DEFAULT,
+        "on_mismatch": 400,
+        "keep": "all",
+    },
+    # The matchmaking contract: every operation that is not a read carries a UUID v4, for 24 h; same key with another
+    # endpoint or payload is 409; ten at once, one runs and nine get its response.
+    "matchmaking": {
+        **DEFAULT,
+        "match": "POST|PUT|PATCH|DELETE *",
+        "key": {**DEFAULT["key"], "required": True, "format": "uuid4"},
+        "across_routes": "conflict",
+    },
+    # The patterns: 24 h for payments; changed parameters are 400; concurrent retries wait for the first; the same request
+    # by the same user under another key within 30 s is suspicious, and logged.
+    "patterns": {
+        **DEFAULT,
+        "on_mismatch": 400,
+        "suspect": {"action": "log", "window": "30s"},
+    },
+    # The knowledge contract: 202 with a status URL while running (or 409), 409 on a collision, the same key may be
+    # retried after a failure, whether it was permanent or an interruption.
+    "knowledge": {
+        **DEFAULT,
+        "in_flight": "accepted",
+        "keep": "success",
+    },
+    # The Spring pattern: a required key of at most 100 characters, 3 days; 409 with `Retry-After: 3` while running; a
+    # failure is kept, and repeated until the caller changes the key.
+    "spring": {
+        **DEFAULT,
+        "key": {**DEFAULT["key"], "required": True, "max_length": 100},
+        "ttl": "72h",
+        "in_flight": "conflict",
+        "retry_after": "3s",
+        "keep": "all",
+    },
+}

@@ -1,0 +1,117 @@
+"""The policy: durations, choices, and which outcomes are final."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oncemore.core.model import Outcome
+from oncemore.core.policy import Policy, check_choice, duration
+from oncemore.errors import ConfigurationError
+
+DURATIONS = [(0, 0.0), (5, 5.0), (0.25, 0.25), ("250ms", 0.25), ("30s", 30.0), (" 2m ", 120.0), ("1.5h", 5400.0)]
+DURATIONS += [("1h30m", 5400.0), ("30d", 2592000.0), ("1w", 604800.0)]
+NOT_DURATIONS = ["", "30", "s", "30x", "1h 30m", "-1s", "1e3s", "1.s", "٣s", "1h,30m"]
+NOT_DURATIONS += [None, True, -1, float("inf"), float("nan"), [1]]
+
+
+@pytest.mark.parametrize(("value", "seconds"), DURATIONS)
+def test_a_duration_is_seconds_or_text(value, seconds):
+    assert duration(value) == seconds
+
+
+@pytest.mark.parametrize("value", NOT_DURATIONS)
+def test_what_is_not_a_duration_is_refused_with_examples(value):
+    with pytest.raises(ConfigurationError, match="1h30m"):
+        duration(value)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 999), st.sampled_from(["ms", "s", "m", "h", "d", "w"])), min_size=1, max_size=4)
+)
+def test_the_parts_of_a_duration_add_up(parts):
+    text = "".join(f"{number}{unit}" for number, unit in parts)
+    assert duration(text) == pytest.approx(sum(duration(f"{number}{unit}") for number, unit in parts))
+
+
+def test_a_policy_holds_seconds():
+    policy = Policy(lease="1m", ttl="7d", wait="500ms", suspect_window="2m")
+    assert (policy.lease, policy.ttl, policy.wait, policy.suspect_window) == (60.0, 604800.0, 0.5, 120.0)
+
+
+@pytest.mark.parametrize("setting", ["lease", "ttl"])
+def test_a_lease_and_a_retention_take_time(setting):
+    with pytest.raises(ConfigurationError, match="longer than nothing"):
+        Policy(**{setting: 0})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("ttl_from", "birth"),
+        ("expired", "maybe"),
+        ("in_flight", "queue"),
+        ("on_duplicate", "again"),
+        ("on_mismatch", 418),
+        ("keep", "some"),
+        ("effect", "magic"),
+        ("on_unknown", "guess"),
+        ("on_unique", "both"),
+        ("suspect", "arrest"),
+        ("late", "never"),
+    ],
+)
+def test_an_unknown_choice_is_refused_with_the_choices(setting, value):
+    with pytest.raises(ConfigurationError, match=f"{setting} = .* choose one of"):
+        Policy(**{setting: value})
+
+
+def test_a_setting_without_choices_takes_any_value():
+    check_choice("ttl", "whatever")
+
+
+def test_resolving_needs_someone_to_ask():
+    with pytest.raises(ConfigurationError, match="needs a resolver"):
+        Policy(on_unknown="resolve")
+    assert Policy(on_unknown="resolve", resolver=lambda operation: None).on_unknown == "resolve"
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ("final", {200, 201, 204, 301, 400, 404, 409, 410, 422}),
+        ("success", {200, 201, 204}),
+    ],
+)
+def test_which_responses_are_final(keep, kept):
+    """CASES 20."""
+    statuses = {200, 201, 204, 301, 400, 401, 403, 404, 408, 409, 410, 422, 425, 429, 500, 502, 503, 504}
+    policy = Policy(keep=keep)
+    assert {status for status in statuses if policy.keeps(Outcome("response", status))} == kept
+
+
+@pytest.mark.parametrize("status", [200, 404, 500, 503])
+def test_with_keep_all_failures_are_final_too(status):
+    """CASES 20."""
+    assert Policy(keep="all").keeps(Outcome("response", status))
+
+
+@pytest.mark.parametrize(
+    ("keep", "kind", "kept"),
+    [
+        ("final", "value", True),
+        ("final", "error", True),
+        ("success", "value", True),
+        ("success", "error", False),
+        ("all", "error", True),
+    ],
+)
+def test_which_results_of_functions_are_final(keep, kind, kept):
+    assert Policy(keep=keep).keeps(Outcome(kind)) is kept
+
+
+def test_a_function_may_decide_what_is_final():
+    policy = Policy(keep=lambda outcome: outcome.status == 418)
+    assert policy.keeps(Outcome("response", 418))
+    assert not policy.keeps(Outcome("response", 200))

@@ -1,0 +1,148 @@
+"""The one spelling of a JSON value: RFC 8785, made lossless.
+
+White space is gone, members are sorted by UTF-16 code units, strings are escaped as little as possible.  A number is
+written by its exact decimal value, in ECMAScript's layout, with as many digits as the value has: `100.00`, `1e2` and
+`100` are all `100`, `-0` is `0`, `1E400` is `1e+400`.  So a number that survives the way through a double and back has
+the form of RFC 8785; one that a double would round (`9007199254740993`, `0.10000000000000000001`) keeps its digits and
+stays itself.
+
+What can be read in more than one way has no canonical form, and InvalidPayload says so: text that is not JSON in UTF-8
+(NaN, Infinity, lone surrogates, a byte order mark), an object that names a member twice, nesting deeper than the limit,
+an exponent of more than 18 digits.  Every answer takes time and memory in proportion to the text, however large its
+numbers are.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from ..errors import InvalidPayload
+
+MAX_DEPTH = 100
+
+STRING_ESCAPE = re.compile(rb"\\(?:u0022|.)", re.DOTALL)
+STRING_OR_NUMBER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[-+.0-9eE]++', re.DOTALL)
+NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?)0*(\d*))?", re.ASCII)
+
+FOUR_BYTE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
+NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+# ECMAScript writes an integer in full up to this many digits, as msgspec does; longer ones go the way of fractions.
+LONGEST_INTEGER = 21
+DIGITS_AS_ZEROS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
+LONG_RUN = b"0" * (LONGEST_INTEGER + 1)
+
+
+def canonical_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> bytes:
+    """The canonical form of the JSON text *data*; raises InvalidPayload where it has none."""
+    return read_json(data, max_depth=max_depth)[1]
+
+
+def read_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> tuple[Any, bytes]:
+    """The value of the JSON text *data*, its numbers exact, and its form; raises InvalidPayload where it has none."""
+    if deeper_than(max_depth, data):
+        raise InvalidPayload(f"The JSON is nested deeper than {max_depth} levels")
+    try:
+        value = DECODER.decode(with_long_integers_as_decimals(data))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidPayload(f"The body is not JSON: {error}") from error
+    text = write_json(value)
+    # The decoder keeps the last of two equal members; each one that it drops takes the quotes of its name along.
+    if text.count(b'"') != count_quotes(data):
+        raise InvalidPayload("The JSON has an object that names a member twice")
+    return value, text
+
+
+def write_json(value: Any) -> bytes:
+    """The canonical form of what read_json, or exact_number, made."""
+    text = SORTED.encode(value)
+    return text if text.isascii() or not needs_utf16_order(text) else AS_IS.encode(sort_by_utf16(value))
+
+
+def needs_utf16_order(text: bytes) -> bool:
+    """Whether *text* has what UTF-16 sorts before U+E000–U+FFFF and the encoder, which goes by code points, after."""
+    return (b"\xee" in text or b"\xef" in text) and any(lead in text for lead in FOUR_BYTE_LEADS)
+
+
+def exact_number(text: str) -> msgspec.Raw:
+    """The canonical form of the decimal number *text*, ready to be written."""
+    if len(text) <= LONGEST_INTEGER and "." in text and "e" not in text and "E" not in text:
+        short = text.rstrip("0").rstrip(".")
+        if short != "-0" and not short.startswith(("0.000000", "-0.000000")):
+            return msgspec.Raw(short)
+    return msgspec.Raw(layout(*decimal_parts(text)))
+
+
+def decimal_parts(text: str) -> tuple[str, str, int]:
+    """Sign, digits d and power n of the number sign 0.d × 10ⁿ; d has no zeros at its ends, and zero has no d."""
+    match = NUMBER.fullmatch(text)
+    if match is None or len(match[5] or "") > 18:
+        raise InvalidPayload("The JSON has a number whose exponent has more than 18 digits")
+    sign, whole, fraction, exponent_sign, exponent = match.groups("")
+    digits = (whole + fraction).lstrip("0")
+    power = int(exponent_sign + (exponent or "0")) + len(digits) - len(fraction)
+    return sign, digits.rstrip("0"), power
+
+
+def layout(sign: str, digits: str, power: int) -> str:
+    """The number in the layout of ECMAScript's Number::toString, which RFC 8785 prescribes."""
+    if not digits:
+        return "0"
+    if len(digits) <= power <= LONGEST_INTEGER:
+        return f"{sign}{digits}{'0' * (power - len(digits))}"
+    if 0 < power <= LONGEST_INTEGER:
+        return f"{sign}{digits[:power]}.{digits[power:]}"
+    if -6 < power <= 0:
+        return f"{sign}0.{'0' * -power}{digits}"
+    point = "." if len(digits) > 1 else ""
+    return f"{sign}{digits[0]}{point}{digits[1:]}e{power - 1:+d}"
+
+
+def deeper_than(limit: int, data: bytes) -> bool:
+    """Whether the brackets of *data* nest deeper than *limit*; asked before decoding, which would recurse."""
+    if data.count(b"[") + data.count(b"{") <= limit:
+        return False
+    outside_strings = b"".join(STRING_ESCAPE.sub(b"", data).split(b'"')[::2])
+    brackets = outside_strings.translate(None, NOT_BRACKETS)
+    return max(accumulate(map(STEP.__getitem__, brackets)), default=0) > limit
+
+
+def count_quotes(data: bytes) -> int:
+    """How many quotes the form has if no member is lost: those of *data*, and those that it spells by number."""
+    count = data.count(b'"')
+    if b"\\" in data and b"\\u0022" in data:
+        count += STRING_ESCAPE.findall(data).count(b"\\u0022")
+    return count
+
+
+def with_long_integers_as_decimals(data: bytes) -> bytes:
+    """*data* with `.0` after each long integer, so that it is read by its digits and not by int(), which has limits."""
+    if LONG_RUN not in data.translate(DIGITS_AS_ZEROS):
+        return data
+    return STRING_OR_NUMBER.sub(_long_integer_as_decimal, data)
+
+
+def _long_integer_as_decimal(match: re.Match[bytes]) -> bytes:
+    token = match[0]
+    return token + b".0" if len(token) > LONGEST_INTEGER and token.removeprefix(b"-").isdigit() else token
+
+
+def sort_by_utf16(value: Any) -> Any:
+    """*value* with the members of every object in the order of their names' UTF-16 code units."""
+    if isinstance(value, dict):
+        return {name: sort_by_utf16(value[name]) for name in sorted(value, key=_utf16)}
+    return [sort_by_utf16(item) for item in value] if isinstance(value, list) else value
+
+
+def _utf16(name: str) -> bytes:
+    return name.encode("utf-16-be")
+
+
+DECODER = msgspec.json.Decoder(float_hook=exact_number)
+SORTED = msgspec.json.Encoder(order="deterministic")
+AS_IS = msgspec.json.Encoder()

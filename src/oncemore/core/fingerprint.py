@@ -1,0 +1,177 @@
+"""The digest of what was asked: equal for a repeated request, different for any other, and verifiable after an upgrade.
+
+A fingerprint reads `c1:<hex>` or `c1.<key id>:<hex>`.  The part before the colon says how it was made, so a stored one
+is always compared by its own algorithm and secret:
+
+| id | the body as |
+|---|---|
+| `c1` | canonical JSON (`application/json`, `application/*+json`), of which include and exclude select; see `canonical` |
+| `f1` | an URL-encoded form: fields in their order, percent-encoding and `+` normalised |
+| `m1` | a multipart form: parts in their order with their headers, whatever the boundary |
+| `r1` | its bytes: every other media type, and each body that cannot be read as what it says it is |
+| `v1` | not a body, but the canonical JSON of a Python value: see fingerprint_of |
+
+Method, path, query and media type count too, each after its length, so that none can pass for part of another.  The
+query is read as a form: its order counts, its percent-encoding does not.  The media type counts without its parameters:
+a client or proxy that adds `; charset=utf-8` between two attempts repeats the same request, while JSON sent as plain
+text does not.  No other header counts.  include and exclude apply to JSON; every other body is compared whole.  A rule
+that changes them asks a new question, and refuses retries of requests that it stored before.
+
+The digest is SHA-256, which processors compute faster than BLAKE2, or HMAC-SHA-256 under a secret, which keeps whoever
+reads the ledger from guessing short payloads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from ..errors import ConfigurationError, InvalidPayload
+from .canonical import MAX_DEPTH, read_json, write_json
+from .exact import exact_value
+from .forms import read_multipart, read_urlencoded, respell
+from .selection import Pointer, check_selection, parse_fields, select
+
+Mode = Literal["canonical", "raw", "none"]
+
+# A body within this is read again for as long as its record lives, also when max_depth has been lowered since.
+DEEPEST = 200
+SHORTEST_SECRET = 16
+
+ALGORITHMS = {"application/json": "c1", "application/x-www-form-urlencoded": "f1", "multipart/form-data": "m1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprinter:
+    """Makes and compares the fingerprints of one rule's requests.
+
+    *include* and *exclude* are JSON pointers (`/order/id`) or bare names of top-level members (`timestamp`): only those
+    count, or all but those.  *mode* `raw` compares bodies byte by byte, `none` not at all.  The first of *secrets* signs;
+    all of them verify, as does none for what was never signed.  To rotate, append the new secret in every process, then
+    move it to the front, and drop the old one when the last record that it signed has expired.
+    """
+
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    mode: Mode = "canonical"
+    secrets: Sequence[bytes] = field(default=(), repr=False)
+    max_depth: int = MAX_DEPTH
+    _include: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
+    _exclude: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
+    _keys: dict[str, bytes] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigurationError(
+                f"mode = {self.mode!r} is unknown: choose one of {', '.join(map(repr, get_args(Mode)))}"
+            )
+        if self.mode != "canonical" and (self.include or self.exclude):
+            raise ConfigurationError(f"mode = {self.mode!r} compares no fields: drop include and exclude, or the mode")
+        if type(self.max_depth) is not int or not 1 <= self.max_depth <= DEEPEST:
+            raise ConfigurationError(f"max_depth = {self.max_depth!r} is out of range: choose one from 1 to {DEEPEST}")
+        include, exclude = parse_fields("include", self.include), parse_fields("exclude", self.exclude)
+        check_selection(include, exclude)
+        self._set(_include=include, _exclude=exclude, _keys=keys_by_id(self.secrets))
+        self._set(include=tuple(self.include), exclude=tuple(self.exclude), secrets=tuple(self.secrets))
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def fingerprint(self, method: str, path: str, query: str, content_type: str, body: bytes) -> str:
+        """The fingerprint of the request, to be kept in its record; empty in mode `none`."""
+        if self.mode == "none":
+            return ""
+        media_type = media_type_of(content_type)
+        algorithm = "r1" if self.mode == "raw" else algorithm_for(media_type)
+        try:
+            said = self._read(algorithm, content_type, body, self.max_depth)
+        except InvalidPayload:
+            algorithm, said = "r1", body
+        key_id = next(iter(self._keys))
+        return sign(algorithm, key_id, self._keys[key_id], head(method, path, query, media_type), said)
+
+    def matches(self, stored: str, method: str, path: str, query: str, content_type: str, body: bytes) -> bool:
+        """Whether *stored* is of this same request, whichever algorithm and secret it was made with; an empty one always is.
+
+        One made by an algorithm or secret that is not known here is of another request: refusing is safe, running is not.
+        """
+        if self.mode == "none" or not stored:
+            return True
+        algorithm, _, key_id = stored.partition(":")[0].partition(".")
+        if key_id not in self._keys:
+            return False
+        try:
+            said = self._read(algorithm, content_type, body, DEEPEST)
+        except InvalidPayload:
+            return False
+        expected = sign(
+            algorithm, key_id, self._keys[key_id], head(method, path, query, media_type_of(content_type)), said
+        )
+        return hmac.compare_digest(expected.encode(), stored.encode("utf-8", "surrogatepass"))
+
+    def _read(self, algorithm: str, content_type: str, body: bytes, max_depth: int) -> bytes:
+        """What *body* says to the *algorithm*; raises InvalidPayload where it cannot be read so."""
+        match algorithm:
+            case "c1":
+                value, text = read_json(body, max_depth=max_depth)
+                return (
+                    write_json(select(value, self._include, self._exclude)) if self._include or self._exclude else text
+                )
+            case "f1":
+                return read_urlencoded(body)
+            case "m1":
+                return read_multipart(content_type, body)
+            case "r1":
+                return body
+        raise InvalidPayload(f"No fingerprint of a body is made by {algorithm!r}")
+
+
+def fingerprint_of(value: Any) -> str:
+    """The fingerprint of a Python value, such as a function's arguments: equal for what JSON would write as equal.
+
+    Numbers count by value, whatever their type (`Decimal("100.00")` is `100`; `True` is not `1`).  UUIDs, dates and
+    times, enums, bytes, dataclasses, msgspec structs and pydantic models count as what they hold; sets in any order.
+    """
+    return sign("v1", "", b"", b"", write_json(exact_value(value)))
+
+
+def media_type_of(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def algorithm_for(media_type: str) -> str:
+    """The id of the algorithm that reads bodies of *media_type* today."""
+    if media_type.startswith("application/") and media_type.endswith("+json"):
+        return "c1"
+    return ALGORITHMS.get(media_type, "r1")
+
+
+def head(method: str, path: str, query: str, media_type: str) -> bytes:
+    """All that counts besides the body, each part after its length."""
+    query = respell(query)
+    parts = f"{len(method)}:{method}{len(path)}:{path}{len(query)}:{query}{len(media_type)}:{media_type}"
+    return parts.encode("utf-8", "surrogatepass")
+
+
+def sign(algorithm: str, key_id: str, key: bytes, head: bytes, said: bytes) -> str:
+    """The fingerprint, with how it was made."""
+    message = b"%b\n%b\n%b" % (algorithm.encode(), head, said)
+    if not key_id:
+        return f"{algorithm}:{hashlib.sha256(message).hexdigest()}"
+    return f"{algorithm}.{key_id}:{hmac.digest(key, message, 'sha256').hex()}"
+
+
+def keys_by_id(secrets: Sequence[bytes]) -> dict[str, bytes]:
+    """The secrets by the short ids that fingerprints carry, the signing one first; the empty id means none."""
+    if isinstance(secrets, str | bytes) or not isinstance(secrets, Sequence) or {*map(type, secrets)} - {bytes}:
+        raise ConfigurationError("secrets is not a list of bytes: write [secret], or [newest, older] while they rotate")
+    if any(len(secret) < SHORTEST_SECRET for secret in secrets):
+        raise ConfigurationError(
+            f"A fingerprint secret needs {SHORTEST_SECRET} random bytes or more: secrets.token_bytes(32)"
+        )
+    keys = {hmac.digest(secret, b"oncemore fingerprint key id", "sha256").hex()[:12]: secret for secret in secrets}
+    return {**keys, "": b""}

@@ -1,0 +1,82 @@
+"""How long to wait before the next attempt: steps that grow, a cap, and a jitter that keeps the callers apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..errors import ConfigurationError
+
+Jitter = Literal["full", "equal", "zero", "decorrelated", "additive", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Delays in seconds.  The step before retry *n* is `base · factor ** (n - 1)`, never above *cap*; see JITTERS."""
+
+    base: float = 0.1
+    factor: float = 2.0
+    cap: float = 2.0
+    jitter: Jitter = "full"
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.base <= self.cap < float("inf"):
+            raise ConfigurationError(f"backoff: base ({self.base}) and cap ({self.cap}) must be 0 ≤ base ≤ cap")
+        if not 1 <= self.factor < float("inf"):
+            raise ConfigurationError(f"backoff: factor ({self.factor}) must be at least 1, or the steps would shrink")
+        if not 0 <= self.spread < float("inf"):
+            raise ConfigurationError(f"backoff: spread ({self.spread}) must not be negative")
+        if self.jitter not in JITTERS:
+            raise ConfigurationError(f"jitter = {self.jitter!r} is unknown: choose one of {', '.join(JITTERS)}")
+
+    def step(self, retry: int) -> float:
+        """The delay before retry number *retry* (from 1), before any jitter."""
+        try:
+            return min(self.cap, self.base * self.factor ** (retry - 1))
+        except OverflowError:
+            return self.cap
+
+    def delay(self, retry: int, chance: float, previous: float = 0.0) -> float:
+        """Seconds to wait before retry number *retry*; *chance* is a uniform number in [0, 1)."""
+        return JITTERS[self.jitter](self, retry, chance, previous)
+
+
+def _full(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
+    # At the cap the band keeps its width, or all callers would come back together.
+    top = min(backoff.cap, 2 * backoff.step(retry))
+    return top / 2 + chance * top / 2
+
+
+def _equal(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
+    step = backoff.step(retry)
+    return step / 2 + chance * step / 2
+
+
+def _zero(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
+    return chance * backoff.step(retry)
+
+
+def _decorrelated(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
+    top = max(3 * previous, backoff.base)
+    return min(backoff.cap, backoff.base + chance * (top - backoff.base))
+
+
+def _additive(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
+    return min(backoff.cap, backoff.step(retry) + chance * backoff.spread)
+
+
+def _none(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
+    return backoff.step(retry)
+
+
+JITTERS: dict[str, Callable[[Backoff, int, float, float], float]] = {
+    "full": _full,  # anywhere in the step's own band: from the step to twice the step
+    "equal": _equal,  # half of the step is certain, half is chance
+    "zero": _zero,  # from nothing to the step (what AWS calls full jitter)
+    "decorrelated": _decorrelated,  # from the base to three times the previous delay
+    "additive": _additive,  # the step plus up to *spread*
+    "none": _none,  # the step itself
+}
+assert set(JITTERS) == set(get_args(Jitter))

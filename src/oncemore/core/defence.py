@@ -1,0 +1,103 @@
+"""Defence in depth, for callers who make a new key on each retry: business uniqueness, suspicion, and keys too old."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import Duplicate, KeyExpired, Suspected
+from .heartbeat import Beat
+from .judge import Answer
+from .model import Lease, Operation, Outcome
+from .op import Op
+from .plan import Plan
+from .policy import Policy
+
+if TYPE_CHECKING:
+    from .guard import Guard
+
+OWNER = "oncemore-owner"  # stands before the headers of a unique record's outcome, and is never shown
+
+
+def screen(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
+    """Look at a new operation before it is performed: refuse it, answer it from its twin, or let it pass (None)."""
+    issued_at = op.operation.issued_at
+    if policy.late == "refuse" and issued_at is not None and guard.clock.time() - issued_at > policy.ttl:
+        yield from guard.give_back(op.lease, policy, forget=True)
+        raise KeyExpired("This key is older than the time for which outcomes are kept; look up the result instead")
+    if policy.suspect != "off":
+        return (yield from _suspect(guard, op, policy))
+    return None
+
+
+def _suspect(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
+    """Has the same principal just asked for the same thing under another key?  A small record remembers, for a while."""
+    operation = op.operation
+    mark = Operation(f"suspect|{operation.scope}", operation.fingerprint, operation.key, name="oncemore.suspect")
+    found = yield from guard.store.claim(mark, lease=policy.suspect_window)
+    if isinstance(found, Lease):
+        yield from guard.store.release(found, retention=policy.suspect_window)
+        return None
+    guard.tell("suspected", operation, token=op.lease.token, detail=found.fingerprint)
+    if policy.suspect == "log":
+        return None
+    op.note = f"suspected duplicate of {found.fingerprint}"
+    if policy.suspect == "flag":
+        return None
+    twin = yield from guard.store.find(operation.scope, found.fingerprint)
+    if policy.suspect == "replay" and twin is not None and twin.outcome is not None:
+        return Answer(twin.outcome, "replayed", attempt=op.attempt)
+    yield from guard.give_back(op.lease, policy, forget=True)
+    raise Suspected("The same request was made a moment ago under another key; retry with that key, or wait")
+
+
+def unique(guard: Guard, op: Op, perform: Callable[[Op], Any], policy: Policy, beats: tuple[Beat, ...]) -> Plan[Answer]:
+    """Perform under a second lease, on what must happen once whatever the key; its success is everyone's answer.
+
+    The record belongs to no principal, so its outcome is shown only to the one who made it.  To `serialize` is only to
+    take turns: nothing is kept, and the next one performs.
+    """
+    operation = op.operation
+    owner = operation.scope
+    kind = "serial" if policy.on_unique == "serialize" else f"unique|{operation.name}"
+    inner, under = Operation(kind, operation.unique or "", name=operation.name), inner_policy(policy)
+    found = yield from guard.turn(inner, under)
+    if isinstance(found, Lease):
+        answer = yield from guard.own(
+            found, lambda _: perform(op), under, beats=beats, then=lambda outcome: tag(outcome, owner)
+        )
+        return msgspec.structs.replace(answer, outcome=untag(answer.outcome)[1], how="stored")
+    owners, outcome = untag(found.outcome or NOBODYS)
+    if policy.on_unique == "reject" or owners != owner:
+        raise Duplicate(f"{operation.unique!r} was done before, under another key")
+    return Answer(outcome, "replayed", attempt=op.attempt)
+
+
+@lru_cache(maxsize=256)
+def inner_policy(policy: Policy) -> Policy:
+    """The policy of a unique record: a failure leaves the way free for another key; a turn leaves no trace at all."""
+    if policy.on_unique == "serialize":
+        return dataclasses.replace(
+            policy, keep=never, on_unknown="retry", in_flight="wait", ttl=1.0, suspect="off", late="run"
+        )
+    return dataclasses.replace(policy, keep="success", suspect="off", late="run")
+
+
+def never(outcome: Outcome) -> bool:
+    return False
+
+
+def tag(outcome: Outcome, owner: str) -> Outcome:
+    return msgspec.structs.replace(outcome, headers=((OWNER, owner), *outcome.headers))
+
+
+def untag(outcome: Outcome) -> tuple[str, Outcome]:
+    (_, owner), *headers = outcome.headers
+    return owner, msgspec.structs.replace(outcome, headers=tuple(headers))
+
+
+NOBODYS = tag(Outcome("tombstone"), "")  # stands for an outcome that cannot be read

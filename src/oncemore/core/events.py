@@ -1,0 +1,57 @@
+"""What the guard tells its observers: one frozen event per transition, and nothing is computed where nobody listens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from .model import Operation
+
+EventKind = Literal[
+    "claimed",  # a caller got the lease and performs
+    "settled",  # the outcome is durable
+    "released",  # the attempt failed; the next claim performs again
+    "replayed",  # a duplicate got the stored outcome
+    "refused",  # a duplicate or a mismatch was turned away; `code` says why
+    "waiting",  # a duplicate waits for the running one
+    "renewed",  # the heartbeat prolonged a lease
+    "lapsed",  # a holder vanished, and this claim took its operation over
+    "held",  # the outcome is unknown and waits for a decision
+    "resolved",  # a person or a resolver decided
+    "fenced",  # a late owner's write was refused
+    "suspected",  # the same request came under another key a moment ago
+    "unstored",  # performed, but the outcome could not be stored
+    "failed",  # the store failed
+]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One transition of one operation.  *duration* is in seconds, where the transition took any."""
+
+    kind: EventKind
+    operation: Operation
+    token: int = 0
+    attempt: int = 0
+    from_state: str = ""
+    to_state: str = ""
+    status: int = 0
+    code: str = ""
+    detail: str = ""
+    duration: float = 0.0
+
+
+Observer = Callable[[Event], None]
+
+log = logging.getLogger("oncemore")
+
+
+def tell_all(observers: Sequence[Observer], event: Event) -> None:
+    """Show *event* to each observer; one that raises is logged and never disturbs the operation."""
+    for observer in observers:
+        try:
+            observer(event)
+        except Exception:
+            log.exception("An observer failed on %s", event.kind)

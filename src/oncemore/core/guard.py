@@ -1,0 +1,276 @@
+"""The algorithm: claim; if it is yours, perform and settle; if not, replay, wait or refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigurationError, Fenced, OncemoreError, Refusal, StoreError
+from .cache import Cache
+from .clock import SYSTEM, Clock
+from .defence import screen, unique
+from .events import Event, EventKind, Observer, log, tell_all
+from .heartbeat import Beat, Heartbeat, Perform
+from .judge import Answer, check, in_progress, is_over, replay, unknown
+from .ledger import Ledger
+from .model import Lease, Operation, Outcome, Record
+from .op import Op
+from .plan import Plan, arun, run
+from .policy import Policy
+from .store import Store
+from .takeover import take_over, vanish
+from .urls import connect
+from .values import error_outcome, value_outcome
+
+# The first look after a wait; each further one waits twice as long, up to the store's own limit.
+FIRST_POLL = 0.02
+
+Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a coroutine of it
+
+
+class Guard(Ledger):
+    """Lets each operation happen once.  *store* is a URL or a store; *policy* is for callers who bring none."""
+
+    def __init__(
+        self,
+        store: str | Store,
+        *,
+        policy: Policy | None = None,
+        observers: Sequence[Observer] = (),
+        cache: int = 32 * 1024 * 1024,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self.store: Store = connect(store) if isinstance(store, str) else store
+        self.policy = policy or Policy()
+        self.observers = tuple(observers)
+        self.clock = clock
+        self.cache = Cache(clock, most=cache)
+        self.store.bell.hear(self.cache.drop)
+        self.heart = Heartbeat(self._renew, clock)
+
+    def run(
+        self, operation: Operation, perform: Performer, *, policy: Policy | None = None, wait: float | None = None
+    ) -> Answer:
+        """The operation's answer; *perform* is called only where nobody has performed it yet."""
+        return run(self.guarded(operation, perform, policy or self.policy, wait))
+
+    async def arun(
+        self, operation: Operation, perform: Performer, *, policy: Policy | None = None, wait: float | None = None
+    ) -> Answer:
+        """As `run`, for a *perform* that may be awaited."""
+        return await arun(self.guarded(operation, perform, policy or self.policy, wait))
+
+    def guarded(
+        self, operation: Operation, perform: Performer, policy: Policy, wait: float | None = None
+    ) -> Plan[Answer]:
+        """The plan behind `run` and `arun`; *wait* can only shorten the policy's own."""
+        known = self.known(operation, policy)
+        if known is not None:
+            return known
+        if policy.effect != "lease":
+            raise ConfigurationError(f"effect = {policy.effect!r} is not available yet; the guard knows only 'lease'")
+        try:
+            found = yield from self.turn(operation, policy, wait)
+            if isinstance(found, Lease):
+                return (yield from self.own(found, perform, policy))
+            answer = yield from self._repeat(found, policy)
+        except OncemoreError as error:
+            self._refused(operation, error)
+            raise
+        self.tell("replayed", operation, status=answer.outcome.status)
+        return answer
+
+    def known(self, operation: Operation, policy: Policy) -> Answer | None:
+        """The answer to a repeated operation, where this process remembers it: no store is asked."""
+        kept = self.cache.get(operation.id) if policy.ttl_from == "creation" else None
+        if kept is None:
+            return None
+        try:
+            check(operation, kept.fingerprint)
+            answer = replay(kept.outcome, policy, expires_at=kept.expires_at)
+        except OncemoreError as error:
+            self._refused(operation, error)
+            raise
+        self.tell("replayed", operation, status=answer.outcome.status)
+        return answer
+
+    # Getting a turn
+
+    def turn(self, operation: Operation, policy: Policy, wait: float | None = None) -> Plan[Lease | Record]:
+        """A lease, or the settled record; what is running is waited for, and everything else refused."""
+        found = yield from self._claim(operation, policy)
+        if isinstance(found, Lease) or found.state == "settled":
+            return found
+        limit = policy.wait if wait is None else min(wait, policy.wait)
+        if policy.in_flight != "wait" or limit <= 0:
+            raise in_progress(found)
+        self.tell("waiting", operation, token=found.token)
+        return (yield from self._wait(operation, policy, self.clock.monotonic() + limit))
+
+    def _wait(self, operation: Operation, policy: Policy, ends: float) -> Plan[Lease | Record]:
+        """Wait for the running one to end; where it fails, this caller gets the lease."""
+        delay = FIRST_POLL
+        with self.store.bell.waiting(operation.id) as waiter:
+            while True:  # the store is asked after the waiter is known to the bell, so that no ring is missed
+                found = yield from self._claim(operation, policy)
+                if isinstance(found, Lease) or found.state == "settled":
+                    return found
+                left = ends - self.clock.monotonic()
+                if left <= 0:
+                    raise in_progress(found)
+                yield from self.store.watch(found)
+                yield waiter.wait(min(delay, left, max(found.lease_until - found.now, FIRST_POLL)))
+                delay = min(delay * 2, self.store.poll)
+
+    def _claim(self, operation: Operation, policy: Policy) -> Plan[Lease | Record]:
+        """One claim, judged: a lease, or the record of the same request, settled or running."""
+        found = yield from self.store.claim(operation, lease=policy.lease)
+        if isinstance(found, Lease):
+            return found
+        check(operation, found.fingerprint)
+        if is_over(found):  # free, but fingerprinted by an older algorithm or secret: take it over under its own
+            operation = msgspec.structs.replace(operation, fingerprint=found.fingerprint)
+            return (yield from self.store.claim(operation, lease=policy.lease))
+        if found.state == "held":
+            raise unknown(found)
+        return found
+
+    def _repeat(self, record: Record, policy: Policy) -> Plan[Answer]:
+        """The answer to a repeated operation, from its settled record."""
+        outcome = record.outcome or Outcome("tombstone")
+        if policy.ttl_from == "access":
+            yield from self.store.touch(record, retention=policy.ttl)
+        else:
+            self.cache.put(
+                record.id, record.fingerprint, outcome, remaining=record.remaining, expires_at=record.expires_at
+            )
+        return replay(outcome, policy, expires_at=record.expires_at)
+
+    # Having it
+
+    def own(
+        self,
+        lease: Lease,
+        perform: Performer,
+        policy: Policy,
+        *,
+        beats: tuple[Beat, ...] = (),
+        then: Callable[[Outcome], Outcome] | None = None,
+    ) -> Plan[Answer]:
+        """Perform and settle.  *beats* are leases to keep alive besides; *then* changes the outcome before it is kept."""
+        op = Op(lease)
+        known: Answer | None = None
+        if lease.lapsed:
+            self.tell("lapsed", lease.operation, token=lease.token, attempt=lease.attempt)
+            known = yield from take_over(self, op, policy)
+        elif lease.attempt == 1 and (policy.suspect != "off" or policy.late != "run"):
+            known = yield from screen(self, op, policy)
+        if known is None:
+            known = yield from self._perform(op, perform, policy, beats)
+        if then is not None:
+            known = msgspec.structs.replace(known, outcome=then(known.outcome))
+        if keeps(policy, known.outcome):
+            return (yield from self._settle(op, known, policy))
+        yield from self.give_back(lease, policy)
+        return msgspec.structs.replace(known, how="released")
+
+    def _perform(self, op: Op, perform: Performer, policy: Policy, beats: tuple[Beat, ...]) -> Plan[Answer]:
+        lease = op.lease
+        self.tell("claimed", lease.operation, token=lease.token, attempt=lease.attempt)
+        beats = (self.heart.beat(lease, policy.lease), *beats)
+        try:
+            if lease.operation.unique is not None:
+                return (yield from unique(self, op, perform, policy, beats))
+            value = yield Perform(self.heart, beats, perform, op)
+            outcome = value if isinstance(value, Outcome) else value_outcome(value)
+        except policy.errors as error:
+            value, outcome = error, error_outcome(error)
+        except Refusal:  # turned away before anything happened
+            yield from self.give_back(lease, policy, forget=True)
+            raise
+        except Exception:
+            yield from self.give_back(lease, policy)
+            raise
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            yield from vanish(self, lease, policy, error)
+            raise
+        return Answer(outcome, "stored", attempt=lease.attempt, value=value)
+
+    def _settle(self, op: Op, answer: Answer, policy: Policy) -> Plan[Answer]:
+        """Make the outcome durable, and only then the caller's."""
+        lease, operation, outcome = op.lease, op.lease.operation, answer.outcome
+        try:
+            yield from self.store.settle(
+                lease, outcome, retention=policy.ttl, audit=policy.expired == "keep", note=op.note
+            )
+        except Fenced as error:
+            self.tell("fenced", operation, token=lease.token, code=error.code)
+            return (yield from self._after_all(operation, policy, error))
+        except StoreError as error:  # it happened, and the caller must know; the record stays running until it lapses
+            self.tell("unstored", operation, token=lease.token, code=error.code, detail=error.detail)
+            return msgspec.structs.replace(answer, how="unstored")
+        expires_at = self.clock.time() + policy.ttl  # for the caller to read; the store's own clock is what counts
+        if policy.ttl_from == "creation":
+            self.cache.put(operation.id, operation.fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
+        self.tell("settled", operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
+        return msgspec.structs.replace(answer, expires_at=expires_at)
+
+    def _after_all(self, operation: Operation, policy: Policy, error: Fenced) -> Plan[Answer]:
+        """A late owner answers with what the one who took over has settled, where it has."""
+        record = yield from self.store.find(operation.scope, operation.key)
+        if record is None or record.state != "settled" or not operation.same(record.fingerprint):
+            raise error
+        return (yield from self._repeat(record, policy))
+
+    def give_back(self, lease: Lease, policy: Policy, *, forget: bool = False) -> Plan[None]:
+        """Release the lease, so that the next claim performs; where that fails, it lapses.
+
+        The record remembers what the key stands for, unless nothing was done that it could stand for (*forget*).
+        """
+        try:
+            yield from self.store.release(lease, retention=0.0 if forget else policy.ttl)
+        except (Fenced, StoreError) as error:
+            self.tell("failed", lease.operation, token=lease.token, code=error.code)
+        else:
+            self.tell("released", lease.operation, token=lease.token, attempt=lease.attempt)
+
+    def _renew(self, beat: Beat) -> Plan[None]:
+        lease = beat.lease
+        try:
+            yield from self.store.renew(lease, lease=beat.seconds)
+        except Fenced as error:
+            beat.lost = True
+            self.tell("fenced", lease.operation, token=lease.token, code=error.code)
+        except StoreError as error:  # the next beat tries again; there are two more before the lease is over
+            self.tell("failed", lease.operation, token=lease.token, code=error.code)
+        else:
+            self.tell("renewed", lease.operation, token=lease.token, attempt=lease.attempt)
+
+    def _refused(self, operation: Operation, error: OncemoreError) -> None:
+        self.tell("failed" if isinstance(error, StoreError) else "refused", operation, code=error.code)
+
+    def tell(self, kind: EventKind, operation: Operation, **facts: Any) -> None:
+        """Show the transition to the observers, if there are any."""
+        if self.observers:
+            tell_all(self.observers, Event(kind=kind, operation=operation, **facts))
+
+    def close(self) -> None:
+        self.heart.close()
+        super().close()
+
+    async def aclose(self) -> None:
+        self.heart.close()
+        await super().aclose()
+
+
+def keeps(policy: Policy, outcome: Outcome) -> bool:
+    """Whether the outcome is final; a `keep` function that fails must not lead to a second effect."""
+    try:
+        return policy.keeps(outcome)
+    except Exception:
+        log.exception("The rule's keep function failed; the outcome is kept")
+        return True

@@ -1,0 +1,204 @@
+"""Keeps the leases of running performers alive: one thread for all that block, one timer per event loop for the rest.
+
+A performer that ends before a third of its lease has passed costs no more than an entry in a set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any
+
+from .clock import Clock
+from .events import log
+from .fork import reset_in_child
+from .model import Lease
+from .op import Op
+from .plan import Call, Plan, arun, run
+
+# How long the thread stays when there is nothing to renew: long enough to serve the next request, and not for ever.
+IDLE = 5.0
+# The thread looks at least as often as the shortest lease it has met asks for, but not more often than this.
+BRIEFEST = 0.05
+NEVER = float("inf")
+
+
+class Beat:
+    """A lease to be kept alive; *lost* once the store has refused to renew it."""
+
+    __slots__ = ("due", "lease", "lost", "seconds")
+
+    def __init__(self, lease: Lease, seconds: float, due: float) -> None:
+        self.lease = lease
+        self.seconds = seconds
+        self.due = due
+        self.lost = False
+
+
+class Heartbeat:
+    """Renews every lease given to it, three times per lease, until it is taken away again."""
+
+    def __init__(self, renew: Callable[[Beat], Plan[None]], clock: Clock) -> None:
+        self.renew = renew
+        self.now = clock.monotonic
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self.threads = ThreadBeats(self)
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBeats] = weakref.WeakKeyDictionary()
+
+    def beat(self, lease: Lease, seconds: float) -> Beat:
+        return Beat(lease, seconds, self.now() + seconds / 3)
+
+    def on_loop(self) -> LoopBeats:
+        loop = asyncio.get_running_loop()
+        return self._loops.get(loop) or self._loops.setdefault(loop, LoopBeats(self))
+
+    def due(self, beats: set[Beat]) -> list[Beat]:
+        """Those to be renewed now, with their next time set; the lost are dropped."""
+        now = self.now()
+        due = [beat for beat in beats.copy() if beat.due <= now]
+        beats.difference_update([beat for beat in due if beat.lost])
+        for beat in due:
+            beat.due = now + beat.seconds / 3
+        return [beat for beat in due if not beat.lost]
+
+    def renewed(self, beat: Beat) -> Plan[None]:
+        """One renewal; whatever goes wrong with it, the next beat and the other leases must not suffer."""
+        try:
+            yield from self.renew(beat)
+        except Exception:
+            log.exception("A lease could not be renewed; the next beat tries again")
+
+    def close(self) -> None:
+        """End the thread; a later performer starts another."""
+        self.threads.close()
+
+
+class Perform(Call):
+    """The effect of performing an operation while its lease, and those it depends on, are kept alive."""
+
+    __slots__ = ("beats", "heart", "op")
+
+    def __init__(self, heart: Heartbeat, beats: tuple[Beat, ...], function: Callable[[Op], Any], op: Op) -> None:
+        super().__init__(function, op)
+        self.heart = heart
+        self.beats = beats
+        self.op = op
+
+    def run(self) -> Any:
+        threads = self.heart.threads
+        try:
+            threads.add(self.beats)
+            return super().run()
+        finally:
+            threads.beats.difference_update(self.beats)
+
+    async def arun(self) -> Any:
+        loop = self.heart.on_loop()
+        try:
+            loop.add(self.beats)
+            return await super().arun()
+        finally:
+            loop.beats.difference_update(self.beats)
+
+
+class LoopBeats:
+    """The beats of one event loop."""
+
+    def __init__(self, heart: Heartbeat) -> None:
+        self.heart = heart
+        self.beats: set[Beat] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.next = NEVER
+
+    def add(self, beats: tuple[Beat, ...]) -> None:
+        self.beats.update(beats)
+        due = min(beat.due for beat in beats)
+        if due < self.next:
+            self._wake_at(due)
+
+    def _wake_at(self, due: float) -> None:
+        self.next = due
+        # In a context of its own, for the timer serves whoever comes next as well.
+        asyncio.get_running_loop().call_later(max(0.0, due - self.heart.now()), self._tick, due, context=Context())
+
+    def _tick(self, due: float) -> None:
+        if due != self.next:  # a sooner one was set since, and has taken over
+            return
+        for beat in self.heart.due(self.beats):
+            task = asyncio.get_running_loop().create_task(arun(self.heart.renewed(beat)))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        self.next = NEVER
+        if self.beats:
+            self._wake_at(min(beat.due for beat in self.beats))
+
+
+class ThreadBeats:
+    """The beats of all threads, renewed by one of our own that starts when it is needed."""
+
+    def __init__(self, heart: Heartbeat) -> None:
+        self.heart = heart
+        self.beats: set[Beat] = set()
+        self.next = NEVER  # our thread's promise: it looks at the beats no later than this
+        self._rest = IDLE
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._busy = 0.0
+
+    def add(self, beats: tuple[Beat, ...]) -> None:
+        self.beats.update(beats)
+        due = min(beat.due for beat in beats)
+        if due < self.next:
+            self._hasten(due, min(beat.seconds for beat in beats) / 3)
+
+    def _hasten(self, due: float, rest: float) -> None:
+        """Have our thread look by *due*, and from now on often enough that the next such beat need not call it."""
+        with self._changed:
+            self.next = min(self.next, due)
+            if self._thread is None:
+                self._rest, self._busy = IDLE, self.heart.now()
+                thread = threading.Thread(target=self._run, name="oncemore-heartbeat", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._rest = max(BRIEFEST, min(self._rest, rest))
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while self._sleep():
+            for beat in self.heart.due(self.beats):
+                run(self.heart.renewed(beat))
+
+    def _sleep(self) -> bool:
+        """Wait until a beat may be due; False where there has been none for a while, or after close."""
+        with self._changed:
+            now = self.heart.now()
+            # Promise first, then look: a beat that comes in between either can wait for that long, or calls.
+            self.next = now + self._rest
+            dues = [beat.due for beat in self.beats.copy()]
+            self.next = min([self.next, *dues])
+            if self._wanted():
+                self._changed.wait(self.next - now)
+            # And the promise is taken back before the last look, after which the thread may end.
+            self.next = NEVER
+            if dues or self.beats:
+                self._busy = self.heart.now()
+            if self._wanted() and self.heart.now() < self._busy + IDLE:
+                return True
+            self._thread = None if self._wanted() else self._thread
+            return False
+
+    def _wanted(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def close(self) -> None:
+        with self._changed:
+            thread, self._thread = self._thread, None
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=IDLE)

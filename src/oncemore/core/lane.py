@@ -1,0 +1,259 @@
+"""Groups what concurrent callers ask of a store: whatever came in while the last group was in flight is the next group.
+
+A lone caller never waits for company.  Among threads, one of the waiting callers flies the group for all; on an event
+loop a task does, so that a caller's cancellation never stops a flight that carries others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+from ..errors import StoreError
+from .events import log
+from .fork import reset_in_child
+from .plan import Plan, arun, run
+
+Item = TypeVar("Item")
+
+Fly = Callable[[list[Item]], Plan[Sequence[Any]]]  # one result per item, in order; an exception is that item's own
+
+
+class Ask(Generic[Item]):
+    """The effect of putting one *item* into a lane and getting its own answer back."""
+
+    __slots__ = ("item", "lane")
+
+    def __init__(self, lane: Lane[Item], item: Item) -> None:
+        self.lane = lane
+        self.item = item
+
+    def run(self) -> Any:
+        return self.lane.submit(self.item)
+
+    def arun(self) -> asyncio.Future[Any]:
+        return self.lane.enqueue(self.item)
+
+
+class Lane(Generic[Item]):
+    """A queue whose items *fly* together.  *abandoned* is told of each answer whose caller has gone away."""
+
+    def __init__(
+        self, fly: Fly[Item], *, most: int = 256, abandoned: Callable[[Item, Any], Plan[None]] | None = None
+    ) -> None:
+        self.fly = fly
+        self.most = most
+        self.abandoned = abandoned
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[Seat[Item]] = deque()
+        self._leader: Seat[Item] | None = None
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLane[Item]] = weakref.WeakKeyDictionary()
+
+    # Threads: the caller at the front of the queue flies the group, then hands the lead to the next one waiting.
+    # An interruption (a signal, mostly) may come between any two steps, so each step leaves what _leave can mend.
+
+    def submit(self, item: Item) -> Any:
+        """The answer to *item*, from this thread."""
+        seat = Seat(item)
+        try:
+            with self._lock:
+                self._waiting.append(seat)
+                self._leader = self._leader or seat
+            while self._leader is not seat and not seat.answered:
+                seat.gate.acquire()
+            if not seat.answered:
+                self._lead(seat)
+        except BaseException:
+            self._leave(seat)
+            raise
+        return seat.answer()
+
+    def _lead(self, seat: Seat[Item]) -> None:
+        with self._lock:
+            seat.group = tuple(islice(self._waiting, self.most))
+            for _ in seat.group:
+                self._waiting.popleft()
+        answers = run(self.flight([each.item for each in seat.group]))
+        with self._lock:
+            left = [(each.item, answer) for each, answer in zip(seat.group, answers, strict=True) if each.left]
+            for each, answer in zip(seat.group, answers, strict=True):
+                each.settle(answer)
+            self._pass_lead(seat)
+            seat.group = ()  # it is in there itself, and a cycle is a burden
+        for item, answer in left:
+            run(self.abandon(item, answer))
+
+    def _pass_lead(self, seat: Seat[Item]) -> None:
+        """Where *seat* has the lead, the first one waiting has it now."""
+        if self._leader is seat:
+            self._leader = self._waiting[0] if self._waiting else None
+        if self._leader is not None:
+            self._leader.wake()
+
+    def _leave(self, seat: Seat[Item]) -> None:
+        """An interrupted caller goes: its group has no answers to wait for, and the next one leads."""
+        with self._lock:
+            taken = seat.answered
+            seat.left = True
+            for each in seat.group or (seat,):
+                if each in self._waiting:
+                    self._waiting.remove(each)
+                each.settle(interrupted())
+            self._pass_lead(seat)
+        if taken:
+            run(self.abandon(seat.item, seat.result))
+
+    # An event loop: futures for the callers, and one task that flies groups while there are any.
+
+    def enqueue(self, item: Item) -> asyncio.Future[Any]:
+        """A future for the answer to *item*, on the running loop."""
+        loop = asyncio.get_running_loop()
+        lane = self._loops.get(loop) or self._on_loop(loop)
+        return lane.enqueue(loop, item)
+
+    def _on_loop(self, loop: asyncio.AbstractEventLoop) -> LoopLane[Item]:
+        for known in self._loops.keyrefs():
+            other = known()
+            if other is not None and other.is_closed():  # in mid-flight, and the task that never ended keeps it alive
+                self._loops.pop(other, None)
+        return self._loops.setdefault(loop, LoopLane(self))
+
+    async def drain(self) -> None:
+        """Return when nothing is in flight on the running loop."""
+        lane = self._loops.get(asyncio.get_running_loop())
+        while lane is not None and lane.task is not None:
+            await asyncio.wait([lane.task])
+
+    # Both
+
+    def flight(self, items: list[Item]) -> Plan[Sequence[Any]]:
+        """One answer for each of *items*; where the flight fails, that is everyone's."""
+        try:
+            answers = yield from self.fly(items)
+            if len(answers) != len(items):
+                raise StoreError(f"The store gave {len(answers)} answers to {len(items)} questions")
+        except Exception as error:
+            return [as_own(error) for _ in items]
+        return answers
+
+    def abandon(self, item: Item, answer: Any) -> Plan[None]:
+        """Give back what nobody takes any more; where that fails, a lease lapses by itself."""
+        if self.abandoned is None or isinstance(answer, BaseException):
+            return
+        try:
+            yield from self.abandoned(item, answer)
+        except Exception:
+            log.exception("An answer whose caller had gone could not be given back")
+
+
+class Seat(Generic[Item]):
+    """A thread's place in a group."""
+
+    __slots__ = ("answered", "gate", "group", "item", "left", "result")
+
+    def __init__(self, item: Item) -> None:
+        self.item = item
+        self.group: tuple[Seat[Item], ...] = ()  # those it flies, where it leads
+        self.result: Any = None
+        self.answered = False
+        self.left = False
+        self.gate = threading.Lock()  # an Event made of one lock: it costs a tenth, and every caller needs one
+        self.gate.acquire()
+
+    def wake(self) -> None:
+        if self.gate.locked():
+            self.gate.release()
+
+    def settle(self, answer: Any) -> None:
+        if not self.answered:
+            self.result, self.answered = answer, True
+        self.wake()
+
+    def answer(self) -> Any:
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+class LoopLane(Generic[Item]):
+    """A lane's queue on one event loop."""
+
+    def __init__(self, lane: Lane[Item]) -> None:
+        self.lane = lane
+        self.waiting: deque[tuple[Item, asyncio.Future[Any]]] = deque()
+        self.task: asyncio.Task[None] | None = None
+
+    def enqueue(self, loop: asyncio.AbstractEventLoop, item: Item) -> asyncio.Future[Any]:
+        future = loop.create_future()
+        self.waiting.append((item, future))
+        if self.task is None:
+            self._start(loop)
+        return future
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        # In a context of its own: what the first caller's says (its trace, its user) is not true of the others.
+        self.task = loop.create_task(self._fly_groups(loop), context=Context())
+
+    async def _fly_groups(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting, most = self.waiting, self.lane.most
+        try:
+            while waiting:
+                group = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+                group = [entry for entry in group if not entry[1].done()]  # cancelled before it was sent
+                if group:
+                    await self._fly(group)
+        finally:
+            self.task = None
+            # Cancelled, as all tasks are when a loop is shut down; but those who tidy up still need their answers.
+            if waiting and not loop.is_closed():
+                self._start(loop)
+
+    async def _fly(self, group: list[tuple[Item, asyncio.Future[Any]]]) -> None:
+        try:
+            answers = await arun(self.lane.flight([item for item, _ in group]))
+        except BaseException:
+            for _, future in group:
+                tell(future, interrupted())
+            raise
+        left = [
+            (item, answer) for (item, future), answer in zip(group, answers, strict=True) if not tell(future, answer)
+        ]
+        for item, answer in left:
+            await arun(self.lane.abandon(item, answer))
+
+
+def tell(future: asyncio.Future[Any], answer: Any) -> bool:
+    """Give *answer* to whoever awaits *future*; False where nobody does any more."""
+    if future.done():
+        return False
+    if isinstance(answer, BaseException):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+    return True
+
+
+def interrupted() -> StoreError:
+    """What those get whose flight was stopped from outside."""
+    return StoreError("The flight was interrupted; what it asked for may or may not have happened")
+
+
+def as_own(error: Exception) -> Exception:
+    """A copy of *error*, caused by it, so that callers who share a failure do not share a traceback."""
+    try:
+        own = copy.copy(error)
+    except Exception:  # not every exception can be made from its own args
+        own = StoreError(f"The flight failed: {error!r}")
+    own.__cause__ = error
+    return own

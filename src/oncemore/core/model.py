@@ -1,0 +1,104 @@
+"""The nouns of the ledger: an operation is asked for, a lease lets one caller perform it, a record remembers it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from .states import State
+
+Kind = Literal["response", "value", "error", "tombstone"]
+
+# None of these can be part of a cycle, so the garbage collector need not look at them (`gc=False`): a cache full of
+# outcomes would otherwise make each of its runs longer.
+
+
+class Operation(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """One intended effect.  *scope* owns the name, *key* is the caller's name, *fingerprint* digests what was asked.
+
+    *name* is the kind of operation (`refunds.create`).  *matches* tells whether a fingerprint stored under an older
+    algorithm or secret means this same request.  *issued_at* dates the key, where the caller tells.  *unique* is what must
+    happen once whatever the key: one payment per order.
+    """
+
+    scope: str
+    key: str
+    fingerprint: str = ""
+    name: str = ""
+    matches: Callable[[str], bool] | None = None
+    issued_at: float | None = None
+    unique: str | None = None
+
+    @property
+    def id(self) -> tuple[str, str]:
+        return (self.scope, self.key)
+
+    def same(self, stored: str) -> bool:
+        """Whether the stored fingerprint is of this request; an empty one compares with nothing."""
+        if stored == self.fingerprint or not stored or not self.fingerprint:
+            return True
+        return self.matches is not None and self.matches(stored)
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What came of an operation: an HTTP response, a function's value or error, or a tombstone where it is not kept."""
+
+    kind: Kind = "value"
+    status: int = 0
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes = b""
+
+    def digest(self) -> str:
+        """The hash of the response, for the audit."""
+        return hashlib.sha256(self.body).hexdigest()
+
+
+class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The right to perform *operation* until *expires_at* by the store's clock; *token* only ever grows.
+
+    *lapsed* says that a former holder vanished: whether the effect already happened is not known.
+    """
+
+    operation: Operation
+    token: int
+    expires_at: float
+    attempt: int = 1
+    lapsed: bool = False
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """What the ledger knows of an operation.  All times are the store's; *now* is when it was read."""
+
+    scope: str
+    key: str
+    name: str
+    fingerprint: str
+    state: State
+    token: int
+    holder: str
+    attempts: int
+    created_at: float
+    lease_until: float
+    now: float
+    settled_at: float | None = None
+    expires_at: float | None = None
+    accessed_at: float | None = None
+    outcome: Outcome | None = None
+    response_hash: str = ""
+    note: str = ""
+
+    @property
+    def id(self) -> tuple[str, str]:
+        return (self.scope, self.key)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds of retention left when it was read."""
+        return (self.expires_at or self.now) - self.now
+
+
+encode_outcome = msgspec.msgpack.Encoder().encode
+decode_outcome = msgspec.msgpack.Decoder(Outcome).decode

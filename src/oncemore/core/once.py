@@ -1,0 +1,141 @@
+"""Any function, sync or async, made to happen once per key."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+from ..errors import ConfigurationError, CorruptRecord, InvalidKey
+from .fingerprint import fingerprint_of
+from .guard import Guard
+from .judge import Answer
+from .key import check_key
+from .model import Operation
+from .plan import arun, run
+from .policy import Policy
+from .template import Template
+from .values import replayed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def once(
+    guard: Guard,
+    *,
+    key: str | Callable[..., str],
+    name: str = "",
+    ignore: Sequence[str] = (),
+    **settings: Any,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: the function runs once per *key*, and every further call gets the first one's result.
+
+    *key* is a template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.
+    The arguments must be the same each time; those in *ignore* (a session, a logger) are not compared.  *name* owns the
+    keys, and is the function's own where it is not given; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
+    and what they do not say is as in the guard's own policy.
+    """
+    policy = dataclasses.replace(guard.policy, **settings)
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        return Once(guard, function, key, name, ignore, policy).wrapped()
+
+    return decorate
+
+
+class Once(Generic[P, T]):
+    """A guarded function."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        function: Callable[P, T],
+        key: str | Callable[..., str],
+        name: str,
+        ignore: Sequence[str],
+        policy: Policy,
+    ) -> None:
+        check_function(function)
+        self.guard = guard
+        self.function = function
+        self.policy = policy
+        self.name = name or own_name(function)
+        self.signature = inspect.signature(function)
+        names = tuple(self.signature.parameters)
+        for unknown in sorted(set(ignore) - set(names)):
+            raise ConfigurationError(f"ignore names {unknown!r}, which {self.name} does not take")
+        owner = {"self", "cls"}.intersection(names[:1])
+        # An object or class has no fingerprint of its own: where it matters, the key names it, as in "{self.id}".
+        self.compared = tuple(each for each in names if each not in ignore and each not in owner)
+        self.key = key if callable(key) else Template(key, names=names)
+
+    def operation(self, *args: P.args, **kwargs: P.kwargs) -> Operation:
+        """The operation that a call with these arguments is, to look it up in the ledger."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        if isinstance(self.key, Template):
+            name = self.key.render(arguments=arguments, now=self.guard.clock.time())
+        else:
+            name = checked(self.key(*args, **kwargs))
+        fingerprint = fingerprint_of([arguments[each] for each in self.compared])
+        return Operation(f"once:{self.name}", name, fingerprint, self.name)
+
+    def wrapped(self) -> Callable[P, T]:
+        """The function to call instead."""
+        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__):
+
+            @functools.wraps(self.function)
+            async def acall(*args: P.args, **kwargs: P.kwargs) -> Any:
+                operation = self.operation(*args, **kwargs)
+                perform = self.guard.guarded(operation, lambda _: self.function(*args, **kwargs), self.policy)
+                return self._result(operation, await arun(perform))
+
+            call: Any = acall
+        else:
+
+            @functools.wraps(self.function)
+            def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+                operation = self.operation(*args, **kwargs)
+                perform = self.guard.guarded(operation, lambda _: self.function(*args, **kwargs), self.policy)
+                return self._result(operation, run(perform))
+
+        call.operation = self.operation
+        return cast("Callable[P, T]", call)
+
+    def _result(self, operation: Operation, answer: Answer) -> Any:
+        if isinstance(answer.value, self.policy.errors):
+            raise answer.value
+        if answer.value is not None:
+            return answer.value
+        try:  # not performed just now, or the result was None, which reads back as itself
+            return replayed(answer.outcome, self.policy.errors)
+        except CorruptRecord as error:
+            self.guard.tell("failed", operation, code=error.code, detail=error.detail)
+            raise
+
+
+def check_function(function: Callable[..., Any]) -> None:
+    """Refuse what cannot happen once."""
+    if isinstance(function, staticmethod | classmethod):
+        raise ConfigurationError(f"Write @once below @{type(function).__name__}, next to the function")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigurationError(f"{function!r} is a generator, and what it yields cannot be replayed")
+
+
+def own_name(function: Callable[..., Any]) -> str:
+    """The name under which the function's keys are kept, unless it has none that tells it from others."""
+    name = getattr(function, "__qualname__", "")
+    if not name or name.endswith("<lambda>"):
+        raise ConfigurationError(f"{function!r} has no name of its own to keep its keys under: give it one by name=")
+    return f"{function.__module__}.{name}"
+
+
+def checked(name: object) -> str:
+    """The key that a function of the user's has made, if it is one."""
+    if not isinstance(name, str):
+        raise InvalidKey(f"The key function gave {name!r}; it must give a text")
+    return check_key(name)

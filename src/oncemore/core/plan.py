@@ -1,0 +1,136 @@
+"""Write it once, run it twice: a plan yields effects and is sent their results; it never blocks and never awaits.
+
+An effect is anything with a `run()` that blocks and an `arun()` that is awaited.  The two drivers below are all there
+is between the algorithm and the world: `run` for threads, `arun` for asyncio (on any loop).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Generic, Protocol, TypeVar
+
+from ..errors import ConfigurationError
+
+T = TypeVar("T")
+E = TypeVar("E")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Effect(Protocol[T_co]):
+    """One thing to be done outside the plan, by blocking or by awaiting."""
+
+    def run(self) -> T_co: ...
+    def arun(self) -> Awaitable[T_co]: ...
+
+
+Plan = Generator[Effect[Any], Any, T]
+
+
+def run(plan: Plan[T]) -> T:
+    """The plan's result, each effect carried out on this thread."""
+    try:
+        effect = next(plan)
+        while True:
+            try:
+                result = effect.run()
+            except BaseException as error:
+                effect = plan.throw(error)
+            else:
+                effect = plan.send(result)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+async def arun(plan: Plan[T]) -> T:
+    """The plan's result, each effect awaited; a cancellation is thrown into the plan like any other error."""
+    try:
+        effect = next(plan)
+        while True:
+            try:
+                result = await effect.arun()
+            except BaseException as error:
+                effect = plan.throw(error)
+            else:
+                effect = plan.send(result)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+class Call:
+    """Call a function of the user's: a plain one when run, an async (or plain) one when awaited."""
+
+    __slots__ = ("args", "function")
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.function = function
+        self.args = args
+
+    def run(self) -> Any:
+        result = self.function(*self.args)
+        if inspect.iscoroutine(result):  # it has not begun, and nobody here could await it
+            result.close()
+            raise ConfigurationError(f"{self.function!r} is async: use the awaited form of this call")
+        return result
+
+    async def arun(self) -> Any:
+        result = self.function(*self.args)
+        return await result if isinstance(result, Awaitable) else result
+
+
+class Sleep:
+    """Let *seconds* pass."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def run(self) -> None:
+        time.sleep(self.seconds)
+
+    def arun(self) -> Awaitable[None]:
+        return asyncio.sleep(self.seconds)
+
+
+class Ended(Generic[T]):
+    """A plan's result, from a driver that may also stop on the way."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+
+def run_to(kind: type[E], plan: Plan[T], resume: Callable[[], Effect[Any]]) -> E | Ended[T]:
+    """The plan's next effect of *kind*, for the caller to carry out, or its end; *resume* takes the plan's next step."""
+    try:
+        effect = resume()
+        while not isinstance(effect, kind):
+            try:
+                result = effect.run()
+            except BaseException as error:
+                effect = plan.throw(error)
+            else:
+                effect = plan.send(result)
+    except StopIteration as end:
+        return Ended(end.value)
+    return effect
+
+
+async def arun_to(kind: type[E], plan: Plan[T], resume: Callable[[], Effect[Any]]) -> E | Ended[T]:
+    """As `run_to`, with each effect on the way awaited."""
+    try:
+        effect = resume()
+        while not isinstance(effect, kind):
+            try:
+                result = await effect.arun()
+            except BaseException as error:
+                effect = plan.throw(error)
+            else:
+                effect = plan.send(result)
+    except StopIteration as end:
+        return Ended(end.value)
+    return effect

@@ -1,0 +1,57 @@
+"""The states of a record and what may follow each: one table, and everything about states is here.
+
+A record is stored as `running`, `settled`, `released` or `held`.  Two more states are read off the store's clock:
+`absent` (no record, or one whose retention is over), and `lapsed` (running, but its lease is over).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+State = Literal["running", "settled", "released", "held"]
+Verb = Literal["claim", "renew", "settle", "release", "hold", "resolve", "settle_as", "delete", "purge"]
+
+RUNNING: State = "running"
+SETTLED: State = "settled"
+RELEASED: State = "released"
+HELD: State = "held"
+
+# From a state, by a verb, to a state.  What is not in the table is refused and changes nothing.
+# A released or lapsed record is claimed by the same fingerprint only; renew, settle, release and hold need the token.
+TRANSITIONS: dict[tuple[str, Verb], str] = {
+    ("absent", "claim"): RUNNING,
+    ("released", "claim"): RUNNING,
+    ("lapsed", "claim"): RUNNING,  # a takeover: the token grows, and the guard asks the rule's on_unknown what to do
+    ("running", "renew"): RUNNING,
+    ("running", "settle"): SETTLED,
+    ("running", "release"): RELEASED,
+    ("running", "hold"): HELD,
+    ("lapsed", "renew"): RUNNING,  # late, but nobody came: the token still fits
+    ("lapsed", "settle"): SETTLED,
+    ("lapsed", "release"): RELEASED,
+    ("lapsed", "hold"): HELD,
+    ("settled", "settle"): SETTLED,  # the first answer was lost on the way; the same token says the same again
+    ("released", "release"): RELEASED,
+    ("held", "hold"): HELD,
+    ("held", "resolve"): RELEASED,  # it did not happen: the next claim performs
+    ("lapsed", "resolve"): RELEASED,
+    ("held", "settle_as"): SETTLED,  # it did happen, and this is the outcome
+    ("lapsed", "settle_as"): SETTLED,
+    ("settled", "delete"): "absent",
+    ("released", "delete"): "absent",
+    ("held", "delete"): "absent",
+    ("lapsed", "delete"): "absent",
+    ("absent", "purge"): "absent",  # housekeeping removes what has expired, and nothing else
+}
+
+
+def read(state: str, *, expired: bool, lapsed: bool) -> str:
+    """The state as the store's clock sees it.  Only settled and released records expire; only running ones lapse."""
+    if state == RUNNING:
+        return "lapsed" if lapsed else RUNNING
+    return "absent" if expired and state != HELD else state
+
+
+def follows(state: str, verb: Verb) -> str | None:
+    """The state after *verb*, or None where it is refused."""
+    return TRANSITIONS.get((state, verb))

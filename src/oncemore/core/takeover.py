@@ -1,0 +1,68 @@
+"""When a holder vanishes: nobody knows whether its effect happened, and the rule's on_unknown says what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import Fenced, StoreError, UnknownOutcome
+from .judge import Answer
+from .model import Lease
+from .op import Op
+from .plan import Call, Plan
+from .policy import Policy
+from .resolution import Resolution
+
+if TYPE_CHECKING:
+    from .guard import Guard
+
+
+def take_over(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
+    """What the former holder's attempt came to, or None where this one may perform; refuses where nobody can tell."""
+    if policy.on_unknown == "retry":
+        return None
+    if policy.on_unknown == "hold":
+        yield from guard.store.hold(op.lease, note="its holder vanished")
+        guard.tell("held", op.operation, token=op.lease.token)
+        raise UnknownOutcome(
+            "A former attempt ended without a trace; it must be resolved before this key is used again"
+        )
+    resolution = yield from ask(guard, op, policy)
+    guard.tell("resolved", op.operation, token=op.lease.token, detail=resolution.verdict)
+    if resolution.verdict == "settled" and resolution.outcome is not None:
+        op.note = "resolved: it had happened"
+        return Answer(resolution.outcome, "replayed", attempt=op.attempt)
+    return None
+
+
+def ask(guard: Guard, op: Op, policy: Policy) -> Plan[Resolution]:
+    """The resolver's decision; where it has none, the lease lapses again at once, so that the next caller asks anew."""
+    assert policy.resolver is not None, "a policy with on_unknown = 'resolve' has a resolver"
+    cause: Exception | None = None
+    try:
+        resolution: Resolution = yield Call(policy.resolver, op)
+        if resolution.verdict != "unknown":
+            return resolution
+    except Exception as error:
+        cause = error
+    yield from lapse(guard, op.lease)
+    raise UnknownOutcome("Whether a former attempt took effect is not known yet; retry later", retry_after=5) from cause
+
+
+def vanish(guard: Guard, lease: Lease, policy: Policy, error: BaseException) -> Plan[None]:
+    """Cancelled or interrupted in mid-operation: to the ledger that is a holder who vanished, told at once."""
+    try:
+        if policy.on_unknown == "retry":
+            yield from guard.give_back(lease, policy)
+        elif policy.on_unknown == "hold":
+            yield from guard.store.hold(lease, note=f"interrupted by {type(error).__name__}")
+            guard.tell("held", lease.operation, token=lease.token)
+        else:
+            yield from lapse(guard, lease)
+    except (Fenced, StoreError) as failure:  # then its lease lapses, which comes to the same
+        guard.tell("failed", lease.operation, token=lease.token, code=failure.code)
+
+
+def lapse(guard: Guard, lease: Lease) -> Plan[None]:
+    """End the lease now, without saying how the operation ended."""
+    yield from guard.store.renew(lease, lease=0.0)
+    guard.store.bell.ring(lease.operation.id)

@@ -1,0 +1,102 @@
+"""From a URL to its store: the scheme names a module, and that module's `connect(url)` makes the store."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any
+from urllib.parse import unquote_plus
+
+from ..errors import ConfigurationError, MissingDriver
+from .policy import duration
+from .store import Store
+
+# A new store is one new file in stores/ and one line here; those of other packages announce themselves by entry point.
+SCHEMES = {
+    "memory": "oncemore.stores.memory",
+    "sqlite": "oncemore.stores.sqlite",
+    "postgresql": "oncemore.stores.postgres",
+    "postgres": "oncemore.stores.postgres",
+    "redis": "oncemore.stores.redis",
+    "rediss": "oncemore.stores.redis",
+    "redis+sentinel": "oncemore.stores.redis",
+    "redis+cluster": "oncemore.stores.redis",
+}
+GROUP = "oncemore.stores"
+
+# What to install where a store's module cannot be imported.
+EXTRAS = {"psycopg": "postgres", "psycopg_pool": "postgres", "redis": "redis"}
+
+
+def connect(url: str) -> Store:
+    """The store behind *url*; nothing is opened before it is used."""
+    store: Store = store_module(url).connect(url)
+    return store
+
+
+def schema(url: str) -> str:
+    """The script that creates what the store at *url* needs, for those who run it themselves (`?create=false`)."""
+    script: str = store_module(url).schema(url)
+    return script
+
+
+def store_module(url: str) -> ModuleType:
+    """The module for the URL's scheme."""
+    scheme, mark, _ = url.partition("://")
+    scheme = scheme.lower()
+    if mark and scheme in SCHEMES:
+        return _our_module(scheme)
+    others = entry_points(group=GROUP)
+    for point in others.select(name=scheme):
+        module: ModuleType = point.load()
+        return module
+    known = ", ".join(f"{name}://" for name in (*SCHEMES, *sorted(others.names)))
+    raise ConfigurationError(f"{hide_password(url)!r} names no store; known are {known}")
+
+
+def _our_module(scheme: str) -> ModuleType:
+    try:
+        return importlib.import_module(SCHEMES[scheme])
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        raise MissingDriver(f"{scheme}:// needs a driver; install it with: pip install 'oncemore[{extra}]'") from error
+
+
+def hide_password(url: str) -> str:
+    """The URL as it may be shown; rather too little of it, where a password was not escaped as it should be."""
+    url = re.sub(r"(?<=://)([^:/@?]*):(?:[^?]*|.*)@", r"\1:***@", url)
+    return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
+
+
+def take_options(url: str, known: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The URL without our options, and the options; each is read as the type of its default in *known*."""
+    base, _, query = url.partition("?")  # not urlunsplit, which makes sqlite:/file of sqlite:///file
+    options, rest = dict(known), []
+    for part in filter(None, query.split("&")):
+        name, _, text = part.partition("=")
+        if name in known:
+            options[name] = _read(name, unquote_plus(text), known[name])
+        else:
+            rest.append(part)  # as it is: the driver reads it
+    return base + "?" * bool(rest) + "&".join(rest), options
+
+
+def _read(name: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ConfigurationError(f"{name}={text} in the store's URL: write true or false")
+        return text.lower() in ("true", "1")
+    if isinstance(default, float):
+        try:
+            return duration(float(text) if text.replace(".", "", 1).isdecimal() else text)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name}={text} in the store's URL: {error.detail}") from None
+    if isinstance(default, int):
+        if not text.isdecimal():
+            raise ConfigurationError(f"{name}={text} in the store's URL: write a whole number")
+        return int(text)
+    return text

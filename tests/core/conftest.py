@@ -1,0 +1,48 @@
+"""Each behaviour of the guard is shown twice: for a caller that blocks, and for one that awaits."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from oncemore import Answer, Guard, Operation
+from oncemore.core.events import Event
+
+
+class Caller:
+    """Calls a guard, blocking or awaiting."""
+
+    def __init__(self, runner: asyncio.Runner | None) -> None:
+        self.runner = runner
+
+    def __call__(self, guard: Guard, operation: Operation, perform: Any, **options: Any) -> Answer:
+        if self.runner is None:
+            return guard.run(operation, perform, **options)
+
+        async def awaited(op: Any) -> Any:
+            await asyncio.sleep(0)
+            return perform(op)
+
+        return self.runner.run(guard.arun(operation, awaited, **options))
+
+
+@pytest.fixture(params=["sync", "async"])
+def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
+    if request.param == "sync":
+        yield Caller(None)
+    else:
+        with asyncio.Runner() as runner:
+            yield Caller(runner)
+
+
+@pytest.fixture
+def events() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def guard(events: list[Event]) -> Iterator[Guard]:
+    guard = Guard("memory://", observers=[events.append])
+    yield guard
+    guard.close()

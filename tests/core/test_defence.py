@@ -1,0 +1,215 @@
+"""Defence in depth: one payment per order whatever the key, suspicious twins, and keys too old to judge."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
+from oncemore.core.plan import run
+from oncemore.errors import Duplicate, InProgress, KeyExpired, Suspected, UnknownOutcome
+from oncemore.testing.clock import Clock
+
+from .test_guard import CREATED, Effect, kinds
+
+
+def pay(key: str, *, scope: str = "pay|alice", order: str | None = "order-7") -> Operation:
+    return Operation(scope, key, "c1:aa", "payments.create", unique=order)
+
+
+# unique_by
+
+
+def test_a_second_key_for_one_order_replays_the_first_payment(guard, call) -> None:
+    effect = Effect()
+    assert call(guard, pay("k1"), effect).how == "stored"
+    second = call(guard, pay("k2"), effect)
+    assert (second.how, second.outcome, effect.count) == ("replayed", CREATED, 1)
+    assert call(guard, pay("k2"), effect).outcome == CREATED
+    assert call(guard, pay("k3", order="order-8"), effect).how == "stored"
+    assert effect.count == 2
+
+
+def test_a_second_key_for_one_order_may_be_rejected(guard, call) -> None:
+    policy = Policy(on_unique="reject")
+    effect = Effect()
+    call(guard, pay("k1"), effect, policy=policy)
+    with pytest.raises(Duplicate, match="order-7"):
+        call(guard, pay("k2"), effect, policy=policy)
+    assert call(guard, pay("k1"), effect, policy=policy).how == "replayed"
+    assert effect.count == 1
+
+
+def test_another_principal_neither_pays_again_nor_sees_the_payment(guard, call) -> None:
+    effect = Effect()
+    call(guard, pay("k1"), effect)
+    with pytest.raises(Duplicate):
+        call(guard, pay("k2", scope="pay|bob"), effect)
+    assert effect.count == 1
+
+
+@pytest.mark.parametrize("failure", [OSError("declined"), Outcome("response", 402), Outcome("response", 503)])
+def test_a_failed_payment_leaves_the_order_free(guard, call, failure) -> None:
+    effect = Effect([failure, CREATED])
+    try:
+        first = call(guard, pay("k1"), effect)
+        assert first.outcome == failure
+    except OSError:
+        pass
+    assert call(guard, pay("k2", scope="pay|bob"), effect).how == "stored"
+    assert effect.count == 2
+
+
+def test_two_keys_race_for_one_order_and_one_pays(guard) -> None:
+    effect = Effect()
+
+    def slowly(op: Op) -> Outcome:
+        time.sleep(0.05)
+        return effect(op)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda n: guard.run(pay(f"k{n}"), slowly), range(8)))
+    assert effect.count == 1
+    assert {answer.outcome for answer in answers} == {CREATED}
+
+
+def test_the_owners_mark_is_never_shown(guard, call) -> None:
+    outcome = Outcome("response", 201, (("x", "y"),), b"")
+    for key in ("k1", "k2"):
+        assert call(guard, pay(key), Effect([outcome])).outcome == outcome
+    assert run(guard.store.find("unique|payments.create", "order-7")).outcome != outcome
+
+
+def test_a_payment_of_unknown_outcome_holds_its_order(guard, call) -> None:
+    run(guard.store.claim(Operation("unique|payments.create", "order-7", name="payments.create"), lease=30))
+    Clock(guard.store).advance(31)
+    effect = Effect()
+    for _ in range(2):
+        with pytest.raises(UnknownOutcome):
+            call(guard, pay("k2"), effect)
+    assert effect.count == 0
+
+
+def test_a_payment_that_a_resolver_found_belongs_to_who_asked(guard, call) -> None:
+    run(guard.store.claim(Operation("unique|payments.create", "order-7", name="payments.create"), lease=30))
+    Clock(guard.store).advance(31)
+    policy = Policy(on_unknown="resolve", resolver=lambda op: Resolution.settled(CREATED))
+    effect = Effect()
+    assert [call(guard, pay(key), effect, policy=policy).outcome for key in ("k1", "k2")] == [CREATED, CREATED]
+    with pytest.raises(Duplicate):
+        call(guard, pay("k3", scope="pay|bob"), effect, policy=policy)
+    assert effect.count == 0
+
+
+def test_an_order_whose_record_is_unreadable_is_not_paid_again(guard, call) -> None:
+    """CASES 28."""
+    effect = Effect()
+    call(guard, pay("k1"), effect)
+    id = ("unique|payments.create", "order-7")
+    guard.store._records[id] = msgspec.structs.replace(guard.find(*id), outcome=None)
+    with pytest.raises(Duplicate):
+        call(guard, pay("k2"), effect)
+    assert effect.count == 1
+
+
+def test_an_order_that_is_being_paid_may_be_refused(guard, call) -> None:
+    run(guard.store.claim(Operation("unique|payments.create", "order-7", name="payments.create"), lease=30))
+    with pytest.raises(InProgress):
+        call(guard, pay("k2"), Effect(), policy=Policy(in_flight="conflict"))
+    assert guard.find("pay|alice", "k2") is None
+
+
+# suspect
+
+
+def request(key: str, *, fingerprint: str = "c1:aa", scope: str = "pay|alice") -> Operation:
+    return Operation(scope, key, fingerprint, "payments.create")
+
+
+@pytest.mark.parametrize("action", ["log", "flag"])
+def test_a_twin_is_noticed_and_runs(guard, call, events, action) -> None:
+    policy = Policy(suspect=action)
+    effect = Effect()
+    call(guard, request("k1"), effect, policy=policy)
+    assert call(guard, request("k2"), effect, policy=policy).how == "stored"
+    assert effect.count == 2
+    assert "suspected" in kinds(events)
+    note = "suspected duplicate of k1" if action == "flag" else ""
+    assert guard.find("pay|alice", "k2").note == note
+
+
+def test_a_twin_is_rejected(guard, call) -> None:
+    policy = Policy(suspect="reject")
+    effect = Effect()
+    call(guard, request("k1"), effect, policy=policy)
+    with pytest.raises(Suspected):
+        call(guard, request("k2"), effect, policy=policy)
+    assert effect.count == 1
+
+
+def test_a_twin_gets_the_others_outcome(guard, call) -> None:
+    policy = Policy(suspect="replay")
+    effect = Effect()
+    call(guard, request("k1"), effect, policy=policy)
+    assert [call(guard, request("k2"), effect, policy=policy).how for _ in range(2)] == ["replayed", "replayed"]
+    assert effect.count == 1
+
+
+def test_a_twin_of_one_that_still_runs_is_refused(guard, call) -> None:
+    policy = Policy(suspect="replay")
+    call(guard, request("k0"), Effect(), policy=policy)
+    guard.delete("pay|alice", "k0")
+    with pytest.raises(Suspected):
+        call(guard, request("k2"), Effect(), policy=policy)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [request("k1"), request("k2", fingerprint="c1:bb"), request("k2", scope="pay|bob")],
+    ids=["the same key", "another payload", "another principal"],
+)
+def test_what_is_no_twin_is_no_suspect(guard, call, other) -> None:
+    policy = Policy(suspect="reject")
+    call(guard, request("k1"), Effect(), policy=policy)
+    call(guard, other, Effect(), policy=policy)
+
+
+def test_after_the_window_a_twin_is_a_new_request(guard, call) -> None:
+    policy = Policy(suspect="reject")
+    effect = Effect()
+    call(guard, request("k1"), effect, policy=policy)
+    Clock(guard.store).advance(31)
+    call(guard, request("k2"), effect, policy=policy)
+    assert effect.count == 2
+
+
+def test_the_marks_of_suspicion_are_purged(guard, call) -> None:
+    call(guard, request("k1"), Effect(), policy=Policy(suspect="log"))
+    Clock(guard.store).advance(31)
+    assert guard.purge() == 1
+
+
+# late
+
+
+def dated(age: float) -> Operation:
+    return Operation("pay|alice", "k1", "c1:aa", issued_at=time.time() - age)
+
+
+def test_a_key_older_than_the_retention_is_refused(guard, call) -> None:
+    """CASES 29."""
+    effect = Effect()
+    with pytest.raises(KeyExpired):
+        call(guard, dated(3601), effect, policy=Policy(ttl="1h", late="refuse"))
+    assert effect.count == 0
+
+
+@pytest.mark.parametrize(("age", "late"), [(3000, "refuse"), (3601, "run")])
+def test_any_other_key_runs(guard: Guard, call, age, late) -> None:
+    assert call(guard, dated(age), Effect(), policy=Policy(ttl="1h", late=late)).how == "stored"
+
+
+def test_an_old_key_whose_outcome_is_still_there_replays(guard, call) -> None:
+    call(guard, dated(0), Effect(), policy=Policy(ttl="1h"))
+    assert call(guard, dated(3601), Effect(), policy=Policy(ttl="1h", late="refuse")).how == "replayed"

@@ -1,0 +1,441 @@
+"""The heartbeat: leases are renewed in time for as long as their performers run, and not a moment longer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+
+from oncemore.core import heartbeat
+from oncemore.core.clock import SYSTEM
+from oncemore.core.heartbeat import Beat, Heartbeat, Perform
+from oncemore.core.model import Lease, Operation
+from oncemore.core.op import Op
+from oncemore.core.plan import Call, Plan
+from oncemore.errors import ConfigurationError
+
+PATIENCE = 20.0  # far beyond what any of this takes: a wait that long has failed
+LONG = 600.0
+
+
+class Ledger:
+    """Notes each renewal."""
+
+    def __init__(self) -> None:
+        self.heart = Heartbeat(self.renew, SYSTEM)
+        self.renewals: list[tuple[str, float]] = []
+        self.looks = 0
+        self.look = self.heart.due
+        self.heart.due = self.count  # type: ignore[method-assign]
+        self.refuses: Callable[[Beat], Any] = lambda beat: None
+
+    def count(self, beats: set[Beat]) -> list[Beat]:
+        self.looks += 1
+        return self.look(beats)
+
+    def renew(self, beat: Beat) -> Plan[None]:
+        yield Call(self.refuses, beat)
+        self.renewals.append((beat.lease.operation.key, time.monotonic()))
+
+    def times(self, key: str) -> list[float]:
+        return [at for who, at in tuple(self.renewals) if who == key]
+
+    def perform(self, function: Callable[[Op], Any], *, lease: float = LONG, key: str = "k") -> Perform:
+        held = Lease(Operation("s", key), 1, 0.0)
+        return Perform(self.heart, (self.heart.beat(held, lease),), function, Op(held))
+
+    def until_renewed(self, key: str, times: int) -> None:
+        """Block until the lease has been renewed so often."""
+        ends = time.monotonic() + PATIENCE
+        while len(self.times(key)) < times:
+            assert time.monotonic() < ends, "it was not renewed"
+            time.sleep(0.001)
+
+    async def auntil_renewed(self, key: str, times: int) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while len(self.times(key)) < times:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    ledger = Ledger()
+    yield ledger
+    ledger.heart.close()
+
+
+def heart_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "oncemore-heartbeat"]
+
+
+def until_idle(ledger: Ledger) -> None:
+    ends = time.monotonic() + PATIENCE
+    while ledger.heart.threads._thread is not None:
+        assert time.monotonic() < ends, "the thread stays"
+        time.sleep(0.001)
+
+
+def test_due_is_whoever_has_come_to_a_third_of_his_lease() -> None:
+    now = 100.0
+
+    class Frozen:
+        def monotonic(self) -> float:
+            return now
+
+        time = monotonic
+
+    heart = Heartbeat(lambda beat: iter(()), Frozen())  # type: ignore[arg-type, return-value]
+    lease = Lease(Operation("s", "k"), 1, 0.0)
+    beats = {heart.beat(lease, 30.0), heart.beat(lease, 60.0)}
+    assert heart.due(beats) == []
+    now = 110.0
+    (short,) = heart.due(beats)
+    assert (short.seconds, short.due) == (30.0, 120.0)
+    now = 120.0
+    assert sorted(beat.seconds for beat in heart.due(beats)) == [30.0, 60.0]
+    assert sorted(beat.due for beat in beats) == [130.0, 140.0]
+
+
+# Performers that block
+
+
+def test_a_blocking_performer_is_renewed_at_each_third_of_its_lease_until_it_ends(ledger: Ledger) -> None:
+    """CASES 24."""
+    begun = time.monotonic()
+
+    def work(op: Op) -> str:
+        ledger.until_renewed(op.key, 3)
+        return "done"
+
+    assert ledger.perform(work, lease=0.09).run() == "done"
+    assert all(at - begun >= 0.03 * count for count, at in enumerate(ledger.times("k"), 1))
+    renewals = len(ledger.renewals)
+    time.sleep(0.15)
+    assert len(ledger.renewals) <= renewals + 1  # one may have been on its way
+    assert ledger.heart.threads.beats == set()
+
+
+def test_a_performer_that_fails_is_not_renewed_any_more(ledger: Ledger) -> None:
+    def work(op: Op) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        ledger.perform(work).run()
+    assert ledger.heart.threads.beats == set()
+
+
+def test_a_shorter_lease_that_comes_later_is_renewed_in_time(ledger: Ledger) -> None:
+    """The thread, which sleeps until the long one is due, is called."""
+    with ThreadPoolExecutor(1) as pool:
+        release = threading.Event()
+        long = pool.submit(ledger.perform(lambda op: release.wait(PATIENCE), key="long").run)
+        while not ledger.heart.threads.beats:
+            time.sleep(0.001)
+        time.sleep(0.02)  # it sleeps now
+        begun = time.monotonic()
+        ledger.perform(lambda op: ledger.until_renewed("short", 2), lease=0.15, key="short").run()
+        assert time.monotonic() - begun < heartbeat.IDLE  # it was not found by chance, at the next look
+        release.set()
+        assert long.result(PATIENCE)
+    assert ledger.times("long") == []
+
+
+def test_many_leases_of_different_lengths_are_all_renewed(ledger: Ledger) -> None:
+    def performer(number: int) -> None:
+        key = str(number)
+        ledger.perform(lambda op: ledger.until_renewed(key, 2), lease=0.1 + number / 100, key=key).run()
+
+    with ThreadPoolExecutor(40) as pool:
+        list(pool.map(performer, range(40)))
+    assert len(heart_threads()) >= 1
+    assert ledger.heart.threads.beats == set()
+
+
+def test_all_leases_that_a_performer_depends_on_are_renewed(ledger: Ledger) -> None:
+    """The one that comes first in the list may be due last."""
+    outer, inner = (Lease(Operation("s", key), 1, 0.0) for key in ("outer", "inner"))
+    beats = (ledger.heart.beat(inner, LONG), ledger.heart.beat(outer, 0.06))
+    Perform(ledger.heart, beats, lambda op: ledger.until_renewed("outer", 2), Op(inner)).run()
+    assert ledger.times("inner") == []
+
+
+def test_a_lost_lease_is_not_asked_for_again_and_keeps_nobody_busy(ledger: Ledger) -> None:
+    """CASES 24: the late owner runs on, but it is over."""
+    lost = threading.Event()
+
+    def refuse(beat: Beat) -> None:
+        beat.lost = True
+        lost.set()
+
+    def work(op: Op) -> None:
+        assert lost.wait(PATIENCE)
+        time.sleep(0.2)
+
+    ledger.refuses = refuse
+    ledger.perform(work, lease=0.03).run()
+    assert len(ledger.renewals) == 1
+    assert ledger.looks < 30
+
+
+def test_a_renewal_that_fails_in_an_unforeseen_way_is_logged_and_the_next_beat_tries_again(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = 0
+
+    def fail_once(beat: Beat) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise ZeroDivisionError
+
+    ledger.refuses = fail_once
+    with caplog.at_level(logging.ERROR, "oncemore"):
+        ledger.perform(lambda op: ledger.until_renewed("k", 1), lease=0.06).run()
+    assert "could not be renewed" in caplog.text
+
+
+def test_quick_performers_cost_no_more_than_an_entry_in_a_set(ledger: Ledger) -> None:
+    calls = 0
+    hasten = ledger.heart.threads._hasten
+
+    def counted(due: float, rest: float) -> None:
+        nonlocal calls
+        calls += 1
+        hasten(due, rest)
+
+    ledger.heart.threads._hasten = counted  # type: ignore[method-assign]
+    begun = time.monotonic()
+    for count in range(2000):
+        ledger.perform(lambda op: None, lease=(30.0, 6.0)[count % 2]).run()
+    assert calls <= 4 + 4 * (time.monotonic() - begun)
+
+
+def test_the_thread_ends_when_there_is_nothing_to_do_and_starts_again(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "IDLE", 0.05)
+    threads = ledger.heart.threads
+    for _ in range(2):
+        ledger.perform(lambda op: ledger.until_renewed("k", len(ledger.renewals) + 1), lease=0.03).run()
+        thread = threads._thread
+        assert thread is not None
+        until_idle(ledger)
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        assert threads.next == float("inf")
+
+
+def test_a_lease_that_comes_at_the_very_end_of_the_thread_is_not_forgotten(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "IDLE", 0.002)
+    monkeypatch.setattr(heartbeat, "BRIEFEST", 0.001)
+    for count in range(40):
+        key = str(count)
+        ledger.perform(lambda op, key=key: ledger.until_renewed(key, 1), lease=0.006, key=key).run()
+        time.sleep(0.002)
+
+
+def test_close_ends_the_thread_and_a_later_performer_starts_another(ledger: Ledger) -> None:
+    ledger.heart.close()
+    ledger.perform(lambda op: ledger.until_renewed("k", 1), lease=0.03).run()
+    thread = ledger.heart.threads._thread
+    assert thread is not None
+    ledger.heart.close()
+    assert not thread.is_alive()
+    ledger.perform(lambda op: ledger.until_renewed("k", len(ledger.renewals) + 1), lease=0.03).run()
+
+
+def test_close_may_be_called_by_the_thread_itself(ledger: Ledger) -> None:
+    closed = threading.Event()
+
+    def close(beat: Beat) -> None:
+        ledger.heart.close()
+        closed.set()
+
+    ledger.refuses = close
+    ledger.perform(lambda op: closed.wait(PATIENCE), lease=0.03).run()
+    assert closed.is_set()
+
+
+def test_an_async_performer_that_nobody_awaits_is_refused_before_it_begins(ledger: Ledger) -> None:
+    async def work(op: Op) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="is async"):
+        ledger.perform(work).run()
+    assert ledger.heart.threads.beats == set()
+
+
+def test_where_no_thread_can_be_started_nothing_is_performed_and_the_next_one_tries_again(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    performed: list[Op] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            ledger.perform(performed.append).run()
+    assert performed == []
+    ledger.perform(lambda op: ledger.until_renewed("k", 1), lease=0.03).run()
+
+
+FORK = """
+import os, sys, threading, time
+from oncemore.core.clock import SYSTEM
+from oncemore.core.heartbeat import Heartbeat, Perform
+from oncemore.core.model import Lease, Operation
+from oncemore.core.op import Op
+from oncemore.core.plan import Call
+
+renewed = []
+
+def renew(beat):
+    yield Call(renewed.append, (os.getpid(), beat.lease.operation.key))
+
+heart = Heartbeat(renew, SYSTEM)
+
+def perform(key):
+    def work(op):
+        ends = time.monotonic() + 20
+        while (os.getpid(), key) not in renewed:
+            assert time.monotonic() < ends
+            time.sleep(0.001)
+    lease = Lease(Operation("s", key), 1, 0.0)
+    Perform(heart, (heart.beat(lease, 0.03),), work, Op(lease)).run()
+
+ended = threading.Event()
+lease = Lease(Operation("s", "parents"), 1, 0.0)
+parents = Perform(heart, (heart.beat(lease, 0.03),), lambda op: ended.wait(20), Op(lease))
+running = threading.Thread(target=parents.run)
+running.start()
+perform("before")
+with heart.threads._changed:  # the worst moment
+    child = os.fork()
+if child == 0:
+    perform("child")
+    sys.exit(0 if (os.getpid(), "parents") not in renewed else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+perform("after")
+ended.set()
+running.join()
+heart.close()
+"""
+
+
+def test_a_forked_child_keeps_its_own_leases_alive_and_not_its_parents() -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=PATIENCE)
+
+
+# Performers that are awaited
+
+
+async def test_an_awaited_performer_is_renewed_at_each_third_of_its_lease_until_it_ends(ledger: Ledger) -> None:
+    """CASES 24."""
+    begun = time.monotonic()
+
+    async def work(op: Op) -> str:
+        await ledger.auntil_renewed(op.key, 3)
+        return "done"
+
+    assert await ledger.perform(work, lease=0.09).arun() == "done"
+    assert all(at - begun >= 0.03 * count for count, at in enumerate(ledger.times("k"), 1))
+    renewals = len(ledger.renewals)
+    await asyncio.sleep(0.1)
+    assert len(ledger.renewals) <= renewals + 1
+    assert ledger.heart.on_loop().beats == set()
+    assert ledger.heart.on_loop().tasks == set()
+
+
+async def test_a_cancelled_performer_is_not_renewed_any_more(ledger: Ledger) -> None:
+    task = asyncio.create_task(ledger.perform(lambda op: asyncio.sleep(60)).arun())
+    await asyncio.sleep(0)
+    assert len(ledger.heart.on_loop().beats) == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ledger.heart.on_loop().beats == set()
+
+
+async def test_awaited_performers_of_all_lengths_are_renewed_by_one_timer(ledger: Ledger) -> None:
+    """Each is shorter than the ones before it, so that each hastens the timer."""
+
+    async def work(op: Op) -> None:
+        await ledger.auntil_renewed(op.key, 2)
+
+    leases = [0.5 - 0.02 * count for count in range(20)]
+    begun = time.monotonic()
+    await asyncio.gather(*(ledger.perform(work, lease=lease, key=str(lease)).arun() for lease in leases))
+    assert ledger.looks <= 20 + len(ledger.renewals) + 40 * (time.monotonic() - begun)
+
+
+async def test_a_lost_lease_does_not_keep_the_loop_busy(ledger: Ledger) -> None:
+    def refuse(beat: Beat) -> None:
+        beat.lost = True
+
+    ledger.refuses = refuse
+    await ledger.perform(lambda op: asyncio.sleep(0.2), lease=0.03).arun()
+    assert len(ledger.renewals) == 1
+    assert ledger.looks < 10
+
+
+async def test_an_awaited_renewal_that_fails_in_an_unforeseen_way_is_logged_and_tried_again(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = 0
+
+    async def fail_once(beat: Beat) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise ZeroDivisionError
+
+    ledger.refuses = fail_once
+    with caplog.at_level(logging.ERROR, "oncemore"):
+        await ledger.perform(lambda op: ledger.auntil_renewed("k", 1), lease=0.06).arun()
+    assert "could not be renewed" in caplog.text
+
+
+async def test_a_renewal_carries_nobodys_context(ledger: Ledger) -> None:
+    user: ContextVar[str] = ContextVar("user", default="nobody")
+    seen: list[str] = []
+    ledger.refuses = lambda beat: seen.append(user.get())
+    user.set("the performer")
+    await ledger.perform(lambda op: ledger.auntil_renewed("k", 1), lease=0.03).arun()
+    assert seen == ["nobody"]
+
+
+async def test_a_plain_function_may_be_performed_on_a_loop(ledger: Ledger) -> None:
+    assert await ledger.perform(lambda op: op.key).arun() == "k"
+
+
+def test_a_loop_that_has_ended_is_not_kept(ledger: Ledger) -> None:
+    async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
+        await ledger.perform(lambda op: asyncio.sleep(0)).arun()
+        return weakref.ref(asyncio.get_running_loop())
+
+    loop = asyncio.run(main())
+    gc.collect()
+    assert loop() is None
+
+
+def test_loops_in_several_threads_keep_their_own_leases_alive(ledger: Ledger) -> None:
+    async def main(key: str) -> None:
+        await ledger.perform(lambda op: ledger.auntil_renewed(key, 2), lease=0.06, key=key).arun()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda key: asyncio.run(main(key)), "abcd"))
+    assert heart_threads() == [] or ledger.heart.threads._thread is None

@@ -1,0 +1,5 @@
+"""Where ledgers live: one module per URL scheme."""
+
+from ..core.urls import connect, schema
+
+__all__ = ["connect", "schema"]

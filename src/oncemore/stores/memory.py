@@ -1,0 +1,256 @@
+"""A ledger in this process's memory, for tests and single processes; it is gone when the process ends.
+
+It is also the model that the other stores are compared with: every verb asks the one table of states.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+
+from ..core.bell import Bell, Id
+from ..core.clock import SYSTEM
+from ..core.judge import fenced, not_deletable, not_resolvable
+from ..core.model import Lease, Operation, Outcome, Record
+from ..core.plan import Plan
+from ..core.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
+from ..core.store import Filter, Holder, Page, Stats
+from ..core.urls import take_options
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+replace = msgspec.structs.replace
+
+
+def connect(url: str) -> MemoryStore:
+    """An empty ledger; each call makes its own."""
+    take_options(url, {})
+    return MemoryStore(url)
+
+
+def schema(url: str) -> str:
+    """Nothing: memory needs no tables."""
+    return ""
+
+
+def at_once(function: Callable[P, T]) -> Callable[P, Plan[T]]:
+    """The function as a plan that is over before its first effect."""
+
+    @wraps(function)
+    def plan(*args: P.args, **kwargs: P.kwargs) -> Plan[T]:
+        return function(*args, **kwargs)
+        yield
+
+    return plan
+
+
+class MemoryStore:
+    """Records in a dictionary, under one lock."""
+
+    poll = 1.0
+
+    def __init__(self, url: str = "memory://") -> None:
+        self.url = url
+        self.bell = Bell()
+        self.shift = 0.0
+        self.holder = Holder()
+        self._epoch = SYSTEM.time() - SYSTEM.monotonic()  # a clock that nobody sets back
+        self._lock = threading.Lock()
+        self._tokens = itertools.count(1)
+        self._records: dict[Id, Record] = {}
+        self._audited: set[Id] = set()
+        self.archive: list[Record] = []
+
+    def _now(self) -> float:
+        return self._epoch + SYSTEM.monotonic() + self.shift
+
+    def _state(self, id: Id, now: float) -> tuple[Record | None, str]:
+        record = self._records.get(id)
+        if record is None:
+            return None, "absent"
+        expired = record.expires_at is not None and record.expires_at <= now
+        return record, read(record.state, expired=expired, lapsed=record.lease_until <= now)
+
+    @at_once
+    def claim(self, operation: Operation, *, lease: float) -> Lease | Record:
+        with self._lock:
+            now = self._now()
+            record, state = self._state(operation.id, now)
+            attempts, created_at = 1, now
+            if record is not None and state != "absent":
+                if follows(state, "claim") is None or record.fingerprint != operation.fingerprint:
+                    return replace(record, now=now)
+                attempts, created_at = record.attempts + 1, record.created_at
+            elif record is not None:
+                self._archive(record)
+            claimed = self._records[operation.id] = Record(
+                scope=operation.scope,
+                key=operation.key,
+                name=operation.name,
+                fingerprint=operation.fingerprint,
+                state=RUNNING,
+                token=next(self._tokens),
+                holder=self.holder.next(),
+                attempts=attempts,
+                created_at=created_at,
+                lease_until=now + lease,
+                now=now,
+            )
+        return Lease(operation, claimed.token, claimed.lease_until, attempts, lapsed=state == "lapsed")
+
+    def _archive(self, record: Record) -> None:
+        """Keep an expired record for the audit, where its rule says so."""
+        if record.id in self._audited:
+            self._audited.discard(record.id)
+            self.archive.append(record)
+
+    def _own(self, held: Lease, verb: Verb, **changes: Any) -> Record:
+        """The record after its owner's *verb*; anyone else's is refused, and the same said again changes nothing."""
+        record, state = self._state(held.operation.id, self._now())
+        if record is None or record.token != held.token or follows(state, verb) is None:
+            raise fenced(held)
+        if state == follows(state, verb) != RUNNING:
+            return record
+        changed = self._records[record.id] = replace(record, **changes)
+        return changed
+
+    @at_once
+    def renew(self, held: Lease, *, lease: float) -> Lease:
+        with self._lock:
+            record = self._own(held, "renew", lease_until=self._now() + lease)
+        return replace(held, expires_at=record.lease_until)
+
+    @at_once
+    def settle(self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = "") -> None:
+        with self._lock:
+            now = self._now()
+            self._own(held, "settle", **settled(outcome, now, retention), note=note)
+            if audit:
+                self._audited.add(held.operation.id)
+        self.bell.ring(held.operation.id)
+
+    @at_once
+    def release(self, held: Lease, *, retention: float) -> None:
+        with self._lock:
+            self._own(held, "release", state=RELEASED, expires_at=self._now() + retention)
+        self.bell.ring(held.operation.id)
+
+    @at_once
+    def hold(self, held: Lease, *, note: str = "") -> None:
+        with self._lock:
+            self._own(held, "hold", state=HELD, note=note)
+        self.bell.ring(held.operation.id)
+
+    @at_once
+    def touch(self, record: Record, *, retention: float) -> None:
+        with self._lock:
+            now = self._now()
+            found, state = self._state(record.id, now)
+            if found is not None and state == SETTLED and found.token == record.token:
+                self._records[record.id] = replace(found, accessed_at=now, expires_at=now + retention)
+
+    @at_once
+    def watch(self, record: Record) -> None:
+        """The bell hears of everything in this process."""
+
+    @at_once
+    def find(self, scope: str, key: str) -> Record | None:
+        with self._lock:
+            now = self._now()
+            record, state = self._state((scope, key), now)
+            return replace(record, now=now) if record is not None and state != "absent" else None
+
+    @at_once
+    def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Page:
+        with self._lock:
+            now = self._now()
+            found = [
+                replace(record, now=now)
+                for record in sorted(self._records.values(), key=lambda record: record.token)
+                if record.token > int(cursor or 0)
+                and self._state(record.id, now)[1] != "absent"
+                and fits(record, where, now)
+            ]
+        more = str(found[limit - 1].token) if len(found) > limit else None
+        return Page(tuple(found[:limit]), more)
+
+    @at_once
+    def resolve(self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = "") -> Record:
+        with self._lock:
+            now = self._now()
+            record, state = self._state((scope, key), now)
+            if record is None or follows(state, "resolve" if outcome is None else "settle_as") is None:
+                raise not_resolvable(state)
+            changes = (
+                {"state": RELEASED, "expires_at": now + retention}
+                if outcome is None
+                else settled(outcome, now, retention)
+            )
+            record = self._records[record.id] = replace(record, token=next(self._tokens), note=note, now=now, **changes)
+        self.bell.ring(record.id)
+        return record
+
+    @at_once
+    def delete(self, scope: str, key: str) -> bool:
+        with self._lock:
+            _, state = self._state((scope, key), self._now())
+            if state == RUNNING:
+                raise not_deletable()
+            known = self._records.pop((scope, key), None) is not None and state != "absent"
+        self.bell.ring((scope, key))
+        return known
+
+    @at_once
+    def purge(self, *, batch: int = 1000) -> int:
+        with self._lock:
+            now = self._now()
+            gone = [id for id in self._records if self._state(id, now)[1] == "absent"][:batch]
+            for id in gone:
+                self._archive(self._records.pop(id))
+        return len(gone)
+
+    @at_once
+    def stats(self) -> Stats:
+        with self._lock:
+            now = self._now()
+            counts: dict[str, int] = {"archived": len(self.archive)}
+            for id, record in self._records.items():
+                for name in {record.state, {"absent": "expired"}.get(self._state(id, now)[1], self._state(id, now)[1])}:
+                    counts[name] = counts.get(name, 0) + 1
+        return Stats(**counts)
+
+    def close(self) -> None:
+        """Nothing to end: the records stay for as long as the store does."""
+
+    async def aclose(self) -> None:
+        """Nothing to end."""
+
+
+def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:
+    """The changes that make a record settled."""
+    return {
+        "state": SETTLED,
+        "outcome": outcome,
+        "response_hash": outcome.digest(),
+        "settled_at": now,
+        "accessed_at": now,
+        "expires_at": now + retention,
+    }
+
+
+def fits(record: Record, where: Filter, now: float) -> bool:
+    """Whether the record is one that the filter asks for."""
+    lapsed = record.state == RUNNING and record.lease_until <= now
+    wanted = (
+        (where.state, record.state),
+        (where.scope, record.scope),
+        (where.key, record.key),
+        (where.name, record.name),
+    )
+    return all(want is None or want == is_ for want, is_ in wanted) and where.lapsed in (None, lapsed)

@@ -1,0 +1,26 @@
+"""The memory store keeps the contract; it is also the model for the others."""
+
+import pytest
+
+from oncemore.stores import connect, schema
+from oncemore.stores.memory import MemoryStore
+from oncemore.testing.store_contract import StoreContract
+from oncemore.testing.store_machine import store_machine
+
+
+class TestMemory(StoreContract):
+    @pytest.fixture
+    def store(self) -> MemoryStore:
+        return MemoryStore()
+
+
+def test_each_connection_is_a_ledger_of_its_own() -> None:
+    assert connect("memory://") is not connect("memory://")
+
+
+def test_memory_needs_no_schema() -> None:
+    assert schema("memory://") == ""
+
+
+class TestMemoryMachine(store_machine(MemoryStore).TestCase):  # type: ignore[misc]
+    """The machine agrees with itself; what it proves, it proves of the other stores."""

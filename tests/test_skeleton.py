@@ -1,0 +1,194 @@
+"""The project keeps its own house rules: layers, documentation, packaging, and the shape of its files."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+import oncemore
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "oncemore"
+MODULES = sorted(SOURCE.rglob("*.py"))
+PURE = [SOURCE / "errors.py", *sorted((SOURCE / "core").rglob("*.py"))]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+CODE = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+VAGUE = re.compile(r"(Manager|Handler|Helper|Service|Layer)$|^_?Base")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+# Drivers are kept out by "standard library and msgspec"; these doors to the outside are in the standard library itself.
+OUTSIDE = {
+    "socket",
+    "ssl",
+    "http",
+    "select",
+    "selectors",
+    "sqlite3",
+    "subprocess",
+    "ftplib",
+    "smtplib",
+    "multiprocessing",
+}
+WALL_CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imported(module: ast.Module) -> Iterator[str]:
+    """The top names of all absolute imports."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a page in one language."""
+    return [code for _, marked, code in CODE.findall(page.read_text()) if marked == language]
+
+
+# Layers
+
+
+@pytest.mark.parametrize("path", PURE, ids=relative)
+def test_the_core_imports_the_standard_library_and_msgspec_only(path: Path) -> None:
+    names = set(imported(ast.parse(path.read_text())))
+    assert names <= {*sys.stdlib_module_names, "msgspec"}
+    assert not names & OUTSIDE
+
+
+@pytest.mark.parametrize("path", PURE, ids=relative)
+def test_the_core_reads_the_wall_clock_in_one_place_only(path: Path) -> None:
+    """CASES 53."""
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    read = {(ast.unparse(call.value), call.attr) for call in calls if isinstance(call, ast.Attribute)} & WALL_CLOCKS
+    assert not read or path.name == "clock.py"
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [("errors.py", "core"), ("core/plan.py", "stores"), ("stores/__init__.py", "web"), ("web/__init__.py", "testing")],
+)
+def test_an_import_against_the_layers_is_noticed(module: str, forbidden: str, tmp_path: Path) -> None:
+    assert lint_imports(tmp_path, module, f"import oncemore.{forbidden}\n") == 1
+
+
+def test_the_layers_hold(tmp_path: Path) -> None:
+    assert lint_imports(tmp_path) == 0
+
+
+def lint_imports(folder: Path, module: str = "errors.py", extra: str = "") -> int:
+    """The exit code of import-linter on a copy of the package, with *extra* at the end of *module*."""
+    shutil.copytree(SOURCE, folder / "oncemore", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    with (folder / "oncemore" / module).open("a") as file:
+        file.write(extra)
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    environment = {"PYTHONPATH": str(folder), "PATH": ""}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode
+
+
+# Documentation
+
+
+def test_every_page_is_in_the_navigation_and_every_entry_has_its_page() -> None:
+    def leaves(node: Any) -> Iterator[str]:
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            yield from leaves(child)
+        if isinstance(node, str):
+            yield node
+
+    listed = list(leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_python_example_compiles(page: Path) -> None:
+    for code in blocks(page, "python"):
+        compile(code, relative(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_link_to_a_file_finds_it(page: Path) -> None:
+    targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [target for target in targets if target and not (page.parent / target).exists()] == []
+
+
+def test_the_first_example_does_what_the_readme_says(tmp_path: Path) -> None:
+    (example, *_) = blocks(ROOT / "README.md", "python")
+    ran = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "sending invoice 42\n"), ran.stderr
+
+
+def test_every_extra_is_documented_and_part_of_all() -> None:
+    extras: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
+    documented = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert sorted(documented) == sorted(extras)
+    everything = re.fullmatch(r"oncemore\[(.*)\]", extras["all"][0])
+    assert everything is not None
+    assert {*everything[1].split(","), "all"} == set(extras)
+
+
+def test_make_explains_itself() -> None:
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^  make (\w+)", shown, re.MULTILINE) == [
+        "help",
+        "demo",
+        "check",
+        "test",
+        "bench",
+        "docs",
+        "clean",
+    ]
+
+
+# Shape
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_a_module_says_what_it_is_for_and_is_short_enough_to_read(path: Path) -> None:
+    text = path.read_text()
+    assert not text or ast.get_docstring(ast.parse(text))
+    assert text.count("\n") <= 400
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_no_class_is_named_for_nothing_in_particular(path: Path) -> None:
+    classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    assert [node.name for node in classes if VAGUE.search(node.name) and not inherits_its_name(node)] == []
+
+
+def inherits_its_name(node: ast.ClassDef) -> bool:
+    """Whether the vague word is a foreign library's, as in a subclass of urllib3's PoolManager."""
+    return any(VAGUE.search(ast.unparse(parent)) for parent in node.bases)
+
+
+@pytest.mark.parametrize("path", [*MODULES, *PAGES, *sorted((ROOT / "tests").rglob("*.py"))], ids=relative)
+def test_nothing_is_left_for_later(path: Path) -> None:
+    marks = "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X"))
+    assert not re.search(rf"\b({marks})\b", path.read_text())
+
+
+def test_the_package_offers_at_most_twenty_names() -> None:
+    assert 0 < len(oncemore.__all__) <= 20
+    assert all(hasattr(oncemore, name) for name in oncemore.__all__)
+
+
+def test_the_package_is_typed_and_its_licence_is_there() -> None:
+    assert (SOURCE / "py.typed").exists()
+    assert (ROOT / PROJECT["project"]["license-files"][0]).read_text().startswith("MIT License")

@@ -1,0 +1,27 @@
+"""All benchmarks, one after the other: `python -m bench`, or some of them by name: `python -m bench web sqlite`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+ALL = ("fingerprint", "sqlite", "postgres", "redis", "scale", "retry", "web", "memory")
+ARGUMENTS = {"web": ["--plot", "docs/bench-web.svg"]}
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or ALL
+    failed = []
+    for name in chosen:
+        print(f"\n── {name} " + "─" * (100 - len(name)), flush=True)
+        began = time.monotonic()
+        if subprocess.run([sys.executable, "-m", f"bench.{name}", *ARGUMENTS.get(name, [])]).returncode:
+            failed.append(name)
+        print(f"({time.monotonic() - began:.0f} s)", flush=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Requests per second behind the ASGI door, beside the bare app and the peers, in one run: `python -m bench.web`.
+
+Every figure is a ratio to the bare app's own in the same round, because machines are noisy; contenders take turns, and the
+median of the rounds counts.  `--quick` is shorter, `--plot FILE` draws the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from oncemore.testing.servers import PostgresServer, ValkeyServer
+
+from .load import Round, fresh, load, look, repeated
+from .plot import bars
+
+HERE = Path(__file__).parent
+PEERS = (
+    "idemkit[redis]",
+    "asgi-idempotency-header",
+    "fastapi-idempotency",
+    "idempotency-kit[redis]",
+    "redis",
+    "orjson",
+)
+SERVER = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools")
+
+
+class Contender(NamedTuple):
+    name: str
+    module: str  # the word that web_apps.py knows
+    store: str = ""
+    ours: bool = True
+
+
+class Row(NamedTuple):
+    """Medians of the ratios to the bare app: new keys, replays, and an unguarded GET."""
+
+    name: str
+    new: float
+    replay: float
+    get: float
+    rate: float
+    p99: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--no-peers", action="store_true", help="leave the peers out")
+    parser.add_argument("--plot", type=Path, help="write the table as a plot (SVG)")
+    options = parser.parse_args()
+    rounds, seconds = (1, 2.0) if options.quick else (5, 3.0)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        contenders = list(ours(stack, folder))
+        python = None
+        if not options.no_peers:
+            python = peers_python()
+            contenders += peers(stack)
+        rows = measure(contenders, python, rounds, seconds)
+    show(rows)
+    if options.plot:
+        options.plot.write_text(plot(rows))
+        print(f"written to {options.plot}")
+
+
+def ours(stack: ExitStack, folder: Path) -> Iterator[Contender]:
+    postgres = stack.enter_context(PostgresServer())  # synchronous_commit and fsync on: what is measured is durable
+    valkey = stack.enter_context(ValkeyServer(fsync=False))
+    yield Contender("oncemore, SQLite FULL", "oncemore", f"sqlite:///{folder / 'once.db'}")
+    yield Contender("oncemore, PostgreSQL", "oncemore", postgres.url)
+    yield Contender("oncemore, Valkey", "oncemore", valkey.url)
+
+
+def peers(stack: ExitStack) -> Iterator[Contender]:
+    valkey = stack.enter_context(ValkeyServer(fsync=False))
+    yield Contender("idemkit, Valkey", "idemkit", valkey.url, ours=False)
+    yield Contender("asgi-idempotency-header, Valkey", "asgi-idempotency-header", valkey.url, ours=False)
+    yield Contender("fastapi-idempotency, memory", "fastapi-idempotency", ours=False)
+    yield Contender("idempotency-kit, Valkey", "idempotency-kit", valkey.url, ours=False)
+
+
+def peers_python() -> str:
+    """The interpreter of an environment with the peers, made on first use."""
+    folder = HERE.parent / ".venv-peers"
+    python = folder / "bin" / "python"
+    if not (folder / ".ready").exists():
+        print("making an environment for the peers ...", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *SERVER, *PEERS], check=True)
+        (folder / ".ready").touch()
+    return str(python)
+
+
+def measure(contenders: list[Contender], python: str | None, rounds: int, seconds: float) -> list[Row]:
+    """Each contender right after a bare round of its own, so that both meet the same weather."""
+    found: dict[str, list[tuple[Round, ...]]] = {contender.name: [] for contender in contenders}
+    for number in range(rounds):
+        for contender in contenders:
+            interpreter = sys.executable if contender.ours or python is None else python
+            bare = ask(Contender("bare", "bare", ours=contender.ours), interpreter, seconds)
+            got = ask(contender, interpreter, seconds)
+            found[contender.name].append((*bare, *got))
+            print(f"round {number + 1}/{rounds}  {contender.name:34} {ratios(bare, got)}", flush=True)
+    return [row(name, results) for name, results in found.items()]
+
+
+def ask(contender: Contender, interpreter: str, seconds: float) -> tuple[Round, Round, Round]:
+    with server(contender, interpreter) as (port, _):
+        load(port, look, 0.5)
+        new = load(port, fresh(secrets.token_hex(4)), seconds)
+        load(port, repeated, 0.3)
+        return new, load(port, repeated, seconds), load(port, look, seconds)
+
+
+@contextmanager
+def server(contender: Contender, interpreter: str) -> Iterator[tuple[int, int]]:
+    """Uvicorn with uvloop and httptools, one worker: its port and process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [interpreter, "-m", "uvicorn", "web_apps:app", "--app-dir", str(HERE / "apps"), "--port", str(port)]
+    command += ["--loop", "uvloop", "--http", "httptools", "--no-access-log", "--log-level", "critical"]
+    environment = {**os.environ, "CONTENDER": contender.module, "STORE": contender.store}
+    process = subprocess.Popen(command, env=environment)
+    try:
+        wait_for(port, process)
+        yield port, process.pid
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(200):
+        if process.poll() is not None:
+            raise SystemExit("the server did not start")
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise SystemExit("the server did not answer")
+
+
+def ratios(bare: tuple[Round, ...], got: tuple[Round, ...]) -> str:
+    words = ("new", "replay", "GET")
+    shown = (f"{word} {ours.rate / base.rate:.2f}" for word, base, ours in zip(words, bare, got, strict=True))
+    failed = sum(each.failures for each in got)
+    return "  ".join(shown) + (f"  ({failed} failures)" if failed else "")
+
+
+def row(name: str, results: list[tuple[Round, ...]]) -> Row:
+    def median(of: Callable[[tuple[Round, ...]], float]) -> float:
+        return statistics.median(of(result) for result in results)
+
+    new, replay, get = (median(lambda r, n=n: r[n + 3].rate / r[n].rate) for n in range(3))
+    return Row(name, new, replay, get, median(lambda r: r[3].rate), median(lambda r: r[3].p99))
+
+
+def show(rows: list[Row]) -> None:
+    print(
+        f"\n{'of the bare app’s requests per second':36}{'new keys':>9}{'replays':>9}{'GET':>7}{'new/s':>8}{'p99 ms':>8}"
+    )
+    for each in rows:
+        print(f"{each.name:36}{each.new:9.2f}{each.replay:9.2f}{each.get:7.2f}{each.rate:8.0f}{each.p99:8.1f}")
+
+
+def plot(rows: list[Row]) -> str:
+    groups = [(each.name, [each.new, each.replay]) for each in rows]
+    return bars("Requests per second, as a share of the bare app", ["new keys", "replays"], groups, mark=1.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What the SQLite ledger costs: claims and settles through the public Guard, beside plain SQL on the same disk.
+
+python bench/sqlite.py [folder]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from oncemore.core.guard import Guard
+from oncemore.core.model import Operation, Outcome
+
+CALLERS = 64
+SECONDS = 0.3  # of each measurement, of which there are ROUNDS of each kind; the best counts, as others disturb
+ROUNDS = 12
+
+BODY = b'{"id": "pay_0123456789", "amount": 4200, "currency": "EUR", "status": "succeeded"}' * 3
+OUTCOME = Outcome("response", 201, (("content-type", "application/json"),), BODY)
+
+TABLE = """CREATE TABLE raw (scope TEXT, key TEXT, fingerprint TEXT, state TEXT, token INTEGER, lease_until REAL,
+           expires_at REAL, outcome BLOB, PRIMARY KEY (scope, key))"""
+CLAIM = "INSERT INTO raw VALUES ('tenant', ?, ?, 'running', 1, 1e9, NULL, NULL) ON CONFLICT DO NOTHING"
+SETTLE = (
+    "UPDATE raw SET state = 'settled', expires_at = 1e9, outcome = ? WHERE scope = 'tenant' AND key = ? AND token = 1"
+)
+
+
+def raw(folder: Path, group: int) -> float:
+    """Pairs of claim and settle per second, *group* to a commit, with nothing around them."""
+    connection = sqlite3.connect(folder / f"{uuid.uuid4()}.db", isolation_level=None)
+    for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", TABLE):
+        connection.execute(statement)
+
+    def commit(text: str, rows: list[tuple[object, ...]]) -> None:
+        connection.execute("BEGIN IMMEDIATE")
+        for row in rows:
+            assert connection.execute(text, row).rowcount == 1
+        connection.execute("COMMIT")
+
+    def pairs() -> int:
+        keys = [str(uuid.uuid4()) for _ in range(group)]
+        commit(CLAIM, [(key, "c1:" + "f" * 32) for key in keys])
+        commit(SETTLE, [(BODY, key) for key in keys])
+        return group
+
+    try:
+        return rate(pairs)
+    finally:
+        connection.close()
+
+
+def rate(pairs: Callable[[], int]) -> float:
+    done, start = 0, time.perf_counter()
+    while time.perf_counter() - start < SECONDS:
+        done += pairs()
+    return done / (time.perf_counter() - start)
+
+
+def operation() -> Operation:
+    return Operation("tenant", str(uuid.uuid4()), "c1:" + "f" * 32, "payments.create")
+
+
+def blocking(folder: Path) -> float:
+    """Pairs per second of one blocking caller."""
+    guard = Guard(f"sqlite:///{folder}/{uuid.uuid4()}.db")
+
+    def pairs() -> int:
+        guard.run(operation(), lambda op: OUTCOME)
+        return 1
+
+    try:
+        return rate(pairs)
+    finally:
+        guard.close()
+
+
+async def awaited(folder: Path, callers: int) -> float:
+    """Pairs per second of so many callers on one event loop."""
+    guard = Guard(f"sqlite:///{folder}/{uuid.uuid4()}.db")
+    done, start = 0, time.perf_counter()
+
+    async def perform(op: object) -> Outcome:
+        return OUTCOME
+
+    async def call() -> None:
+        nonlocal done
+        while time.perf_counter() - start < SECONDS:
+            await guard.arun(operation(), perform)
+            done += 1
+
+    await asyncio.gather(*(call() for _ in range(callers)))
+    taken = time.perf_counter() - start
+    await guard.aclose()
+    return done / taken
+
+
+def main(folder: Path) -> None:
+    kinds: dict[str, Callable[[], float]] = {
+        "raw, one by one": lambda: raw(folder, 1),
+        "guard.run, one caller": lambda: blocking(folder),
+        "guard.arun, one caller": lambda: asyncio.run(awaited(folder, 1)),
+        f"raw, {CALLERS} to a commit": lambda: raw(folder, CALLERS),
+        f"guard.arun, {CALLERS} callers": lambda: asyncio.run(awaited(folder, CALLERS)),
+    }
+    best = dict.fromkeys(kinds, 0.0)
+    for _ in range(ROUNDS):
+        for name, measure in kinds.items():
+            best[name] = max(best[name], measure())
+    print(f"SQLite {sqlite3.sqlite_version}, WAL, synchronous=FULL; best of {ROUNDS}")
+    base = 0.0
+    for name, pairs in best.items():
+        base = pairs if name.startswith("raw") else base
+        print(f"{name:24} {pairs:8.0f} pairs/s {1e6 / pairs:8.0f} us {pairs / base:8.0%} of raw")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
+        main(Path(folder))

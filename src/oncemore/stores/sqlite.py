@@ -1,0 +1,256 @@
+"""A ledger in a SQLite file: the embedded default, for one machine and any number of its processes.
+
+    sqlite:///once.db           a file, relative to the working folder at that time
+    sqlite:////var/lib/once.db  a file by its whole path
+    sqlite://                   in memory, for this store alone
+
+Each commit is on the disk before anyone hears of it (WAL, `synchronous=FULL`); what callers ask for at the same time is
+committed together.  The file must be on a local disk.  Options, as `?name=value`:
+
+    create=true         make the tables on first use; with false they must exist: see `oncemore.stores.schema(url)`
+    prefix=oncemore_    what the names of the tables begin with
+    synchronous=full    with `normal`, a power failure can lose the last commits: an operation may then run again
+    timeout=5s          how long to wait for the file while other processes write it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sqlite3
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from ..core.bell import Bell, Id
+from ..core.lane import Ask, Lane
+from ..core.model import Lease, Operation, Outcome, Record
+from ..core.plan import Plan
+from ..core.store import Filter, Holder, Page, Stats
+from ..core.urls import take_options
+from ..errors import ConfigurationError
+from .sqlite_connection import MEMORY, Connection, Use
+from .sqlite_flight import Change, Claim, Flight, Item, Settle, fly, state_of
+from .sqlite_sql import MIGRATIONS, Statements, as_record, script
+
+OPTIONS = {"create": True, "prefix": "oncemore_", "synchronous": "full", "timeout": 5.0}
+OLDEST = (3, 35, 0)  # the first with RETURNING
+
+# A purge goes in slices, so that a claim never waits long for the commit that it shares.
+SLICE = 100
+
+# Kilobytes: enough for the upper levels of a million records' indexes.
+CACHE = 8192
+
+# How long a lease is remembered that was granted to a caller who had gone away.
+ABANDONED = 60.0
+
+
+def connect(url: str) -> SqliteStore:
+    """The ledger in the file that *url* names; the file is opened, or made, on first use."""
+    path, options = read_url(url)
+    return SqliteStore(path, url=url, **options)
+
+
+def schema(url: str) -> str:
+    """The script that makes the tables."""
+    return script(read_url(url)[1]["prefix"])
+
+
+def read_url(url: str) -> tuple[str, dict[str, Any]]:
+    """The file's path and the options."""
+    place, _, query = url.partition("?")
+    rest, options = take_options(f"sqlite://?{query}", OPTIONS)
+    if not re.fullmatch(r"sqlite://(/[^#]+)?", place, re.ASCII | re.DOTALL):
+        raise ConfigurationError(
+            f"{url!r} names no file: write sqlite:/// and a path; a whole path begins with a fourth /"
+        )
+    if unknown := urlsplit(rest).query:
+        raise ConfigurationError(f"{unknown!r} in {url!r} is unknown: the options are {', '.join(OPTIONS)}")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options["prefix"], re.ASCII):
+        raise ConfigurationError(f"prefix={options['prefix']}: write letters, digits and underscores")
+    if options["synchronous"] not in ("full", "normal"):
+        raise ConfigurationError(f"synchronous={options['synchronous']}: write full or normal")
+    if sqlite3.sqlite_version_info < OLDEST:
+        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 or newer is needed")
+    path = unquote(place.removeprefix("sqlite://")[1:])
+    return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
+
+
+class SqliteStore:
+    """Records in a file.  All writes of a process go in groups through one connection; long reads have another."""
+
+    poll = 0.25  # other processes' writes ring no bell here; a look costs one read and no lock
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        url: str = "",
+        create: bool = True,
+        prefix: str = "oncemore_",
+        synchronous: str = "full",
+        timeout: float = 5.0,
+    ) -> None:
+        self.url = url or f"sqlite:///{path}"
+        self.bell = Bell()
+        self.shift = 0.0
+        self.holder = Holder()
+        self.path = path
+        self._sql = Statements(prefix)
+        prepare = partial(make_ready, sql=self._sql, create=create, synchronous=synchronous, path=path)
+        open_file = partial(Connection, path, prepare, overwrite=self._sql.overwrite, timeout=timeout)
+        self._writer = open_file()
+        self._reader = self._writer if path == MEMORY else open_file()
+        self._lane: Lane[Item] = Lane(self._fly, abandoned=self._give_back)
+
+    def _fly(self, items: list[Item]) -> Plan[list[Any]]:
+        sql, shift = self._sql, self.shift
+        answers: list[Any] = yield Use(self._writer, lambda connection: fly(connection, sql, shift, items))
+        for item in items:
+            if item.rings and item.id is not None and not isinstance(item.answer, BaseException):
+                self.bell.ring(item.id)
+        return answers
+
+    def _give_back(self, item: Item, answer: Any) -> Plan[None]:
+        """A caller went away while its claim was in flight: nobody will perform, so the next one may."""
+        if not isinstance(answer, Lease):
+            return
+        give_back: Callable[[Flight], Any] = partial(Flight.release, held=answer, retention=ABANDONED)
+        if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
+            give_back = partial(Flight.renew, held=answer, lease=0.0)
+        yield from self._fly([Change(item.id, give_back, rings=True)])  # not through the lane, which waits for this
+
+    def _change(self, id: Id | None, apply: Callable[[Flight], Any], *, rings: bool = False) -> Plan[Any]:
+        return (yield Ask(self._lane, Change(id, apply, rings=rings)))
+
+    # What the guard asks
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        item = Claim(operation, lease, self.holder.next())
+        try:
+            answer: Lease | Record = yield Ask(self._lane, item)
+        except asyncio.CancelledError:  # perhaps just after the answer had come, which the lane cannot know
+            yield from self._give_back(item, item.answer)
+            raise
+        return answer
+
+    def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
+        until = yield from self._change(held.operation.id, lambda flight: flight.renew(held, lease))
+        return msgspec.structs.replace(held, expires_at=until)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        yield Ask(self._lane, Settle(held, outcome, retention, audit, note))
+
+    def release(self, held: Lease, *, retention: float) -> Plan[None]:
+        yield from self._change(held.operation.id, lambda flight: flight.release(held, retention), rings=True)
+
+    def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
+        yield from self._change(held.operation.id, lambda flight: flight.hold(held, note), rings=True)
+
+    def touch(self, record: Record, *, retention: float) -> Plan[None]:
+        yield from self._change(record.id, lambda flight: flight.touch(record, retention))
+
+    def watch(self, record: Record) -> Plan[None]:
+        """Other processes are heard of by looking."""
+        return
+        yield
+
+    # What an operator asks
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        record = yield Use(
+            self._reader, lambda connection: Flight(connection, self._sql, self.shift).find((scope, key))
+        )
+        return record if state_of(record) != "absent" else None
+
+    def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
+        text, values = self._sql.page(where)
+        parameters = (self.shift, int(cursor or 0), limit + 1, *values)
+        rows = yield Use(self._reader, lambda connection: connection.execute(text, parameters).fetchall())
+        records = tuple(as_record(row) for row in rows[:limit])
+        return Page(records, str(records[-1].token) if len(rows) > limit else None)
+
+    def resolve(
+        self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
+    ) -> Plan[Record]:
+        id = (scope, key)
+        record: Record = yield from self._change(
+            id, lambda flight: flight.resolve(id, outcome, retention, note), rings=True
+        )
+        return record
+
+    def delete(self, scope: str, key: str) -> Plan[bool]:
+        id = (scope, key)
+        known: bool = yield from self._change(id, lambda flight: flight.delete(id), rings=True)
+        return known
+
+    def purge(self, *, batch: int = 1000) -> Plan[int]:
+        total = 0
+        while total < batch:
+            most = min(SLICE, batch - total)
+            gone: int = yield from self._change(None, partial(Flight.purge, most=most))
+            total += gone
+            if gone < most:
+                break
+        return total
+
+    def stats(self) -> Plan[Stats]:
+        rows = yield Use(self._reader, lambda connection: connection.execute(self._sql.stats, (self.shift,)).fetchall())
+        counts = {"expired": 0, "lapsed": 0}
+        for state, count, expired, lapsed in rows:
+            counts[state] = count
+            counts["expired"] += expired
+            counts["lapsed"] += lapsed
+        return Stats(**counts)
+
+    def close(self) -> None:
+        """End this process's connections and threads; a later use opens them again."""
+        self._writer.close()
+        self._reader.close()
+
+    async def aclose(self) -> None:
+        """As `close`, when what is in flight on this event loop has landed."""
+        await self._lane.drain()
+        await asyncio.to_thread(self.close)
+
+
+def make_ready(connection: sqlite3.Connection, *, sql: Statements, create: bool, synchronous: str, path: str) -> None:
+    """Set up a new connection, and make or migrate the tables where they are not as this version needs them."""
+    [(mode,)] = connection.execute("PRAGMA journal_mode = WAL")
+    if path != MEMORY and mode != "wal":
+        raise ConfigurationError(f"{path}: SQLite cannot keep a log here (mode {mode}); put the file on a local disk")
+    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    connection.execute(f"PRAGMA cache_size = -{CACHE}")
+    if schema_version(connection, sql) != len(MIGRATIONS):
+        if not create:
+            raise ConfigurationError(
+                f"{path}: the tables are missing or old, and create=false; run the script from oncemore.stores.schema(url)"
+            )
+        migrate(connection, sql, path)
+
+
+def migrate(connection: sqlite3.Connection, sql: Statements, path: str) -> None:
+    """Bring the tables to this version, in one transaction."""
+    connection.execute("BEGIN IMMEDIATE")
+    version = schema_version(connection, sql)  # again: another process may just have done it
+    if version > len(MIGRATIONS):
+        raise ConfigurationError(f"{path}: its tables are of version {version}, newer than this oncemore; upgrade it")
+    for migration in MIGRATIONS[version:]:
+        for statement in migration:
+            connection.execute(statement.format(p=sql.prefix))
+    connection.execute(sql.set_version, (len(MIGRATIONS),))
+    connection.execute("COMMIT")
+
+
+def schema_version(connection: sqlite3.Connection, sql: Statements) -> int:
+    """The version of the tables; 0 where there are none."""
+    exists = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", (f"{sql.prefix}meta",)).fetchall()
+    [(version,)] = connection.execute(sql.version) if exists else [(0,)]
+    return int(version)

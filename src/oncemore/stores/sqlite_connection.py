@@ -1,0 +1,249 @@
+"""One connection to a SQLite file: opened on first use, by one thread at a time, closed across forks, its errors told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from ..core.lane import tell
+from ..errors import StoreError, StoreTimeout, StoreUnavailable
+
+T = TypeVar("T")
+Work = Callable[[sqlite3.Connection], T]
+
+MEMORY = ":memory:"
+
+# Between two tries for a file that another process is writing: about as long as a commit takes.
+SHORTEST, LONGEST = 0.0002, 0.002
+
+BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
+
+# What the file itself did wrong.  The connection is not trusted afterwards.
+FAULTS: dict[int, tuple[type[StoreError], str]] = {
+    sqlite3.SQLITE_FULL: (StoreError, "the disk is full"),
+    sqlite3.SQLITE_IOERR: (StoreError, "the disk failed"),
+    sqlite3.SQLITE_CORRUPT: (StoreError, "the file is damaged; restore it from a backup"),
+    sqlite3.SQLITE_NOTADB: (StoreError, "the file is not a SQLite database"),
+    sqlite3.SQLITE_READONLY: (
+        StoreError,
+        "it is read-only; this process must be able to write the file and its folder",
+    ),
+    sqlite3.SQLITE_CANTOPEN: (StoreUnavailable, "it cannot be opened; its folder must exist and be writable"),
+    sqlite3.SQLITE_PERM: (StoreUnavailable, "access is denied"),
+    sqlite3.SQLITE_NOMEM: (StoreUnavailable, "there is no memory left"),
+}
+
+UNWRITTEN = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
+
+# Errors of one caller's values, which say nothing of the file: too big, not encodable, of an unknown type.
+BAD_VALUES = (sqlite3.Error, ValueError, OverflowError, TypeError)
+
+
+def code(error: BaseException) -> int:
+    """SQLite's primary result code, or 0."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether another process has the lock that was asked for."""
+    return code(error) in BUSY
+
+
+def is_bad_value(error: BaseException) -> bool:
+    """Whether *error* concerns what was asked, rather than the file or its lock."""
+    return isinstance(error, BAD_VALUES) and code(error) not in FAULTS and not is_busy(error)
+
+
+def as_store_error(error: BaseException, path: str) -> StoreError:
+    """What the caller is told of a driver's *error*."""
+    kind, what = FAULTS.get(code(error), (StoreError, "it refused a statement"))
+    return kind(f"{path}: {what} ({error})")
+
+
+class Connection:
+    """The process's connection to the file at *path*.  *prepare* makes a new one ready; *overwrite* is a small write."""
+
+    def __init__(self, path: str, prepare: Work[None], *, overwrite: str, timeout: float) -> None:
+        self.path = path
+        self.timeout = timeout
+        self._prepare = prepare
+        self._overwrite = overwrite
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+        self._worker = Worker(f"oncemore-sqlite {path}")
+        CONNECTIONS.add(self)
+
+    def use(self, work: Work[T]) -> T:
+        """The result of *work*, called with the open connection; while the file is locked it is called again."""
+        with self._lock:
+            ends = time.monotonic() + self.timeout
+            while True:
+                try:
+                    return work(self._open())
+                except BAD_VALUES as error:
+                    self._recover(error)
+                    if not is_busy(error):
+                        raise as_store_error(error, self.path) from error
+                    if time.monotonic() > ends:
+                        raise StoreTimeout(f"{self.path}: locked by another for {self.timeout:g} s") from error
+                except BaseException:
+                    self._roll_back()
+                    raise
+                time.sleep(random.uniform(SHORTEST, LONGEST))
+
+    def send(self, work: Work[Any]) -> asyncio.Future[Any]:
+        """A future of the same, for the running event loop; the work is done on this connection's own thread."""
+        return self._worker.send(lambda: self.use(work))
+
+    def close(self) -> None:
+        """End the thread and the connection; a later use opens it again."""
+        self._worker.stop()
+        with self._lock:
+            self._shut()
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
+            connection.text_factory = lambda text: text.decode(errors="replace")  # damaged text must be readable
+            try:
+                self._prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    def _roll_back(self) -> None:
+        if self._connection is not None and self._connection.in_transaction:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+
+    def _recover(self, error: BaseException) -> None:
+        self._roll_back()
+        if code(error) in FAULTS and self._connection is not None and self.path != MEMORY:
+            if code(error) in UNWRITTEN:
+                self._disown(self._connection)
+            self._shut()
+
+    def _disown(self, connection: sqlite3.Connection) -> None:
+        """Write over what a failed commit has left in the log.
+
+        Where only the sync failed, the log holds the whole transaction; nobody sees it, but whoever recovers the file
+        after a crash would take it for committed, though its caller was told that it failed.
+        """
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(self._overwrite)
+            connection.execute("COMMIT")
+        self._roll_back()
+
+    def _shut(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+
+class Use(Generic[T]):
+    """The effect of doing *work* with a connection."""
+
+    __slots__ = ("connection", "work")
+
+    def __init__(self, connection: Connection, work: Work[T]) -> None:
+        self.connection = connection
+        self.work = work
+
+    def run(self) -> T:
+        return self.connection.use(self.work)
+
+    def arun(self) -> asyncio.Future[T]:
+        return self.connection.send(self.work)
+
+
+class Worker:
+    """A thread that is there while it is needed, for event loops that must not block."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    def send(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        with self._lock:
+            if self._jobs is None:
+                self._start()
+            assert self._jobs is not None
+            self._jobs.put((job, loop, future))
+        return future
+
+    def _start(self) -> None:
+        self._jobs = SimpleQueue()
+        self._thread = threading.Thread(target=serve, args=(self._jobs,), name=self.name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None)  # a store that nobody closed takes its thread with it
+
+    def stop(self) -> None:
+        """Return when all jobs are done and the thread is over."""
+        with self._lock:
+            jobs, thread, self._jobs, self._thread = self._jobs, self._thread, None, None
+        if jobs is not None and thread is not None:
+            jobs.put(None)
+            thread.join()
+
+
+def serve(jobs: SimpleQueue[Any]) -> None:
+    """Do the jobs, one after another, until there is a None."""
+    while (entry := jobs.get()) is not None:
+        job, loop, future = entry
+        try:
+            answer = job()
+        except BaseException as error:
+            answer = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+            loop.call_soon_threadsafe(tell, future, answer)
+        del entry, job, loop, future, answer  # while the thread waits, it keeps nothing alive
+
+
+# SQLite must not be carried across a fork: the child would believe in locks that only its parent holds.  So each
+# connection is closed before, while nobody uses it, and both sides open it again when they need it.
+CONNECTIONS: weakref.WeakSet[Connection] = weakref.WeakSet()
+FORKING = threading.Lock()
+stopped: list[Connection] = []
+
+
+def before_fork() -> None:
+    FORKING.acquire()
+    for connection in tuple(CONNECTIONS):
+        connection._lock.acquire()
+        stopped.append(connection)
+        if connection.path != MEMORY:
+            connection._shut()
+
+
+def after_fork() -> None:
+    while stopped:
+        stopped.pop()._lock.release()
+    FORKING.release()
+
+
+def after_fork_in_child() -> None:
+    global FORKING
+    FORKING = threading.Lock()
+    while stopped:
+        connection = stopped.pop()
+        connection._lock, connection._worker = threading.Lock(), Worker(connection._worker.name)
+
+
+os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child)

@@ -1,0 +1,113 @@
+"""SQLite on a disk that fails: every fault is an error that names the file, and none ever looks like a settled record."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oncemore.core.model import Lease, Operation
+from oncemore.core.plan import run
+from oncemore.errors import StoreError, StoreUnavailable
+from oncemore.stores.sqlite import SqliteStore, connect
+
+from . import sqlite_child
+from .sqlite_child import CAN_FAIL, DONE, HOUR, child
+
+FAULTS = [("fsync fdatasync", "EIO"), ("pwrite64", "ENOSPC"), ("pwrite64", "EIO"), ("pwrite64 ftruncate", "EDQUOT")]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "once.db"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[SqliteStore]:
+    store = connect(f"sqlite:///{path}")
+    yield store
+    store.close()
+
+
+def states(store: SqliteStore) -> tuple[str | None, str | None]:
+    """Of the record that was to be settled, and of the one that was to be claimed."""
+    found = [run(store.find("disk", key)) for key in ("key", "other")]
+    store.close()
+    return tuple(record and record.state for record in found)  # type: ignore[return-value]
+
+
+@pytest.mark.chaos
+@pytest.mark.skipif(not CAN_FAIL, reason="system calls can be made to fail on Linux only, on x86-64 and ARM")
+@pytest.mark.parametrize("end", ["exit", "kill"])
+@pytest.mark.parametrize(("calls", "error"), FAULTS)
+def test_what_could_not_be_written_is_an_error_and_never_a_record(
+    store: SqliteStore, path: Path, calls: str, error: str, end: str
+) -> None:
+    """CASES 27: neither while the process lives, nor after it ended well, nor after a crash and recovery."""
+    with child(sqlite_child.settle_on_a_failing_disk, store.url, calls, error) as process:
+        assert process.says().startswith(f"StoreError: {path}: the disk")
+        assert process.says().startswith(f"StoreError: {path}: the disk")
+        if end == "exit":
+            assert states(store) == ("running", None)
+            process.tell()
+            assert process.wait() == 0
+        else:
+            process.kill()
+            process.wait()
+    assert states(store) == ("running", None)
+    assert isinstance(run(store.claim(Operation("disk", "other"), lease=HOUR)), Lease)
+    assert states(store) == ("running", "running")
+
+
+def test_a_full_disk_is_told_and_forgotten_when_there_is_room_again(store: SqliteStore, path: Path) -> None:
+    lease = run(store.claim(Operation("disk", "key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    large = type(DONE)(body=os.urandom(200_000))
+    store._writer.use(lambda connection: connection.execute("PRAGMA max_page_count = 20").fetchall())
+    with pytest.raises(StoreError, match="the disk is full") as told:
+        run(store.settle(lease, large, retention=HOUR))
+    assert str(path) in str(told.value)
+    assert states(store) == ("running", None)
+    run(store.settle(lease, large, retention=HOUR))  # the connection was made anew, and with it its limit
+    assert states(store) == ("settled", None)
+
+
+@pytest.mark.parametrize("damage", ["no database", "pages"])
+def test_a_damaged_file_is_named(store: SqliteStore, path: Path, damage: str) -> None:
+    for n in range(50):
+        run(store.claim(Operation("disk", str(n)), lease=HOUR))
+    store.close()
+    whole = bytearray(path.read_bytes())
+    page = 4096
+    if damage == "pages":
+        whole[page:] = os.urandom(len(whole) - page)
+    else:
+        whole[:page] = b"not a database, but something else of the same length".ljust(page)
+    path.write_bytes(whole)
+    with pytest.raises(StoreError, match="damaged|not a SQLite database") as told:
+        run(store.claim(Operation("disk", "key"), lease=HOUR))
+    assert str(path) in str(told.value)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    store = connect(f"sqlite:///{tmp_path}/none/once.db")
+    with pytest.raises(StoreUnavailable, match="none/once.db: it cannot be opened"):
+        run(store.find("disk", "key"))
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_what_cannot_be_written_is_told(store: SqliteStore, path: Path, what: str) -> None:
+    run(store.claim(Operation("disk", "key"), lease=HOUR))
+    store.close()
+    path.chmod(0o444)
+    if what == "folder":
+        path.chmod(0o666)
+        path.parent.chmod(0o555)
+    with child(sqlite_child.claim_as_nobody, store.url) as process:
+        line = process.says()
+    path.parent.chmod(0o755)
+    assert line.startswith(("StoreError", "StoreUnavailable"))
+    assert f"{path}: " in line
+    assert "read-only" in line or "cannot be opened" in line

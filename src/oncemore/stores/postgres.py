@@ -1,0 +1,325 @@
+"""A ledger in PostgreSQL (12 or later), for many processes on many machines; it needs `pip install 'oncemore[postgres]'`.
+
+    postgresql://user:password@host/database?schema=payments&timeout=3s
+
+These options are ours; all others (`sslmode`, `target_session_attrs`, `options`, several hosts, ...) are libpq's:
+
+    schema    where the tables are (public); it is created if need be
+    prefix    what the tables' names begin with (oncemore_)
+    create    false: never create or change tables; run the script that `oncemore.stores.schema(url)` returns (true)
+    timeout   how long a verb may take, with all its attempts to reach the server (5s)
+    poll      how often one who waits looks for itself, besides being told (1s)
+    listen    false: hear no messages of other processes, and look four times a second instead (true)
+
+A process holds up to four connections, each opened when it is first needed: for claims, for what owners write, for
+operators' questions, and for messages.  An event loop has the first three to itself.  Behind a pooler in transaction
+mode nothing is prepared, set for the session or listened for.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import unquote_plus, urlsplit, urlunsplit
+
+import msgspec
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from ..core.bell import Bell, Id
+from ..core.events import log
+from ..core.judge import not_deletable, not_resolvable
+from ..core.lane import Ask, Lane
+from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
+from ..core.plan import Plan
+from ..core.states import HELD, RELEASED, RUNNING, SETTLED, State, read
+from ..core.store import Filter, Holder, Page, Stats, Store
+from ..core.urls import hide_password, take_options
+from ..errors import ConfigurationError, Fenced, InvalidKey, InvalidPayload, OncemoreError, StoreError
+from . import postgres_schema as tables
+from .postgres_database import Database
+from .postgres_ear import Ear
+from .postgres_flights import Flights, is_expired
+from .postgres_link import Rows
+from .postgres_rows import Claimed, Found, Item, Moved, Touched, Watched, encode_rows, read_record, safe
+from .postgres_sql import Statement
+
+OPTIONS: dict[str, Any] = {
+    "schema": "public",
+    "prefix": "oncemore_",
+    "create": True,
+    "timeout": 5.0,
+    "poll": 1.0,
+    "listen": True,
+}
+# A dead peer is noticed within a minute, where the system would take two hours.
+CONNECTION = {
+    "fallback_application_name": "oncemore",
+    "keepalives_idle": "30",
+    "keepalives_interval": "10",
+    "keepalives_count": "3",
+}
+
+BLIND_POLL = 0.25
+LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
+LONGEST_ID = 2600  # bytes of scope and key that an index entry has room for
+ABANDONED = 60.0  # seconds for which a claim whose caller went away is remembered
+MOST_MARKED = 10_000
+
+
+def connect(url: str) -> Store:
+    """The ledger in the database that *url* names; nothing is opened before it is used."""
+    return PostgresStore(url)
+
+
+def schema(url: str) -> str:
+    """The script that creates the tables, with comments for those who run it."""
+    _, options = take_options(url, OPTIONS)
+    return tables.script(tables.names(options["schema"], options["prefix"]))
+
+
+class PostgresStore:
+    """Records in a table.  The waiting claims of concurrent callers are one statement, and so are their writes."""
+
+    def __init__(self, url: str) -> None:
+        _, options = take_options(url, OPTIONS)
+        if options["timeout"] <= 0:
+            raise ConfigurationError("timeout=0 in the store's URL: nothing can be done in no time")
+        names = tables.names(options["schema"], options["prefix"])
+        conninfo = libpq_conninfo(url)
+        self.url = hidden(url)
+        self.bell = Bell()
+        self.holder = Holder()
+        self.database = Database(conninfo, names, create=options["create"], timeout=options["timeout"])
+        self._sql = self.database.sql
+        self._poll: float = options["poll"]
+        channel = f"{options['schema']}.{options['prefix']}bell"[:63]  # where two share one, they ring in vain at times
+        self._ear = Ear(conninfo, channel, self.bell, deaf=not options["listen"])
+        self._marked: dict[Id, int] = {}
+        flights = Flights(self.database, self.bell, self._ear)
+        self._claims = Lane(flights.claims, abandoned=self._give_back)
+        self._writes = Lane(flights.writes)
+        self._desk = Lane(flights.errand, most=1)
+        weakref.finalize(self, self._ear.close)  # its thread would else outlive a store that nobody closed
+
+    @property
+    def poll(self) -> float:
+        """The longest that a waiter trusts the bell alone; shorter where no messages arrive."""
+        return min(self._poll, BLIND_POLL) if self._ear.deaf else self._poll
+
+    @poll.setter
+    def poll(self, seconds: float) -> None:
+        self._poll = seconds
+
+    @property
+    def shift(self) -> float:
+        """Seconds to add to the server's clock."""
+        return self.database.shift
+
+    @shift.setter
+    def shift(self, seconds: float) -> None:
+        self.database.shift = seconds
+
+    # The owner's verbs, which fly in groups
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        self._ear.listen()  # also for the guard's cache, which must hear of deletions
+        row = Claimed(
+            scope=safe(operation.scope),
+            key=safe(operation.key),
+            name=safe(operation.name),
+            fingerprint=safe(operation.fingerprint),
+            holder=self.holder.next(),
+            lease=min(lease, LONGEST_SPAN),
+        )
+        check_length(row)
+        return (yield Ask(self._claims, Item(row, operation)))  # type: ignore[no-any-return]
+
+    def _give_back(self, _: Item, answer: Lease | Record) -> Plan[None]:
+        if isinstance(answer, Lease):
+            try:
+                yield from self.release(answer, retention=ABANDONED)
+            except (Fenced, StoreError) as error:
+                log.info("An abandoned claim of %r could not be given back: %s", answer.operation.key, error)
+
+    def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
+        until = yield self._moved(held, RUNNING, lease=min(lease, LONGEST_SPAN))
+        return msgspec.structs.replace(held, expires_at=until)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        yield self._moved(
+            held,
+            SETTLED,
+            encode_outcome(outcome),
+            retention=min(retention, LONGEST_SPAN),
+            status=outcome.status,
+            response_hash=outcome.digest(),
+            note=safe(note),
+            audit=audit,
+        )
+
+    def release(self, held: Lease, *, retention: float) -> Plan[None]:
+        yield self._moved(held, RELEASED, retention=min(retention, LONGEST_SPAN))
+
+    def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
+        yield self._moved(held, HELD, note=safe(note))
+
+    def _moved(self, held: Lease, state: State, outcome: bytes | None = None, **changes: Any) -> Ask[Item]:
+        scope, key = held.operation.id
+        row = Moved(scope=safe(scope), key=safe(key), token=held.token, state=state, **changes)
+        return Ask(self._writes, Item(row, held, outcome))
+
+    def touch(self, record: Record, *, retention: float) -> Plan[None]:
+        row = Touched(
+            scope=safe(record.scope),
+            key=safe(record.key),
+            token=record.token,
+            retention=min(retention, LONGEST_SPAN),
+        )
+        yield Ask(self._writes, Item(row))
+
+    def watch(self, record: Record) -> Plan[None]:
+        """Have the record's owner send a message when it is done; one of this very process rings the bell anyway."""
+        if self._ear.deaf or self._marked.get(record.id) == record.token or self._is_mine(record):
+            return
+        self._ear.listen()
+        try:
+            running = yield Ask(
+                self._writes,
+                Item(Watched(scope=safe(record.scope), key=safe(record.key), token=record.token)),
+            )
+        except StoreError:
+            return  # then there is no message, and the waiter looks for itself in a while
+        if running:
+            self._mark(record)
+        else:
+            self.bell.ring(record.id)
+
+    def _is_mine(self, record: Record) -> bool:
+        return record.holder.rpartition(":")[0] == self.holder.next().rpartition(":")[0]
+
+    def _mark(self, record: Record) -> None:
+        if len(self._marked) >= MOST_MARKED:
+            self._marked.clear()
+        self._marked[record.id] = record.token
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        return (yield Ask(self._writes, Item(Found(scope=safe(scope), key=safe(key)))))  # type: ignore[no-any-return]
+
+    # The operators' verbs
+
+    def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
+        after = None if cursor is None else read_cursor(cursor)
+        texts = {name: safe(text) for name in ("scope", "key", "name") if (text := getattr(where, name)) is not None}
+        where = msgspec.structs.replace(where, **texts)
+        rows = yield from self._errand(*self._sql.list(where, after, limit=limit + 1, shift=self.shift))
+        more = encode_rows(rows[limit - 1][:2]).decode() if len(rows) > limit else None
+        return Page(tuple(read_record(row) for row in rows[:limit]), more)
+
+    def resolve(
+        self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
+    ) -> Plan[Record]:
+        holder = self.holder.next()  # tells our own doing from another's, should the answer be lost
+        kept: Sequence[Any] = (None, None, "")
+        if outcome is not None:
+            kept = (outcome.status, encode_outcome(outcome), outcome.digest())
+        state = RELEASED if outcome is None else SETTLED
+        values = [safe(scope), safe(key), self.shift, state, min(retention, LONGEST_SPAN), *kept, safe(note), holder]
+        while True:
+            rows = yield from self._errand(self._sql.resolve, values)
+            record = read_record(rows[0]) if rows else None
+            if record is not None and record.holder == holder:
+                yield from self._tell(record.id)
+                return record
+            judged = state_of(record)
+            if judged not in (HELD, "lapsed"):  # then it has become so just now
+                raise not_resolvable(judged)
+
+    def delete(self, scope: str, key: str) -> Plan[bool]:
+        while True:
+            rows = yield from self._errand(self._sql.delete, [safe(scope), safe(key), self.shift])
+            if not rows:
+                return False
+            removed, state, over = rows[0]
+            if removed:
+                yield from self._tell((scope, key))
+                return not over
+            if state == RUNNING and not over:  # else it has become deletable just now
+                raise not_deletable()
+
+    def purge(self, *, batch: int = 1000) -> Plan[int]:
+        rows = yield from self._errand(self._sql.purge, [self.shift, batch])
+        return rows[0][0]  # type: ignore[no-any-return]
+
+    def stats(self) -> Plan[Stats]:
+        rows = yield from self._errand(self._sql.stats, [self.shift])
+        return Stats(**dict(zip(Stats.__struct_fields__, rows[0], strict=True)))
+
+    def _errand(self, statement: Statement, values: Sequence[Any]) -> Plan[Rows]:
+        return (yield Ask(self._desk, (statement, values)))  # type: ignore[no-any-return]
+
+    def _tell(self, id: Id) -> Plan[None]:
+        self.bell.ring(id)
+        for message in self._ear.messages([id]):
+            try:
+                yield from self._errand(self._sql.notify, [self._ear.channel, message])
+            except OncemoreError:
+                return  # the others' caches and waiters look for themselves within a minute
+
+    def close(self) -> None:
+        """End the connections of this process's threads, and the thread that listens; they come back when needed."""
+        self._ear.close()
+        for line in self.database.lines:
+            line.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for the running event loop's connections too."""
+        for lane in (self._claims, self._writes, self._desk):
+            await lane.drain()
+        for line in self.database.lines:
+            await line.aclose()
+        self.close()
+
+
+def libpq_conninfo(url: str) -> str:
+    """The URL as libpq takes it, without our options and with our defaults."""
+    parts = urlsplit(url)
+    theirs = [pair for pair in parts.query.split("&") if unquote_plus(pair.partition("=")[0]) not in OPTIONS]
+    try:
+        settings = conninfo_to_dict(urlunsplit(parts._replace(query="&".join(theirs))))
+        return make_conninfo("", **{**CONNECTION, **settings, "client_encoding": "UTF8"})
+    except psycopg.Error as error:
+        raise ConfigurationError(f"{hidden(url)}: {error}") from error
+
+
+def hidden(url: str) -> str:
+    """The URL as it may be shown."""
+    return re.sub(r"(?<=[?&])((?:ssl)?password)=[^&]*", r"\1=***", hide_password(url))
+
+
+def check_length(row: Claimed) -> None:
+    """Refuse a name that the index has no room for."""
+    if len(row.scope) + len(row.key) <= LONGEST_ID // 4:
+        return
+    size = len(row.scope.encode()) + len(row.key.encode())
+    if size > LONGEST_ID:
+        raise InvalidKey(f"The scope and the key have {size} bytes together; PostgreSQL has room for {LONGEST_ID}")
+
+
+def read_cursor(cursor: str) -> Sequence[str]:
+    """The scope and key that a page ended with."""
+    try:
+        return msgspec.json.decode(cursor, type=tuple[str, str])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidPayload(f"{cursor!r} is not a cursor that list() has given") from error
+
+
+def state_of(record: Record | None) -> str:
+    """The state as the store's clock saw it."""
+    if record is None:
+        return "absent"
+    return read(record.state, expired=is_expired(record), lapsed=record.lease_until <= record.now)

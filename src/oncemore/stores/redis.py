@@ -1,0 +1,253 @@
+"""A ledger in Redis or Valkey: fast and shared, and as durable as the server is configured to be.
+
+    redis://[user:password@]host:6379/0          one server; rediss:// with TLS; redis:///run/redis.sock
+    redis+sentinel://host1,host2/service/0       the primary that the sentinels name
+    redis+cluster://host1:7000,host2:7000        a cluster; the records spread over its nodes
+
+Options, after `?`; all others are redis-py's own (`ssl_ca_certs=`, `client_name=`, ...):
+
+    prefix=oncemore      what the names of all keys begin with
+    timeout=5s           how long a verb may take, with all attempts, before it fails
+    poll=1s              how long a waiter trusts wake-up messages alone
+    wait_replicas=0      how many replicas must have a write before it counts (WAIT); not in a cluster
+    tls=true             for redis+sentinel:// and redis+cluster://
+    sentinel_username=, sentinel_password=       where the sentinels ask for a login of their own
+
+A record is a msgpack array at `prefix:{digest}`; those kept for the audit move to `prefix:{digest}:token` once expired.
+Running and held records never expire by themselves; settled and released ones do, in the server, so that there is
+little to purge.  `list`, `purge` and `stats` walk through the key space with SCAN: a record that is written meanwhile
+may be missed, or listed twice.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from typing import Any
+
+import msgspec
+
+from ..core.bell import Bell, Id
+from ..core.events import log
+from ..core.judge import fenced, not_deletable, not_resolvable
+from ..core.lane import Ask
+from ..core.model import Lease, Operation, Outcome, Record
+from ..core.plan import Plan
+from ..core.store import Filter, Holder, Page, Stats
+from ..core.urls import hide_password, take_options
+from ..errors import ConfigurationError, StoreError
+from .redis_flight import Flights, Item, Plain
+from .redis_lane import ExpressLane
+from .redis_places import read_places
+from .redis_records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
+from .redis_rung import Listener
+from .redis_scripts import CLAIM, DELETE, HOLD, LOOK, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH
+from .redis_walk import Walk
+
+OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": 0}
+PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+# What the scripts call, and what the connections are opened and watched with.
+ACL = (
+    "  +eval +evalsha +time +get +set +del +rename +publish +subscribe +scan +ping +info +wait \\\n"
+    "  +select +client|setname +client|setinfo +cluster|slots"
+)
+# Two smaller groups keep the server and this process at work at the same time; one large one makes them take turns.
+GROUP = 32
+GRANTED = 4  # so many parts has the answer to a claim that was granted, and not for the first time
+ABANDONED = 60.0  # seconds for which the record of a claim is kept whose caller has gone away
+
+
+def connect(url: str) -> RedisStore:
+    """The ledger behind *url*; nothing is opened before it is used."""
+    return RedisStore(url)
+
+
+def schema(url: str) -> str:
+    """A user with just the rights that the store needs; there are no tables to create."""
+    _, options = read_options(url)
+    prefix = options["prefix"]
+    return f"""\
+# oncemore keeps its records under {prefix}:{{...}} and announces changes on {prefix}:rung.
+# Nothing has to be created.  A user with no more rights than it needs:
+ACL SETUSER {prefix} on >CHANGE-ME resetkeys ~{prefix}:* resetchannels &{prefix}:rung nocommands \
+{ACL}
+# Run with maxmemory-policy noeviction, or records are lost while they are still needed.
+# Run with appendonly yes and appendfsync always, or a crash loses the last second of claims and outcomes.
+"""
+
+
+class RedisStore:
+    """Records as strings, verbs as scripts; what callers ask for at the same time travels together."""
+
+    def __init__(self, url: str) -> None:
+        self.url = hide_password(url)
+        rest, options = read_options(url)
+        self.bell = Bell()
+        self.poll: float = options["poll"]
+        self.shift = 0.0
+        self.holder = Holder()
+        self.prefix: str = options["prefix"]
+        self.channel = f"{self.prefix}:rung"
+        self.places = read_places(rest, timeout=options["timeout"] / 2)
+        if options["wait_replicas"] and not self.places.grouped:
+            raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
+        self._flights = [
+            Flights(self.places, self._common, timeout=options["timeout"], replicas=options["wait_replicas"])
+            for _ in ("claims", "writes", "walks")
+        ]
+        self._claims = ExpressLane(self._fly_claims, most=GROUP, abandoned=self._abandoned)
+        self._writes = ExpressLane(self._flights[1].fly, most=GROUP)
+        self._walk = Walk(self._flights[2], self.prefix)
+        self._looked = False
+        self._listener = Listener(self.places, self.channel, self.bell)
+        weakref.finalize(self, self._listener.stop)
+
+    def _common(self) -> tuple[int, str]:
+        return round(self.shift * MICRO), self.channel
+
+    def _name(self, id: Id) -> str:
+        return f"{self.prefix}:{{{digest(id)}}}"
+
+    def _held(self, lease: Lease) -> str:
+        return lease.record if isinstance(lease, HeldLease) else self._name(lease.operation.id)
+
+    # Claims
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        id = operation.id
+        name = self._name(id)
+        about = fields(self.holder.next(), operation.fingerprint, *id, operation.name)
+        answer = yield Ask(self._claims, Item(CLAIM, name, (micros(lease), about)))
+        if isinstance(answer, int):
+            return HeldLease(operation, answer, answer / MICRO + self.shift + lease, record=name)
+        if len(answer) == GRANTED:
+            token, lease_until, attempt, lapsed = answer
+            return HeldLease(operation, token, lease_until / MICRO, attempt, lapsed == 1, record=name)
+        return read_record(id, *answer)
+
+    def _fly_claims(self, items: list[Any]) -> Plan[list[Any]]:
+        """The claims; and with the first of them, a look at the server."""
+        if self._looked:
+            return (yield from self._flights[0].fly(items))
+        *answers, told = yield from self._flights[0].fly([*items, Plain(("INFO", "memory"))])
+        self._looked = not all(isinstance(answer, StoreError) for answer in answers)
+        if isinstance(told, bytes):  # one that does not tell is trusted
+            self._warn_of_eviction(told)
+        return answers
+
+    def _warn_of_eviction(self, memory: bytes) -> None:
+        policy = re.search(rb"maxmemory_policy:(\S+)", memory)
+        if policy and policy[1] != b"noeviction":
+            log.warning(
+                "%s evicts records when its memory is full (maxmemory-policy %s), and what was done may be done again: "
+                "set it to noeviction",
+                self.url,
+                policy[1].decode(),
+            )
+
+    def _abandoned(self, item: Item, answer: Any) -> Plan[None]:
+        """Give back what was granted to a caller who has gone away; what was in doubt stays in doubt."""
+        if isinstance(answer, int):
+            answer = (answer, 0, 1, False)
+        if len(answer) == GRANTED:
+            token, _, _, lapsed = answer
+            back = Item(RENEW, item.key, (token, 0)) if lapsed else Item(RELEASE, item.key, (token, micros(ABANDONED)))
+            yield Ask(self._writes, back)
+
+    # The owner's verbs
+
+    def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
+        item = Item(RENEW, self._held(held), (held.token, micros(lease)))
+        until = owned((yield Ask(self._writes, item)), held)
+        return msgspec.structs.replace(held, expires_at=until / MICRO)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        extras = fields(note, audit) if note or audit else b""
+        args = (held.token, micros(retention), extras, outcome_fields(outcome))
+        owned((yield Ask(self._writes, Item(SETTLE, self._held(held), args))), held)
+        self.bell.ring(held.operation.id)
+
+    def release(self, held: Lease, *, retention: float) -> Plan[None]:
+        owned((yield Ask(self._writes, Item(RELEASE, self._held(held), (held.token, micros(retention))))), held)
+        self.bell.ring(held.operation.id)
+
+    def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
+        owned((yield Ask(self._writes, Item(HOLD, self._held(held), (held.token, clean(note))))), held)
+        self.bell.ring(held.operation.id)
+
+    # Anyone's
+
+    def touch(self, record: Record, *, retention: float) -> Plan[None]:
+        yield Ask(self._writes, Item(TOUCH, self._name(record.id), (record.token, micros(retention))))
+
+    def watch(self, record: Record) -> Plan[None]:
+        """The claim that was stopped has asked for a message; from now on someone listens."""
+        self._listener.start()
+        yield from ()
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        answer = yield Ask(self._writes, Item(LOOK, self._name((scope, key))))
+        return read_record((scope, key), *answer) if answer else None
+
+    def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
+        return self._walk.page(where, limit, cursor)
+
+    def resolve(
+        self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
+    ) -> Plan[Record]:
+        kept = ("settled", outcome_fields(outcome)) if outcome else ("released", b"")
+        args = (self.holder.next(), micros(retention), clean(note), *kept)
+        answer = yield Ask(self._writes, Item(RESOLVE, self._name((scope, key)), args))
+        if isinstance(answer, bytes):
+            raise not_resolvable(answer.decode())
+        self.bell.ring((scope, key))
+        return read_record((scope, key), *answer)
+
+    def delete(self, scope: str, key: str) -> Plan[bool]:
+        args = (self.holder.next(), scope, key)
+        answer = yield Ask(self._writes, Item(DELETE, self._name((scope, key)), args))
+        if answer < 0:
+            raise not_deletable()
+        self.bell.ring((scope, key))
+        return bool(answer)
+
+    def purge(self, *, batch: int = 1000) -> Plan[int]:
+        return self._walk.purge(batch)
+
+    def stats(self) -> Plan[Stats]:
+        return self._walk.stats()
+
+    # The end
+
+    def close(self) -> None:
+        """End this process's connections and thread, but for those of event loops; the next use opens them again."""
+        self._listener.stop()
+        for flights in self._flights:
+            flights.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for the running event loop too, once nothing is in flight on it."""
+        for lane in (self._claims, self._writes, self._walk.lane):
+            await lane.drain()
+        for flights in self._flights:
+            await flights.aclose()
+        self.close()
+
+
+def owned(answer: int, held: Lease) -> int:
+    """The answer to an owner's verb; to a late owner's it is 0."""
+    if not answer:
+        raise fenced(held)
+    return answer
+
+
+def read_options(url: str) -> tuple[str, dict[str, Any]]:
+    """The URL without our options, and the options, checked."""
+    rest, options = take_options(url, OPTIONS)
+    if not PREFIX.fullmatch(options["prefix"]):
+        raise ConfigurationError(f"prefix={options['prefix']}: use letters, digits and _ . : - only, at most 64")
+    if options["timeout"] <= 0:
+        raise ConfigurationError("timeout= in the store's URL must be longer than nothing")
+    return rest, options

@@ -1,0 +1,220 @@
+"""Where the commands of a Redis store go: to one server, to a sentinel's primary, or to the nodes of a cluster."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
+
+import redis.asyncio.connection
+import redis.connection
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
+from ..core.plan import Plan
+from ..core.urls import hide_password
+from ..errors import ConfigurationError, StoreError, StoreUnavailable
+from .redis_wire import Address, Dial, Exchange, HangUp, Line, Parcel, pack
+
+SENTINEL_PORT = 26379
+REDIS_PORT = 6379
+
+
+class Places(Protocol):
+    """Knows the address for each key; what it does not know, it asks for."""
+
+    dial: Dial
+    grouped: bool  # whether one script call may carry the records of a group
+
+    @property
+    def known(self) -> bool: ...
+    def locate(self, patience: float) -> Plan[None]: ...
+    def place(self, key: str) -> Address: ...
+    def primaries(self) -> list[Address]: ...
+    def forget(self) -> None: ...
+    def move(self, slot: int, address: Address) -> None: ...
+
+
+class OneServer:
+    """The server that the URL names."""
+
+    known = grouped = True
+
+    def __init__(self, dial: Dial) -> None:
+        self.dial = dial
+
+    def locate(self, patience: float) -> Plan[None]:
+        yield from ()
+
+    def place(self, key: str) -> Address:
+        return None
+
+    def primaries(self) -> list[Address]:
+        return [None]
+
+    def forget(self) -> None:
+        """It is always where the URL says."""
+
+    def move(self, slot: int, address: Address) -> None:
+        raise ConfigurationError("This server belongs to a cluster: write redis+cluster:// in the store's URL")
+
+
+class SentinelPrimary:
+    """The server that the sentinels hold to be the primary; asked again whenever it fails."""
+
+    grouped = True
+
+    def __init__(self, dial: Dial, ask: Dial, sentinels: list[Address], service: str) -> None:
+        self.dial = dial
+        self.ask = ask
+        self.sentinels = sentinels
+        self.service = service
+        self._primary: Address = None
+
+    @property
+    def known(self) -> bool:
+        return self._primary is not None
+
+    def locate(self, patience: float) -> Plan[None]:
+        question = pack("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
+        for sentinel in tuple(self.sentinels):
+            answer = yield from ask_once(self.ask, sentinel, question, patience)
+            if isinstance(answer, list):
+                self._primary = (answer[0].decode(), int(answer[1]))
+                return
+        raise StoreUnavailable(f"No sentinel knows a primary for {self.service!r}")
+
+    def place(self, key: str) -> Address:
+        return self._primary
+
+    def primaries(self) -> list[Address]:
+        return [self._primary]
+
+    def forget(self) -> None:
+        self._primary = None
+
+    def move(self, slot: int, address: Address) -> None:
+        raise ConfigurationError("This server belongs to a cluster: write redis+cluster:// in the store's URL")
+
+
+class ClusterNodes:
+    """The primaries of a cluster, and which of them has which slot; learned from any node, corrected by each answer."""
+
+    grouped = False
+
+    def __init__(self, dial: Dial, nodes: list[Address]) -> None:
+        self.dial = dial
+        self.nodes = nodes
+        self._slots: list[Address] = []
+
+    @property
+    def known(self) -> bool:
+        return bool(self._slots)
+
+    def locate(self, patience: float) -> Plan[None]:
+        question = pack("CLUSTER", "SLOTS")
+        for node in dict.fromkeys((*self.nodes, *self.primaries())):
+            answer = yield from ask_once(self.dial, node, question, patience)
+            if isinstance(answer, list) and answer:
+                self._slots = read_slots(answer, node)
+                return
+        raise StoreUnavailable("No node of the Redis cluster can be reached")
+
+    def place(self, key: str) -> Address:
+        address = self._slots[key_slot(key.encode())] if self._slots else None
+        return address or self.nodes[0]  # an uncovered slot: any node says what is wrong
+
+    def primaries(self) -> list[Address]:
+        return [*sorted({address for address in self._slots if address})]
+
+    def forget(self) -> None:
+        """Ask anew, those who were known too."""
+        self.nodes = list(dict.fromkeys((*self.nodes, *self.primaries())))
+        self._slots = []
+
+    def move(self, slot: int, address: Address) -> None:
+        if self._slots:
+            self._slots[slot] = address
+
+
+def ask_once(dial: Dial, address: Address, question: bytes, patience: float) -> Plan[Any]:
+    """One answer over a connection of its own; None where there is none."""
+    line = Line(dial, address)
+    answers = (yield Exchange([Parcel(line, question, 1)], patience))[0]
+    yield HangUp(line)
+    return None if isinstance(answers, StoreError) else answers[0]
+
+
+def read_slots(ranges: list[Any], asked: Address) -> list[Address]:
+    """The primary of each slot; a node that does not know its own name is the one that was asked."""
+    slots: list[Address] = [None] * REDIS_CLUSTER_HASH_SLOTS
+    for first, last, (host, port, *_), *_ in ranges:
+        assert asked is not None
+        slots[first : last + 1] = [(host.decode() if host else asked[0], port)] * (last - first + 1)
+    return slots
+
+
+# From a URL
+
+
+def read_places(url: str, *, timeout: float) -> Places:
+    """The places that the URL names; a mistake in it is told now, before anything is opened."""
+    try:
+        parts = urlsplit(url)
+        path = parts.path.strip("/")
+        if parts.scheme == "redis+sentinel":
+            return read_sentinel(parts, timeout)
+        if parts.scheme == "redis+cluster" and path in ("", "0"):
+            return ClusterNodes(dialler(plain(parts), timeout), addresses(parts, REDIS_PORT))
+        if not path or path.isdecimal():
+            return OneServer(dialler(url, timeout))
+        if parts.scheme == "redis" and not parts.hostname:
+            return OneServer(dialler(url.replace("redis", "unix", 1), timeout))
+        raise ValueError(f"/{path} is no database of this kind of server")
+    except (TypeError, ValueError, redis.RedisError) as error:
+        raise ConfigurationError(f"{hide_password(url)}: {error}") from error
+
+
+def read_sentinel(parts: SplitResult, timeout: float) -> SentinelPrimary:
+    """redis+sentinel://login@host,host/service/db"""
+    service, _, db = unquote(parts.path).strip("/").partition("/")
+    if not service or not (db or "0").isdecimal():
+        raise ValueError("after the hosts, write the service's name and the database's number, as in /mymaster/0")
+    options = dict(parse_qsl(parts.query))
+    login = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    url = plain(parts._replace(path=f"/{db or 0}", query=urlencode(options)))
+    ask = dialler(url, timeout, {**login, "db": 0})
+    return SentinelPrimary(dialler(url, timeout), ask, addresses(parts, SENTINEL_PORT), service)
+
+
+def plain(parts: SplitResult) -> str:
+    """The URL as redis-py reads it, with the first of its hosts; `tls=true` makes it rediss://."""
+    options = dict(parse_qsl(parts.query))
+    scheme = "rediss" if options.pop("tls", "").lower() in ("true", "1") else "redis"
+    login, at, hosts = parts.netloc.rpartition("@")
+    netloc = f"{login}{at}{hosts.partition(',')[0]}"
+    return parts._replace(scheme=scheme, netloc=netloc, query=urlencode(options)).geturl()
+
+
+def addresses(parts: SplitResult, port: int) -> list[Address]:
+    """Each host and port of a list such as `a:7000,b,[::1]:7001`."""
+    hosts = [urlsplit(f"//{host}") for host in parts.netloc.rpartition("@")[2].split(",")]
+    return [(host.hostname or "localhost", host.port or port) for host in hosts]
+
+
+def dialler(url: str, timeout: float, changes: dict[str, Any] | None = None) -> Dial:
+    """Makes redis-py connections by what *url* says, and checks its options by making one of each."""
+    made = {}
+    for on_loop, module in ((False, redis.connection), (True, redis.asyncio.connection)):
+        options = module.parse_url(url)
+        options.pop("max_connections", None)
+        kind = options.pop("connection_class", module.Connection)
+        options = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "client_name": "oncemore", **options}
+        made[on_loop] = (kind, {**options, **(changes or {}), "protocol": 2, "decode_responses": False})
+
+    def dial(address: Address, on_loop: bool) -> Any:
+        kind, options = made[on_loop]
+        place = {"host": address[0], "port": address[1]} if address else {}
+        return kind(**{**options, **place})
+
+    dial(None, False)
+    dial(None, True)
+    return dial

@@ -1,0 +1,82 @@
+"""What the Redis tests have in common, and what they do in other processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+from oncemore.core.model import Lease, Operation, Outcome, Record
+from oncemore.core.plan import run
+from oncemore.errors import Fenced
+from oncemore.stores.redis import RedisStore, connect
+
+DONE = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_123"}')
+HOUR = 3600.0
+OPERATION = Operation("scope", "key", "c1:aa", "refunds.create")
+
+processes = multiprocessing.get_context("spawn")  # nothing is inherited, as between unrelated services
+
+
+def claimed(store: RedisStore, key: str = "key", lease: float = HOUR) -> Lease:
+    found = run(store.claim(Operation("scope", key, "c1:aa", "refunds.create"), lease=lease))
+    assert isinstance(found, Lease)
+    return found
+
+
+def settled(store: RedisStore, key: str = "key", **options: Any) -> Lease:
+    lease = claimed(store, key)
+    run(store.settle(lease, DONE, retention=HOUR, **options))
+    return lease
+
+
+def blocked(store: RedisStore, key: str = "key") -> Record:
+    found = run(store.claim(Operation("scope", key, "c1:aa"), lease=HOUR))
+    assert isinstance(found, Record)
+    return found
+
+
+# Each of these is the whole life of a process
+
+
+def claim(start: Any, url: str) -> tuple[bool, int]:
+    """Whether this process won, and the token it saw."""
+    store = connect(url)
+    run(store.find("race", "none"))  # connected, so that the claims really meet
+    start.wait()
+    found = run(store.claim(Operation("race", "key"), lease=HOUR))
+    store.close()
+    return isinstance(found, Lease), found.token
+
+
+def hold_then_write(url: str, verb: str, pipe: Pipe) -> None:
+    """Claim, tell, wait to be told, and then use the lease."""
+    store = connect(url)
+    lease = run(store.claim(Operation("frozen", verb), lease=0.3))
+    assert isinstance(lease, Lease)
+    pipe.send(lease.token)
+    pipe.recv()
+    verbs: dict[str, Callable[[], Any]] = {
+        "renew": lambda: store.renew(lease, lease=HOUR),
+        "settle": lambda: store.settle(lease, DONE, retention=HOUR),
+        "release": lambda: store.release(lease, retention=HOUR),
+        "hold": lambda: store.hold(lease),
+    }
+    try:
+        run(verbs[verb]())
+    except Fenced:
+        pipe.send("fenced")
+    else:
+        pipe.send("done")
+
+
+def settle_when_told(url: str, pipe: Pipe) -> None:
+    """Claim, tell, and settle as soon as told."""
+    store = connect(url)
+    lease = run(store.claim(Operation("scope", "key", "c1:aa"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    pipe.send("claimed")
+    pipe.recv()
+    run(store.settle(lease, DONE, retention=HOUR))
+    store.close()

@@ -1,0 +1,345 @@
+"""The Redis store on real Valkey servers: the contract on each kind, and what only Redis has to prove."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from hypothesis.stateful import run_state_machine_as_test
+from redis.crc import key_slot
+
+from oncemore.core.model import Lease, Operation, Outcome
+from oncemore.core.plan import arun, run
+from oncemore.core.store import Filter
+from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable
+from oncemore.stores.redis import RedisStore, connect
+from oncemore.testing.servers import ValkeySentinel
+from oncemore.testing.store_contract import StoreContract
+from oncemore.testing.store_machine import store_machine
+
+from ..conftest import unique_name
+from .redis_child import DONE, HOUR, OPERATION, blocked, claimed, settled
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def url(valkey_url: str, redis_prefix: str) -> str:
+    return f"{valkey_url}?prefix={redis_prefix}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[RedisStore]:
+    store = connect(url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def other(url: str) -> Iterator[RedisStore]:
+    """A second store on the same records, as another process would have it."""
+    store = connect(url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def server(valkey_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(valkey_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def sentinel_url() -> Iterator[str]:
+    with ValkeySentinel(fsync=False) as trio:
+        yield trio.url
+
+
+class TestOneServer(StoreContract):
+    """CASES 52."""
+
+
+class TestCluster(StoreContract):
+    """CASES 52: each record on its own node."""
+
+    @pytest.fixture
+    def store(self, cluster_url: str) -> RedisStore:
+        return connect(f"{cluster_url}?prefix={unique_name()}")
+
+
+class TestSentinel(StoreContract):
+    """CASES 52: on the primary that the sentinel names."""
+
+    @pytest.fixture
+    def store(self, sentinel_url: str) -> RedisStore:
+        return connect(f"{sentinel_url}?prefix={unique_name()}")
+
+
+def test_any_history_goes_as_in_the_model(url: str) -> None:
+    run_state_machine_as_test(store_machine(lambda: connect(url), examples=40))  # type: ignore[no-untyped-call]
+
+
+# Where the server is
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://localhost:port",
+        "redis://localhost/name",
+        "redis+cluster://localhost/1",
+        "redis+sentinel://localhost/service/name",
+        "redis://localhost?prefix=a b",
+        "redis://localhost?prefix=",
+        "redis://localhost?timeout=0",
+        "redis://localhost?timeout=soon",
+        "redis://localhost?wait_replicas=some",
+        "redis://localhost?socket_timeout=soon",
+        "redis://localhost?no_such_option=1",
+        "redis+sentinel://localhost:26379",
+        "redis+cluster://localhost:7000?wait_replicas=1",
+    ],
+)
+def test_a_url_that_cannot_be_meant_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError):
+        connect(url)
+
+
+def test_no_password_is_shown() -> None:
+    store = connect("redis+sentinel://user:secret1@a,b/service?sentinel_password=secret2")
+    assert "secret" not in store.url
+
+
+def test_two_prefixes_and_two_databases_are_four_ledgers(valkey_url: str, redis_prefix: str) -> None:
+    base = valkey_url.rpartition("/")[0]
+    for place in ("0?prefix=a", "1?prefix=a", "0?prefix=b", "1?prefix=b"):
+        store = connect(f"{base}/{place}-{redis_prefix}")
+        claimed(store)
+        run(store.delete("none", "none"))
+        store.close()
+
+
+def test_a_server_of_a_cluster_says_so_when_it_is_taken_for_a_lone_one(cluster_url: str) -> None:
+    store = connect(cluster_url.replace("redis+cluster", "redis").partition(",")[0])
+    with pytest.raises(ConfigurationError, match=r"redis\+cluster://"):
+        [claimed(store, str(n)) for n in range(30)]  # some of these are another node's
+    store.close()
+
+
+# Records, tokens and clocks
+
+
+def names(store: RedisStore, server: Any) -> list[str]:
+    return sorted(key.decode() for key in server.scan_iter(match=f"{store.prefix}:*", count=10_000))
+
+
+def test_what_is_unfinished_never_expires_by_itself_and_what_is_finished_does(store: RedisStore, server: Any) -> None:
+    """CASES 29."""
+    run(store.hold(claimed(store, "held")))
+    claimed(store, "running")
+    settled(store, "audited", audit=True)
+    unfinished = {server.pttl(name) for name in names(store, server)}
+    settled(store, "settled")
+    run(store.release(claimed(store, "released"), retention=HOUR))
+    lives = [server.pttl(name) for name in names(store, server)]
+    assert unfinished == {-1}
+    assert sum(HOUR * 1000 < life <= (HOUR + 61) * 1000 for life in lives) == 2
+
+
+def test_a_record_that_is_claimed_again_does_not_keep_its_expiry(store: RedisStore, server: Any) -> None:
+    run(store.release(claimed(store), retention=0.1))
+    claimed(store)
+    assert [server.pttl(name) for name in names(store, server)] == [-1]
+
+
+def test_an_expired_record_leaves_the_server_by_itself(store: RedisStore, server: Any) -> None:
+    run(store.settle(claimed(store), DONE, retention=0.0))
+    (name,) = names(store, server)
+    assert 0 < server.pttl(name) <= 60_000
+    assert run(store.stats()).expired == 1
+
+
+def test_an_audited_record_is_archived_whole_and_in_its_own_slot(store: RedisStore, server: Any) -> None:
+    """CASES 29; and in a cluster, a record must not have to cross to another node."""
+    first = settled(store, audit=True, note="seen")
+    (name,) = names(store, server)
+    before = server.get(name)
+    store.shift += 2 * HOUR
+    assert claimed(store).attempt == 1
+    assert names(store, server) == [name, f"{name}:{first.token}"]
+    assert server.get(f"{name}:{first.token}") == before
+    assert key_slot(name.encode()) == key_slot(f"{name}:{first.token}".encode())
+    assert run(store.stats()).archived == 1
+
+
+def test_tokens_grow_though_the_record_was_deleted_and_the_clock_was_set_back(store: RedisStore, server: Any) -> None:
+    """CASES 53: a deleted record leaves its token behind; here that of a clock which was an hour ahead."""
+    ahead = settled(store)
+    (name,) = names(store, server)
+    far = ahead.token + int(HOUR * 1_000_000)
+    server.set(name, server.get(name).replace(ahead.token.to_bytes(8, "big"), far.to_bytes(8, "big"), 1))
+    assert run(store.delete(*OPERATION.id)) is True
+    assert run(store.find(*OPERATION.id)) is None
+    assert run(store.stats()).settled == 0
+    assert claimed(store).token == far + 1
+
+
+def test_a_client_whose_clock_is_wrong_does_not_matter(
+    store: RedisStore, other: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASES 53."""
+    right = time.time
+    claimed(store)
+    monkeypatch.setattr(time, "time", lambda: right() + 10 * HOUR)
+    assert blocked(other).state == "running"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda value: b"",
+        lambda value: b"text that is no record",
+        lambda value: value[:40],
+        lambda value: value[:-90],
+        lambda value: value.replace(b"response", b"resp\xff\xff\xff\xff"),
+        lambda value: value.replace(b"settled", b"sottled"),
+        lambda value: b"\xdc\x00\x14" + b"\x93" * 60,
+    ],
+)
+def test_an_unreadable_record_is_answered_and_can_be_deleted(
+    store: RedisStore, server: Any, spoil: Callable[[bytes], bytes]
+) -> None:
+    """CASES 28: it neither fails nor wedges, and is never performed again unasked."""
+    lease = settled(store)
+    (name,) = names(store, server)
+    server.set(name, spoil(server.get(name)))
+    record = blocked(store)
+    assert (record.outcome, record.note) == (Outcome("tombstone"), "unreadable record")
+    assert run(store.find(*OPERATION.id)) is not None
+    assert len(run(store.list(Filter())).records) <= 1
+    assert run(store.purge()) == 0
+    run(store.touch(record, retention=HOUR))
+    with pytest.raises(NotResolvable):
+        run(store.resolve(*OPERATION.id, DONE, retention=HOUR))
+    assert run(store.delete(*OPERATION.id)) is True
+    assert claimed(store).token > lease.token
+
+
+async def test_something_else_under_the_key_fails_alone(store: RedisStore, server: Any) -> None:
+    """CASES 28: a clear error for that operation, and nothing for its neighbours."""
+    await arun(store.claim(OPERATION, lease=HOUR))
+    (name,) = names(store, server)
+    server.delete(name)
+    server.rpush(name, "not a record")
+    operations = [Operation("scope", key, "c1:aa") for key in ("a", "key", "b")]
+    claims = [arun(store.claim(each, lease=HOUR)) for each in operations]
+    answers = await asyncio.gather(*claims, return_exceptions=True)
+    assert [isinstance(answer, CorruptRecord) for answer in answers] == [False, True, False]
+    assert len((await arun(store.list(Filter()))).records) == 2
+    assert (await arun(store.stats())).running == 2
+    await store.aclose()
+
+
+async def test_half_a_character_fails_alone(store: RedisStore) -> None:
+    keys = ["a", "\ud800", "b"]
+    claims = [arun(store.claim(Operation("scope", key, "c1:\ud800"), lease=HOUR)) for key in keys]
+    answers: list[Any] = await asyncio.gather(*claims, return_exceptions=True)
+    assert [isinstance(answer, InvalidKey) for answer in answers] == [False, True, False]
+    await arun(store.settle(answers[0], DONE, retention=HOUR, note="\udfff"))
+    assert (await arun(store.find("scope", "a"))).note == "\\udfff"
+    await store.aclose()
+
+
+# Groups
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 300])
+async def test_a_group_of_any_size_gets_an_answer_each(store: RedisStore, count: int) -> None:
+    operations = [Operation("scope", str(n)) for n in range(count)]
+    leases: list[Any] = await asyncio.gather(*(arun(store.claim(each, lease=HOUR)) for each in operations))
+    assert [lease.operation.key for lease in leases] == [each.key for each in operations]
+    outcomes = [Outcome(body=str(n).encode()) for n in range(count)]
+    settles = zip(leases, outcomes, strict=True)
+    await asyncio.gather(*(arun(store.settle(lease, outcome, retention=HOUR)) for lease, outcome in settles))
+    records: list[Any] = await asyncio.gather(*(arun(store.claim(each, lease=HOUR)) for each in operations))
+    assert [record.outcome for record in records] == outcomes
+    await store.aclose()
+
+
+async def test_what_is_asked_at_once_travels_together(store: RedisStore, server: Any) -> None:
+    await arun(store.find("none", "none"))
+    operations = [Operation("scope", str(n)) for n in range(60)]
+    before = server.info("stats")["total_commands_processed"]
+    await asyncio.gather(*(arun(store.claim(each, lease=HOUR)) for each in operations))
+    assert server.info("stats")["total_commands_processed"] - before < 180  # three inner commands each, and two calls
+    calls = server.info("commandstats")["cmdstat_evalsha"]["calls"]
+    await asyncio.gather(*(arun(store.claim(each, lease=HOUR)) for each in operations))
+    assert server.info("commandstats")["cmdstat_evalsha"]["calls"] - calls == 2
+    await store.aclose()
+
+
+async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(store: RedisStore) -> None:
+    """Were it released, the next caller would perform what may have happened already."""
+    for delay in (0.0, 0.0, 0.0005, 0.001, 0.002):
+        await arun(store.claim(OPERATION, lease=0.0))
+        task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))
+        await asyncio.sleep(delay)
+        task.cancel()
+        await asyncio.wait([task])
+        if task.cancelled():
+            async with asyncio.timeout(5):
+                while not isinstance(found := await arun(store.claim(OPERATION, lease=0.0)), Lease):
+                    await asyncio.sleep(0.01)
+            assert found.lapsed
+        store.shift += 2 * HOUR
+    await store.aclose()
+
+
+# Looking
+
+
+def test_a_page_goes_on_where_it_ended_whatever_is_written_meanwhile(store: RedisStore) -> None:
+    for n in range(200):
+        settled(store, str(n))
+    seen, cursor = [], None
+    for page_number in range(1000):
+        page = run(store.list(Filter(), limit=7, cursor=cursor))
+        assert len(page.records) <= 7
+        seen += [int(record.key) for record in page.records]
+        cursor = page.cursor
+        if cursor is None:
+            break
+        claimed(store, str(1000 + page_number))
+    assert sorted(key for key in seen if key < 1000) == list(range(200))
+
+
+def test_a_page_of_few_among_many_is_found(store: RedisStore) -> None:
+    for n in range(500):
+        settled(store, str(n))
+    run(store.hold(claimed(store, "held")))
+    page = run(store.list(Filter(state="held"), limit=3))
+    assert ([record.key for record in page.records], page.cursor) == (["held"], None)
+
+
+@pytest.mark.parametrize("cursor", ["x", "1.2", "0.0.{}", "-1.0.", "0.0.a b"])
+def test_a_cursor_of_another_origin_is_refused(store: RedisStore, cursor: str) -> None:
+    with pytest.raises(ConfigurationError):
+        run(store.list(Filter(), cursor=cursor))
+
+
+def test_a_purge_in_batches_passes_over_the_keys_once(store: RedisStore) -> None:
+    for n in range(30):
+        settled(store, str(n))
+    store.shift += 2 * HOUR
+    settled(store, "fresh")
+    gone = []
+    while batch := run(store.purge(batch=8)):
+        gone.append(batch)
+    assert (sum(gone), max(gone)) == (30, 8)
+    settled(store, "later")
+    store.shift += 2 * HOUR
+    assert run(store.purge()) == 2

@@ -1,0 +1,255 @@
+"""The Redis store when the network fails: no wrong answer, and nobody is kept out by himself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from oncemore.core.model import Lease, Operation
+from oncemore.core.plan import Plan, arun, run
+from oncemore.core.store import Filter
+from oncemore.errors import OncemoreError, StoreTimeout, StoreUnavailable
+from oncemore.stores.redis import RedisStore, connect
+from oncemore.testing.proxy import FaultProxy
+
+from .redis_child import DONE, HOUR
+
+pytestmark = pytest.mark.server
+
+Drive = Callable[[Plan[Any]], Any]
+
+
+def operation(key: str) -> Operation:
+    return Operation("scope", key, "c1:aa", "refunds.create")
+
+
+@pytest.fixture
+def url(valkey_url: str, redis_prefix: str) -> str:
+    return f"{valkey_url}?prefix={redis_prefix}"
+
+
+@pytest.fixture
+def near(url: str) -> Iterator[RedisStore]:
+    """The store without anything in between."""
+    store = connect(url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def proxy(valkey_url: str) -> Iterator[FaultProxy]:
+    with FaultProxy.before(valkey_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def far(url: str, proxy: FaultProxy) -> RedisStore:
+    """The store behind the proxy."""
+    return connect(f"{proxy.url(url)}&timeout=10s")
+
+
+@pytest.fixture
+def impatient(url: str, proxy: FaultProxy) -> RedisStore:
+    return connect(f"{proxy.url(url)}&timeout=400ms")
+
+
+@pytest.fixture(params=["run", "arun"])
+def drive(request: pytest.FixtureRequest) -> Iterator[Drive]:
+    """Carries out plans of the stores `far` and `impatient`, by blocking and by awaiting."""
+    names = [name for name in ("far", "impatient") if name in request.fixturenames]
+    stores: list[RedisStore] = [request.getfixturevalue(name) for name in names]
+    if request.param == "run":
+        yield run
+        for store in stores:
+            store.close()
+        return
+    with asyncio.Runner() as runner:
+        yield lambda plan: runner.run(arun(plan))
+        for store in stores:
+            runner.run(store.aclose())
+
+
+@contextlib.contextmanager
+def healed_soon(proxy: FaultProxy) -> Iterator[None]:
+    """The fault ends a moment after the block has begun."""
+    timer = threading.Timer(0.2, proxy.heal)
+    timer.start()
+    yield
+    timer.join()
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_claim_whose_answer_was_lost_gets_its_own_lease(
+    far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, after: int
+) -> None:
+    """CASES 25: the claim is made, the connection breaks, and the caller is not kept out by itself."""
+    drive(far.find("scope", "none"))
+    proxy.cut_answers(after=after)
+    with healed_soon(proxy):
+        lease = drive(far.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert (lease.attempt, lease.lapsed) == (1, False)
+    record = run(near.find("scope", "key"))
+    assert record is not None
+    assert (record.token, record.attempts) == (lease.token, 1)
+    drive(far.settle(lease, DONE, retention=HOUR))
+
+
+def test_a_takeover_whose_answer_was_lost_is_still_a_takeover(
+    far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive
+) -> None:
+    """CASES 24: or the caller would perform what its predecessor may have done."""
+    drive(far.find("scope", "none"))
+    run(near.claim(operation("key"), lease=0.0))
+    proxy.cut_answers()
+    with healed_soon(proxy):
+        lease = drive(far.claim(operation("key"), lease=HOUR))
+    assert (lease.attempt, lease.lapsed) == (2, True)
+
+
+@pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold", "resolve", "delete"])
+def test_a_verb_whose_answer_was_lost_succeeds(
+    far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, verb: str
+) -> None:
+    lease = drive(far.claim(operation("key"), lease=HOUR))
+    drive(far.find("scope", "none"))
+    if verb in ("resolve", "delete"):
+        run(near.hold(lease))
+    verbs: dict[str, Callable[[], Plan[Any]]] = {
+        "renew": lambda: far.renew(lease, lease=HOUR),
+        "settle": lambda: far.settle(lease, DONE, retention=HOUR),
+        "release": lambda: far.release(lease, retention=HOUR),
+        "hold": lambda: far.hold(lease),
+        "resolve": lambda: far.resolve("scope", "key", DONE, retention=HOUR),
+        "delete": lambda: far.delete("scope", "key"),
+    }
+    proxy.cut_answers()
+    with healed_soon(proxy):
+        answer = drive(verbs[verb]())
+    record = run(near.find("scope", "key"))
+    if verb == "delete":
+        assert (answer, record) == (True, None)
+    else:
+        states = {"renew": "running", "release": "released", "hold": "held"}
+        assert record is not None
+        assert record.state == states.get(verb, "settled")
+
+
+async def test_a_group_cut_in_mid_answer_is_answered_whole(far: RedisStore, proxy: FaultProxy) -> None:
+    await arun(far.find("scope", "none"))
+    await arun(far.claim(operation("first"), lease=HOUR))
+    proxy.cut_answers(after=200)
+    with healed_soon(proxy):
+        claims = [arun(far.claim(operation(str(n % 40)), lease=HOUR)) for n in range(80)]
+        found = await asyncio.gather(*claims)
+    assert sum(isinstance(each, Lease) for each in found) == 40
+    assert {each.attempt for each in found if isinstance(each, Lease)} == {1}
+    await far.aclose()
+
+
+def test_a_connection_that_was_closed_while_idle_is_replaced_at_once(
+    impatient: RedisStore, proxy: FaultProxy, drive: Drive
+) -> None:
+    for n in range(3):
+        assert isinstance(drive(impatient.claim(operation(str(n)), lease=HOUR)), Lease)
+        proxy.cut()
+
+
+def test_a_server_that_is_down_is_unavailable_and_then_available(
+    impatient: RedisStore, proxy: FaultProxy, drive: Drive
+) -> None:
+    """CASES 27."""
+    lease = drive(impatient.claim(operation("key"), lease=HOUR))
+    proxy.refuse()
+    with pytest.raises(StoreUnavailable):
+        drive(impatient.claim(operation("other"), lease=HOUR))
+    with pytest.raises(StoreUnavailable):
+        drive(impatient.settle(lease, DONE, retention=HOUR))
+    with pytest.raises(StoreUnavailable):
+        drive(impatient.list(Filter()))
+    proxy.heal()
+    drive(impatient.settle(lease, DONE, retention=HOUR))
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_server_that_does_not_answer_is_a_timeout(
+    impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, connected: bool
+) -> None:
+    """CASES 27: and what it may have granted is given to the same caller's next attempt only when its lease is over."""
+    if connected:
+        drive(impatient.claim(operation("before"), lease=HOUR))
+    proxy.drop_answers()
+    with pytest.raises(StoreTimeout):
+        drive(impatient.claim(operation("key"), lease=0.5))
+    proxy.heal()
+    time.sleep(0.6)
+    assert isinstance(drive(impatient.claim(operation("key"), lease=HOUR)), Lease)
+
+
+async def test_callers_who_share_a_failure_do_not_share_the_error(impatient: RedisStore, proxy: FaultProxy) -> None:
+    proxy.refuse()
+    claims = [arun(impatient.claim(operation(str(n)), lease=HOUR)) for n in range(5)]
+    errors = await asyncio.gather(*claims, return_exceptions=True)
+    assert all(isinstance(error, StoreUnavailable) for error in errors)
+    assert len({id(error) for error in errors}) == 5
+    await impatient.aclose()
+
+
+def test_an_answer_that_comes_after_an_interruption_is_not_taken_for_another(
+    far: RedisStore, proxy: FaultProxy
+) -> None:
+    """Ctrl-C in mid-verb: the connection still owes an answer, and must not be used again."""
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    run(far.claim(operation("key"), lease=HOUR))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        proxy.stall()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            run(far.find("scope", "key"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    proxy.heal()
+    assert run(far.find("scope", "none")) is None
+    far.close()
+
+
+def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_granted(near: RedisStore) -> None:
+    """A copy that was delayed in the network would lock the key for nobody."""
+    items: list[Any] = []
+    fly = near._claims.fly
+    near._claims.fly = lambda group: items.extend(group) or fly(group)  # type: ignore[assignment, func-returns-value]
+    lease = run(near.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    run(near.release(lease, retention=HOUR))
+    now, _ = run(fly(items))[0]
+    assert now > 0
+    record = run(near.find("scope", "key"))
+    assert record is not None
+    assert record.state == "released"
+
+
+def test_nothing_but_our_own_errors_comes_out(proxy: FaultProxy) -> None:
+    proxy.refuse()
+    nobody = f"127.0.0.1:{proxy.port}"
+    for address in (f"redis://{nobody}", f"redis+sentinel://{nobody}/service", f"redis+cluster://{nobody}"):
+        store = connect(f"{address}?timeout=200ms")
+        for plan in (store.claim(operation("key"), lease=HOUR), store.stats(), store.purge(), store.list(Filter())):
+            with pytest.raises(OncemoreError):
+                run(plan)
+        with pytest.raises(OncemoreError):
+            asyncio.run(arun(store.find("scope", "key")))
+        store.close()

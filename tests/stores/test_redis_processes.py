@@ -1,0 +1,206 @@
+"""The Redis store among many: wake-ups between processes, races, forks and event loops that end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from oncemore.core.model import Lease, Operation, Record
+from oncemore.core.plan import arun, run
+from oncemore.stores.redis import RedisStore, connect
+
+from . import redis_child
+from .redis_child import DONE, HOUR, OPERATION, blocked, claimed, processes, settled
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def url(valkey_url: str, redis_prefix: str) -> str:
+    return f"{valkey_url}?prefix={redis_prefix}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[RedisStore]:
+    store = connect(url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def other(url: str) -> Iterator[RedisStore]:
+    """A second store on the same records, as another process would have it."""
+    store = connect(url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def server(valkey_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(valkey_url) as client:
+        yield client
+
+
+# Wake-ups
+
+
+def wait_for_ring(store: RedisStore, then: Callable[[], object], key: str = "key") -> bool:
+    """Whether the bell rang because of *then*, well before the waiter's patience ended."""
+    with store.bell.waiting(("scope", key)) as waiter, redis.Redis.from_url(store.url.partition("?")[0]) as server:
+        run(store.watch(blocked(store, key)))
+        while not dict(server.pubsub_numsub(store.channel))[store.channel.encode()]:
+            time.sleep(0.01)
+        waiter.wait(0.2).run()  # a listener that has just begun rings for all
+        began = time.monotonic()
+        then()
+        waiter.wait(30.0).run()
+        return time.monotonic() - began < 20.0
+
+
+@pytest.mark.parametrize("verb", ["settle", "release", "hold", "lapse", "resolve", "delete"])
+def test_a_waiter_hears_of_what_another_process_does(store: RedisStore, other: RedisStore, verb: str) -> None:
+    """CASES 17."""
+    lease = claimed(other)
+    verbs: dict[str, Callable[[], Any]] = {
+        "settle": lambda: other.settle(lease, DONE, retention=HOUR),
+        "release": lambda: other.release(lease, retention=HOUR),
+        "hold": lambda: other.hold(lease),
+        "lapse": lambda: other.renew(lease, lease=0.0),
+        "resolve": lambda: other.resolve(*OPERATION.id, None, retention=HOUR),
+        "delete": lambda: other.delete(*OPERATION.id),
+    }
+
+    def act() -> None:
+        if verb in ("resolve", "delete"):  # which need a lease that has lapsed
+            other.shift = 2 * HOUR
+        run(verbs[verb]())
+
+    assert wait_for_ring(store, act)
+
+
+def test_a_waiter_is_answered_by_another_process(url: str) -> None:
+    """CASES 17: the poll is far too long to be what wakes it."""
+    mine, theirs = processes.Pipe()
+    process = processes.Process(target=redis_child.settle_when_told, args=(url, theirs))
+    process.start()
+    assert mine.recv() == "claimed"
+    store = connect(url)
+    with store.bell.waiting(OPERATION.id) as waiter:
+        run(store.watch(blocked(store)))
+        mine.send("settle")
+        deadline = time.monotonic() + 20.0
+        while not isinstance(found := run(store.claim(OPERATION, lease=HOUR)), Record) or found.state != "settled":
+            waiter.wait(30.0).run()
+            assert time.monotonic() < deadline
+    process.join()
+    store.close()
+
+
+def test_a_listener_that_lost_its_connection_comes_back_and_has_all_look_again(
+    store: RedisStore, other: RedisStore, server: Any
+) -> None:
+    lease = claimed(other)
+    assert wait_for_ring(store, lambda: server.client_kill_filter(_type="pubsub"))
+    assert wait_for_ring(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
+
+
+def test_a_store_that_is_closed_hears_no_more_and_can_be_used_again(store: RedisStore, other: RedisStore) -> None:
+    lease = claimed(other)
+    run(store.watch(blocked(store)))
+    store.close()
+    store.close()
+    assert wait_for_ring(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
+
+
+# Other processes, loops and forks
+
+
+def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
+    """CASES 52."""
+    with processes.Manager() as manager, processes.Pool(16) as pool:
+        start = manager.Barrier(16)
+        found = pool.starmap(redis_child.claim, [(start, url)] * 16, chunksize=1)
+    assert sum(won for won, _ in found) == 1
+    assert len({token for _, token in found}) == 1
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
+def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, verb: str) -> None:
+    """CASES 24."""
+    mine, theirs = processes.Pipe()
+    process = processes.Process(target=redis_child.hold_then_write, args=(url, verb, theirs))
+    process.start()
+    token = mine.recv()
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(0.35)
+    taken = run(store.claim(Operation("frozen", verb), lease=HOUR))
+    assert isinstance(taken, Lease)
+    assert (taken.lapsed, taken.token > token) == (True, True)
+    os.kill(process.pid, signal.SIGCONT)
+    mine.send("go on")
+    assert mine.recv() == "fenced"
+    process.join()
+    run(store.settle(taken, DONE, retention=HOUR))
+
+
+def in_a_fork(work: Callable[[], None]) -> int:
+    """The exit status of a forked child that did *work*: 0 where it went well."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+async def test_parent_and_child_of_a_fork_both_go_on(store: RedisStore, other: RedisStore) -> None:
+    """As under gunicorn with preload: both use the store that the parent had opened, also for listening."""
+    lease = await arun(store.claim(Operation("scope", "parent's"), lease=HOUR))
+    run(store.find("scope", "none"))
+    held = claimed(other)
+    run(store.watch(blocked(store)))
+
+    def child() -> None:
+        gc.collect()
+        settled(store, "child's")
+        fresh = connect(store.url)
+        own = claimed(fresh, "own")
+        assert wait_for_ring(store, lambda: run(fresh.settle(own, DONE, retention=HOUR)), "own")
+        asyncio.run(use_and_close())
+
+    async def use_and_close() -> None:
+        await arun(store.claim(Operation("scope", "loop's"), lease=HOUR))
+        await store.aclose()
+
+    assert in_a_fork(child) == 0
+    assert isinstance(lease, Lease)
+    await arun(store.settle(lease, DONE, retention=HOUR))
+    assert run(store.find("scope", "child's")) is not None
+    assert wait_for_ring(store, lambda: run(other.settle(held, DONE, retention=HOUR)))
+    await store.aclose()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_loop_that_ended_without_a_goodbye_is_not_kept(store: RedisStore) -> None:
+    async def use() -> weakref.ref[asyncio.AbstractEventLoop]:
+        await asyncio.gather(*(arun(store.claim(Operation("scope", str(n)), lease=HOUR)) for n in range(3)))
+        return weakref.ref(asyncio.get_running_loop())
+
+    for _ in range(2):
+        ended = asyncio.run(use())
+        gc.collect()
+        assert ended() is None

@@ -1,0 +1,332 @@
+"""The Redis store when servers fail, move or refuse: no wrong answer, and nothing wedged past its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from oncemore.core.model import Lease, Operation, Outcome, Record
+from oncemore.core.plan import Plan, arun, run
+from oncemore.core.store import Filter
+from oncemore.errors import StoreError, StoreUnavailable
+from oncemore.stores import schema
+from oncemore.stores.redis import RedisStore, connect
+from oncemore.testing.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
+
+from .redis_child import DONE, HOUR
+from .tls_front import tls_front
+
+pytestmark = pytest.mark.server
+
+Drive = Callable[[Plan[Any]], Any]
+
+
+def operation(key: str) -> Operation:
+    return Operation("scope", key, "c1:aa", "refunds.create")
+
+
+@pytest.fixture
+def url(valkey_url: str, redis_prefix: str) -> str:
+    return f"{valkey_url}?prefix={redis_prefix}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[RedisStore]:
+    store = connect(url)
+    yield store
+    store.close()
+
+
+# The server
+
+
+async def load(
+    store: RedisStore, keys: int, settled: set[str], *, until: Callable[[], bool] = lambda: True, prefix: str = ""
+) -> int:
+    """Claim and settle by 16 callers; those acknowledged are added to *settled*.  How many failed."""
+    failures, numbers = 0, iter(range(10**9))
+
+    async def caller() -> None:
+        nonlocal failures
+        for number in numbers:
+            if number >= keys and until():
+                return
+            key = f"{prefix}{number}"
+            try:
+                lease = await arun(store.claim(operation(key), lease=1.0))
+                assert isinstance(lease, Lease)
+                await arun(store.settle(lease, DONE, retention=HOUR))
+            except StoreError:
+                failures += 1
+                await asyncio.sleep(0.01)
+            else:
+                settled.add(key)
+
+    await asyncio.gather(*(caller() for _ in range(16)))
+    return failures
+
+
+async def test_scripts_flushed_in_mid_load_are_sent_again(store: RedisStore, valkey_url: str) -> None:
+    """CASES 54."""
+    settled: set[str] = set()
+    with redis.Redis.from_url(valkey_url) as server:
+
+        async def flush() -> None:
+            for _ in range(30):
+                server.script_flush()
+                await asyncio.sleep(0.003)
+
+        failures, _ = await asyncio.gather(load(store, 400, settled), flush())
+    assert (failures, len(settled)) == (0, 400)
+    assert (await arun(store.stats())).settled == 400
+    await store.aclose()
+
+
+@pytest.mark.chaos
+async def test_a_server_killed_and_restarted_in_mid_load_loses_nothing_acknowledged(own_valkey: ValkeyServer) -> None:
+    """CASES 25, 26: what was settled is settled, and no key is wedged past its lease."""
+    store = connect(f"{own_valkey.url}?timeout=10s")
+    settled: set[str] = set()
+    lives = 0
+
+    def crash() -> None:
+        nonlocal lives
+        for _ in range(3):
+            time.sleep(0.3)
+            own_valkey.restart(immediate=True)
+            lives += 1
+
+    killer = asyncio.create_task(asyncio.to_thread(crash))
+    await load(store, 200, settled, until=killer.done)
+    await killer
+    assert lives == 3
+    assert len(settled) > 100
+    for key in settled:
+        record = await arun(store.find("scope", key))
+        assert record is not None
+        assert (record.state, record.outcome) == ("settled", DONE)
+    await asyncio.sleep(1.1)
+    for record in (await arun(store.list(Filter(state="running"), limit=1000))).records:
+        lease = await arun(store.claim(operation(record.key), lease=HOUR))
+        assert isinstance(lease, Lease)
+        assert lease.token > record.token
+    await store.aclose()
+
+
+@pytest.mark.chaos
+def test_tokens_grow_across_a_restart_whatever_was_deleted(own_valkey: ValkeyServer) -> None:
+    """CASES 53."""
+    store = connect(own_valkey.url)
+    tokens = []
+    for _ in range(3):
+        lease = run(store.claim(operation("key"), lease=HOUR))
+        assert isinstance(lease, Lease)
+        tokens.append(lease.token)
+        run(store.settle(lease, DONE, retention=HOUR))
+        run(store.delete("scope", "key"))
+        own_valkey.restart()
+    store.close()
+    assert tokens == sorted(set(tokens))
+
+
+@pytest.mark.parametrize(
+    ("fault", "cure"),
+    [
+        (["CONFIG", "SET", "busy-reply-threshold", "20"], ["SCRIPT", "KILL"]),
+        (["REPLICAOF", "127.0.0.1", "1"], ["REPLICAOF", "NO", "ONE"]),
+    ],
+    ids=["busy", "read-only"],
+)
+def test_a_server_that_refuses_for_a_moment_is_asked_again(
+    own_valkey: ValkeyServer, fault: list[str], cure: list[str]
+) -> None:
+    store = connect(f"{own_valkey.url}?timeout=20s")
+    run(store.claim(operation("before"), lease=HOUR))
+    own_valkey.ask(*fault)
+    if cure[0] == "SCRIPT":
+        threading.Thread(target=spin, args=(own_valkey,)).start()
+        time.sleep(0.2)
+    timer = threading.Timer(0.3, lambda: own_valkey.ask(*cure))
+    timer.start()
+    assert isinstance(run(store.claim(operation("key"), lease=HOUR)), Lease)
+    timer.join()
+    store.close()
+
+
+def spin(server: ValkeyServer) -> None:
+    with contextlib.suppress(RuntimeError):  # it is killed
+        server.ask("EVAL", "while true do end", "0")
+
+
+def test_a_server_without_memory_refuses_and_changes_nothing(own_valkey: ValkeyServer) -> None:
+    store = connect(f"{own_valkey.url}?timeout=1s")
+    lease = run(store.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    own_valkey.ask("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(StoreUnavailable, match="OOM"):
+        run(store.claim(operation("other"), lease=HOUR))
+    with pytest.raises(StoreUnavailable, match="OOM"):
+        run(store.settle(lease, DONE, retention=HOUR))
+    own_valkey.ask("CONFIG", "SET", "maxmemory", "0")
+    run(store.settle(lease, DONE, retention=HOUR))
+    store.close()
+
+
+@pytest.mark.parametrize(("policy", "warned"), [("allkeys-lru", True), ("volatile-ttl", True), ("noeviction", False)])
+def test_a_server_that_evicts_is_warned_of_once(
+    own_valkey: ValkeyServer, caplog: pytest.LogCaptureFixture, policy: str, warned: bool
+) -> None:
+    own_valkey.ask("CONFIG", "SET", "maxmemory-policy", policy)
+    store = connect(own_valkey.url)
+    with caplog.at_level(logging.WARNING, "oncemore"):
+        run(store.claim(operation("a"), lease=HOUR))
+        run(store.claim(operation("b"), lease=HOUR))
+    store.close()
+    assert [policy in message for message in caplog.messages] == [True] * warned
+
+
+def test_a_user_with_no_more_rights_than_the_script_gives_can_do_everything(own_valkey: ValkeyServer) -> None:
+    script = schema(f"{own_valkey.url}?prefix=app").replace("\\\n", "")
+    (command,) = [line for line in script.splitlines() if line.startswith("ACL")]
+    own_valkey.ask(*command.replace("CHANGE-ME", "pw").split())
+    store = connect(own_valkey.url.replace("//", "//app:pw@") + "?prefix=app&timeout=2s")
+    leases: list[Any] = [run(store.claim(operation(str(n)), lease=HOUR)) for n in range(4)]
+    run(store.settle(leases[0], DONE, retention=HOUR, audit=True))
+    run(store.release(leases[1], retention=HOUR))
+    run(store.hold(leases[2]))
+    run(store.resolve("scope", "2", DONE, retention=HOUR))
+    run(store.delete("scope", "2"))
+    run(store.renew(leases[3], lease=0.0))
+    run(store.watch(run(store.find("scope", "3"))))  # type: ignore[arg-type]
+    while not own_valkey.ask("PUBSUB", "NUMSUB", "app:rung")[1]:
+        time.sleep(0.01)
+    store.shift = 2 * HOUR
+    assert run(store.purge()) == 2
+    assert (run(store.stats()).archived, len(run(store.list(Filter())).records)) == (1, 1)
+    store.close()
+    stranger = connect(own_valkey.url.replace("//", "//app:wrong@") + "?timeout=500ms")
+    with pytest.raises(StoreUnavailable, match="login"):
+        run(stranger.find("scope", "3"))
+
+
+def test_a_socket_file_is_a_server_too(tmp_path: Path) -> None:
+    with ValkeyServer(fsync=False, unixsocket=tmp_path / "s") as server:
+        store = connect(f"redis://{tmp_path}/s?db=3")
+        run(store.claim(operation("key"), lease=HOUR))
+        asyncio.run(use_and_close(store))
+        assert server.ask("INFO", "keyspace").count("db3:keys=2") == 1
+
+
+def test_a_server_behind_tls_is_spoken_to_in_groups_too(valkey_url: str, redis_prefix: str, tmp_path: Path) -> None:
+    with tls_front(urlsplit(valkey_url).port or 0, tmp_path) as (port, certificate):
+        store = connect(f"rediss://127.0.0.1:{port}/0?prefix={redis_prefix}&ssl_ca_certs={certificate}")
+        lease = run(store.claim(operation("key"), lease=HOUR))
+        assert isinstance(lease, Lease)
+        run(store.settle(lease, Outcome(body=b"x" * 300_000), retention=HOUR))
+        asyncio.run(use_and_close(store))
+        assert len(run(store.list(Filter())).records) == 2
+        store.close()
+        stranger = connect(f"rediss://127.0.0.1:{port}/0?timeout=1s")
+        with pytest.raises(StoreUnavailable, match="certificate"):
+            run(stranger.find("scope", "key"))
+
+
+async def use_and_close(store: RedisStore) -> None:
+    assert isinstance(await arun(store.claim(operation("another"), lease=HOUR)), Lease)
+    await store.aclose()
+
+
+# Replicas, sentinels and clusters
+
+
+@pytest.mark.chaos
+async def test_a_failover_keeps_serving_and_loses_nothing_that_the_replica_has(own_sentinel: ValkeySentinel) -> None:
+    store = connect(f"{own_sentinel.url}?timeout=20s&wait_replicas=1")
+    settled: set[str] = set()
+    await load(store, 50, settled)
+    await store.aclose()
+    store = connect(f"{own_sentinel.url}?timeout=20s")
+    failover = asyncio.create_task(asyncio.to_thread(own_sentinel.failover))
+    await load(store, 50, set(), until=failover.done, prefix="during ")
+    await failover
+    records = [await arun(store.find("scope", key)) for key in settled]
+    assert {record.state for record in records if record} == {"settled"}
+    assert len(settled) == 50
+    lease = await arun(store.claim(operation("after"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert run(store.find("scope", "after")) is not None
+    await store.aclose()
+
+
+def test_a_write_that_too_few_replicas_have_does_not_count(url: str) -> None:
+    store = connect(f"{url}&wait_replicas=1&timeout=2s")
+    with pytest.raises(StoreUnavailable, match="replicas"):
+        run(store.claim(operation("key"), lease=HOUR))
+    store.close()
+
+
+@pytest.mark.chaos
+def test_a_slot_that_moves_is_followed() -> None:
+    """While it moves, absent keys are the new node's (ASK); then all are (MOVED)."""
+    with ValkeyCluster(fsync=False) as cluster:
+        store = connect(f"{cluster.url}?timeout=5s")
+        lease = run(store.claim(operation("key"), lease=HOUR))
+        assert isinstance(lease, Lease)
+        slot = key_slot(store._name(("scope", "key")).encode())
+        source = cluster.servers[slot * 3 // 16_384]
+        target = cluster.servers[(slot * 3 // 16_384 + 1) % 3]
+        ids = {node: node.ask("CLUSTER", "MYID") for node in cluster.servers}
+        target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        moving = next(key for key in map(str, range(10**6)) if key_slot(store._name(("scope", key)).encode()) == slot)
+        assert isinstance(run(store.claim(operation(moving), lease=HOUR)), Lease)
+        assert target.ask("CLUSTER", "COUNTKEYSINSLOT", slot) == 1
+        name = store._name(("scope", "key"))
+        source.ask("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+        for node in (target, source):
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+        run(store.settle(lease, DONE, retention=HOUR))
+        assert isinstance(run(store.claim(operation("key"), lease=HOUR)), Record)
+        assert len(run(store.list(Filter())).records) == 2
+        store.close()
+
+
+@pytest.mark.chaos
+def test_a_node_that_restarts_is_waited_for_and_does_not_hold_up_the_others() -> None:
+    with ValkeyCluster(cluster_require_full_coverage="no") as cluster:
+        store = connect(f"{cluster.url}?timeout=15s")
+        leases: list[Any] = [run(store.claim(operation(str(n)), lease=HOUR)) for n in range(30)]
+        cluster.servers[0].crash()
+        threading.Timer(0.5, cluster.servers[0].start).start()
+        for lease in leases:
+            run(store.settle(lease, DONE, retention=HOUR))
+        assert {run(store.find("scope", str(n))).state for n in range(30)} == {"settled"}  # type: ignore[union-attr]
+        store.close()
+
+
+async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_prefix: str) -> None:
+    one, two = (connect(f"{cluster_url}?prefix={redis_prefix}") for _ in range(2))
+    for n in range(6):
+        lease = await arun(two.claim(operation(str(n)), lease=HOUR))
+        record = await arun(one.claim(operation(str(n)), lease=HOUR))
+        assert isinstance(lease, Lease)
+        assert isinstance(record, Record)
+        with one.bell.waiting(record.id) as waiter:
+            await arun(one.watch(record))
+            await waiter.wait(0.3).arun()
+            await arun(two.settle(lease, DONE, retention=HOUR))
+            async with asyncio.timeout(20):
+                await waiter.wait(30).arun()
+    await one.aclose()
+    await two.aclose()

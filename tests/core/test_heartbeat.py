@@ -35,6 +35,7 @@ class Ledger:
     def __init__(self) -> None:
         self.heart = Heartbeat(self.renew, SYSTEM)
         self.renewals: list[tuple[str, float]] = []
+        self.renewers: set[threading.Thread | None] = set()
         self.looks = 0
         self.look = self.heart.due
         self.heart.due = self.count  # type: ignore[method-assign]
@@ -46,6 +47,7 @@ class Ledger:
 
     def renew(self, beat: Beat) -> Plan[None]:
         yield Call(self.refuses, beat)
+        self.renewers.add(threading.current_thread())
         self.renewals.append((beat.lease.operation.key, time.monotonic()))
 
     def times(self, key: str) -> list[float]:
@@ -73,10 +75,6 @@ def ledger() -> Iterator[Ledger]:
     ledger = Ledger()
     yield ledger
     ledger.heart.close()
-
-
-def heart_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "oncemore-heartbeat"]
 
 
 def until_idle(ledger: Ledger) -> None:
@@ -158,7 +156,7 @@ def test_many_leases_of_different_lengths_are_all_renewed(ledger: Ledger) -> Non
 
     with ThreadPoolExecutor(40) as pool:
         list(pool.map(performer, range(40)))
-    assert len(heart_threads()) >= 1
+    assert ledger.renewers == {ledger.heart.threads._thread}
     assert ledger.heart.threads.beats == set()
 
 
@@ -382,6 +380,23 @@ async def test_awaited_performers_of_all_lengths_are_renewed_by_one_timer(ledger
     assert ledger.looks <= 20 + len(ledger.renewals) + 40 * (time.monotonic() - begun)
 
 
+async def test_a_longer_lease_that_comes_later_needs_no_timer_of_its_own(ledger: Ledger) -> None:
+    beats = ledger.heart.on_loop()
+    soonest: list[float] = []
+
+    async def longer(op: Op) -> None:
+        soonest.append(beats.next)
+        await ledger.auntil_renewed("short", 1)
+
+    async def short(op: Op) -> None:
+        soonest.append(beats.next)
+        await ledger.perform(longer, lease=LONG, key="long").arun()
+
+    await ledger.perform(short, lease=0.06, key="short").arun()
+    assert soonest[0] == soonest[1]
+    assert ledger.times("long") == []
+
+
 async def test_a_lost_lease_does_not_keep_the_loop_busy(ledger: Ledger) -> None:
     def refuse(beat: Beat) -> None:
         beat.lost = True
@@ -438,4 +453,4 @@ def test_loops_in_several_threads_keep_their_own_leases_alive(ledger: Ledger) ->
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda key: asyncio.run(main(key)), "abcd"))
-    assert heart_threads() == [] or ledger.heart.threads._thread is None
+    assert len(ledger.renewers) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import signal
 import subprocess
@@ -328,65 +327,57 @@ def test_a_failure_to_give_back_is_logged_and_disturbs_nobody(
     assert "could not be given back" in caplog.text
 
 
-def test_interruptions_at_any_point_wedge_nobody() -> None:
-    """Async exceptions strike callers between any two bytecodes; whoever is not struck gets its answer, or is told."""
+def test_interruptions_at_any_point_wedge_nobody(pool: ThreadPoolExecutor) -> None:
+    """Signals strike one caller between any two steps; all others get their answers, or are told."""
 
     def fly(items: list[Any]) -> Plan[list[str]]:
-        yield Call(time.sleep, 0)  # let others come, by means that a blow cannot break
+        yield Call(time.sleep, 0)  # let others come
         return [f"<{item}>" for item in items]
 
-    lane = Lane(fly, most=3)
-    callers = [Caller(lane, name) for name in range(6)]
-    for caller in callers:
-        caller.thread.start()
-    chance, strikes, ends = Random(), 0, time.monotonic() + 1.0
-    while strikes < 20 or time.monotonic() < ends:
-        caller = chance.choice(callers)
-        if caller.ready.acquire(timeout=PATIENCE):
-            time.sleep(chance.random() / 5000)
-            strike(caller.thread)
-            strikes += 1
-    for caller in callers:
-        caller.stop = True
-    for caller in callers:
-        caller.thread.join(PATIENCE)
-        assert not caller.thread.is_alive(), "wedged"
-        assert caller.faults == []
+    def bystander(name: int) -> int:
+        answers = 0
+        while not stop:
+            with suppress(StoreError):  # the one who was struck had the lead
+                assert lane.submit(name) == f"<{name}>"
+                answers += 1
+        return answers
+
+    lane, stop = Lane(fly, most=3), False
+    bystanders = [pool.submit(bystander, name) for name in range(4)]
+    with signals_at_any_moment() as next_one:
+        for _ in range(300):
+            with suppress(Interrupted):
+                next_one.release()
+                while True:
+                    with suppress(StoreError):
+                        assert lane.submit("struck") == "<struck>"
+    stop = True
+    assert all(future.result(PATIENCE) for future in bystanders)
     assert lane.submit("last") == "<last>"
 
 
-class Caller:
-    """Asks again and again, and survives being struck."""
+@contextmanager
+def signals_at_any_moment() -> Iterator[Any]:
+    """One signal for each release of the lock, a moment later.  A plain lock: a signal cannot strike in its midst."""
+    next_one, over = threading.Lock(), False
+    next_one.acquire()
+    chance, main = Random(), threading.main_thread().ident or 0
 
-    def __init__(self, lane: Lane[Any], name: int) -> None:
-        self.lane = lane
-        self.name = name
-        self.stop = False
-        self.faults: list[Any] = []
-        self.ready = threading.Semaphore(0)  # one blow at a time: the next only after a whole round without any
-        self.thread = threading.Thread(target=self.run, daemon=True)
+    def send() -> None:
+        while next_one.acquire() and not over:
+            time.sleep(chance.random() / 2000)
+            signal.pthread_kill(main, signal.SIGUSR1)
 
-    def run(self) -> None:
-        while not self.stop:
-            with suppress(Interrupted):
-                self.rounds()
-
-    def rounds(self) -> None:
-        for count in range(1_000_000):
-            try:
-                answer = self.lane.submit((self.name, count))
-                if answer != f"<{(self.name, count)}>":
-                    self.faults.append(answer)
-            except StoreError:  # the flight's leader was struck
-                pass
-            if count == 1:
-                self.ready.release()
-            if self.stop:
-                return
-
-
-def strike(thread: threading.Thread) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted))
+    former = signal.signal(signal.SIGUSR1, interrupt_in_main_thread)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        yield next_one
+    finally:
+        over = True
+        next_one.release()
+        sender.join()
+        signal.signal(signal.SIGUSR1, former)
 
 
 FORK = """

@@ -56,10 +56,10 @@ class Cache:
     def put(self, id: Id, fingerprint: str, outcome: Outcome, *, remaining: float, expires_at: float | None) -> None:
         """Remember *outcome* for as long as it is kept in the store, or for a minute, whichever is shorter."""
         kept = Kept(fingerprint, outcome, self._monotonic() + min(remaining, LONGEST), expires_at)
-        if kept.size > self._most // 16:
-            return
         with self._lock:
             self._forget(id)
+            if kept.size > self._most // 16:
+                return
             self._entries[id] = kept
             self._size += kept.size
             while self._size > self._most:

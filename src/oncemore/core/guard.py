@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from .model import Lease, Operation, Outcome, Record
 from .op import Op
 from .plan import Plan, arun, run
 from .policy import Policy
+from .sealed import SealedStore, Sealing
 from .store import Store
 from .takeover import take_over, vanish
 from .urls import connect
@@ -31,7 +32,10 @@ Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a cor
 
 
 class Guard(Ledger):
-    """Lets each operation happen once.  *store* is a URL or a store; *policy* is for callers who bring none."""
+    """Lets each operation happen once.  *store* is a URL or a store; *policy* is for callers who bring none.
+
+    With a *seal*, outcomes are encrypted in the store: see `oncemore.encryption`.
+    """
 
     def __init__(
         self,
@@ -39,10 +43,12 @@ class Guard(Ledger):
         *,
         policy: Policy | None = None,
         observers: Sequence[Observer] = (),
+        seal: Sealing | None = None,
         cache: int = 32 * 1024 * 1024,
         clock: Clock = SYSTEM,
     ) -> None:
-        self.store: Store = connect(store) if isinstance(store, str) else store
+        inner = connect(store) if isinstance(store, str) else store
+        self.store: Store = inner if seal is None else cast("Store", SealedStore(inner, seal))
         self.policy = policy or Policy()
         self.observers = tuple(observers)
         self.clock = clock
@@ -178,7 +184,8 @@ class Guard(Ledger):
 
     def _perform(self, op: Op, perform: Performer, policy: Policy, beats: tuple[Beat, ...]) -> Plan[Answer]:
         lease = op.lease
-        self.tell("claimed", lease.operation, token=lease.token, attempt=lease.attempt)
+        former = "lapsed" if lease.lapsed else ""
+        self.tell("claimed", lease.operation, token=lease.token, attempt=lease.attempt, from_state=former)
         beats = (self.heart.beat(lease, policy.lease), *beats)
         try:
             if lease.operation.unique is not None:

@@ -68,7 +68,7 @@ def _our_module(scheme: str) -> ModuleType:
 
 def hide_password(url: str) -> str:
     """The URL as it may be shown; rather too little of it, where a password was not escaped as it should be."""
-    url = re.sub(r"(?<=://)([^:/@?]*):(?:[^?]*|.*)@", r"\1:***@", url)
+    url = re.sub(r"(?<=://)([^:/@?]*):(?:[^?]*|.*)@", r"\1:***@", url, flags=re.DOTALL)
     return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
 
 

@@ -1,0 +1,67 @@
+"""A store whose outcomes are sealed on their way in and opened on their way out, so that nothing above it need know."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from .bell import Id
+from .model import Lease, Operation, Outcome, Record
+from .plan import Plan
+from .store import Store
+
+
+class Sealing(Protocol):
+    """Makes an outcome unreadable to whoever has the store alone: see `oncemore.encryption`.
+
+    The *id* (scope and key) is part of the seal: an outcome that was moved to another record does not open.
+    """
+
+    def seal(self, id: Id, outcome: Outcome) -> Outcome: ...
+    def open(self, id: Id, outcome: Outcome) -> Outcome: ...
+
+
+class SealedStore:
+    """The *inner* store, with every outcome sealed in it.  Pages of many records are left sealed: look one up to read it."""
+
+    def __init__(self, inner: Store, seal: Sealing) -> None:
+        self.inner = inner
+        self._seal = seal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @property
+    def shift(self) -> float:
+        return self.inner.shift
+
+    @shift.setter
+    def shift(self, seconds: float) -> None:
+        self.inner.shift = seconds
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        found = yield from self.inner.claim(operation, lease=lease)
+        return found if isinstance(found, Lease) else self._opened(found)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        sealed = self._seal.seal(held.operation.id, outcome)
+        return self.inner.settle(held, sealed, retention=retention, audit=audit, note=note)
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        found = yield from self.inner.find(scope, key)
+        return None if found is None else self._opened(found)
+
+    def resolve(
+        self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
+    ) -> Plan[Record]:
+        sealed = None if outcome is None else self._seal.seal((scope, key), outcome)
+        found = yield from self.inner.resolve(scope, key, sealed, retention=retention, note=note)
+        return self._opened(found)
+
+    def _opened(self, record: Record) -> Record:
+        if record.outcome is None:
+            return record
+        return msgspec.structs.replace(record, outcome=self._seal.open(record.id, record.outcome))

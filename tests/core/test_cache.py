@@ -1,0 +1,149 @@
+"""The cache: settled outcomes are replayed from this process for as long as they may be trusted, within a bound."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oncemore.core.cache import LONGEST, Cache
+from oncemore.core.model import Outcome
+
+ID = ("scope", "key")
+
+
+class HandClock:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        raise AssertionError("dates are the store's business")
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+def outcome(size: int) -> Outcome:
+    return Outcome("value", body=b"x" * size)
+
+
+def keep(cache: Cache, key: str = "key", *, size: int = 0, remaining: float = 3600.0) -> None:
+    cache.put(("scope", key), "fingerprint", outcome(size), remaining=remaining, expires_at=5.0)
+
+
+def test_what_was_kept_is_found_with_all_that_a_replay_needs(clock: HandClock) -> None:
+    cache = Cache(clock)
+    keep(cache, size=3)
+    kept = cache.get(ID)
+    assert kept is not None
+    assert (kept.fingerprint, kept.outcome, kept.expires_at) == ("fingerprint", outcome(3), 5.0)
+    assert cache.get(("scope", "other")) is None
+    assert cache.get(("scop", "ekey")) is None
+
+
+@pytest.mark.parametrize(("remaining", "trusted"), [(5.0, 5.0), (86400.0, LONGEST)])
+def test_it_is_trusted_until_the_retention_is_over_and_a_minute_at_most(
+    clock: HandClock, remaining: float, trusted: float
+) -> None:
+    """CASES 29."""
+    cache = Cache(clock)
+    keep(cache, remaining=remaining)
+    clock.now += trusted - 0.001
+    assert cache.get(ID) is not None
+    clock.now += 0.001
+    assert cache.get(ID) is None
+    clock.now -= 1
+    assert cache.get(ID) is None  # gone, and not only hidden
+
+
+def test_what_has_expired_already_is_not_found(clock: HandClock) -> None:
+    cache = Cache(clock)
+    keep(cache, remaining=-1.0)
+    assert cache.get(ID) is None
+
+
+def test_a_dropped_outcome_is_forgotten_and_a_stranger_may_be_dropped(clock: HandClock) -> None:
+    cache = Cache(clock)
+    keep(cache)
+    cache.drop(("scope", "stranger"))
+    cache.drop(ID)
+    assert cache.get(ID) is None
+
+
+def test_the_oldest_make_room_for_the_latest(clock: HandClock) -> None:
+    cache = Cache(clock, most=20 * 1024)
+    for number in range(40):
+        keep(cache, str(number), size=512)
+    found = [number for number in range(40) if cache.get(("scope", str(number)))]
+    assert found == list(range(20, 40))
+
+
+def test_what_would_push_out_too_many_others_is_not_kept(clock: HandClock) -> None:
+    cache = Cache(clock, most=16 * 1024)
+    keep(cache, "small")
+    keep(cache, "large", size=1024)
+    assert cache.get(("scope", "small")) is not None
+    assert cache.get(("scope", "large")) is None
+    keep(cache, "small", size=1024)
+    assert cache.get(("scope", "small")) is None  # what it was is not true any more
+
+
+def test_a_cache_of_nothing_keeps_nothing(clock: HandClock) -> None:
+    cache = Cache(clock, most=0)
+    keep(cache)
+    assert cache.get(ID) is None
+
+
+keys = st.sampled_from("abcdef")
+steps = st.lists(st.tuples(st.sampled_from(["put", "drop", "wait"]), keys, st.integers(0, 700)), max_size=60)
+
+
+@given(steps)
+def test_it_never_holds_more_than_its_bound_nor_says_what_was_not_kept_last(story: list[tuple[str, str, int]]) -> None:
+    clock = HandClock()
+    cache, model = Cache(clock, most=16 * 1200), {}
+    for verb, key, number in story:
+        if verb == "put":
+            keep(cache, key, size=number, remaining=float(number))
+            model[key] = (number, clock.now + min(number, LONGEST))
+        elif verb == "drop":
+            cache.drop(("scope", key))
+            model.pop(key, None)
+        else:
+            clock.now += number / 20
+        assert cache._size == sum(kept.size for kept in cache._entries.values()) <= 16 * 1200
+        kept = cache.get(("scope", key))
+        if kept is not None:
+            size, until = model[key]
+            assert len(kept.outcome.body) == size
+            assert clock.now < until
+
+
+FORK = """
+import os, sys
+from oncemore.core.cache import Cache
+from oncemore.core.clock import SYSTEM
+from oncemore.core.model import Outcome
+
+cache = Cache(SYSTEM)
+with cache._lock:  # the worst moment
+    child = os.fork()
+if child == 0:
+    cache.put(("s", "k"), "", Outcome(), remaining=60, expires_at=None)
+    sys.exit(0 if cache.get(("s", "k")) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_forked_child_can_use_the_cache() -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=20)

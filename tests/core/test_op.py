@@ -1,0 +1,50 @@
+"""The running operation: what the performer sees of it, and the keys it gives to providers."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oncemore import Op, Operation
+from oncemore.core.model import Lease
+from oncemore.core.op import derive
+
+texts = st.text()
+
+
+def test_a_performer_sees_its_operation_key_and_attempt() -> None:
+    operation = Operation("scope", "key", name="refunds.create")
+    op = Op(Lease(operation, token=7, expires_at=0.0, attempt=3))
+    assert (op.operation, op.key, op.attempt, op.note) == (operation, "key", 3, "")
+
+
+def test_a_derived_key_never_changes() -> None:
+    """Pinned: another value after an upgrade would have the provider do it again."""
+    expected = "om_de7ccd020a8a914b6f720b71367bac28a6e69558"
+    assert derive(Operation("alice", "k-1"), "charge") == expected
+
+
+@given(texts, texts, texts)
+def test_a_derived_key_is_the_same_on_every_attempt_and_short_and_plain(scope: str, key: str, name: str) -> None:
+    first = Op(Lease(Operation(scope, key, "f1"), 1, 0.0, attempt=1))
+    second = Op(Lease(Operation(scope, key, "f2"), 2, 9.0, attempt=2, lapsed=True))
+    assert first.derive(name) == second.derive(name)
+    assert re.fullmatch("om_[0-9a-f]{40}", first.derive(name))
+
+
+@given(st.tuples(texts, texts, texts), st.tuples(texts, texts, texts))
+def test_different_parts_never_share_a_derived_key(one: tuple[str, str, str], other: tuple[str, str, str]) -> None:
+    """CASES 7."""
+    assert (derive(Operation(*one[:2]), one[2]) == derive(Operation(*other[:2]), other[2])) == (one == other)
+
+
+def test_parts_that_read_alike_when_joined_do_not_share_a_derived_key() -> None:
+    """CASES 7."""
+    pairs = [("a:", "b", "c"), ("a", ":b", "c"), ("a", "b", ":c"), ("a:1:b", "", "c"), ("", "a:b", "c")]
+    assert len({derive(Operation(scope, key), name) for scope, key, name in pairs}) == len(pairs)
+
+
+def test_half_a_character_is_no_reason_to_fail() -> None:
+    assert derive(Operation("s", "\ud800"), "x") != derive(Operation("s", "\ud801"), "x")

@@ -1,0 +1,157 @@
+"""What retrying costs while nothing fails: plain functions, and requests over loopback.  `python bench/retry.py`
+
+Beside it: a hand-written loop, backoff, stamina and tenacity for functions; bare httpx and httpx-retries for requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+
+import backoff
+import httpx
+import httpx_retries
+import stamina
+import tenacity
+
+from oncemore.client.function import retry
+from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
+from oncemore.client.retry import Retry
+
+CALLS, ROUNDS = 20_000, 9
+REQUESTS, HTTP_ROUNDS = 400, 9
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n" + b'{"id": "r1"}'
+
+
+def work(x: int) -> int:
+    return x
+
+
+def by_hand(x: int) -> int:
+    for attempt in range(5):
+        try:
+            return work(x)
+        except ConnectionError:
+            time.sleep(0.1 * 2**attempt)
+    raise ConnectionError
+
+
+def functions() -> None:
+    """Microseconds per call, the median of several rounds that take turns."""
+    pace = {"stop": tenacity.stop_after_attempt(5), "wait": tenacity.wait_random_exponential()}
+    contestants: dict[str, Callable[[int], int]] = {
+        "a loop by hand": by_hand,
+        "oncemore.retry": retry(Retry())(work),
+        "backoff": backoff.on_exception(backoff.expo, ConnectionError, max_tries=5)(work),
+        "stamina": stamina.retry(on=ConnectionError, attempts=5)(work),
+        "tenacity": tenacity.retry(**pace)(work),
+    }
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(ROUNDS):
+        for name, call in contestants.items():
+            begun = time.perf_counter()
+            for _ in range(CALLS):
+                call(1)
+            times[name].append((time.perf_counter() - begun) / CALLS * 1e6)
+    base = statistics.median(times["a loop by hand"])
+    print(f"{'function, first try succeeds':<36}{'µs per call':>14}{'above the loop':>18}")
+    for name, taken in times.items():
+        cost = statistics.median(taken)
+        print(f"{name:<36}{cost:>14.2f}{cost - base:>18.2f}")
+
+
+def serve(ports: multiprocessing.Queue[int]) -> None:
+    """A server that answers every request alike, as fast as asyncio can."""
+
+    class Answering(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            self.transport = transport
+            self.head = b""
+
+        def data_received(self, data: bytes) -> None:
+            self.head += data
+            head, ended, rest = self.head.partition(b"\r\n\r\n")
+            if ended and len(rest) >= (17 if head.startswith(b"POST") else 0):
+                self.head = b""
+                self.transport.write(ANSWER)  # type: ignore[attr-defined]
+
+    async def main() -> None:
+        server = await asyncio.get_running_loop().create_server(Answering, "127.0.0.1", 0)
+        ports.put(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
+
+    asyncio.run(main())
+
+
+def requests(url: str) -> None:
+    """Requests per second of a sync client, the median of several rounds that take turns."""
+    folder = tempfile.mkdtemp()
+    contestants = {
+        "bare httpx": httpx.HTTPTransport(),
+        "oncemore": RetryTransport(Retry()),
+        "httpx-retries": httpx_retries.RetryTransport(retry=httpx_retries.Retry(total=5)),
+        "oncemore, keys on disk": RetryTransport(Retry(), f"sqlite:///{folder}/keys.db"),
+    }
+    clients = {name: httpx.Client(transport=transport, base_url=url) for name, transport in contestants.items()}
+    calls = {
+        "GET": lambda client: client.get("/"),
+        "POST": lambda client: client.post("/", content=b'{"amount": 1000}\n'),
+    }
+    for method, call in calls.items():
+        rates = {name: [] for name in clients}
+        for _ in range(HTTP_ROUNDS):
+            for name, client in clients.items():
+                begun = time.perf_counter()
+                for _ in range(REQUESTS):
+                    call(client)
+                rates[name].append(REQUESTS / (time.perf_counter() - begun))
+        report(f"{method}, sync client", rates)
+
+
+def async_requests(url: str) -> None:
+    """The same for an async client."""
+
+    async def main() -> dict[str, list[float]]:
+        contestants = {"bare httpx": httpx.AsyncHTTPTransport, "oncemore": partial(AsyncRetryTransport, Retry())}
+        clients = {name: httpx.AsyncClient(transport=make(), base_url=url) for name, make in contestants.items()}
+        rates: dict[str, list[float]] = {name: [] for name in clients}
+        for _ in range(HTTP_ROUNDS):
+            for name, client in clients.items():
+                begun = time.perf_counter()
+                for _ in range(REQUESTS):
+                    await client.get("/")
+                rates[name].append(REQUESTS / (time.perf_counter() - begun))
+        return rates
+
+    report("GET, async client", asyncio.run(main()))
+
+
+def report(title: str, rates: dict[str, list[float]]) -> None:
+    base = statistics.median(rates["bare httpx"])
+    print(f"\n{title:<36}{'requests/s':>14}{'of bare httpx':>18}")
+    for name, measured in rates.items():
+        rate = statistics.median(measured)
+        print(f"{name:<36}{rate:>14.0f}{rate / base:>17.2f}×")
+
+
+def main() -> None:
+    functions()
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    server = context.Process(target=serve, args=(ports,), daemon=True)
+    server.start()
+    url = f"http://127.0.0.1:{ports.get(timeout=30)}"
+    try:
+        requests(url)
+        async_requests(url)
+    finally:
+        server.terminate()
+
+
+if __name__ == "__main__":
+    main()

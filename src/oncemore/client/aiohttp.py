@@ -1,0 +1,189 @@
+"""Retries for aiohttp: `ClientSession(middlewares=[RetryMiddleware(...)])`."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from typing import Any
+
+import aiohttp
+from aiohttp import ClientHandlerType, ClientRequest, ClientResponse, ClientSession
+from yarl import URL
+
+from ..core.plan import Call, Effect, Plan, arun
+from ..errors import ConfigurationError
+from .bodies import MAX_BODY, manner_by
+from .deadline import is_distrust
+from .effects import Within
+from .engine import Engine
+from .entry import Entry, Keyring, Resumed, host_of
+from .errors import OutcomeUnknown, RetriesExhausted
+from .exchange import Errors
+from .judge import Fault, Reply
+from .retry import Retry
+
+
+# Not of aiohttp's OSErrors: those it would ask again by itself, all attempts over.
+class RequestExhausted(RetriesExhausted, aiohttp.ClientConnectionError):
+    """Every attempt failed; the last one without an answer."""
+
+
+class RequestTimedOut(RetriesExhausted, aiohttp.ServerTimeoutError):
+    """Every attempt failed; the last one ran out of time."""
+
+
+class RequestUnknown(OutcomeUnknown, aiohttp.ClientError):
+    """It may have been performed, and asking again is no longer safe."""
+
+
+ERRORS = Errors(RequestExhausted, RequestTimedOut, RequestUnknown)
+
+# The first that fits; "sent" is said of everything after the connection stood.
+FAULTS: list[tuple[type[Exception], Fault]] = [
+    (aiohttp.ConnectionTimeoutError, Fault("timeout", sent=False)),
+    (aiohttp.ClientConnectorError, Fault("connection", sent=False)),
+    (TimeoutError, Fault("timeout")),
+    (aiohttp.ServerFingerprintMismatch, Fault("error", sent=False, fatal=True)),
+    (aiohttp.ClientConnectionError, Fault("connection")),
+    (aiohttp.ClientPayloadError, Fault("connection")),
+    (aiohttp.ClientHttpProxyError, Fault("connection", sent=False)),
+    (aiohttp.ClientResponseError, Fault("connection")),  # what came was no HTTP
+    (OSError, Fault("connection")),
+]
+
+# Where a redirect that keeps the method leads, and under which key: aiohttp builds the next request without our headers.
+_redirected: ContextVar[tuple[str, URL, str] | None] = ContextVar("oncemore_redirected", default=None)
+
+
+class AiohttpWire:
+    """One request of a session, sent by the next middleware or the session itself."""
+
+    errors = ERRORS
+    parallel = False  # aiohttp keeps the state of sending in the request itself
+
+    def __init__(self, request: ClientRequest, handler: ClientHandlerType) -> None:
+        self.request = request
+        self.handler = handler
+        self.method = request.method
+        self.url = str(request.url)
+        self.host = host_of(request.url.scheme, request.url.host or "", request.url.port)
+        self.headers = request.headers
+        self._attempts = 0
+
+    def body(self) -> Plan[bytes | None]:
+        content: bytes | None = yield Call(self._body)
+        return content
+
+    async def _body(self) -> bytes | None:
+        payload = self.request.body
+        if not isinstance(payload, aiohttp.Payload):
+            return payload
+        # What aiohttp compresses on the way out cannot be told from what was asked; it is sent, but not written down.
+        if payload.size is None or payload.size > MAX_BODY or self.request.compress:
+            return None
+        content = await payload.as_bytes()
+        if not isinstance(payload, aiohttp.BytesPayload):
+            await self.request.update_body(content)
+        return content
+
+    def resendable(self) -> bool:
+        payload = self.request.body
+        return not (isinstance(payload, aiohttp.Payload) and payload.consumed)
+
+    def send(self, limit: float, keyed: bool) -> Effect[Reply]:
+        return Within(self._sending(limit, keyed), limit, aiohttp.ServerTimeoutError)
+
+    def _sending(self, limit: float, keyed: bool) -> Plan[Reply]:
+        reply: Reply = yield Call(self._attempt, limit, keyed)
+        return reply
+
+    async def _attempt(self, limit: float, keyed: bool) -> Reply:
+        ends = asyncio.get_running_loop().time() + limit
+        if self._attempts:
+            await self.request.close()  # lets the last attempt's writer end, so that the body can be rewound
+        self._attempts += 1
+        response = await self.handler(self.request)
+        try:
+            body = await self._read(response, keyed, ends)
+        except BaseException:
+            response.close()
+            raise
+        return Reply(response.status, response.headers, body, response)
+
+    async def _read(self, response: ClientResponse, keyed: bool, ends: float) -> bytes:
+        """The body, if reading it belongs to the attempt; otherwise it is the caller's, but only until the deadline."""
+        manner = manner_by(response.status, response.headers)
+        if manner == "endless":
+            return b""
+        if keyed or manner == "document":
+            return await response.read()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(ends, _cut, response)
+        response.content.on_eof(timer.cancel)
+        return b""
+
+    def drop(self, reply: Reply) -> Effect[None]:
+        return Call(reply.response.release)
+
+    def fault(self, error: Exception) -> Fault:
+        name = type(error).__name__
+        for kind, fault in FAULTS:
+            if isinstance(error, kind):
+                return Fault(fault.name, fault.sent, fault.fatal or is_distrust(error), name)
+        return Fault("error", fatal=True, note=name)
+
+
+def _cut(response: ClientResponse) -> None:
+    """End a body that still trickles at the deadline; whoever reads it gets a timeout."""
+    response.content.set_exception(aiohttp.ServerTimeoutError("the deadline has passed"))
+    response.close()
+
+
+class RetryMiddleware:
+    """A client middleware that asks once more, under one key; options are those of `Engine`.
+
+    The session's own total timeout (5 minutes, unless you set it) still holds for all attempts together.
+    """
+
+    def __init__(self, retry: Retry | None = None, keyring: Keyring | str | None = None, **options: Any) -> None:
+        self.engine = Engine(retry, keyring, **options)
+        if self.engine.retry.hedge is not None:
+            raise ConfigurationError("hedge: a request of aiohttp cannot be under way twice; use httpx to hedge")
+
+    async def __call__(self, request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
+        self._carry_key(request)
+        reply, exchange = await arun(self.engine.perform(AiohttpWire(request, handler)))
+        response: Any = reply.response
+        response.oncemore = exchange.story
+        if response.status in (307, 308) and exchange.key is not None:
+            target = request.url.join(URL(response.headers.get("Location", "")))
+            _redirected.set((request.method, target.with_fragment(None), exchange.key))
+        return response  # type: ignore[no-any-return]
+
+    def _carry_key(self, request: ClientRequest) -> None:
+        """One operation, one key, however often it is redirected."""
+        before, _ = _redirected.get(), _redirected.set(None)
+        if before and before[:2] == (request.method, request.url):
+            request.headers.setdefault(self.engine.header, before[2])
+
+    async def pending(self) -> list[Entry]:
+        """Operations without a final answer that no living process is working on, oldest first."""
+        return await arun(self.engine.ring().pending())
+
+    async def resume(self, session: ClientSession, *, opened: bool = False) -> list[Resumed]:
+        """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
+
+        async def send(entry: Entry) -> ClientResponse:
+            response = await session.request(entry.method, entry.url, headers=dict(entry.headers), data=entry.body)
+            await response.read()
+            return response
+
+        return await arun(self.engine.resume(send, opened=opened))
+
+    async def forget(self, entry: Entry) -> None:
+        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
+        await arun(self.engine.ring().forget(entry))
+
+    def close(self) -> None:
+        """Let go of the keyring's file."""
+        self.engine.close()

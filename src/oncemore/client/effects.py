@@ -1,0 +1,53 @@
+"""Effects of the transports: a method with a blocking and an awaited form, and a plan that must end in time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ..core.plan import Plan, arun, run
+
+
+class Either:
+    """Call a method of *owner*: the *blocking* one when run, the *awaited* one otherwise."""
+
+    __slots__ = ("arguments", "awaited", "blocking", "owner")
+
+    def __init__(self, owner: Any, blocking: str, awaited: str, *arguments: Any) -> None:
+        self.owner = owner
+        self.blocking = blocking
+        self.awaited = awaited
+        self.arguments = arguments
+
+    def run(self) -> Any:
+        return getattr(self.owner, self.blocking)(*self.arguments)
+
+    async def arun(self) -> Any:
+        return await getattr(self.owner, self.awaited)(*self.arguments)
+
+
+class Within:
+    """Carry out *plan* in at most *limit* seconds, or raise *late*.
+
+    When awaited, it is cut from here; when run, its sockets must keep the limit (see `deadline`).
+    """
+
+    __slots__ = ("late", "limit", "plan")
+
+    def __init__(self, plan: Plan[Any], limit: float, late: type[Exception]) -> None:
+        self.plan = plan
+        self.limit = limit
+        self.late = late
+
+    def run(self) -> Any:
+        return run(self.plan)
+
+    async def arun(self) -> Any:
+        timeout = asyncio.timeout(self.limit)
+        try:
+            async with timeout:
+                return await arun(self.plan)
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise self.late(f"no answer within {self.limit:.3g} s") from error

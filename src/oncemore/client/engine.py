@@ -1,0 +1,176 @@
+"""From a library's request to its answer: name the operation, write it down, attempt it, remember how it ended."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from ..core.plan import Call, Plan
+from ..errors import ConfigurationError, InvalidKey, OncemoreError
+from .attempts import World, attempts
+from .entry import FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, without_credentials
+from .errors import OutcomeUnknown
+from .exchange import Exchange, Wire
+from .judge import Reply
+from .keyring import open_keyring
+from .keys import new_key
+from .retry import Retry
+from .story import RetryObserver, log
+
+UNSAFE_METHODS = frozenset({"POST", "PATCH", "PUT", "DELETE"})
+
+# Written down beside the body.  Nothing that could be a credential: resuming goes through the client, which has those.
+REMEMBERED_HEADERS = ("Content-Type", "Content-Encoding", "Accept")
+
+
+class Engine:
+    """What every transport shares: the policy, the keyring, and how keys are named and sent.
+
+    *header* carries the key; *quoted* writes it as the IETF draft wants it; *make_key* makes one where the caller sent
+    none (None: only the caller's own keys are used).  *remember* names further headers that a resumed request needs.
+    *timeout_header* tells the server how long the caller will wait for a keyed operation; None keeps it silent.
+    """
+
+    def __init__(
+        self,
+        retry: Retry | None = None,
+        keyring: Keyring | str | None = None,
+        *,
+        header: str = "Idempotency-Key",
+        quoted: bool = False,
+        make_key: Callable[[], str] | None = new_key,
+        remember: Sequence[str] = (),
+        timeout_header: str | None = "X-Request-Timeout",
+        observers: Sequence[RetryObserver] = (),
+    ) -> None:
+        self.retry = retry or Retry()
+        self.keyring = open_keyring(keyring) if isinstance(keyring, str) else keyring
+        self.header = header
+        self.quoted = quoted
+        self.make_key = make_key
+        self.remembered = (*REMEMBERED_HEADERS, *remember)
+        self.timeout_header = timeout_header
+        self.world = World(observers=tuple(observers))
+
+    def perform(self, wire: Wire, retry: Retry | None = None) -> Plan[tuple[Reply, Exchange]]:
+        """The final (or the last) answer to the request, and the exchange that tells how it came."""
+        exchange = Exchange(
+            wire, retry or self.retry, self.name(wire.method, wire.headers), self.timeout_header, time.time
+        )
+        body = yield from wire.body()
+        if exchange.key is not None and self.keyring is not None:
+            return (yield from self._written_down(exchange, self.keyring, body)), exchange
+        if exchange.key is not None:
+            exchange.expires = self.world.now() + exchange.retry.sendable
+        return (yield from attempts(exchange, exchange.retry, self.world)), exchange
+
+    def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
+        """What came of each interrupted operation, now sent again through *send*, under its own key."""
+        resumed = []
+        ring = self.ring()
+        for entry in (yield from ring.adopt(opened=opened)):
+            resumed.append((yield from self._resume(ring, send, entry)))
+        return resumed
+
+    def _resume(self, ring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
+        if entry.body is None:
+            yield from ring.leave(entry)
+            return Resumed(entry, error=OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not kept"))
+        try:
+            return Resumed(entry, response=(yield Call(send, entry)))
+        except Exception as error:
+            return Resumed(entry, error=error)
+
+    def name(self, method: str, headers: MutableMapping[str, str]) -> str | None:
+        """The operation's key, now on the request: the caller's own, or one made now; none for safe methods."""
+        if method not in UNSAFE_METHODS:
+            return None
+        own = headers.get(self.header)
+        if own is not None:
+            if not own.strip('" \t'):
+                raise InvalidKey(f"{self.header} is empty: leave it out, or give the operation a name")
+            return own
+        if self.make_key is None:
+            return None
+        made = self.make_key()
+        headers[self.header] = key = f'"{made}"' if self.quoted else made
+        return key
+
+    def _written_down(self, exchange: Exchange, keyring: Keyring, body: bytes | None) -> Plan[Reply]:
+        """Attempts between a durable claim and its settling; whatever interrupts them leaves the operation pending."""
+        started, retry = self.world.now(), exchange.retry
+        entry = self._entry(exchange, body)
+        held = yield from self._claim(keyring, entry, retry.sendable)
+        if held.token != entry.token:
+            raise exchange.forgotten(held)
+        exchange.expires = started + retry.sendable - (entry.created_at - held.created_at)
+        new = held.created_at == entry.created_at
+        try:
+            reply: Reply = yield from attempts(exchange, retry, self.world, started)
+        except GeneratorExit:
+            raise
+        except Exception:
+            yield from self._note(exchange, keyring, entry, new)
+            raise
+        except BaseException:  # interrupted in an attempt that no story tells of
+            yield from _logged(keyring.leave(entry))
+            raise
+        yield from self._note(exchange, keyring, entry, new, reply.status)
+        return reply
+
+    def _claim(self, keyring: Keyring, entry: Entry, sendable: float) -> Plan[Entry]:
+        try:
+            return (yield from keyring.claim(entry, oldest=entry.created_at - sendable))
+        except (GeneratorExit, OncemoreError):
+            raise
+        except BaseException:  # cancelled, when it may have been written
+            yield from _logged(keyring.leave(entry))
+            raise
+
+    def _note(self, exchange: Exchange, keyring: Keyring, entry: Entry, new: bool, status: int = 0) -> Plan[None]:
+        """Remember how it ended: settled, still open, or, if nothing was ever sent, not at all."""
+        if status and exchange.settled:
+            yield from _logged(keyring.settle(entry, status))
+        elif new and exchange.story is not None and exchange.story.known == "not_performed":
+            yield from _logged(keyring.forget(entry))
+        else:
+            yield from _logged(keyring.leave(entry))
+
+    def _entry(self, exchange: Exchange, body: bytes | None) -> Entry:
+        wire = exchange.wire
+        content_type = wire.headers.get("Content-Type") or ""
+        kept = [(name, wire.headers.get(name)) for name in (*self.remembered, self.header)]
+        return Entry(
+            scope=scope_of(wire.method, wire.url),
+            key=exchange.key or "",
+            fingerprint=""
+            if body is None
+            else FINGERPRINTS.fingerprint(*asked(wire.method, wire.url, content_type, body)),
+            method=wire.method,
+            url=without_credentials(wire.url),
+            headers=tuple((name, value) for name, value in kept if value is not None),
+            body=body,
+            created_at=time.time(),
+            token=secrets.randbits(62),
+        )
+
+    def close(self) -> None:
+        """Let go of the keyring's file."""
+        if self.keyring is not None:
+            self.keyring.close()
+
+    def ring(self) -> Keyring:
+        """The keyring, which must have been given."""
+        if self.keyring is None:
+            raise ConfigurationError("there is no keyring: give one, such as keyring='sqlite:///keys.db'")
+        return self.keyring
+
+
+def _logged(plan: Plan[None]) -> Plan[None]:
+    """Carry out *plan*; if it fails the answer is still the caller's, and the entry merely stays pending."""
+    try:
+        yield from plan
+    except OncemoreError:
+        log.exception("The keyring could not note the outcome; the operation stays pending")

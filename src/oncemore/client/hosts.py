@@ -1,0 +1,128 @@
+"""What all clients of a process know about each host together: its retry budget and its circuit."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+from ..errors import ConfigurationError
+
+# A crawler meets hosts without end; the oldest are forgotten.
+MAX_HOSTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many failures a host may show before retries stop (gRPC's retry throttling).
+
+    A failed attempt takes one token, a good one gives *ratio* back; retries stop while no more than half are left.
+    """
+
+    tokens: float = 100.0
+    ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (0 < self.tokens < float("inf") and 0 <= self.ratio <= 1):
+            raise ConfigurationError(f"budget: tokens ({self.tokens}) must be positive, ratio ({self.ratio}) 0 to 1")
+
+
+DEFAULT_BUDGET = Budget()
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """After how many failures in a row nothing is sent for *cooldown* seconds; then one probe decides."""
+
+    failures: int = 5
+    cooldown: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.failures < 1 or not 0 < self.cooldown < float("inf"):
+            raise ConfigurationError("breaker: failures must be at least 1, and cooldown longer than nothing")
+
+
+class Host:
+    """The budget and the circuit of one host.  Times are of the caller's clock, passed in."""
+
+    __slots__ = ("_failures", "_lock", "_open_until", "_tokens", "breaker", "budget")
+
+    def __init__(self, budget: Budget | None, breaker: Breaker | None) -> None:
+        self.budget = budget
+        self.breaker = breaker
+        self._tokens = budget.tokens if budget else 0.0
+        self._failures = 0
+        self._open_until = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def tokens(self) -> float:
+        """What is left of the budget."""
+        return self._tokens
+
+    def may_retry(self) -> bool:
+        """Whether the budget allows another retry."""
+        return self.budget is None or self._tokens > self.budget.tokens / 2
+
+    def closed_in(self, now: float) -> float:
+        """Seconds until the circuit lets an attempt through; 0: go ahead (for a probe, only the first one asking)."""
+        breaker = self.breaker
+        if breaker is None or self._failures < breaker.failures:
+            return 0.0
+        with self._lock:
+            if now < self._open_until:
+                return self._open_until - now
+            # A probe that is never heard of again must not close the road for ever.
+            self._open_until = now + breaker.cooldown
+            return 0.0
+
+    def is_open(self, now: float) -> bool:
+        """Whether the circuit would refuse an attempt at *now*."""
+        return self.breaker is not None and self._failures >= self.breaker.failures and now < self._open_until
+
+    def succeeded(self) -> None:
+        """An attempt was answered, and the host is well."""
+        with self._lock:
+            if self.budget:
+                self._tokens = min(self.budget.tokens, self._tokens + self.budget.ratio)
+            self._failures = 0
+
+    def failed(self, now: float) -> None:
+        """An attempt failed, and the host is to blame."""
+        with self._lock:
+            self._tokens = max(0.0, self._tokens - 1)
+            self._failures += 1
+            if self.breaker and self._failures >= self.breaker.failures:
+                self._open_until = now + self.breaker.cooldown
+
+
+class Hosts:
+    """The hosts that were met, each with one state per policy."""
+
+    _known: dict[tuple[str, Budget | None, Breaker | None], Host]
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def get(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host | None:
+        """The state of the host *name*; None where neither a budget nor a breaker asks for one."""
+        if budget is None and breaker is None:
+            return None
+        known = self._known.get((name, budget, breaker))
+        return known or self._meet(name, budget, breaker)
+
+    def _meet(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host:
+        with self._lock:
+            if len(self._known) >= MAX_HOSTS:
+                del self._known[next(iter(self._known))]
+            return self._known.setdefault((name, budget, breaker), Host(budget, breaker))
+
+    def forget(self) -> None:
+        """Start afresh; a forked child may have inherited a lock that nobody will release."""
+        self._known = {}
+        self._lock = threading.Lock()
+
+
+HOSTS = Hosts()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=HOSTS.forget)

@@ -1,0 +1,122 @@
+"""Retries for httpx: `httpx.Client(transport=RetryTransport(...))`, and the same for its async client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from ..core.plan import Plan, arun, run
+from .engine import Engine
+from .entry import Entry, Keyring, Resumed
+from .httpx_bounds import bound
+from .httpx_wire import HttpxWire, RequestExhausted, RequestTimedOut, RequestUnknown
+from .retry import Retry
+
+__all__ = ["AsyncRetryTransport", "RequestExhausted", "RequestTimedOut", "RequestUnknown", "RetryTransport"]
+
+
+class RetryTransport(httpx.BaseTransport):
+    """A transport that asks once more, under one key: unsafe requests get one, written down before the first byte.
+
+    *transport* does the sending (an `httpx.HTTPTransport` by default); further options are those of `Engine`.  The last
+    answer is returned whatever its status; `response.extensions["oncemore"]` is the story.  A request can bring its own
+    policy in `extensions={"retry": Retry(...)}` and its own key in the key's header.
+    """
+
+    def __init__(
+        self,
+        retry: Retry | None = None,
+        keyring: Keyring | str | None = None,
+        *,
+        transport: httpx.BaseTransport | None = None,
+        **options: Any,
+    ) -> None:
+        self.engine = Engine(retry, keyring, **options)
+        self._transport = bound(transport or httpx.HTTPTransport())
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return run(performed(self.engine, request, self._transport))
+
+    def pending(self) -> list[Entry]:
+        """Operations without a final answer that no living process is working on, oldest first."""
+        return run(self.engine.ring().pending())
+
+    def resume(self, client: httpx.Client | None = None, *, opened: bool = False) -> list[Resumed]:
+        """What came of the operations that a dead process left behind, each asked for again under its own key.
+
+        They go through *client*, which adds its credentials; the keyring keeps none.  With *opened*, those are asked for
+        again too whose callers were told that the outcome is unknown.
+        """
+
+        def send(entry: Entry) -> httpx.Response:
+            if client is not None:
+                return client.send(_request(client, entry))
+            response = self.handle_request(_request(None, entry))
+            response.read()
+            return response
+
+        return run(self.engine.resume(send, opened=opened))
+
+    def forget(self, entry: Entry) -> None:
+        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
+        run(self.engine.ring().forget(entry))
+
+    def close(self) -> None:
+        self._transport.close()
+        self.engine.close()
+
+
+class AsyncRetryTransport(httpx.AsyncBaseTransport):
+    """The same for `httpx.AsyncClient`; `pending`, `resume` and `forget` are awaited."""
+
+    def __init__(
+        self,
+        retry: Retry | None = None,
+        keyring: Keyring | str | None = None,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        **options: Any,
+    ) -> None:
+        self.engine = Engine(retry, keyring, **options)
+        self._transport = transport or httpx.AsyncHTTPTransport()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await arun(performed(self.engine, request, self._transport))
+
+    async def pending(self) -> list[Entry]:
+        """Operations without a final answer that no living process is working on, oldest first."""
+        return await arun(self.engine.ring().pending())
+
+    async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
+        """What came of the operations that a dead process left behind, each asked for again under its own key."""
+
+        async def send(entry: Entry) -> httpx.Response:
+            if client is not None:
+                return await client.send(_request(client, entry))
+            response = await self.handle_async_request(_request(None, entry))
+            await response.aread()
+            return response
+
+        return await arun(self.engine.resume(send, opened=opened))
+
+    async def forget(self, entry: Entry) -> None:
+        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
+        await arun(self.engine.ring().forget(entry))
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+        self.engine.close()
+
+
+def performed(engine: Engine, request: httpx.Request, transport: Any) -> Plan[httpx.Response]:
+    """The response to *request*, with its story."""
+    reply, exchange = yield from engine.perform(HttpxWire(request, transport), request.extensions.get("retry"))
+    response: httpx.Response = reply.response
+    response.extensions["oncemore"] = exchange.story
+    return response
+
+
+def _request(client: httpx.Client | httpx.AsyncClient | None, entry: Entry) -> httpx.Request:
+    build = httpx.Request if client is None else client.build_request
+    return build(entry.method, entry.url, headers=list(entry.headers), content=entry.body)

@@ -1,0 +1,42 @@
+"""A policy handed over to those who already retry with tenacity or stamina."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from .retry import Retry
+
+
+def tenacity_arguments(retry: Retry) -> dict[str, Any]:
+    """Keyword arguments for `tenacity.retry(**…)`: the same errors, delays, attempts and deadline."""
+
+    def wait(state: Any) -> float:
+        previous = state.next_action.sleep if state.next_action else 0.0
+        elapsed = state.seconds_since_start or 0.0
+        return retry.delay(state.attempt_number, random.random(), previous=previous, elapsed=elapsed)
+
+    def stop(state: Any) -> bool:
+        if state.attempt_number >= retry.attempts:
+            return True
+        return bool((state.seconds_since_start or 0.0) + state.upcoming_sleep >= retry.deadline)
+
+    def wanted(state: Any) -> bool:
+        error = state.outcome.exception()
+        return isinstance(error, Exception) and retry.wants(error)
+
+    return {"wait": wait, "stop": stop, "retry": wanted, "reraise": True}
+
+
+def stamina_arguments(retry: Retry) -> dict[str, Any]:
+    """Keyword arguments for `stamina.retry(**…)`: its formula has one jitter, so only `additive` and `none` are exact."""
+    jitter = {"additive": retry.spread, "none": 0.0}.get(retry.jitter, retry.base)
+    return {
+        "on": retry.wants,
+        "attempts": retry.attempts,
+        "timeout": retry.deadline,
+        "wait_initial": retry.base,
+        "wait_max": retry.cap,
+        "wait_jitter": jitter,
+        "wait_exp_base": retry.factor,
+    }

@@ -1,0 +1,99 @@
+"""Keyrings: where keys and request bytes wait for their answers, so that a killed process can ask once more."""
+
+from __future__ import annotations
+
+import threading
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from ..core.plan import Call, Plan
+from ..errors import ConfigurationError
+from .entry import Entry, Keyring, check_reuse, is_sendable
+
+# Settled keys are remembered for longer than a server would, so that their reuse is noticed; then they are dropped.
+RETENTION = 7 * 86400.0
+
+
+def open_keyring(url: str) -> Keyring:
+    """The keyring behind *url*: `sqlite:///keys.db` (four slashes for an absolute path) or `memory://`."""
+    parts = urlsplit(url)
+    if parts.scheme == "memory":
+        return MemoryKeyring()
+    if parts.scheme == "sqlite" and not parts.netloc and len(parts.path) > 1:
+        from .keyring_sqlite import SqliteKeyring
+
+        return SqliteKeyring(parts.path[1:])
+    raise ConfigurationError(f"keyring {url!r}: write sqlite:///keys.db, sqlite:////absolute/keys.db, or memory://")
+
+
+class MemoryKeyring:
+    """Keys for as long as the process lives: their reuse is noticed, but nothing survives a crash."""
+
+    def __init__(self, *, retention: float = RETENTION) -> None:
+        self.retention = retention
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self._lock = threading.Lock()
+        self._purge_at = 1024
+
+    def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
+        held: Entry = yield Call(self._claim, entry, oldest)
+        return held
+
+    def settle(self, entry: Entry, status: int) -> Plan[None]:
+        yield Call(self._change, entry, "settled", status)
+
+    def leave(self, entry: Entry) -> Plan[None]:
+        yield Call(self._change, entry, "open", 0)
+
+    def forget(self, entry: Entry) -> Plan[None]:
+        yield Call(self._forget, entry)
+
+    def pending(self) -> Plan[list[Entry]]:
+        entries: list[Entry] = yield Call(self._pending)
+        return entries
+
+    def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
+        # Whoever could have been interrupted took the memory along; only those are left whose callers were told.
+        entries: list[Entry] = yield Call(self._pending if opened else list)
+        return entries
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _claim(self, entry: Entry, oldest: float) -> Entry:
+        with self._lock:
+            known = self._entries.get((entry.scope, entry.key))
+            if known:
+                check_reuse(known, entry)
+                if not is_sendable(known, entry, oldest):
+                    return known
+                entry = replace(entry, created_at=known.created_at)
+            self._entries[entry.scope, entry.key] = entry
+            self._purge(entry.created_at - self.retention)
+            return entry
+
+    def _change(self, entry: Entry, state: str, status: int) -> None:
+        with self._lock:
+            known = self._entries.get((entry.scope, entry.key))
+            if known and (state == "settled" or (known.token == entry.token and known.state == "sending")):
+                body = None if state == "settled" else known.body
+                self._entries[entry.scope, entry.key] = replace(known, state=state, status=status, body=body)
+
+    def _forget(self, entry: Entry) -> None:
+        with self._lock:
+            known = self._entries.get((entry.scope, entry.key))
+            if known and known.token == entry.token:
+                del self._entries[entry.scope, entry.key]
+
+    def _pending(self) -> list[Entry]:
+        with self._lock:
+            return [entry for entry in self._entries.values() if entry.state == "open"]
+
+    def _purge(self, oldest: float) -> None:
+        if len(self._entries) < self._purge_at:
+            return
+        old = [name for name, entry in self._entries.items() if entry.state == "settled" and entry.created_at < oldest]
+        for name in old:
+            del self._entries[name]
+        self._purge_at = 2 * len(self._entries) + 1024

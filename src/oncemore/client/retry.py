@@ -1,0 +1,140 @@
+"""The retry policy: how often, how long, with which delays, and what counts as worth another attempt."""
+
+from __future__ import annotations
+
+import random as chances
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ..core.backoff import Backoff, Jitter
+from ..core.policy import duration
+from ..errors import ConfigurationError
+from .hosts import DEFAULT_BUDGET, Breaker, Budget
+
+# Too many requests, the server's own failures, and its "you were too slow": the same request may pass in a moment.
+RETRIED_STATUSES = frozenset({408, 429, *range(500, 600)})
+
+# The seeds' delivery attempts: seconds after the first one.
+WEBHOOK_OFFSETS = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 21600.0, 43200.0, 86400.0)
+
+# A scheduled attempt comes early by 1 % to 10 % of the gap before it: callers are kept apart, and the last attempt,
+# due at the very end of the window, still has time to be answered.
+EARLY, EARLY_SPREAD = 0.01, 0.09
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """When to try again.  Durations are seconds or text such as `"5m"`; after construction, seconds.
+
+    *attempts* counts the first one.  *deadline* is for everything together and is hard; *attempt_timeout* is for one
+    attempt.  *schedule*, where given, replaces the backoff: the times of the retries, counted from the first attempt.
+    *errors* are the exceptions of plain functions that deserve another attempt (or a function that tells), beside
+    those that say of themselves that they are `retryable`; *statuses* are those of HTTP.
+    *key_lifetime* is how long the server remembers a key: later, asking again would not be asking the same.
+    *hedge* sends a second copy of a repeatable request when the first has not been answered for so long.
+    """
+
+    attempts: int = 5
+    deadline: float = 10.0
+    attempt_timeout: float | None = None
+    base: float = 0.1
+    factor: float = 2.0
+    cap: float = 2.0
+    jitter: Jitter = "full"
+    spread: float = 0.0
+    schedule: tuple[float, ...] = ()
+    statuses: frozenset[int] = RETRIED_STATUSES
+    errors: tuple[type[Exception], ...] | Callable[[Exception], bool] = (ConnectionError, TimeoutError)
+    key_lifetime: float = 86400.0
+    budget: Budget | None = DEFAULT_BUDGET
+    breaker: Breaker | None = None
+    hedge: float | None = None
+    backoff: Backoff = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        for name in ("deadline", "attempt_timeout", "base", "cap", "spread", "key_lifetime", "hedge"):
+            if getattr(self, name) is not None:
+                put(name, duration(getattr(self, name)))
+        put("schedule", tuple(duration(offset) for offset in self.schedule))
+        put("statuses", frozenset(self.statuses))
+        if isinstance(self.errors, type):
+            put("errors", (self.errors,))
+        put("backoff", Backoff(**{name: getattr(self, name) for name in ("base", "factor", "cap", "jitter", "spread")}))
+        self._check()
+
+    def _check(self) -> None:
+        if isinstance(self.attempts, bool) or not isinstance(self.attempts, int) or self.attempts < 1:
+            raise ConfigurationError(f"attempts = {self.attempts!r}: there is at least the first one")
+        if self.deadline <= 0 or self.attempt_timeout == 0 or self.key_lifetime <= 0:
+            raise ConfigurationError("deadline, attempt_timeout and key_lifetime must be longer than nothing")
+        if (self.attempt_timeout or self.deadline) >= self.key_lifetime:
+            raise ConfigurationError(
+                "key_lifetime must be longer than one attempt can take (attempt_timeout, deadline)"
+            )
+        if list(self.schedule) != sorted(self.schedule):
+            raise ConfigurationError("schedule: each time counts from the first attempt, so they must grow")
+        if self.schedule and len(self.schedule) < self.attempts - 1:
+            raise ConfigurationError(f"schedule: {self.attempts} attempts need {self.attempts - 1} times")
+
+    @property
+    def sendable(self) -> float:
+        """For how long a key may be sent: the last attempt must arrive while the server still knows it."""
+        return self.key_lifetime - (self.attempt_timeout or self.deadline)
+
+    def wants(self, error: Exception) -> bool:
+        """Whether a function's *error* deserves another attempt."""
+        if isinstance(self.errors, tuple):
+            return isinstance(error, self.errors) or getattr(error, "retryable", False) is True
+        return bool(self.errors(error))
+
+    def delay(self, retry: int, chance: float, *, previous: float = 0.0, elapsed: float = 0.0) -> float:
+        """Seconds to wait before retry number *retry*, when *elapsed* have passed since the first attempt began."""
+        if not self.schedule:
+            return self.backoff.delay(retry, chance, previous)
+        due = self.schedule[retry - 1]
+        gap = due - (self.schedule[retry - 2] if retry > 1 else 0.0)
+        return max(0.0, due - gap * (EARLY + EARLY_SPREAD * chance) - elapsed)
+
+    def delays(self, random: Callable[[], float] = chances.random) -> Iterator[float]:
+        """One sample of the delays between the attempts, if every attempt failed at once."""
+        previous = elapsed = 0.0
+        for retry in range(1, self.attempts):
+            previous = self.delay(retry, random(), previous=previous, elapsed=elapsed)
+            elapsed += previous
+            yield previous
+
+    @classmethod
+    def playbook(cls, **changes: Any) -> Retry:
+        """The playbook's schedule: 100–200, 200–400, 400–800 and 800–1600 ms, at most 2 s each and 10 s in all."""
+        return cls(**changes)
+
+    @classmethod
+    def user_facing(cls, **changes: Any) -> Retry:
+        """For a person who waits: 3 attempts within 10 s."""
+        return cls(**{"attempts": 3, "deadline": 10.0, **changes})
+
+    @classmethod
+    def background_job(cls, **changes: Any) -> Retry:
+        """For work behind the scenes: 5 attempts within 5 minutes."""
+        return cls(**{"attempts": 5, "deadline": 300.0, "attempt_timeout": 60.0, "base": 1.0, "cap": 30.0, **changes})
+
+    @classmethod
+    def webhook_delivery(cls, **changes: Any) -> Retry:
+        """For deliveries: 10 attempts over 24 hours, from 5 s to 24 h after the first."""
+        steps = {"attempts": 10, "deadline": 86400.0, "attempt_timeout": 30.0, "schedule": WEBHOOK_OFFSETS}
+        return cls(**{**steps, "key_lifetime": 7 * 86400.0, **changes})
+
+    @classmethod
+    def scheduled_task(cls, **changes: Any) -> Retry:
+        """For a task that runs by the clock: 3 attempts within an hour."""
+        pace = {"attempts": 3, "deadline": 3600.0, "attempt_timeout": 600.0, "base": 30.0, "cap": 300.0}
+        return cls(**{**pace, **changes})
+
+    @classmethod
+    def matchmaking(cls, **changes: Any) -> Retry:
+        """The matchmaking contract's: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
+        pace = {"attempts": 4, "deadline": 120.0, "base": 1.0, "cap": 30.0, "jitter": "additive", "spread": 1.0}
+        return cls(**{**pace, **changes})

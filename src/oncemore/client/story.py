@@ -1,0 +1,100 @@
+"""What was tried, told once for the error, the log, the observers and the CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from .judge import Known, Verdict
+
+Reason = Literal["", "attempts", "deadline", "budget", "breaker", "body", "key_lifetime"]
+
+EventKind = Literal["retrying", "recovered", "exhausted"]
+
+REASONS: dict[Reason, str] = {
+    "attempts": "no attempts are left",
+    "deadline": "no time is left",
+    "budget": "the host's retry budget is spent",
+    "breaker": "the host's circuit is open",
+    "body": "the body cannot be sent twice",
+    "key_lifetime": "the server may have forgotten the key by then",
+}
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One attempt: the *delay* before it and how long it took, in seconds, and how it ended."""
+
+    number: int
+    delay: float
+    took: float
+    verdict: Verdict
+
+
+class Story(msgspec.Struct):
+    """All attempts of one operation; *reason* says why no more were made."""
+
+    name: str
+    key: str | None = None
+    attempts: list[Attempt] = []
+    reason: Reason = ""
+
+    @property
+    def known(self) -> Known:
+        """What is known of the outcome: one attempt that may have been performed leaves it unknown until an answer."""
+        if not self.attempts:
+            return "not_performed"
+        last = self.attempts[-1].verdict
+        if last.known == "performed" or last.stored:
+            return last.known
+        doubtful = any(attempt.verdict.known == "unknown" for attempt in self.attempts)
+        return "unknown" if doubtful else last.known
+
+    def csv(self) -> str:
+        """The retry log: attempt, delay_ms, status, code, notes."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(("attempt", "delay_ms", "status", "code", "notes"))
+        for attempt in self.attempts:
+            verdict = attempt.verdict
+            table.writerow((attempt.number, round(attempt.delay * 1000), verdict.name, verdict.code, verdict.note))
+        return text.getvalue()
+
+    def __str__(self) -> str:
+        tries = "; ".join(f"{a.number}. after {a.delay:.3f} s: {a.verdict.note}" for a in self.attempts)
+        known = self.known.replace("_", " ")
+        because = f" Stopped: {REASONS[self.reason]}." if self.reason else ""
+        return f"{self.name}: {tries or 'nothing was sent'}.{because} The operation is {known}."
+
+
+class RetryEvent(msgspec.Struct, frozen=True):
+    """For observers: `retrying` before each pause, `recovered` when a retry succeeded, `exhausted` when none will follow.
+
+    They feed `retry_attempts_total` and the histogram of delays (`retrying`), and `retry_exhausted_total` (`exhausted`).
+    """
+
+    kind: EventKind
+    story: Story
+    delay: float = 0.0
+
+    @property
+    def attempt(self) -> int:
+        return len(self.story.attempts)
+
+
+RetryObserver = Callable[[RetryEvent], None]
+
+log = logging.getLogger("oncemore.client")
+
+
+def tell(observers: Sequence[RetryObserver], event: RetryEvent) -> None:
+    """Show *event* to each observer; one that raises is logged and never disturbs the request."""
+    for observer in observers:
+        try:
+            observer(event)
+        except Exception:
+            log.exception("An observer failed on %s", event.kind)

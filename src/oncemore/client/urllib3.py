@@ -1,0 +1,187 @@
+"""Retries for urllib3: `RetryPoolManager` in place of its PoolManager."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from functools import partial
+from typing import Any
+
+import urllib3
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    LocationValueError,
+    NewConnectionError,
+    ProxyError,
+    SSLError,
+)
+from urllib3.exceptions import TimeoutError as Urllib3Timeout
+from urllib3.util import Timeout
+
+from ..core.plan import Call, Effect, Plan, run
+from .bodies import SentBody, manner_by
+from .deadline import Allowance, is_distrust
+from .engine import Engine
+from .entry import Entry, Keyring, Resumed, host_of
+from .errors import OutcomeUnknown, RetriesExhausted
+from .exchange import Errors
+from .judge import Fault, Reply
+from .retry import Retry
+from .urllib3_bounds import BoundedHTTPPool, BoundedHTTPSPool
+
+
+class PoolExhausted(RetriesExhausted, HTTPError):
+    """Every attempt failed; the last one without an answer."""
+
+
+class PoolTimedOut(RetriesExhausted, Urllib3Timeout):
+    """Every attempt failed; the last one ran out of time."""
+
+
+class PoolUnknown(OutcomeUnknown, HTTPError):
+    """It may have been performed, and asking again is no longer safe."""
+
+
+ERRORS = Errors(PoolExhausted, PoolTimedOut, PoolUnknown)
+
+# The first that fits; "sent" is said of everything after the connection stood.
+FAULTS: list[tuple[type[BaseException], Fault]] = [
+    (ConnectTimeoutError, Fault("timeout", sent=False)),
+    (NewConnectionError, Fault("connection", sent=False)),
+    (ProxyError, Fault("connection", sent=False)),
+    (Urllib3Timeout, Fault("timeout")),
+    (TimeoutError, Fault("timeout")),
+    (LocationValueError, Fault("error", sent=False, fatal=True)),
+    (SSLError, Fault("connection")),
+    (HTTPError, Fault("connection")),
+    (OSError, Fault("connection")),
+]
+
+
+def fault_of(error: BaseException) -> Fault:
+    """What an error of urllib3 (or of the socket below) means."""
+    name = type(error).__name__
+    for kind, fault in FAULTS:
+        if isinstance(error, kind):
+            return Fault(fault.name, fault.sent, fault.fatal or is_distrust(error), name)
+    return Fault("error", fatal=True, note=name)
+
+
+def limits(timeout: Any, limit: float) -> tuple[Allowance, Allowance]:
+    """The caller's connect and read timeouts (in any form that requests or urllib3 take), within *limit* seconds."""
+    if isinstance(timeout, Timeout):
+        timeout = (timeout.connect_timeout, timeout.read_timeout)
+    connect, read = timeout if isinstance(timeout, tuple) else (timeout, timeout)
+    steps = (step if isinstance(step, int | float) else None for step in (connect, read))
+    first, second = (Allowance.within(limit, step) for step in steps)
+    return first, second
+
+
+class Urllib3Wire:
+    """One request of a pool; *send* is the pool's own urlopen."""
+
+    errors = ERRORS
+    parallel = True
+
+    def __init__(self, pool: Any, method: str, url: str, headers: MutableMapping[str, str], send: Any, options: Any):
+        self.method = method
+        self.host = host_of(pool.scheme, pool.host, pool.port)
+        self.url = url if "://" in url else f"{pool.scheme}://{self.host}{url}"
+        self.headers = headers
+        self._send = send
+        self._options = options
+        self._sent = SentBody(options.pop("body", None))
+
+    def body(self) -> Plan[bytes | None]:
+        content: bytes | None = yield Call(self._sent.data)
+        return content
+
+    def resendable(self) -> bool:
+        return self._sent.resendable()
+
+    def send(self, limit: float, keyed: bool) -> Effect[Reply]:
+        return Call(self._attempt, limit)
+
+    def drop(self, reply: Reply) -> Effect[None]:
+        return Call(reply.response.close)
+
+    def _attempt(self, limit: float) -> Reply:
+        self._sent.rewind()
+        connect, read = limits(self._options.get("timeout"), limit)
+        options = {**self._options, "retries": False, "timeout": Timeout(connect=connect, read=read)}
+        response = self._send(body=self._sent.value, headers=self.headers, **options)
+        if manner_by(response.status, response.headers) == "endless":
+            read.lift()
+        body = response.data if self._options.get("preload_content", True) else b""
+        return Reply(response.status, response.headers, body, response)
+
+    def fault(self, error: Exception) -> Fault:
+        return fault_of(error)
+
+
+class _Retrying:
+    """A pool that asks once more."""
+
+    def __init__(self, *arguments: Any, engine: Engine, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._engine = engine
+
+    def urlopen(self, method: str, url: str, body: Any = None, headers: Any = None, **options: Any) -> Any:
+        fields = urllib3.HTTPHeaderDict(self.headers if headers is None else headers)  # type: ignore[attr-defined]
+        send = partial(super().urlopen, method, url)  # type: ignore[misc]
+        wire = Urllib3Wire(self, method, url, fields, send, {"body": body, **options})
+        reply, exchange = run(self._engine.perform(wire))
+        reply.response.oncemore = exchange.story
+        reply.response.retries = options.get("retries")  # for the redirects, which are the manager's
+        return reply.response
+
+
+class RetryHTTPPool(_Retrying, BoundedHTTPPool):  # type: ignore[misc]
+    """A pool of plain connections that asks once more."""
+
+
+class RetryHTTPSPool(_Retrying, BoundedHTTPSPool):  # type: ignore[misc]
+    """A pool of TLS connections that asks once more."""
+
+
+class RetryPoolManager(urllib3.PoolManager):
+    """A PoolManager that asks once more, under one key; `response.oncemore` is the story.  *pool* is for PoolManager."""
+
+    def __init__(
+        self,
+        retry: Retry | None = None,
+        keyring: Keyring | str | None = None,
+        *,
+        pool: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**(pool or {}))
+        self.engine = Engine(retry, keyring, **options)
+        pools: dict[str, Any] = {
+            "http": partial(RetryHTTPPool, engine=self.engine),
+            "https": partial(RetryHTTPSPool, engine=self.engine),
+        }
+        self.pool_classes_by_scheme = pools
+
+    def urlopen(self, method: str, url: str, redirect: bool = True, **options: Any) -> Any:  # type: ignore[override]
+        # The key is put on here, above the redirects, so that all of them carry the same one.
+        headers = urllib3.HTTPHeaderDict(options.pop("headers", None) or self.headers)
+        self.engine.name(method, headers)
+        return super().urlopen(method, url, redirect, headers=headers, **options)
+
+    def pending(self) -> list[Entry]:
+        """Operations without a final answer that no living process is working on, oldest first."""
+        return run(self.engine.ring().pending())
+
+    def resume(self, *, opened: bool = False, headers: dict[str, str] | None = None) -> list[Resumed]:
+        """What came of the operations that a dead process left behind; *headers* are the credentials, kept nowhere."""
+
+        def send(entry: Entry) -> Any:
+            fields = {**dict(entry.headers), **(headers or {})}
+            return self.request(entry.method, entry.url, body=entry.body, headers=fields)
+
+        return run(self.engine.resume(send, opened=opened))
+
+    def forget(self, entry: Entry) -> None:
+        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
+        run(self.engine.ring().forget(entry))

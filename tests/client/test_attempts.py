@@ -1,0 +1,226 @@
+"""The plan itself, in virtual time: laws that hold for any policy and any server."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oncemore.client.errors import CircuitOpen, RetriesExhausted
+from oncemore.client.hosts import MAX_HOSTS, Breaker, Budget, Host, Hosts
+from oncemore.client.judge import Fault
+from oncemore.client.retry import Retry
+from oncemore.errors import ConfigurationError
+
+from .virtual import Course, Scripted, Step
+
+OK = Step(status=201)
+TIMEOUT = Fault("timeout")
+
+steps = st.builds(
+    Step,
+    takes=st.floats(0, 30),
+    status=st.sampled_from([201, 400, 408, 409, 429, 500, 503]),
+    fault=st.sampled_from([None, TIMEOUT, Fault("connection", sent=False)]),
+    headers=st.sampled_from([{}, {"Retry-After": "3"}, {"Retry-After": "1000"}]),
+)
+policies = st.builds(
+    Retry,
+    attempts=st.integers(1, 8),
+    deadline=st.floats(0.1, 100),
+    attempt_timeout=st.none() | st.floats(0.1, 50),
+    base=st.floats(0, 2),
+    cap=st.floats(2, 60),
+    jitter=st.sampled_from(["full", "equal", "zero", "decorrelated", "additive", "none"]),
+)
+
+
+@given(st.lists(steps, min_size=1, max_size=8), policies, st.floats(0, 1, exclude_max=True))
+def test_the_laws_of_any_run(script: list[Step], retry: Retry, chance: float) -> None:
+    """CASES 35, 37."""
+    work = Scripted(*script)
+    course = Course(work, retry, chance=chance)
+    with suppress(RetriesExhausted):
+        course.run()
+    assert course.now <= retry.deadline + 1e-6  # hard, hanging attempts included
+    assert len(course.begun) <= retry.attempts
+    assert all(limit <= (retry.attempt_timeout or retry.deadline) for limit in work.limits)
+    assert all(begun + limit <= retry.deadline + 1e-6 for begun, limit in zip(course.begun, work.limits, strict=True))
+    told = work.story
+    assert told is not None
+    assert [attempt.number for attempt in told.attempts] == list(range(1, len(course.begun) + 1))
+    assert sum(attempt.delay for attempt in told.attempts) == pytest.approx(sum(course.pauses))
+    again = [attempt.verdict.again for attempt in told.attempts]
+    assert all(again[:-1])
+    assert again[-1] is bool(told.reason)
+
+
+@pytest.mark.parametrize(
+    ("wish", "waited"), [("2", [2.1]), ("9", [9.0]), ("11", []), ("0", [])], ids=["spread", "squeezed", "beyond", "now"]
+)
+def test_the_servers_wish_is_met_but_never_beyond_the_deadline(wish: str, waited: list[float]) -> None:
+    """CASES 36."""
+    work = Scripted(Step(headers={"Retry-After": wish}), OK)
+    course = Course(work, Retry(deadline=9.3), chance=0.5)
+    assert course.run().status == (503 if wish == "11" else 201)
+    assert course.pauses == pytest.approx(waited)
+
+
+def test_an_answer_that_is_replaced_is_let_go_of() -> None:
+    """CASES 33."""
+    work = Scripted(Step(), Step(fault=TIMEOUT), OK)
+    Course(work, Retry()).run()
+    assert work.discarded == 1
+
+
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    [
+        (Scripted(Step(), resendable=False), "body"),
+        (Scripted(Step(), expires=0.05), "key_lifetime"),
+        (Scripted(Step(takes=1)), "attempts"),
+        (Scripted(Step(takes=9.95)), "deadline"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_story_says_why_it_stopped(work: Scripted, reason: str) -> None:
+    """CASES 36."""
+    Course(work, Retry(attempts=3)).run()
+    assert work.story is not None
+    assert work.story.reason == reason
+
+
+def test_observers_hear_of_retries_of_recovery_and_of_exhaustion() -> None:
+    """CASES 31."""
+    course = Course(Scripted(Step(), Step(), OK), Retry())
+    course.run()
+    assert [event.kind for event in course.events] == ["retrying", "retrying", "recovered"]
+    assert [event.delay for event in course.events[:2]] == course.pauses
+    course = Course(Scripted(Step()), Retry(attempts=2))
+    course.run()
+    assert [event.kind for event in course.events] == ["retrying", "exhausted"]
+    quiet = Course(Scripted(OK), Retry())
+    quiet.run()
+    assert quiet.events == []
+
+
+# ── The budget and the circuit of a host ───────────────────────────────────────────────────────────────────────────────
+
+
+def load(hosts: Hosts, retry: Retry, script: list[Step], operations: int) -> list[int]:
+    """How many attempts each operation made."""
+    made = []
+    for _ in range(operations):
+        work = Scripted(*script)
+        Course(work, retry, hosts=hosts).run()
+        made.append(len(work.limits))
+    return made
+
+
+def test_against_a_server_that_fails_everything_retries_add_little_once_the_budget_is_spent() -> None:
+    """CASES 39."""
+    hosts = Hosts()
+    made = load(hosts, Retry(attempts=5, budget=Budget(tokens=20, ratio=0.1)), [Step()], 200)
+    assert made[0] == 5
+    spent = made[10:]
+    assert sum(spent) <= 1.2 * len(spent)
+
+
+@given(st.lists(st.sampled_from([201, 503]), min_size=1, max_size=200), st.floats(0, 0.2))
+def test_retries_are_never_more_than_the_budget_gives(statuses: list[int], ratio: float) -> None:
+    """CASES 39.  Half of the tokens, and a share of the successes."""
+    hosts = Hosts()
+    retry = Retry(attempts=2, budget=Budget(tokens=10, ratio=ratio))
+    made = [count for status in statuses for count in load(hosts, retry, [Step(status=status)], 1)]
+    assert sum(made) - len(made) <= 5 + ratio * len(made) + 1
+
+
+def test_success_fills_the_budget_again() -> None:
+    """CASES 39."""
+    hosts = Hosts()
+    retry = Retry(attempts=5, budget=Budget(tokens=10, ratio=0.1))
+    load(hosts, retry, [Step()], 10)
+    assert load(hosts, retry, [Step()], 1) == [1]
+    load(hosts, retry, [OK], 100)
+    assert load(hosts, retry, [Step()], 1) == [5]
+
+
+def test_each_host_has_its_own_budget_shared_by_all_who_use_that_policy() -> None:
+    """CASES 39."""
+    hosts, budget = Hosts(), Budget()
+    assert hosts.get("a", budget, None) is hosts.get("a", Budget(), None)
+    assert hosts.get("a", budget, None) is not hosts.get("b", budget, None)
+    assert hosts.get("a", None, None) is None
+    for number in range(MAX_HOSTS + 5):
+        hosts.get(f"host-{number}", budget, None)
+    assert len(hosts._known) == MAX_HOSTS
+
+
+def test_refusals_that_are_not_the_hosts_fault_cost_nothing() -> None:
+    """CASES 39."""
+    hosts, budget = Hosts(), Budget(tokens=10)
+    load(hosts, Retry(budget=budget), [Step(status=404)], 50)
+    host = hosts.get("host", budget, None)
+    assert host is not None
+    assert host.tokens == 10
+
+
+def test_an_open_circuit_sends_nothing_until_it_has_cooled_down() -> None:
+    """CASES 39."""
+    hosts = Hosts()
+    retry = Retry(attempts=1, breaker=Breaker(failures=3, cooldown=30))
+    load(hosts, retry, [Step()], 3)
+    with pytest.raises(CircuitOpen) as caught:
+        load(hosts, retry, [OK], 1)
+    assert caught.value.retry_after == 30
+    assert caught.value.story is not None
+    assert caught.value.story.known == "not_performed"
+
+
+def test_one_probe_decides_whether_the_circuit_closes() -> None:
+    """CASES 39."""
+    host = Host(None, Breaker(failures=2, cooldown=10))
+    assert host.closed_in(0) == 0
+    host.failed(0)
+    host.failed(0)
+    assert host.closed_in(1) == 9
+    assert host.is_open(9)
+    assert host.closed_in(11) == 0  # the probe
+    assert host.closed_in(12) == 9  # all others wait for it
+    host.failed(12)
+    assert host.closed_in(13) == 9
+    assert host.closed_in(23) == 0
+    host.succeeded()
+    assert host.closed_in(24) == 0
+    assert not host.is_open(24)
+
+
+def test_a_probe_that_is_never_heard_of_again_does_not_bar_the_way() -> None:
+    """CASES 39."""
+    host = Host(None, Breaker(failures=1, cooldown=10))
+    host.failed(0)
+    assert host.closed_in(10) == 0
+    assert host.closed_in(20) == 0
+
+
+def test_a_circuit_that_opens_between_two_attempts_ends_the_run_with_what_is_known() -> None:
+    """CASES 39."""
+    work = Scripted(Step(status=502))
+    reply = Course(work, Retry(attempts=5, budget=None, breaker=Breaker(failures=2, cooldown=60))).run()
+    assert reply.status == 502
+    assert work.story is not None
+    assert work.story.reason == "breaker"
+    assert len(work.limits) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda: Budget(tokens=0), lambda: Budget(ratio=2), lambda: Breaker(failures=0), lambda: Breaker(cooldown=0)],
+)
+def test_rules_that_cannot_work_are_refused(wrong: Any) -> None:
+    """CASES 39."""
+    with pytest.raises(ConfigurationError):
+        wrong()

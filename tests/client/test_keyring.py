@@ -1,0 +1,463 @@
+"""The keyrings: what is claimed is there before anything is sent, and each entry has one owner at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from oncemore.client.entry import Entry, Keyring
+from oncemore.client.errors import KeyReused, KeyringError, OutcomeUnknown, RetriesExhausted
+from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
+from oncemore.client.keyring import MemoryKeyring, open_keyring
+from oncemore.client.keyring_sqlite import SqliteKeyring
+from oncemore.client.owner import is_alive, this_process
+from oncemore.client.pause import no_sleeping
+from oncemore.client.retry import Retry
+from oncemore.core.plan import arun, run
+from oncemore.errors import ConfigurationError
+
+from .clients import Httpx
+from .server import Server, answer, effect, hang, performed, reset, then
+
+RETRY = Retry(base=0.005, cap=0.01, budget=None)
+BODY = b'{"amount": 100}'
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def keyring(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Keyring]:
+    ring = open_keyring("memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/keys.db")
+    yield ring
+    ring.close()
+
+
+def entry(key: str = "k1", body: bytes = BODY, token: int = 1, created_at: float | None = None) -> Entry:
+    return Entry(
+        scope="POST http://h/p",
+        key=key,
+        fingerprint=f"r1:{body.hex()}",
+        method="POST",
+        url="http://h/p",
+        headers=(("Content-Type", "application/json"),),
+        body=body,
+        created_at=time.time() if created_at is None else created_at,
+        token=token,
+    )
+
+
+def claim(keyring: Keyring, one: Entry) -> Entry:
+    return run(keyring.claim(one, oldest=time.time() - 3600))
+
+
+def test_a_claim_gives_back_what_was_written(keyring: Keyring) -> None:
+    """CASES 34."""
+    one = entry()
+    held = claim(keyring, one)
+    assert replace(held, owner=0) == one
+
+
+def test_a_second_claim_keeps_the_first_date(keyring: Keyring) -> None:
+    """CASES 41."""
+    first = claim(keyring, entry(created_at=time.time() - 60))
+    assert claim(keyring, entry(token=2)).created_at == first.created_at
+
+
+def test_a_key_is_refused_for_another_payload(keyring: Keyring) -> None:
+    """CASES 14.  In flight, left open, and settled."""
+    held = claim(keyring, entry())
+    for step in (None, keyring.leave(held), keyring.settle(held, 201)):
+        if step is not None:
+            run(step)
+        with pytest.raises(KeyReused):
+            claim(keyring, entry(body=b"other", token=2))
+
+
+def test_the_same_key_elsewhere_is_another_operation(keyring: Keyring) -> None:
+    """CASES 9."""
+    claim(keyring, entry())
+    claim(keyring, replace(entry(body=b"other"), scope="POST http://h/elsewhere"))
+
+
+def test_a_key_older_than_the_server_remembers_is_left_as_it_is(keyring: Keyring) -> None:
+    """CASES 41."""
+    old = claim(keyring, entry(created_at=time.time() - 3599))
+    time.sleep(0.01)
+    held = run(keyring.claim(entry(token=2), oldest=time.time() - 3599))
+    assert (held.token, held.created_at) == (1, old.created_at)
+
+
+def test_a_key_from_the_future_has_no_known_age(keyring: Keyring) -> None:
+    """CASES 41.  The clock was set back by an hour."""
+    claim(keyring, entry(created_at=time.time() + 3600))
+    assert claim(keyring, entry(token=2)).token == 1
+
+
+def test_only_the_unsettled_is_pending(keyring: Keyring) -> None:
+    """CASES 34."""
+    for number, verb in enumerate(["settle", "leave", "forget"]):
+        held = claim(keyring, entry(f"k{number}"))
+        run(getattr(keyring, verb)(held, *([201] if verb == "settle" else [])))
+    assert [one.key for one in run(keyring.pending())] == ["k1"]
+    assert run(keyring.adopt()) == []
+    assert [one.key for one in run(keyring.adopt(opened=True))] == ["k1"]
+
+
+def test_a_run_does_not_disturb_a_newer_one_under_the_same_key(keyring: Keyring) -> None:
+    """CASES 24."""
+    first = claim(keyring, entry())
+    claim(keyring, entry(token=2))
+    run(keyring.leave(first))
+    run(keyring.forget(first))
+    assert run(keyring.pending()) == []
+    run(keyring.leave(entry(token=2)))
+    assert len(run(keyring.pending())) == 1
+
+
+def test_settled_bodies_are_dropped(tmp_path: Path) -> None:
+    """CASES 34."""
+    ring = SqliteKeyring(str(tmp_path / "keys.db"))
+    run(ring.settle(claim(ring, entry()), 201))
+    rows = sqlite3.connect(tmp_path / "keys.db").execute("SELECT state, status, body FROM oncemore_keys").fetchall()
+    assert rows == [("settled", 201, None)]
+
+
+def test_settled_keys_are_forgotten_after_the_retention_and_pending_ones_never(tmp_path: Path) -> None:
+    """CASES 29."""
+    path = str(tmp_path / "keys.db")
+    ring = SqliteKeyring(path)
+    for key, verb in (("done", "settle"), ("open", "leave")):
+        old = entry(key, created_at=time.time() - 100)
+        held = run(ring.claim(old, oldest=0))
+        run(getattr(ring, verb)(held, *([201] if verb == "settle" else [])))
+    ring.close()
+    again = SqliteKeyring(path, retention=50)
+    assert [one.key for one in run(again.pending())] == ["open"]
+    assert run(again.claim(entry("done", body=b"other"), oldest=0)).body == b"other"
+
+
+def test_memory_drops_settled_keys_too() -> None:
+    """CASES 29."""
+    ring = MemoryKeyring(retention=50)
+    for number in range(3000):
+        run(ring.settle(run(ring.claim(entry(f"k{number}", created_at=number), oldest=0)), 201))
+    assert len(ring._entries) < 2500
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "postgres://x", "keys.db", "sqlite://host/keys.db"])
+def test_an_unknown_keyring_is_named(url: str) -> None:
+    """CASES 34."""
+    with pytest.raises(ConfigurationError, match="sqlite:///"):
+        open_keyring(url)
+
+
+def test_a_keyring_that_cannot_be_written_sends_nothing(tmp_path: Path) -> None:
+    """CASES 27."""
+    (tmp_path / "keys.db").write_text("this is not a database, but it is long enough to be taken for one" * 20)
+    with Server() as server, pytest.raises(KeyringError, match=r"keys\.db"):
+        Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db").request("POST", server.url, BODY)
+    assert not server.visits
+
+
+def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path, caplog: Any) -> None:
+    """CASES 27."""
+
+    class Full(SqliteKeyring):
+        def _write(self, statement: str, *values: Any) -> None:
+            raise KeyringError("disk full")
+
+    with Server() as server:
+        assert Httpx(RETRY, Full(str(tmp_path / "keys.db"))).request("POST", server.url, BODY).status == 201
+    assert "stays pending" in caplog.text
+
+
+# ── Through a transport ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_key_and_bytes_are_on_disk_before_the_first_byte_is_sent(tmp_path: Path) -> None:
+    """CASES 34."""
+    seen = []
+
+    def look(visit: Any) -> None:
+        with sqlite3.connect(tmp_path / "keys.db") as database:
+            seen.extend(database.execute("SELECT key, body, state FROM oncemore_keys").fetchall())
+
+    with Server(then(look, performed())) as server:
+        Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db").request("POST", server.url, BODY)
+    assert seen == [(server.visits[0].key, BODY, "sending")]
+
+
+def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library: Any, tmp_path: Path) -> None:
+    """CASES 34."""
+    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
+        with pytest.raises(RetriesExhausted) as caught:
+            client.request("POST", server.url, BODY, JSON)
+        assert [(one.key, one.state) for one in client.pending()] == [(caught.value.key, "open")]
+        assert client.resume() == []  # its caller was told, and may have made another key since
+        results = client.resume(opened=True)
+        assert [result.error for result in results] == [None]
+        assert client.pending() == []
+    assert list(server.effects.values()) == [1]
+
+
+def test_an_operation_that_was_never_sent_is_not_remembered(tmp_path: Path) -> None:
+    """CASES 34."""
+    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with no_sleeping(), pytest.raises(RetriesExhausted):
+        client.request("POST", "http://127.0.0.1:9", BODY)
+    assert client.pending() == []
+
+
+def test_one_that_was_once_sent_is_remembered_though_it_cannot_be_sent_now(tmp_path: Path) -> None:
+    """CASES 34."""
+    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with Server(*[reset] * 5) as server, no_sleeping(), pytest.raises(RetriesExhausted):
+        client.request("POST", server.url, BODY)
+    with no_sleeping():
+        results = client.resume(opened=True)
+    assert isinstance(results[0].error, RetriesExhausted)
+    assert [one.state for one in client.pending()] == ["open"]
+
+
+@pytest.mark.parametrize("status", [201, 400, 404, 422])
+def test_a_final_answer_settles(library: Any, status: int, tmp_path: Path) -> None:
+    """CASES 34."""
+    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with Server(answer(status)) as server:
+        client.request("POST", server.url, BODY)
+    assert client.pending() == []
+
+
+def test_a_refusal_after_a_doubtful_attempt_settles_nothing(tmp_path: Path) -> None:
+    """CASES 34.  The token expired between the attempts; the first may have been performed."""
+    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with Server(then(effect, reset), answer(401)) as server:
+        reply = client.request("POST", server.url, BODY)
+    assert reply.status == 401
+    assert reply.story.known == "unknown"
+    assert [one.state for one in client.pending()] == ["open"]
+
+
+def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(library: Any, tmp_path: Path) -> None:
+    """CASES 41."""
+    url = f"sqlite:///{tmp_path}/keys.db"
+    short = Retry(base=0.001, attempts=2, deadline=0.5, key_lifetime=1.0, budget=None)
+    with Server(*[then(effect, reset)] * 2) as server:
+        with pytest.raises(RetriesExhausted):
+            library(short, url).request("POST", server.url, BODY, {"Idempotency-Key": "order-17"})
+        sent = len(server.visits)
+        time.sleep(0.6)
+        with pytest.raises(OutcomeUnknown) as caught:
+            library(short, url).request("POST", server.url, BODY, {"Idempotency-Key": "order-17"})
+        results = library(short, url).resume(opened=True)
+        assert isinstance(results[0].error, OutcomeUnknown)
+    assert caught.value.key == "order-17"
+    assert len(server.visits) == sent
+
+
+def test_in_one_long_call_too_the_key_is_not_sent_past_the_servers_memory(library: Any) -> None:
+    """CASES 41."""
+    pace = {"attempts": 10, "deadline": 3600, "attempt_timeout": 60, "base": 60, "cap": 60, "jitter": "none"}
+    patient = Retry(**pace, key_lifetime=300, budget=None)
+    with no_sleeping(), Server(default=answer(503)) as server, pytest.raises(OutcomeUnknown):
+        library(patient).request("POST", server.url, BODY)
+    assert len(server.visits) == 4  # a fifth could have arrived after 300 s
+    assert len({visit.key for visit in server.visits}) == 1
+
+
+def test_a_key_reused_for_another_request_is_refused_before_it_is_sent(library: Any, tmp_path: Path) -> None:
+    """CASES 14."""
+    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    own = {"Idempotency-Key": "order-17", **JSON}
+    with Server() as server:
+        client.request("POST", server.url, BODY, own)
+        client.request("POST", server.url, b'{ "amount": 100.0 }', own)  # the same request, spelt differently
+        with pytest.raises(KeyReused, match="order-17"):
+            client.request("POST", server.url, b'{"amount": 101}', own)
+    assert len(server.visits) == 2
+
+
+def test_a_body_too_large_to_keep_can_be_seen_but_not_resumed(tmp_path: Path) -> None:
+    """CASES 34."""
+    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with Server(then(effect, reset)) as server:
+        with pytest.raises(RetriesExhausted):
+            client.request("POST", server.url, iter([b"x" * 100_000] * 20))
+        assert [one.body for one in client.pending()] == [None]
+        results = client.resume(opened=True)
+    assert isinstance(results[0].error, OutcomeUnknown)
+    assert [one.state for one in client.pending()] == ["open"]
+    client.transport.forget(client.pending()[0])
+    assert client.pending() == []
+
+
+async def test_a_cancelled_request_ends_at_once_and_stays_open(tmp_path: Path) -> None:
+    """CASES 37."""
+    transport = AsyncRetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with Server(then(effect, hang)) as server:
+        async with httpx.AsyncClient(transport=transport, timeout=30) as client:
+            task = asyncio.create_task(client.post(server.url, content=BODY))
+            while not server.effects:
+                await asyncio.sleep(0.01)
+            begun = time.monotonic()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert time.monotonic() - begun < 2
+            assert [one.state for one in await transport.pending()] == ["open"]
+
+
+async def test_a_claim_that_is_cancelled_is_taken_back_in_order(tmp_path: Path) -> None:
+    """CASES 37."""
+    ring = SqliteKeyring(str(tmp_path / "keys.db"))
+    one = entry()
+    task = asyncio.create_task(arun(ring.claim(one, oldest=0)))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await arun(ring.leave(one))
+    assert all(known.state == "open" for known in await arun(ring.pending()))
+
+
+def test_without_a_keyring_there_is_nothing_to_ask() -> None:
+    """CASES 34."""
+    with pytest.raises(ConfigurationError, match="no keyring"):
+        RetryTransport(RETRY).pending()
+
+
+# ── Many processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def work(path: str, name: int, count: int) -> int:
+    ring = SqliteKeyring(path)
+    for number in range(count):
+        held = run(ring.claim(entry(f"{name}-{number}"), oldest=0))
+        run(ring.settle(held, 201))
+    return count
+
+
+def test_many_processes_and_threads_share_one_file(tmp_path: Path) -> None:
+    """CASES 54."""
+    path = str(tmp_path / "keys.db")
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(8) as pool:
+        assert pool.starmap(work, [(path, name, 40) for name in range(8)]) == [40] * 8
+    ring = SqliteKeyring(path)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda name: work(path, name, 10), range(100, 108))) == [10] * 8
+    assert run(ring.pending()) == []
+    assert sqlite3.connect(path).execute("SELECT count(*) FROM oncemore_keys").fetchone() == (8 * 40 + 8 * 10,)
+
+
+def test_a_forked_child_uses_the_keyring_of_its_parent_as_its_own(tmp_path: Path) -> None:
+    """CASES 54."""
+    ring = SqliteKeyring(str(tmp_path / "keys.db"))
+    claim(ring, entry("parent"))
+    child = os.fork()
+    if child == 0:
+        failed = 1
+        try:
+            claim(ring, entry("child"))
+            failed = int(run(ring.adopt()) != [])  # the parent lives
+        finally:
+            os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [one.key for one in run(ring.pending())] == ["child"]  # the child has died since
+    run(ring.settle(claim(ring, entry("parent", token=2)), 201))
+
+
+def test_of_two_who_adopt_at_once_each_entry_goes_to_one(tmp_path: Path) -> None:
+    """CASES 52."""
+    path = str(tmp_path / "keys.db")
+    context = multiprocessing.get_context("spawn")
+    orphan = context.Process(target=leave_orphans, args=(path, 20))
+    orphan.start()
+    orphan.join()
+    with context.Pool(4) as pool:
+        taken = pool.map(adopt_and_wait, [path] * 4)
+    assert sorted(key for keys in taken for key in keys) == sorted(f"k{number}" for number in range(20))
+
+
+def leave_orphans(path: str, count: int) -> None:
+    ring = SqliteKeyring(path)
+    for number in range(count):
+        run(ring.claim(entry(f"k{number}"), oldest=0))
+
+
+def adopt_and_wait(path: str) -> list[str]:
+    keys = [one.key for one in run(SqliteKeyring(path).adopt())]
+    time.sleep(1)  # alive, so that nobody adopts them from here
+    return keys
+
+
+def test_a_process_is_alive_while_it_lives(tmp_path: Path) -> None:
+    """CASES 34."""
+    path = str(tmp_path / "owners")
+    assert is_alive(path, this_process(path))
+    assert not is_alive(path, this_process(path) + 1)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        other = pool.apply(this_process, (path,))
+        assert is_alive(path, other)
+    assert not is_alive(path, other)
+
+
+def test_the_deadline_counts_the_claim_too(tmp_path: Path) -> None:
+    """CASES 37.  The file was locked for longer than the caller would wait."""
+
+    class Slow(SqliteKeyring):
+        def _claim(self, *arguments: Any) -> Any:
+            time.sleep(0.3)
+            return super()._claim(*arguments)
+
+    client = Httpx(Retry(deadline=0.2, budget=None), Slow(str(tmp_path / "keys.db")))
+    with Server() as server, pytest.raises(RetriesExhausted) as caught:
+        client.request("POST", server.url, BODY)
+    assert caught.value.story is not None
+    assert caught.value.story.known == "not_performed"
+    assert not server.visits
+    assert client.pending() == []
+
+
+def test_a_password_in_the_url_is_not_written_down(tmp_path: Path) -> None:
+    """CASES 34."""
+    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with Server(default=reset) as server, no_sleeping(), pytest.raises(RetriesExhausted):
+        client.request("POST", server.url.replace("://", "://me:hidden@"), BODY)
+    assert [one.url for one in client.pending()] == [server.url]
+    assert all(b"hidden" not in file.read_bytes() for file in tmp_path.iterdir())
+
+
+async def test_what_is_cancelled_in_a_later_attempt_is_not_taken_for_unsent(tmp_path: Path) -> None:
+    """CASES 37.  The first attempt found no connection; the second may have been received."""
+    hanging = asyncio.Event()
+
+    class Inner(httpx.AsyncBaseTransport):
+        calls = 0
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            self.calls += 1
+            if self.calls == 1:
+                raise httpx.ConnectError("refused")
+            hanging.set()
+            await asyncio.sleep(30)
+            raise AssertionError
+
+    transport = AsyncRetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db", transport=Inner())
+    async with httpx.AsyncClient(transport=transport) as client:
+        task = asyncio.create_task(client.post("http://x/", content=BODY))
+        await hanging.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [one.state for one in await transport.pending()] == ["open"]

@@ -1,0 +1,128 @@
+"""A client killed at any point, and the next process that continues under the same key: one effect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncemore.client.retry import Retry
+
+from .clients import CLIENTS
+from .killed import BODY
+from .server import Act, Server, Visit, answer, effect, performed, response, then
+
+pytestmark = pytest.mark.chaos
+
+RETRY = Retry(base=0.01, budget=None)
+
+
+def kill(visit: Visit) -> None:
+    """Kill the client that sent this, and wait until it is gone."""
+    os.kill(int(visit.headers["x-pid"]), signal.SIGKILL)
+
+
+def half_an_answer(visit: Visit) -> None:
+    visit.send(response(201, {}, b'{"id": "r1"}')[:30])
+
+
+# Where the client dies, what the server did until then, and how many effects there are before anyone resumes.
+IN_THE_CLIENT = {"before the claim": 0, "after the claim": 0, "before settling": 1, "after settling": 1}
+ON_THE_WIRE: dict[str, Act] = {
+    "before the effect": kill,
+    "after the effect": then(effect, kill),
+    "in the middle of the answer": then(effect, half_an_answer, kill),
+    "between two attempts": answer(503),
+}
+
+
+def run_killed(library: str, point: str, url: str, path: Path) -> None:
+    command = [sys.executable, "-m", "tests.client.killed", library, point, url, str(path)]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+
+
+def resumed(library: str, path: Path) -> tuple[list[Any], list[Any]]:
+    client = CLIENTS[library](RETRY, f"sqlite:///{path}")
+    before = client.pending()
+    results = client.resume()
+    assert client.pending() == []
+    assert client.resume() == []
+    return before, results
+
+
+@pytest.mark.parametrize("library", CLIENTS)
+@pytest.mark.parametrize("point", ["after the claim", "before settling"])
+def test_a_client_killed_beside_its_keyring_is_continued_by_the_next(library: str, point: str, tmp_path: Path) -> None:
+    """CASES 34, 26."""
+    with Server() as server:
+        run_killed(library, point, server.url, tmp_path / "keys.db")
+        assert len(server.effects) == IN_THE_CLIENT[point]
+        before, results = resumed(library, tmp_path / "keys.db")
+    assert [entry.state for entry in before] == ["sending"]
+    assert [result.error for result in results] == [None]
+    assert_one_operation(server)
+
+
+@pytest.mark.parametrize("library", CLIENTS)
+@pytest.mark.parametrize("moment", ["before the effect", "after the effect", "in the middle of the answer"])
+def test_a_client_killed_on_the_wire_is_continued_by_the_next(library: str, moment: str, tmp_path: Path) -> None:
+    """CASES 34, 26."""
+    with Server(ON_THE_WIRE[moment], default=performed()) as server:
+        run_killed(library, "on the wire", server.url, tmp_path / "keys.db")
+        _, results = resumed(library, tmp_path / "keys.db")
+    assert [result.error for result in results] == [None]
+    assert len(server.visits) == 2
+    assert_one_operation(server)
+
+
+def test_a_client_killed_between_two_attempts_is_continued_by_the_next(tmp_path: Path) -> None:
+    """CASES 34."""
+    with Server(answer(503), then(answer(503), kill), default=performed()) as server:
+        run_killed("httpx", "on the wire", server.url, tmp_path / "keys.db")
+        resumed("httpx", tmp_path / "keys.db")
+    assert_one_operation(server)
+
+
+@pytest.mark.parametrize(("point", "effects"), [("before the claim", 0), ("after settling", 1)])
+def test_outside_these_points_nothing_is_left_to_resume(point: str, effects: int, tmp_path: Path) -> None:
+    """CASES 34."""
+    with Server() as server:
+        run_killed("httpx", point, server.url, tmp_path / "keys.db")
+        assert resumed("httpx", tmp_path / "keys.db") == ([], [])
+    assert list(server.effects.values()) == [1] * effects
+
+
+def test_credentials_are_not_written_down(tmp_path: Path) -> None:
+    """CASES 34.  Resuming goes through the client, which has its own."""
+    with Server() as server:
+        run_killed("httpx", "after the claim", server.url, tmp_path / "keys.db")
+        written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+        assert BODY in written
+        assert b"secret" not in written
+        resumed("httpx", tmp_path / "keys.db")
+    assert "authorization" not in server.visits[0].headers
+    assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
+
+
+def test_what_a_living_process_is_working_on_is_left_to_it(tmp_path: Path) -> None:
+    """CASES 34."""
+    path = tmp_path / "keys.db"
+    looked = []
+    with Server(then(lambda visit: looked.append(resumed("httpx", path)), performed())) as server:
+        command = [sys.executable, "-m", "tests.client.killed", "httpx", "never", server.url, str(path)]
+        subprocess.run(command, timeout=60, check=True)
+    assert looked == [([], [])]
+    assert len(server.visits) == 1
+
+
+def assert_one_operation(server: Server) -> None:
+    assert list(server.effects.values()) == [1]
+    assert {(visit.key, visit.body, visit.headers["content-type"]) for visit in server.visits} == {
+        (server.visits[0].key, BODY, "application/json")
+    }

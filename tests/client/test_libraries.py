@@ -1,0 +1,211 @@
+"""What is each library's own: proxies, streams, files, and the verbs of the keyring."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+import requests
+import urllib3
+
+from oncemore.client.aiohttp import RetryMiddleware
+from oncemore.client.bodies import SentBody
+from oncemore.client.errors import RetriesExhausted
+from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
+from oncemore.client.pause import no_sleeping
+from oncemore.client.requests import RetryAdapter
+from oncemore.client.retry import Retry
+from oncemore.client.urllib3 import RetryPoolManager, fault_of, limits
+
+from .clients import Httpx
+from .server import Server, Visit, answer, raw, reset
+
+RETRY = Retry(base=0.005, cap=0.01, deadline=5, budget=None)
+SHORT = Retry(deadline=0.3, budget=None)
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def events(visit: Visit) -> None:
+    for number in range(6):
+        visit.send(b"9\r\ndata: %d\n\n\r\n" % number)
+        time.sleep(0.1)
+    visit.send(b"0\r\n\r\n")
+
+
+def session(retry: Retry, **options: Any) -> requests.Session:
+    made = requests.Session()
+    made.mount("http://", RetryAdapter(retry, **options))
+    return made
+
+
+def test_requests_passes_an_event_stream_on_beyond_the_deadline() -> None:
+    """CASES 21."""
+    with Server(raw(EVENTS, events)) as server, session(SHORT) as http:
+        response = http.post(server.url, stream=True)
+        assert len(list(response.iter_content(None))) == 6
+
+
+def test_urllib3_passes_an_event_stream_on_beyond_the_deadline() -> None:
+    """CASES 21."""
+    with Server(raw(EVENTS, events)) as server:
+        response = RetryPoolManager(SHORT).request("POST", server.url, preload_content=False)
+        assert len(list(response.stream())) == 6
+
+
+async def test_aiohttp_passes_an_event_stream_on_beyond_the_deadline() -> None:
+    """CASES 21."""
+    with Server(raw(EVENTS, events)) as server:
+        async with aiohttp.ClientSession(middlewares=[RetryMiddleware(SHORT)]) as http:
+            response = await http.post(server.url)
+            assert len([part async for part in response.content.iter_any()]) == 6
+
+
+def test_requests_cuts_a_streamed_download_at_the_deadline() -> None:
+    """CASES 37."""
+    plain = EVENTS.replace(b"text/event-stream", b"application/octet-stream")
+    with Server(raw(plain, events)) as server, session(SHORT) as http:
+        response = http.get(server.url, stream=True)
+        with pytest.raises(requests.ConnectionError, match=r"deadline|timed out"):
+            list(response.iter_content(None))
+
+
+def test_requests_reads_a_short_complaint_even_when_streaming() -> None:
+    """CASES 33."""
+    busy = answer(409, b'{"error_code": "CONFLICT.idempotency.in_progress"}', content_type="application/json")
+    with Server(busy) as server, session(RETRY) as http:
+        assert http.post(server.url, stream=True).status_code == 201
+
+
+@pytest.mark.parametrize("library", ["httpx", "requests"])
+def test_a_proxy_is_used_and_bounded(library: str) -> None:
+    """CASES 37."""
+    with Server(answer(503)) as proxy:
+        if library == "httpx":
+            inner = httpx.HTTPTransport(proxy=proxy.url)
+            with httpx.Client(transport=RetryTransport(RETRY, transport=inner)) as http:
+                http.post("http://name.invalid/refunds")
+        else:
+            with session(RETRY) as made:
+                made.post("http://name.invalid/refunds", proxies={"http": proxy.url})
+    assert [visit.path for visit in proxy.visits] == ["http://name.invalid/refunds"] * 2
+
+
+def test_a_caller_s_own_timeouts_hold_within_the_deadline() -> None:
+    """CASES 37."""
+    with Server(default=lambda visit: time.sleep(5)) as server, session(RETRY) as http:
+        begun = time.monotonic()
+        with pytest.raises(RetriesExhausted) as caught:
+            http.post(server.url, timeout=(1, 0.1))
+        assert time.monotonic() - begun < 4
+    assert len(caught.value.story.attempts) == 5
+    assert [float(limit) for limit in limits(None, 3)] == [3, 3]
+    assert [float(limit) for limit in limits(2, 3)] == [2, 2]
+    assert [float(limit) for limit in limits(urllib3.Timeout(connect=1, read=9), 3)] == [1, 3]
+
+
+@pytest.mark.parametrize("url", ["http://", "nonsense://x/", "http://[::1"])
+def test_what_cannot_be_sent_at_all_is_not_tried_again(library: Any, url: str) -> None:
+    """CASES 33."""
+    with no_sleeping() as slept, pytest.raises(Exception):  # noqa: B017  (each library has its own)
+        library(RETRY).request("POST", url)
+    assert slept == []
+
+
+def test_an_error_that_is_not_of_the_network_is_left_alone() -> None:
+    """CASES 33."""
+    assert fault_of(ZeroDivisionError()).fatal
+    assert Httpx(RETRY).transport.engine.retry == RETRY
+
+    class Broken(httpx.BaseTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            raise ZeroDivisionError
+
+    with httpx.Client(transport=RetryTransport(RETRY, transport=Broken())) as http, pytest.raises(ZeroDivisionError):
+        http.post("http://x/")
+
+
+def test_a_pending_operation_can_be_forgotten(tmp_path: Path) -> None:
+    """CASES 34."""
+    adapter = RetryAdapter(Retry(attempts=1), f"sqlite:///{tmp_path}/a.db")
+    manager = RetryPoolManager(Retry(attempts=1), f"sqlite:///{tmp_path}/m.db")
+    http = requests.Session()
+    http.mount("http://", adapter)
+    with Server(default=reset) as server:
+        for send in (http.post, lambda url: manager.request("POST", url)):
+            with pytest.raises(RetriesExhausted):
+                send(server.url)
+    for holder in (adapter, manager):
+        [entry] = holder.pending()
+        holder.forget(entry)
+        assert holder.pending() == []
+    adapter.close()
+
+
+async def test_a_pending_operation_can_be_forgotten_by_async_clients(tmp_path: Path) -> None:
+    """CASES 34."""
+    middleware = RetryMiddleware(Retry(attempts=1), f"sqlite:///{tmp_path}/a.db")
+    transport = AsyncRetryTransport(Retry(attempts=1), f"sqlite:///{tmp_path}/h.db")
+    with Server(reset, reset) as server:
+        async with aiohttp.ClientSession(middlewares=[middleware]) as http:
+            with pytest.raises(RetriesExhausted):
+                await http.post(server.url, data=b"x")
+        async with httpx.AsyncClient(transport=transport) as client:
+            with pytest.raises(RetriesExhausted):
+                await client.post(server.url, content=b"x")
+        [entry] = await middleware.pending()
+        await middleware.forget(entry)
+        assert await middleware.pending() == []
+        [result] = await transport.resume(opened=True)
+        assert result.response.status_code == 201
+        assert await transport.pending() == []
+    middleware.close()
+
+
+def test_a_file_is_read_from_where_it_stood() -> None:
+    """CASES 38."""
+    file = io.BytesIO(b"skipped" + b"rest")
+    file.seek(7)
+    assert SentBody(file).data() == b"rest"
+    large = io.BytesIO(b"x" * (2 * 1024 * 1024))
+    large.seek(5)
+    body = SentBody(large)
+    assert body.data() is None
+    large.read()
+    body.rewind()
+    assert large.tell() == 5
+    assert body.resendable()
+    assert SentBody("text").data() == b"text"
+    assert SentBody(None).data() == b""
+    text = SentBody(io.StringIO("text"))
+    assert text.data() is None
+    assert text.resendable()
+
+
+async def test_what_aiohttp_compresses_is_retried_but_not_written_down(tmp_path: Path) -> None:
+    """CASES 34."""
+    middleware = RetryMiddleware(RETRY, f"sqlite:///{tmp_path}/a.db")
+    with Server(answer(503), *[reset] * 4) as server:
+        async with aiohttp.ClientSession(middlewares=[middleware]) as http:
+            with pytest.raises(RetriesExhausted):
+                await http.post(server.url, data=b"x" * 1000, compress="deflate")
+        assert [entry.body for entry in await middleware.pending()] == [None]
+    assert len({visit.body for visit in server.visits}) == 1
+    assert len(server.visits) == 5
+
+
+def test_all_libraries_mean_the_same_host(library: Any) -> None:
+    """CASES 39."""
+    with Server() as server:
+        assert library(RETRY).request("POST", server.url).story.name == f"127.0.0.1:{server.port}"
+
+
+def test_requests_takes_keys_in_bytes() -> None:
+    """CASES 34."""
+    with Server() as server, session(RETRY) as http:
+        http.post(server.url, headers={"Idempotency-Key": b"order-17"})
+    assert server.visits[0].key == "order-17"

@@ -1,0 +1,107 @@
+"""Virtual time for plans: attempts end when their script says, pauses pass at once, and nothing sleeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from oncemore.client.attempts import World, attempts
+from oncemore.client.errors import RetriesExhausted
+from oncemore.client.hosts import Hosts
+from oncemore.client.judge import Fault, Reply, Verdict, judge_fault, judge_reply
+from oncemore.client.pause import Pause
+from oncemore.client.retry import Retry
+from oncemore.client.story import RetryEvent, Story
+
+NEVER = float("inf")
+
+
+class Broken(Exception):
+    """A scripted attempt failed with *fault*."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+
+@dataclass
+class Step:
+    """How one attempt ends: after *takes* seconds, with a status or a fault; a longer one than its limit is cut."""
+
+    takes: float = 0.0
+    status: int = 503
+    fault: Fault | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Scripted:
+    """Work that follows a script; its last step is repeated."""
+
+    hedgeable = False
+    telling = True
+
+    def __init__(self, *script: Step, name: str = "host", expires: float = NEVER, resendable: bool = True) -> None:
+        self.script = list(script)
+        self.name = name
+        self.key: str | None = "key"
+        self.expires = expires
+        self.can_resend = resendable
+        self.story: Story | None = None
+        self.limits: list[float] = []
+        self.discarded = 0
+
+    def attempt(self, number: int, limit: float) -> Any:
+        self.limits.append(limit)
+        return self
+
+    def judge(self, reply: Reply) -> Verdict:
+        return judge_reply(reply, repeatable=True, keyed=True, statuses=Retry().statuses, now=0.0)
+
+    def judge_error(self, error: Exception) -> Verdict:
+        assert isinstance(error, Broken)
+        return judge_fault(error.fault, repeatable=True)
+
+    def resendable(self) -> bool:
+        return self.can_resend
+
+    def discard(self, reply: Reply) -> None:
+        self.discarded += 1
+
+    def exhausted(self, story: Story, error: Exception | None) -> Exception | None:
+        return RetriesExhausted(str(story), story=story) if error else None
+
+
+class Course:
+    """Carries the plan through, in virtual time."""
+
+    def __init__(self, work: Scripted, retry: Retry, *, hosts: Hosts | None = None, chance: float = 0.5) -> None:
+        self.now = 0.0
+        self.begun: list[float] = []
+        self.pauses: list[float] = []
+        self.events: list[RetryEvent] = []
+        world = World(lambda: self.now, lambda: chance, hosts or Hosts(), [self.events.append])
+        self.work = work
+        self.plan = attempts(work, retry, world)
+
+    def run(self) -> Any:
+        effect = next(self.plan)
+        try:
+            while True:
+                if isinstance(effect, Pause):
+                    self.pauses.append(effect.seconds)
+                    self.now += effect.seconds
+                    effect = self.plan.send(None)
+                else:
+                    effect = self._attempt()
+        except StopIteration as end:
+            return end.value
+
+    def _attempt(self) -> Any:
+        self.begun.append(self.now)
+        step = self.work.script.pop(0) if len(self.work.script) > 1 else self.work.script[0]
+        if step.takes > self.work.limits[-1]:
+            self.now += self.work.limits[-1]
+            return self.plan.throw(Broken(Fault("timeout")))
+        self.now += step.takes
+        if step.fault:
+            return self.plan.throw(Broken(step.fault))
+        return self.plan.send(Reply(step.status, step.headers))

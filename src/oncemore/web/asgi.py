@@ -1,0 +1,176 @@
+"""The ASGI door: idempotency for any ASGI app, under any server.
+
+app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, Unpack
+
+from ..core.contract import Contract, Match
+from ..core.guard import Guard
+from ..core.match import SAFE_METHODS
+from ..core.model import Operation
+from ..core.rule import idempotent
+from ..errors import OncemoreError, StoreError
+from .current import current_operation
+from .documented import document, outermost
+from .environ import matched
+from .exchange import Exchange, lasting, respond
+from .headers import value_of
+from .http import Door, Request, wait_of
+from .options import Options
+from .routes import declare
+from .status import status_response
+
+__all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+log = logging.getLogger("oncemore.web")
+
+
+class IdempotencyMiddleware:
+    """Guards the requests that the contract names; all others pass untouched.  Options are those of `Door`.
+
+    Rules may name a path with or without the prefix that the app is mounted at (root_path).
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        guard: Guard,
+        contract: Contract | None = None,
+        profile: str | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        self.app = app
+        self.door = Door(guard, contract, profile=profile, **options)
+        self._declared = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._declared:  # not before: routes may be added after the middleware
+            self._declare(scope)
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        method, path = scope["method"], scope["path"]
+        inner = inner_path(scope) if scope.get("root_path") else path
+        if method in SAFE_METHODS and inner != self.door.status_path:
+            return await self.app(scope, receive, send)
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        request = Request(method, path, scope["query_string"].decode("latin-1"), headers, native=scope)
+        try:
+            if method in SAFE_METHODS:
+                return await respond(send, await status_response(self.door, request))
+            match = self.door.match(method, path, headers, matched(self.door.contract, method, path, inner))
+        except OncemoreError as error:
+            return await respond(send, self.door.refused(error))
+        if match is None:
+            return await self.app(scope, receive, send)
+        return await self._guard(match, request, scope, receive, send)
+
+    def _declare(self, scope: Scope) -> None:
+        """Find the rules on the app's endpoints, and show the whole contract in the app's own document, if it has one."""
+        declare(self.door.contract, self.app)
+        self.door.declared()
+        app = scope.get("app") or outermost(self.app) or self.app
+        document(app, self.door.contract, status_path=self.door.status_path, problem_base=self.door.problem_base)
+        self._declared = True
+
+    async def _guard(self, match: Match, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
+        operation: Operation | None = None
+        try:
+            self.door.check_length(match.rule, declared_length(request))
+            body = await read_body(receive, match, self.door)
+            if body is None:
+                return None  # the client went away before it had asked for anything
+            request = Request(request.method, request.path, request.query, request.headers, body, scope)
+            operation = self.door.operation(match, request)
+            known = self.door.guard.known(operation, self.door.policy(match.rule)) if operation is not None else None
+        except OncemoreError as error:
+            return await respond(send, self.door.refused(error, match, operation))
+        if known is not None:
+            return await respond(send, self.door.replayed(match.rule, known))
+        receive = body_first(request.body, receive)
+        if operation is None:
+            return await self.app(scope, receive, send)
+        exchange = Exchange(self.door, self.app, match, operation, request, receive, send)
+        return await protect(self._run(exchange, scope, receive, send))
+
+    async def _run(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await exchange.run(wait_of(exchange.request.headers))
+        except OncemoreError as error:
+            if exchange.performed:  # it is the app's own
+                raise
+            if not isinstance(error, StoreError) or exchange.match.rule.store_down != "run":
+                return await respond(send, self.door.refused(error, exchange.match, exchange.operation))
+            log.error("The store is down, and %s runs unguarded: %s", exchange.match.rule.name, error)
+            await self.app(scope, receive, send)
+        return None
+
+
+def inner_path(scope: Scope) -> str:
+    """The path below what the app is mounted at (root_path), as its own routes name it."""
+    path: str = scope["path"]
+    below = path.removeprefix(scope["root_path"].rstrip("/"))
+    return below if below.startswith("/") else path
+
+
+async def protect(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run to the end, also when the server or an outer middleware gives up on the client in the meantime."""
+    task = lasting(coroutine)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(report)
+        raise
+
+
+def report(task: asyncio.Task[None]) -> None:
+    """Tell of a failure after everyone who would have heard of it had left."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("A guarded request failed after it was abandoned", exc_info=task.exception())
+
+
+async def read_body(receive: Receive, match: Match, door: Door) -> bytes | None:
+    """The whole body; None where the client went away in the middle of it."""
+    chunks: list[bytes] = []
+    length = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunk = message.get("body", b"")
+        length += len(chunk)
+        door.check_length(match.rule, length)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def body_first(body: bytes, receive: Receive) -> Receive:
+    """A receive that tells of the body that was read, and then of what the client does."""
+    told = False
+
+    async def receive_again() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again
+
+
+def declared_length(request: Request) -> int:
+    text = value_of(request.headers, "content-length")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0

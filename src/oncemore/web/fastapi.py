@@ -1,0 +1,19 @@
+"""FastAPI: the ASGI door, the running operation as a dependency, and the contract in the app's OpenAPI document.
+
+app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
+"""
+
+from __future__ import annotations
+
+from ..core.op import Op
+from ..core.rule import idempotent
+from . import current
+from .asgi import IdempotencyMiddleware
+from .documented import document
+
+__all__ = ["IdempotencyMiddleware", "Op", "current_operation", "document", "idempotent"]
+
+
+async def current_operation() -> Op:
+    """The running operation, for `op: Annotated[Op, Depends(current_operation)]`."""
+    return current.current_operation()

@@ -1,0 +1,48 @@
+"""The fingerprints of requests, with the latest ones remembered: a retry is the same bytes, and need not be read again."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+from ..core.fingerprint import Fingerprinter
+from ..core.rule import Rule
+
+Parts = tuple[str, str, str, str, bytes]  # method, path, query, media type, body
+
+MOST_REMEMBERED = 2048
+
+
+class Fingerprints:
+    """One fingerprinter for each rule.  What is remembered is a digest of the bytes, never the bytes."""
+
+    def __init__(self, secrets: tuple[bytes, ...]) -> None:
+        self._secrets = secrets
+        self._rules: dict[int, tuple[Rule, Fingerprinter]] = {}
+        self._latest: dict[bytes, str] = {}
+
+    def of(self, rule: Rule, parts: Parts) -> str:
+        """The fingerprint of a request under *rule*."""
+        bytes_ = self._digest(rule, parts)
+        found = self._latest.get(bytes_)
+        if found is None:
+            found = self._latest[bytes_] = self.fingerprinter(rule).fingerprint(*parts)
+            if len(self._latest) > MOST_REMEMBERED:
+                self._latest.pop(next(iter(self._latest)), None)
+        return found
+
+    def _digest(self, rule: Rule, parts: Parts) -> bytes:
+        method, path, query, media_type, body = parts
+        head = f"{id(rule)} {len(method)} {len(path)} {len(query)} {len(media_type)} {method}{path}{query}{media_type}"
+        return sha256(head.encode("utf-8", "surrogatepass") + body).digest()
+
+    def fingerprinter(self, rule: Rule) -> Fingerprinter:
+        """The rule's own; kept by identity, since to hash a rule takes longer than all the rest."""
+        found = self._rules.get(id(rule))
+        if found is None:
+            settings: Any = rule.fingerprint
+            made = Fingerprinter(
+                mode=settings.mode, include=settings.include, exclude=settings.exclude, secrets=self._secrets
+            )
+            found = self._rules[id(rule)] = (rule, made)  # with the rule, so that its identity is not used again
+        return found[1]

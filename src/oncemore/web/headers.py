@@ -1,0 +1,58 @@
+"""Header fields: how a door passes them on, and which of them a replay may repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Headers = Sequence[tuple[str, str]]  # names in lower case, in the order they came
+
+# They belong to one connection, one client or one moment, and would be wrong, or worse, in anyone's second response.
+NEVER_KEPT = frozenset(
+    {
+        "age",
+        "alt-svc",
+        "authentication-info",
+        "authorization",
+        "connection",
+        "content-length",
+        "date",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authentication-info",
+        "proxy-authorization",
+        "proxy-connection",
+        "retry-after",
+        "server",
+        "set-cookie",
+        "set-cookie2",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "via",
+        "www-authenticate",
+    }
+)
+NEVER_KEPT_PREFIXES = ("ratelimit", "x-ratelimit", "x-rate-limit", "idempotency-", "repeatability-")
+
+
+def value_of(headers: Headers, name: str) -> str:
+    """The first value of the header *name*, or nothing."""
+    for found, value in headers:
+        if found == name:
+            return value
+    return ""
+
+
+def lines(headers: Headers, name: str) -> list[str]:
+    """Each value that the header *name* came with."""
+    return [value for found, value in headers if found == name]
+
+
+def kept_headers(headers: Headers, allowed: frozenset[str] | None = None) -> tuple[tuple[str, str], ...]:
+    """Those headers of a response that a replay repeats; with an allow-list, at most those on it."""
+    return tuple(
+        (name, value)
+        for name, value in headers
+        if name not in NEVER_KEPT and not name.startswith(NEVER_KEPT_PREFIXES) and (allowed is None or name in allowed)
+    )

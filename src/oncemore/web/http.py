@@ -1,0 +1,257 @@
+"""What all HTTP doors share, without I/O: a request becomes an operation, and an answer or a refusal a response."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from email.utils import formatdate, parsedate_to_datetime
+from functools import lru_cache
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from ..core.canonical import read_json
+from ..core.contract import Contract, Match
+from ..core.guard import Guard
+from ..core.judge import Answer
+from ..core.key import join, uuid7_time
+from ..core.model import Operation, Outcome
+from ..core.op import Op
+from ..core.plan import Plan
+from ..core.policy import Policy, duration
+from ..core.rule import Rule
+from ..errors import (
+    ConfigurationError,
+    InvalidKey,
+    InvalidPayload,
+    OncemoreError,
+    PayloadTooLarge,
+    PreconditionRequired,
+    Undeclared,
+)
+from .admission import Admission, Rates, default_rates
+from .fingerprints import Fingerprints
+from .headers import Headers, kept_headers, lines, value_of
+from .principal import Principal, principal_of
+from .problem import Response, problem
+
+log = logging.getLogger("oncemore.web")
+
+
+class Request(msgspec.Struct, frozen=True, eq=False):
+    """A request as every door can tell it: names of headers in lower case, *path* decoded, *body* whole."""
+
+    method: str
+    path: str
+    query: str
+    headers: Headers
+    body: bytes = b""
+    native: Any = None  # the framework's own, for the principal function
+
+    def json(self) -> Any:
+        """The decoded body, for keys that are made from it."""
+        try:
+            return read_json(self.body)[0]
+        except InvalidPayload as error:
+            raise InvalidPayload(f"The idempotency key is made from the body; {error.detail}") from error
+
+
+class Door:
+    """One contract, enforced by one guard, for every request that a framework shows it."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        contract: Contract | None = None,
+        *,
+        profile: str | None = None,
+        principal: Principal | None = None,
+        tenant: Principal | None = None,
+        secrets: Sequence[bytes] = (),
+        keep_headers: Sequence[str] | None = None,
+        redact: Callable[[Outcome], Outcome] | None = None,
+        status_path: str = "/idempotency",
+        problem_base: str = "urn:oncemore:error:",
+        rates: Rates | None = None,
+    ) -> None:
+        if contract is not None and profile is not None:
+            raise ConfigurationError("Name the profile in the contract, or give a profile and no contract")
+        self.guard = guard
+        self.contract = contract or Contract(profile=profile or "default")
+        self.principal = principal
+        self.tenant = tenant
+        self.redact = redact
+        self.rates = rates or default_rates(self.contract)
+        self.status_path = status_path
+        self.problem_base = problem_base
+        self._fingerprints = Fingerprints(tuple(secrets))
+        self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
+        for name in self.contract.unscoped:
+            warnings.warn(f"The rule {name!r} has no principal: whoever knows a key sees its outcome", stacklevel=3)
+
+    # From a request to an operation
+
+    def match(self, method: str, path: str, headers: Headers, found: Match | None = None) -> Match | None:
+        """The rule that guards this request, or None where it passes untouched; refuses what the contract refuses.
+
+        *found* is the contract's rule, where the door has looked for it in a way of its own.
+        """
+        match = found or self.contract.match(method, path)
+        if match is None or not match.rule.idempotent:
+            return None
+        key = match.rule.key
+        keyed = key.source != "header" or key.required or bool(lines(headers, key.name.lower()))
+        if not match.declared:
+            if self.contract.undeclared == "refuse":
+                raise Undeclared(f"No rule of the contract matches {method} {path}")
+            if self.contract.undeclared == "warn":
+                log.warning("No rule of the contract matches %s %s", method, path)
+        if not keyed or key.source == "none":
+            return None
+        if match.rule.if_match and not value_of(headers, "if-match"):
+            raise PreconditionRequired("Send the resource's ETag in an If-Match header")
+        return match
+
+    def check_length(self, rule: Rule, length: int) -> None:
+        """Refuse a body that is larger than the rule allows."""
+        if length > rule.max_request:
+            raise PayloadTooLarge(f"The body may have {rule.max_request} bytes")
+
+    def operation(self, match: Match, request: Request) -> Operation | None:
+        """The operation that the request asks for; None where an optional key was not sent."""
+        rule = match.rule
+        principal = principal_of(self.principal, request)
+        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+        context = self._context(match, request, principal, tenant)
+        key = rule.key.read(lines(request.headers, rule.key.name.lower()), **context)
+        if key is None:
+            return None
+        scope = self.scope(rule, match.route, request, principal, tenant)
+        path = request.path.rstrip("/") or "/"  # as rules are matched: an app may redirect from one to the other
+        parts = (request.method, path, request.query, value_of(request.headers, "content-type"), request.body)
+        return Operation(
+            scope=scope,
+            key=key,
+            fingerprint=self._fingerprints.of(rule, parts),
+            name=rule.name,
+            matches=lambda stored: self._fingerprints.fingerprinter(rule).matches(stored, *parts),
+            issued_at=issued_at(rule, request.headers, key),
+            unique=self._unique(rule, request, context),
+        )
+
+    def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:
+        """Who owns the key, by the rule's scope."""
+        custom = principal_of(rule.scope, request) if callable(rule.scope) else ""
+        return rule.scope_of(principal=principal, tenant=tenant, custom=custom, route=route)
+
+    def _context(self, match: Match, request: Request, principal: str, tenant: str) -> dict[str, Any]:
+        """What templates may name; the body is read only for rules that name it."""
+        rule = match.rule
+        if rule.key.source == "header" and rule.unique_by is None:
+            return {}
+        return {
+            "principal": principal,
+            "tenant": tenant,
+            "path": match.params,
+            "query": parse_qs(request.query, keep_blank_values=True),
+            "headers": {name: lines(request.headers, name) for name, _ in request.headers},
+            "body": request.json() if request.body else None,
+            "now": self.guard.clock.time(),
+        }
+
+    def _unique(self, rule: Rule, request: Request, context: Mapping[str, Any]) -> str | None:
+        if rule.if_match:
+            return request.path
+        return rule.unique_by.render(**context) if rule.unique_by is not None else None
+
+    def policy(self, rule: Rule) -> Policy:
+        """The rule's policy as HTTP needs it: conditional updates of one resource take turns."""
+        return take_turns(rule.policy) if rule.if_match else rule.policy
+
+    def declared(self) -> None:
+        """All rules are known now, those on endpoints too: what they need must be there."""
+        self.rates = self.rates or default_rates(self.contract)
+
+    def admit(self, rule: Rule, op: Op, request: Request) -> Plan[None]:
+        """Refuse a principal's new key where the rule's rate is used up; whichever path of the rule it is for."""
+        if rule.rate is None or self.rates is None or op.attempt > 1:
+            return
+        principal = principal_of(self.principal, request)
+        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+        yield Admission(self.rates, rule, join(rule.name, tenant, principal))
+
+    # From an answer to a response
+
+    def outcome(self, rule: Rule, status: int, headers: Headers, body: bytes) -> Outcome:
+        """What is kept of a response: a tombstone where it is too large, or could not be redacted."""
+        if len(body) > rule.max_response:
+            return Outcome("tombstone", status)
+        outcome = Outcome("response", status, kept_headers(headers, self._keep), body)
+        if self.redact is None:
+            return outcome
+        try:
+            return self.redact(outcome)
+        except Exception:  # it happened: what cannot be shown again must still not be done again
+            log.exception("The redact function failed; the outcome is not kept, only that it happened")
+            return Outcome("tombstone", status)
+
+    def headers(self, rule: Rule, answer: Answer) -> list[tuple[str, str]]:
+        """What is added to a response to say how it came."""
+        status = rule.status_header
+        how = "unstored" if answer.how == "released" or answer.outcome.kind == "tombstone" else answer.how
+        value = getattr(status, how)
+        found = [(status.name.lower(), value)] if status.name and value else []
+        if answer.expires_at is not None and how != "unstored":
+            found.append(("idempotency-expires", http_date(int(answer.expires_at))))
+        return found
+
+    def replayed(self, rule: Rule, answer: Answer) -> Response:
+        """The stored response, as it was."""
+        outcome = answer.outcome
+        status = outcome.status if rule.replay_status == "same" else int(rule.replay_status)
+        if status == outcome.status or not 200 <= outcome.status < 300:
+            status = outcome.status
+        return Response(status, [*outcome.headers, *self.headers(rule, answer)], outcome.body)
+
+    def refused(self, error: OncemoreError, match: Match | None = None, operation: Operation | None = None) -> Response:
+        """The problem document for a refusal or a fault."""
+        return problem(self, error, match, operation)
+
+
+def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
+    """When the key was made, where the request tells: by a header, or by the key itself (UUIDv7)."""
+    if rule.policy.late != "refuse":
+        return None
+    if not rule.first_sent:
+        return uuid7_time(key)
+    text = value_of(headers, rule.first_sent.lower())
+    try:
+        return parsedate_to_datetime(text).timestamp() if text else None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidKey(
+            f"{rule.first_sent} is not an HTTP date: send one such as Tue, 15 Nov 1994 08:12:31 GMT"
+        ) from error
+
+
+def wait_of(headers: Headers) -> float | None:
+    """The caller's own patience (X-Request-Timeout: seconds, or `500ms`); what cannot be read is ignored."""
+    text = value_of(headers, "x-request-timeout")
+    if not text:
+        return None
+    try:
+        return duration(float(text) if text.replace(".", "", 1).isdigit() else text)
+    except (ConfigurationError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=256)
+def take_turns(policy: Policy) -> Policy:
+    return dataclasses.replace(policy, on_unique="serialize")
+
+
+@lru_cache(maxsize=4096)
+def http_date(seconds: int) -> str:
+    return formatdate(seconds, usegmt=True)

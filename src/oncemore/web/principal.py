@@ -1,0 +1,93 @@
+"""Who is calling: a key belongs to its principal, and no other principal ever sees what it stands for."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidPrincipal, PrincipalFailed
+from .headers import Headers
+
+if TYPE_CHECKING:
+    from .http import Request
+
+log = logging.getLogger("oncemore.web")
+
+Principal = Callable[[Any], Any]  # from the framework's own request (ASGI scope, WSGI environ, ...) to a name
+
+# Not cookies: they change between two attempts (the first response may set one), and a retry would then be a stranger's.
+CREDENTIALS = ("authorization", "proxy-authorization", "x-api-key", "api-key")
+ANONYMOUS = "anonymous"
+
+
+def principal_of(function: Principal | None, request: Request) -> str:
+    """The caller's name: what *function* says, else the authenticated user, else a digest of the credentials."""
+    if function is None:
+        return user_of(request.native) or credentials_of(request.headers) or anonymous()
+    try:
+        found = function(request.native)
+    except Exception as error:
+        log.exception("The principal function failed")
+        raise PrincipalFailed("The principal could not be determined; nothing was done") from error
+    if found is None or found == "":
+        raise InvalidPrincipal("The caller is not known, and a key must belong to someone")
+    if nameless(found):
+        raise PrincipalFailed(
+            f"The principal function gave a {type(found).__name__}, where a text or a number is needed"
+        )
+    return f"user:{found}"
+
+
+def nameless(found: Any) -> bool:
+    """Whether its text differs from one request to the next, so that no retry would be recognised."""
+    if inspect.iscoroutine(found):
+        found.close()
+        return True
+    kind: Any = type(found)
+    return kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__
+
+
+def user_of(native: Any) -> str:
+    """The user whom the framework has authenticated, where it has one and says who it is."""
+    if isinstance(native, dict) and native.get("REMOTE_USER"):  # a WSGI server's own word; no header can forge it
+        return f"user:{native['REMOTE_USER']}"
+    user = native.get("user") if isinstance(native, dict) else getattr(native, "user", None)
+    if user is None or not getattr(user, "is_authenticated", False):
+        return ""
+    for name in ("pk", "id", "identity", "username", "display_name"):
+        try:
+            found = getattr(user, name, None)
+        except NotImplementedError:  # Starlette's own way to say that a user has no identity
+            continue
+        if found not in (None, ""):
+            return f"user:{found}"
+    return ""
+
+
+def credentials_of(headers: Headers) -> str:
+    """A digest of the headers by which the caller proves its identity."""
+    found = tuple((name, value) for name, value in headers if name in CREDENTIALS)
+    return digest(found) if found else ""
+
+
+@lru_cache(maxsize=4096)
+def digest(credentials: tuple[tuple[str, str], ...]) -> str:
+    hashed = hashlib.sha256()
+    for name, value in credentials:
+        hashed.update(f"{name}:{len(value)}:{value}\n".encode("utf-8", "surrogateescape"))
+    return f"credentials:{hashed.hexdigest()[:32]}"
+
+
+@lru_cache(maxsize=1)
+def anonymous() -> str:
+    """The one principal of all who show no credentials; that they share it is said once, loudly."""
+    log.warning(
+        "A guarded request came without a user or an Authorization or X-API-Key header (cookies do not count): such "
+        "callers share one principal, and see each other's outcomes if they guess a key and its payload.  Give the "
+        "middleware a principal function."
+    )
+    return ANONYMOUS

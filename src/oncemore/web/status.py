@@ -1,0 +1,79 @@
+"""The status of an operation, looked up by its key: it never performs anything, and shows each principal only its own."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+from urllib.parse import parse_qs
+
+from ..core.contract import Contract
+from ..core.key import check_key
+from ..core.model import Outcome, Record
+from ..core.plan import Plan, arun
+from ..core.rule import Rule
+from ..errors import InvalidKey, NotFound
+from .headers import lines
+from .http import Door, Request
+from .principal import principal_of
+from .problem import JSON, Response, encode_json
+
+
+async def status_response(door: Door, request: Request) -> Response:
+    """The response to a lookup."""
+    return await arun(status_plan(door, request))
+
+
+def status_plan(door: Door, request: Request) -> Plan[Response]:
+    """Find the record that this principal's key names: `?operation=refunds.create&key=...`, or the key as a header."""
+    query = parse_qs(request.query)
+    operation = query.get("operation", [""])[0]
+    rule, route = rule_named(door.contract, operation)
+    asked = query.get("key", [""])[0]
+    key = in_one_spelling(rule, asked) if asked else rule.key.read(lines(request.headers, rule.key.name.lower()))
+    if not key or not operation:
+        raise InvalidKey("Say which operation and which key: ?operation=refunds.create&key=...")
+    principal = principal_of(door.principal, request)
+    tenant = principal_of(door.tenant, request) if door.tenant is not None else ""
+    scope = door.scope(rule, route, request, principal, tenant)
+    record = yield from door.guard.store.find(scope, key)
+    if record is None:
+        raise NotFound("No operation with this key is known")
+    return Response(200, [JSON, ("cache-control", "no-store")], encode_json(shown(record)))
+
+
+def rule_named(contract: Contract, operation: str) -> tuple[Rule, str]:
+    """The rule of an operation and what its keys are scoped to, told by its name or by its method and path."""
+    for rule in contract.rules:
+        if rule.name == operation:
+            return rule, operation
+    method, _, path = operation.partition(" ")
+    match = contract.match(method, path)
+    return (match.rule, match.route) if match is not None else (contract.default, operation)
+
+
+def in_one_spelling(rule: Rule, key: str) -> str:
+    """The key as the record has it: a UUID in lower case."""
+    return check_key(key, max_length=rule.key.max_length, format=rule.key.format)
+
+
+def shown(record: Record) -> dict[str, Any]:
+    """A record as its owner may see it."""
+    found: dict[str, Any] = {
+        "operation": record.name,
+        "key": record.key,
+        "state": "unknown" if record.state == "held" else record.state,
+        "attempts": record.attempts,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+    }
+    if record.outcome is not None:
+        found["response"] = shown_outcome(record.outcome)
+    return found
+
+
+def shown_outcome(outcome: Outcome) -> dict[str, Any]:
+    try:
+        body: dict[str, str] = {"body": outcome.body.decode()}
+    except UnicodeDecodeError:
+        body = {"body_base64": base64.b64encode(outcome.body).decode()}
+    return {"status": outcome.status, "kept": outcome.kind != "tombstone", "headers": outcome.headers, **body}

@@ -1,0 +1,157 @@
+"""A request's turn: the guard's plan in two halves, with the app's own work between them.
+
+For the doors that are called and return a response (WSGI, Django).  What asks the ledger is a plan, so that threads run it
+and event loops await it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..core.contract import Match
+from ..core.guard import keeps
+from ..core.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats
+from ..core.judge import Answer
+from ..core.model import Operation, Outcome
+from ..core.plan import Effect, Ended, Plan, arun_to, run_to
+from ..errors import OncemoreError, PreconditionFailed, Refusal
+from .current import CURRENT
+from .headers import Headers, value_of
+from .http import Door, Request
+
+# The same request, with the same key, is to be sent to another address: what was asked has not been done here.
+ELSEWHERE = (307, 308)
+
+
+class NotKept(Exception):
+    """Thrown into the plan to have the lease released, where a stream is not to be remembered."""
+
+
+class SentElsewhere(Refusal):
+    """Thrown into the plan to have the key forgotten, where the app redirects the whole request."""
+
+
+class Half:
+    """The effect of driving a plan up to where the app performs, or to its end."""
+
+    __slots__ = ("plan", "resume")
+
+    def __init__(self, plan: Plan[Answer], resume: Callable[[], Effect[Any]]) -> None:
+        self.plan = plan
+        self.resume = resume
+
+    def run(self) -> Perform | Ended[Answer]:
+        return run_to(Perform, self.plan, self.resume)
+
+    def arun(self) -> Awaitable[Perform | Ended[Answer]]:
+        return arun_to(Perform, self.plan, self.resume)
+
+
+class Beats:
+    """The effect of finding the beats of this thread's kind, or of this loop."""
+
+    __slots__ = ("heart",)
+
+    def __init__(self, heart: Heartbeat) -> None:
+        self.heart = heart
+
+    def run(self) -> ThreadBeats:
+        return self.heart.threads
+
+    async def arun(self) -> LoopBeats:
+        return self.heart.on_loop()
+
+
+class Turn:
+    """One guarded request, from its claim until its outcome is durable: *begin*, then *whole*, *live* or *fail*."""
+
+    def __init__(self, door: Door, match: Match, operation: Operation) -> None:
+        self.door = door
+        self.rule = match.rule
+        self.operation = operation
+        self.policy = door.policy(match.rule)
+        self.over = False
+        self._plan: Plan[Answer]
+        self._effect: Perform
+        self._beats: ThreadBeats | LoopBeats
+
+    def begin(self, wait: float | None) -> Plan[Answer | None]:
+        """What the ledger answers; or None, and the app may perform: its lease is kept alive from here on."""
+        self._plan = self.door.guard.guarded(self.operation, never_called, self.policy, wait)
+        found = yield Half(self._plan, lambda: next(self._plan))
+        if isinstance(found, Ended):
+            return found.value  # type: ignore[no-any-return]
+        self._effect = found
+        self._beats = yield Beats(found.heart)
+        self._beats.add(found.beats)
+        return None
+
+    def check(self, request: Request, look: Effect[tuple[int, str]]) -> Plan[None]:
+        """What the rule asks before the app performs: the rate of new keys, and the resource's state, which a *look* tells."""
+        yield from self.door.admit(self.rule, self._effect.op, request)
+        if self.rule.if_match:
+            status, etag = yield look
+            if not matches(value_of(request.headers, "if-match"), status, etag):
+                raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """While the app's code runs, the operation is the current one."""
+        token = CURRENT.set(self._effect.op)
+        try:
+            yield
+        finally:
+            CURRENT.reset(token)
+
+    def whole(self, status: int, headers: Headers, body: bytes) -> Plan[Answer]:
+        """Settle a response that is there in full; when this returns, it is durable (or said not to be)."""
+        outcome = self.door.outcome(self.rule, status, headers, body)
+        if status in ELSEWHERE:
+            yield from self.fail(SentElsewhere())
+            return Answer(outcome, "released")
+        return (yield from self._settle(outcome))
+
+    def live(self, status: int, *, stream: bool = True) -> Plan[Answer]:
+        """Before the first byte of a *stream*, or of what is too large: that it happened is settled, and no more.
+
+        Where that is not to be remembered, the lease is kept until the response has ended, by `fail(NotKept())`.
+        """
+        tombstone = Outcome("tombstone", status)
+        if (stream and self.rule.streams == "release") or not keeps(self.policy, tombstone):
+            return Answer(tombstone, "unstored")
+        return (yield from self._settle(tombstone))
+
+    def fail(self, error: BaseException) -> Plan[None]:
+        """End the turn by *error*, once; what it means for the ledger is for the guard to say."""
+        if self.over:
+            return
+        self._end()
+        try:
+            yield Half(self._plan, lambda: self._plan.throw(error))
+        except BaseException as passed:
+            if passed is not error:
+                raise
+
+    def _settle(self, outcome: Outcome) -> Plan[Answer]:
+        self._end()
+        ended = yield Half(self._plan, lambda: self._plan.send(outcome))
+        assert isinstance(ended, Ended), "an operation is performed once"
+        return ended.value  # type: ignore[no-any-return]
+
+    def _end(self) -> None:
+        self.over = True
+        self._beats.beats.difference_update(self._effect.beats)
+
+
+def matches(wanted: str, status: int, etag: str) -> bool:
+    """Whether If-Match holds for a resource whose GET has this status and ETag; `*` stands for any that exists."""
+    if not 200 <= status < 300:
+        return False
+    tags = [tag.strip() for tag in wanted.split(",")]
+    return tags == ["*"] or (etag != "" and etag in tags)
+
+
+def never_called(op: object) -> None:
+    raise OncemoreError("The app performs, not the plan")

@@ -1,0 +1,47 @@
+"""Serves the contract's app in a process of its own: `python serve.py SERVER FRAMEWORK STORE PORT`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from oncemore.testing.http_app import ContractApp
+from tests.web.apps import FRAMEWORKS
+
+
+def make() -> Any:
+    """The app; a server that makes processes of its own finds what it is to be in the environment."""
+    return FRAMEWORKS[os.environ["FRAMEWORK"]](ContractApp(os.environ["STORE"]))
+
+
+def uvicorn(port: int) -> None:
+    import uvicorn
+
+    uvicorn.run(make(), host="127.0.0.1", port=port, log_level="warning")
+
+
+def hypercorn(port: int) -> None:
+    from hypercorn.asyncio import serve
+    from hypercorn.config import Config
+
+    config = Config()
+    config.bind = [f"127.0.0.1:{port}"]
+    asyncio.run(serve(make(), config))
+
+
+def granian(port: int) -> None:
+    from granian import Granian
+    from granian.constants import Interfaces
+
+    target = f"{Path(__file__).stem}:make"
+    Granian(target, "127.0.0.1", port, interface=Interfaces.ASGI, factory=True).serve()
+
+
+if __name__ == "__main__":
+    server, os.environ["FRAMEWORK"], os.environ["STORE"], port = sys.argv[1:]
+    {"uvicorn": uvicorn, "hypercorn": hypercorn, "granian": granian}[server](int(port))

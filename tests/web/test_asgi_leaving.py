@@ -1,0 +1,228 @@
+"""The ASGI door and those who give up: clients that leave, timeouts outside and inside, owners that come too late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import anyio
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from oncemore import Guard, Operation, Outcome, Policy, Record
+from oncemore.core.model import Lease
+from oncemore.core.plan import arun
+from oncemore.core.store import Filter
+from oncemore.web.asgi import IdempotencyMiddleware
+
+from .wire import Counted, SlowSettling, Wire, state
+
+
+@pytest.fixture
+def guard() -> Guard:
+    return Guard("memory://")
+
+
+# Clients that leave
+
+
+async def test_a_client_that_leaves_before_its_body_ends_has_asked_for_nothing(guard: Guard) -> None:
+    """CASES 23."""
+    app = Counted()
+    door = IdempotencyMiddleware(app, guard=guard)
+    wire = Wire(messages=[{"type": "http.request", "body": b'{"amo', "more_body": True}, {"type": "http.disconnect"}])
+    await wire.through(door)
+    assert (wire.sent, app.runs) == ([], 0)
+    assert (await Wire().through(door)).said == "stored"
+
+
+async def test_an_app_that_listens_for_the_client_hears_of_its_leaving_when_the_outcome_is_kept(guard: Guard) -> None:
+    """CASES 23: an app that gives up on a lost client would give up its outcome as well."""
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        listener = asyncio.create_task(receive())
+        await asyncio.sleep(0.05)
+        assert not listener.done()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+        heard.append((await listener)["type"])
+        heard.append((await receive())["type"])
+
+    door = IdempotencyMiddleware(app, guard=guard)
+    wire = Wire()
+    wire.leave()
+    await wire.through(door)
+    assert heard == ["http.disconnect", "http.disconnect"]
+    assert (await Wire().through(door)).said == "replayed"
+
+
+@pytest.mark.parametrize("length", [True, False])
+async def test_starlettes_streams_are_not_cut_by_a_client_that_left_early(guard: Guard, length: bool) -> None:
+    """CASES 23: it listens for the client, and would stop before the first chunk."""
+    runs: list[int] = []
+
+    async def chunks() -> Any:
+        runs.append(1)
+        await asyncio.sleep(0.01)
+        yield b"done"
+
+    async def view(request: Request) -> Response:
+        return StreamingResponse(chunks(), headers={"content-length": "4"} if length else {})
+
+    app = Starlette(routes=[Route("/things", view, methods=["POST"])])
+    door = IdempotencyMiddleware(app, guard=guard)
+    wire = Wire()
+    wire.leave()
+    await wire.through(door)
+    again = await Wire().through(door)
+    assert (again.status, len(runs)) == (200 if length else 409, 1)
+    assert again.body == b"done" or not length
+
+
+async def test_a_client_that_is_lost_while_the_response_is_sent_finds_it_later(guard: Guard) -> None:
+    """CASES 23, 26."""
+    app = Counted()
+    door = IdempotencyMiddleware(app, guard=guard)
+
+    class Lost(Wire):
+        async def send(self, message: Any) -> None:
+            raise OSError("The client is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        await Lost().through(door)
+    assert ((await Wire().through(door)).said, app.runs) == ("replayed", 1)
+
+
+# Those who give up: a timeout outside, a timeout inside
+
+
+class Slow(Counted):
+    """An app that takes a while."""
+
+    async def work(self, receive: Any) -> None:
+        await asyncio.sleep(0.1)
+
+
+async def asyncio_timeout(app: Any, wire: Wire) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await wire.through(app)
+
+
+async def anyio_timeout(app: Any, wire: Wire) -> None:
+    with anyio.move_on_after(0.02):
+        await wire.through(app)
+        raise AssertionError("it was in time")
+
+
+async def cancelled(app: Any, wire: Wire) -> None:
+    task = asyncio.create_task(wire.through(app))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("gives_up", [asyncio_timeout, anyio_timeout, cancelled])
+async def test_an_outer_middleware_that_gives_up_does_not_lose_the_outcome(guard: Guard, gives_up: Any) -> None:
+    """CASES 23."""
+    app = Slow()
+    door = IdempotencyMiddleware(app, guard=guard)
+    wire = Wire()
+    await gives_up(door, wire)
+    again = await Wire().through(door)
+    assert (again.status, again.said, app.runs) == (201, "replayed", 1)
+
+
+async def test_a_failure_that_nobody_waits_for_any_more_is_logged(
+    guard: Guard, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Slow):
+        async def work(self, receive: Any) -> None:
+            await super().work(receive)
+            raise RuntimeError("The provider is out")
+
+    await cancelled(IdempotencyMiddleware(Failing(), guard=guard), Wire())
+    with caplog.at_level(logging.ERROR, "oncemore.web"):
+        await asyncio.sleep(0.2)
+    assert "abandoned" in caplog.text
+    assert "The provider is out" in caplog.text
+
+
+def within(app: Any) -> Any:
+    """A middleware inside the door that gives its app 50 ms, and answers 504 itself after that."""
+
+    async def timed(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            with anyio.fail_after(0.05):
+                await app(scope, receive, send)
+        except TimeoutError:
+            await send({"type": "http.response.start", "status": 504, "headers": [(b"content-length", b"4")]})
+            await send({"type": "http.response.body", "body": b"late"})
+
+    return timed
+
+
+async def test_an_inner_timeout_while_the_outcome_is_being_stored_does_not_lose_it() -> None:
+    """CASES 23: the app had answered; that its own clock ran out meanwhile does not undo the effect."""
+    app = Counted()
+    guard = Guard(SlowSettling())
+    door = IdempotencyMiddleware(within(app), guard=guard)
+    first = await Wire().through(door)
+    assert (first.status, first.said, first.body) == (504, "unstored", b"late")
+    again = await Wire().through(door)
+    assert (again.status, again.said, again.body, app.runs) == (201, "replayed", b"done", 1)
+
+
+async def test_an_inner_timeout_before_the_response_is_a_failure_like_any_other(guard: Guard) -> None:
+    """CASES 20."""
+    app = Slow()
+    door = IdempotencyMiddleware(within(app), guard=guard)
+    first = await Wire().through(door)
+    assert (first.status, first.said, app.runs) == (504, "unstored", 1)
+    assert await state(guard) == "released"
+
+
+# Owners that come too late
+
+
+async def test_a_late_owner_answers_with_what_the_other_settled(guard: Guard) -> None:
+    """CASES 24."""
+    other = Guard(guard.store, policy=Policy(on_unknown="retry"))
+
+    class Overtaken(Counted):
+        async def work(self, receive: Any) -> None:
+            guard.store.shift += 60
+            [record] = (await arun(guard.store.list(Filter()))).records
+            operation = same_operation(record)
+            await other.arun(operation, lambda op: Outcome("response", 202, (), b"the other's"))
+
+    wire = await Wire().through(IdempotencyMiddleware(Overtaken(), guard=guard))
+    assert (wire.status, wire.body, wire.said) == (202, b"the other's", "replayed")
+
+
+async def test_a_late_owner_whose_follower_is_not_done_yet_is_refused(guard: Guard) -> None:
+    """CASES 24: its response reaches nobody, nor does anything that it says after that."""
+
+    class Overtaken(Counted):
+        async def work(self, receive: Any) -> None:
+            guard.store.shift += 60
+            [record] = (await arun(guard.store.list(Filter()))).records
+            assert isinstance(await arun(guard.store.claim(same_operation(record), lease=30)), Lease)
+
+    for app in (Overtaken(), Overtaken(b"one", b"two", length=False)):
+        wire = await Wire(key=str(id(app))).through(IdempotencyMiddleware(app, guard=Guard(guard.store)))
+        assert (wire.status, wire.headers["content-type"]) == (409, "application/problem+json")
+        assert b"TRANSIENT.idempotency.fenced" in wire.body
+        assert len(wire.sent) == 2
+        guard.store._records.clear()  # type: ignore[attr-defined]
+
+
+def same_operation(record: Record) -> Operation:
+    return Operation(record.scope, record.key, record.fingerprint, record.name)

@@ -1,0 +1,35 @@
+"""The Django door keeps the door contract: sync views under gunicorn, async and sync ones under uvicorn, on SQLite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from oncemore.testing.door_contract import DoorContract
+
+from .served import gunicorn, uvicorn
+
+APP = "tests.web.apps_django_contract"
+
+
+class TestDjangoUnderGunicorn(DoorContract):
+    """CASES A, B, C."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def url(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+        store = f"sqlite:///{tmp_path_factory.mktemp('once')}/once.db"
+        with gunicorn(f"{APP}:wsgi", "--threads", "24", STORE=store, VIEWS="sync") as server:
+            yield server.url
+
+
+class TestDjangoUnderUvicorn(DoorContract):
+    """CASES A, B, C."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def url(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+        store = f"sqlite:///{tmp_path_factory.mktemp('once')}/once.db"
+        with uvicorn(f"{APP}:asgi", STORE=store, VIEWS="async") as server:
+            yield server.url

@@ -1,0 +1,60 @@
+"""The WSGI door keeps the door contract: Flask and a plain app, on real sockets, on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from oncemore.testing.door_contract import DoorContract
+from oncemore.testing.http_app import ContractApp
+
+from .apps_wsgi import FRAMEWORKS
+from .served import IN_A_THREAD, gunicorn
+
+
+def in_a_thread(server: str, framework: str) -> type[DoorContract]:
+    class Served(DoorContract):
+        @pytest.fixture(scope="class")
+        @classmethod
+        def url(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+            app = ContractApp(f"sqlite:///{tmp_path_factory.mktemp('once')}/once.db")
+            with IN_A_THREAD[server](FRAMEWORKS[framework](app)) as url:
+                yield url
+            app.guard.close()
+
+    return Served
+
+
+class TestFlaskUnderWaitress(in_a_thread("waitress", "flask")):  # type: ignore[misc]
+    """CASES A, B, C."""
+
+
+class TestFlaskUnderWerkzeug(in_a_thread("werkzeug", "flask")):  # type: ignore[misc]
+    """CASES A, B, C, but for what this server does before any door: it reads a line break in a header as its end, and
+    closes each connection after a response.
+    """
+
+    test_a_key_with_a_line_break_or_a_zero_never_runs = None
+    test_two_requests_on_one_connection_do_not_mix = None
+
+
+class TestPlainUnderGunicorn(DoorContract):
+    """CASES A, B, C, with threads."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def url(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+        store = f"sqlite:///{tmp_path_factory.mktemp('once')}/once.db"
+        with gunicorn("tests.web.apps_wsgi:make()", "--threads", "24", FRAMEWORK="plain", STORE=store) as server:
+            yield server.url
+
+
+class TestPlainOnPostgres(DoorContract):
+    """CASES A, B, C, with PostgreSQL."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def url(cls, postgres_url: str) -> Iterator[str]:
+        with gunicorn("tests.web.apps_wsgi:make()", "--threads", "24", FRAMEWORK="plain", STORE=postgres_url) as server:
+            yield server.url

@@ -1,0 +1,238 @@
+"""Encryption at rest: what lies in the store tells nothing, and nothing but what was sealed comes out of it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from oncemore import Guard, Operation, Outcome, Policy, Resolution, once
+from oncemore.core.events import Event
+from oncemore.core.plan import run
+from oncemore.encryption import Seal
+from oncemore.errors import ConfigurationError, CorruptRecord, UnknownOutcome
+from oncemore.stores.memory import MemoryStore
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+PAYMENT = Operation("refunds.create:principal:alice", "key-1", "c1:aa", "refunds.create")
+SECRET = Outcome("response", 201, (("location", "/refunds/rf_secret"),), b'{"iban": "DE-secret"}')
+
+texts = st.text(max_size=20)
+outcomes = st.builds(
+    Outcome,
+    st.sampled_from(["response", "value", "error", "tombstone"]),
+    st.integers(0, 599),
+    st.lists(st.tuples(st.text(), st.text()), max_size=4).map(tuple),
+    st.binary(max_size=200),
+)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def sealed(store: MemoryStore) -> Iterator[Guard]:
+    """A guard of the *store* that remembers nothing by itself."""
+    with closing(Guard(store, seal=Seal([KEY]), cache=0)) as guard:
+        yield guard
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "once.db"
+
+
+@pytest.fixture
+def guard(file: Path) -> Iterator[Guard]:
+    with closing(Guard(f"sqlite:///{file}", seal=Seal([KEY]), cache=0)) as guard:
+        yield guard
+
+
+def lying_in(store: MemoryStore, operation: Operation = PAYMENT) -> Outcome:
+    """What somebody who can read the store would see."""
+    record = run(store.find(*operation.id))
+    assert record is not None
+    assert record.outcome is not None
+    return record.outcome
+
+
+def replaced(store: MemoryStore, operation: Operation, outcome: Outcome) -> None:
+    """What somebody who can write to the store would do."""
+    record = store._records[operation.id]
+    store._records[operation.id] = msgspec.structs.replace(record, outcome=outcome)
+
+
+class TestSeal:
+    @given(scope=texts, key=texts, outcome=outcomes)
+    def test_what_was_sealed_opens_as_it_was(self, scope: str, key: str, outcome: Outcome) -> None:
+        seal = Seal([KEY])
+        assert seal.open((scope, key), seal.seal((scope, key), outcome)) == outcome
+
+    @given(first=st.tuples(texts, texts), second=st.tuples(texts, texts), outcome=outcomes)
+    def test_it_opens_in_its_own_record_only(
+        self, first: tuple[str, str], second: tuple[str, str], outcome: Outcome
+    ) -> None:
+        """CASES 7: also where one record's scope and key run together to another's."""
+        assume(first != second)
+        seal = Seal([KEY])
+        with pytest.raises(CorruptRecord, match="does not open"):
+            seal.open(second, seal.seal(first, outcome))
+
+    @given(data=st.data(), outcome=outcomes)
+    def test_a_single_changed_bit_is_noticed(self, data: st.DataObject, outcome: Outcome) -> None:
+        seal = Seal([KEY])
+        sealed = seal.seal(PAYMENT.id, outcome)
+        body = bytearray(sealed.body)
+        body[data.draw(st.integers(0, len(body) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        with pytest.raises(CorruptRecord):
+            seal.open(PAYMENT.id, msgspec.structs.replace(sealed, body=bytes(body)))
+
+    @given(length=st.integers(0, 40))
+    def test_a_shortened_one_is_refused(self, length: int) -> None:
+        seal = Seal([KEY])
+        sealed = seal.seal(PAYMENT.id, SECRET)
+        with pytest.raises(CorruptRecord):
+            seal.open(PAYMENT.id, msgspec.structs.replace(sealed, body=sealed.body[:length]))
+
+    @pytest.mark.parametrize("change", [{"status": 200}, {"kind": "tombstone"}])
+    def test_what_stays_readable_cannot_be_changed(self, change: dict[str, Any]) -> None:
+        seal = Seal([KEY])
+        with pytest.raises(CorruptRecord):
+            seal.open(PAYMENT.id, msgspec.structs.replace(seal.seal(PAYMENT.id, SECRET), **change))
+
+    def test_nothing_of_it_can_be_read(self) -> None:
+        sealed = Seal([KEY]).seal(PAYMENT.id, SECRET)
+        assert b"secret" not in msgspec.msgpack.encode(sealed)
+        assert (sealed.kind, sealed.status) == ("response", 201)
+
+    def test_the_same_outcome_is_never_sealed_the_same_way(self) -> None:
+        seal = Seal([KEY])
+        assert len({seal.seal(PAYMENT.id, SECRET).body for _ in range(100)}) == 100
+
+    def test_keys_rotate(self) -> None:
+        """The first key seals and all of them open, so that both sides of a deployment read each other's outcomes."""
+        old, both, new = Seal([OTHER]), Seal([KEY, OTHER]), Seal([KEY])
+        assert both.open(PAYMENT.id, old.seal(PAYMENT.id, SECRET)) == SECRET
+        assert new.open(PAYMENT.id, both.seal(PAYMENT.id, SECRET)) == SECRET
+        with pytest.raises(CorruptRecord, match="key that is not here"):
+            new.open(PAYMENT.id, old.seal(PAYMENT.id, SECRET))
+
+    def test_an_outcome_without_a_seal_is_refused_unless_it_is_expected(self) -> None:
+        with pytest.raises(CorruptRecord, match="plain=True"):
+            Seal([KEY]).open(PAYMENT.id, SECRET)
+        assert Seal([KEY], plain=True).open(PAYMENT.id, SECRET) == SECRET
+
+    @pytest.mark.parametrize("keys", [[], [b"short"], KEY, "text", ["k" * 32]])
+    def test_keys_that_are_none_are_refused_at_start_up(self, keys: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"bytes"):
+            Seal(keys)
+
+
+class TestGuard:
+    def test_nothing_of_an_outcome_is_in_the_file(self, guard: Guard, file: Path) -> None:
+        guard.run(PAYMENT, lambda op: SECRET)
+        guard.store.close()
+        stored = b"".join(part.read_bytes() for part in file.parent.iterdir())
+        assert b"key-1" in stored, "the file is the ledger"
+        assert b"secret" not in stored
+
+    def test_a_replay_is_the_same(self, guard: Guard) -> None:
+        """CASES 16."""
+        first = guard.run(PAYMENT, lambda op: SECRET)
+        again = guard.run(PAYMENT, lambda op: pytest.fail("performed twice"))
+        assert (first.how, again.how, again.outcome) == ("stored", "replayed", SECRET)
+
+    def test_a_function_replays_its_falsy_result(self, sealed: Guard) -> None:
+        """CASES 30."""
+        calls: list[int] = []
+
+        @once(sealed, key="{number}")
+        def send(number: int) -> list[int]:
+            calls.append(number)
+            return []
+
+        assert (send(1), send(1), calls) == ([], [], [1])
+
+    def test_a_lookup_opens_one_record_and_a_page_none(self, guard: Guard) -> None:
+        """CASES 32."""
+        guard.run(PAYMENT, lambda op: SECRET)
+        found = guard.find(*PAYMENT.id)
+        assert found is not None
+        assert found.outcome == SECRET
+        (listed,) = guard.list().records
+        assert listed.outcome is not None
+        assert b"secret" not in listed.outcome.body
+        assert guard.find("nobody", "nothing") is None
+
+    def test_an_operators_decision_is_sealed_too(self, sealed: Guard, store: MemoryStore) -> None:
+        run(store.claim(PAYMENT, lease=0.001))
+        sealed.store.shift = 10.0
+        with pytest.raises(UnknownOutcome):
+            sealed.run(PAYMENT, lambda op: pytest.fail("its outcome is unknown"))
+        assert sealed.resolve(*PAYMENT.id, Resolution.settled(SECRET)).outcome == SECRET
+        assert b"secret" not in lying_in(store).body
+        assert sealed.run(PAYMENT, lambda op: pytest.fail("it had happened")).outcome == SECRET
+
+    def test_an_operator_may_also_let_it_run(self, sealed: Guard, store: MemoryStore) -> None:
+        run(store.claim(PAYMENT, lease=0.001))
+        sealed.store.shift = 10.0
+        assert sealed.resolve(*PAYMENT.id, Resolution.released()).outcome is None
+        assert sealed.run(PAYMENT, lambda op: SECRET).how == "stored"
+
+    def test_what_is_unique_whatever_its_key_stays_readable_to_its_owner(
+        self, sealed: Guard, store: MemoryStore
+    ) -> None:
+        first, second = (Operation("s", key, unique="order-7", name="pay") for key in ("a", "b"))
+        sealed.run(first, lambda op: SECRET)
+        assert sealed.run(second, lambda op: pytest.fail("paid twice")).outcome == SECRET
+        assert all(b"secret" not in lying_in(store, one).body for one in (first, second))
+
+    def test_a_suspected_twin_is_opened(self, sealed: Guard) -> None:
+        policy, twin = Policy(suspect="replay"), msgspec.structs.replace(PAYMENT, key="key-2")
+        sealed.run(PAYMENT, lambda op: SECRET, policy=policy)
+        assert sealed.run(twin, lambda op: pytest.fail("the same request"), policy=policy).outcome == SECRET
+
+    def test_swapped_records_are_refused_with_an_event_and_nothing_runs(
+        self, sealed: Guard, store: MemoryStore
+    ) -> None:
+        """CASES 28: whoever can write to the store still cannot answer one caller with another's response."""
+        told: list[Event] = []
+        sealed.observers = (told.append,)
+        mine, theirs = Operation("s:alice", "k"), Operation("s:bob", "k")
+        sealed.run(mine, lambda op: b"mine")
+        sealed.run(theirs, lambda op: b"theirs")
+        replaced(store, mine, lying_in(store, theirs))
+        with pytest.raises(CorruptRecord) as refused:
+            sealed.run(mine, lambda op: pytest.fail("performed twice"))
+        assert (refused.value.status, refused.value.retryable) == (503, True)
+        assert (told[-1].kind, told[-1].code) == ("failed", "TRANSIENT.idempotency.record_corrupt")
+
+    def test_a_seal_can_be_put_on_a_ledger_that_is_in_use(self, store: MemoryStore) -> None:
+        with closing(Guard(store)) as before:
+            before.run(PAYMENT, lambda op: SECRET)
+        with closing(Guard(store, seal=Seal([KEY], plain=True), cache=0)) as after:
+            assert after.run(PAYMENT, lambda op: pytest.fail("performed twice")).outcome == SECRET
+
+    async def test_it_is_awaited_as_well(self, sealed: Guard) -> None:
+        await sealed.arun(PAYMENT, lambda op: SECRET)
+        assert (await sealed.arun(PAYMENT, lambda op: pytest.fail("performed twice"))).outcome == SECRET
+
+    def test_the_audit_has_no_digest_of_the_plain_body(self, guard: Guard, file: Path) -> None:
+        """A digest of a short body is as good as the body: only that of the sealed one is kept."""
+        guard.run(PAYMENT, lambda op: SECRET)
+        found = guard.find(*PAYMENT.id)
+        assert found is not None
+        assert found.response_hash
+        assert found.response_hash != SECRET.digest()
+        with closing(sqlite3.connect(file)) as connection:
+            dump = "\n".join(connection.iterdump())
+        assert SECRET.digest() not in dump

@@ -1,5 +1,8 @@
 """Ask once more; it happens once.  Exactly-once effects in an at-least-once world."""
 
+from .client.function import retrying as retry
+from .client.retry import Retry
+from .core.contract import Contract
 from .core.guard import Guard
 from .core.judge import Answer
 from .core.model import Operation, Outcome, Record
@@ -7,11 +10,13 @@ from .core.once import once
 from .core.op import Op
 from .core.policy import Policy
 from .core.resolution import Resolution
+from .core.rule import Rule
 from .errors import OncemoreError
 from .stores import connect
 
 __all__ = [
     "Answer",
+    "Contract",
     "Guard",
     "OncemoreError",
     "Op",
@@ -20,6 +25,9 @@ __all__ = [
     "Policy",
     "Record",
     "Resolution",
+    "Retry",
+    "Rule",
     "connect",
     "once",
+    "retry",
 ]

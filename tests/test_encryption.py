@@ -178,6 +178,7 @@ class TestGuard:
         sealed.store.shift = 10.0
         with pytest.raises(UnknownOutcome):
             sealed.run(PAYMENT, lambda op: pytest.fail("its outcome is unknown"))
+        assert sealed.store.shift == store.shift == 10.0
         assert sealed.resolve(*PAYMENT.id, Resolution.settled(SECRET)).outcome == SECRET
         assert b"secret" not in lying_in(store).body
         assert sealed.run(PAYMENT, lambda op: pytest.fail("it had happened")).outcome == SECRET

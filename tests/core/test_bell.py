@@ -47,6 +47,7 @@ async def test_a_ring_from_another_thread_wakes_whoever_waits_for_the_record(wai
             await asyncio.sleep(0.001)
         await asyncio.to_thread(bell.ring, ID)
         assert await waiting < PATIENCE
+        assert await seconds(waits(waiter.wait(0.02))) >= 0.019  # that ring is over
 
 
 @both
@@ -194,14 +195,21 @@ def test_listeners_hear_of_every_change() -> None:
 
 
 FORK = """
-import os, sys
+import os, sys, threading
 from oncemore.core.bell import Bell
 
-bell, heard = Bell(), []
+def hold(lock):
+    with lock:
+        held.set()
+        let_go.wait(20)
+
+bell, heard, held, let_go = Bell(), [], threading.Event(), threading.Event()
 bell.hear(heard.append)
 with bell.waiting(("s", "k")) as waiter:
-    with bell._lock:  # the worst moment
-        child = os.fork()
+    threading.Thread(target=hold, args=[bell._lock]).start()
+    held.wait(20)
+    child = os.fork()  # at the worst moment
+    let_go.set()
     if child == 0:
         with bell.waiting(("s", "mine")) as mine:
             bell.ring(("s", "mine"))

@@ -130,17 +130,24 @@ def test_it_never_holds_more_than_its_bound_nor_says_what_was_not_kept_last(stor
 
 
 FORK = """
-import os, sys
+import os, sys, threading
 from oncemore.core.cache import Cache
 from oncemore.core.clock import SYSTEM
 from oncemore.core.model import Outcome
 
-cache = Cache(SYSTEM)
-with cache._lock:  # the worst moment
-    child = os.fork()
+def hold(lock):
+    with lock:
+        held.set()
+        let_go.wait(20)
+
+cache, held, let_go = Cache(SYSTEM), threading.Event(), threading.Event()
+threading.Thread(target=hold, args=[cache._lock]).start()
+held.wait(20)
+child = os.fork()  # at the worst moment
 if child == 0:
     cache.put(("s", "k"), "", Outcome(), remaining=60, expires_at=None)
     sys.exit(0 if cache.get(("s", "k")) else 1)
+let_go.set()
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 

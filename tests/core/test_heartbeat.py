@@ -162,10 +162,16 @@ def test_many_leases_of_different_lengths_are_all_renewed(ledger: Ledger) -> Non
 
 def test_all_leases_that_a_performer_depends_on_are_renewed(ledger: Ledger) -> None:
     """The one that comes first in the list may be due last."""
-    outer, inner = (Lease(Operation("s", key), 1, 0.0) for key in ("outer", "inner"))
-    beats = (ledger.heart.beat(inner, LONG), ledger.heart.beat(outer, 0.06))
-    Perform(ledger.heart, beats, lambda op: ledger.until_renewed("outer", 2), Op(inner)).run()
+    ledger.perform(lambda op: time.sleep(0.01)).run()  # our thread sleeps for long now
+    begun = time.monotonic()
+    two_leases(ledger, lambda op: ledger.until_renewed("outer", 2)).run()
+    assert time.monotonic() - begun < heartbeat.IDLE
     assert ledger.times("inner") == []
+
+
+def two_leases(ledger: Ledger, function: Callable[[Op], Any]) -> Perform:
+    outer, inner = (Lease(Operation("s", key), 1, 0.0) for key in ("outer", "inner"))
+    return Perform(ledger.heart, (ledger.heart.beat(inner, LONG), ledger.heart.beat(outer, 0.06)), function, Op(inner))
 
 
 def test_a_lost_lease_is_not_asked_for_again_and_keeps_nobody_busy(ledger: Ledger) -> None:
@@ -214,8 +220,9 @@ def test_quick_performers_cost_no_more_than_an_entry_in_a_set(ledger: Ledger) ->
 
     ledger.heart.threads._hasten = counted  # type: ignore[method-assign]
     begun = time.monotonic()
-    for count in range(2000):
+    for count in range(100):
         ledger.perform(lambda op: None, lease=(30.0, 6.0)[count % 2]).run()
+        time.sleep(0.001)  # let the thread see that there is nothing to do any more
     assert calls <= 4 + 4 * (time.monotonic() - begun)
 
 
@@ -253,6 +260,13 @@ def test_close_ends_the_thread_and_a_later_performer_starts_another(ledger: Ledg
     ledger.heart.close()
     assert not thread.is_alive()
     ledger.perform(lambda op: ledger.until_renewed("k", len(ledger.renewals) + 1), lease=0.03).run()
+
+
+def test_close_does_not_wait_for_the_thread_to_wake_by_itself(ledger: Ledger) -> None:
+    ledger.perform(lambda op: time.sleep(0.01)).run()
+    begun = time.monotonic()
+    ledger.heart.close()
+    assert time.monotonic() - begun < heartbeat.IDLE / 2
 
 
 def test_close_may_be_called_by_the_thread_itself(ledger: Ledger) -> None:
@@ -321,8 +335,17 @@ parents = Perform(heart, (heart.beat(lease, 0.03),), lambda op: ended.wait(20), 
 running = threading.Thread(target=parents.run)
 running.start()
 perform("before")
-with heart.threads._changed:  # the worst moment
-    child = os.fork()
+
+def hold(lock):
+    with lock:
+        held.set()
+        let_go.wait(20)
+
+held, let_go = threading.Event(), threading.Event()
+threading.Thread(target=hold, args=[heart.threads._changed]).start()
+held.wait(20)
+child = os.fork()  # at the worst moment
+let_go.set()
 if child == 0:
     perform("child")
     sys.exit(0 if (os.getpid(), "parents") not in renewed else 1)
@@ -395,6 +418,11 @@ async def test_a_longer_lease_that_comes_later_needs_no_timer_of_its_own(ledger:
     await ledger.perform(short, lease=0.06, key="short").arun()
     assert soonest[0] == soonest[1]
     assert ledger.times("long") == []
+
+
+async def test_all_leases_that_an_awaited_performer_depends_on_are_renewed(ledger: Ledger) -> None:
+    await two_leases(ledger, lambda op: ledger.auntil_renewed("outer", 2)).arun()
+    assert ledger.times("inner") == []
 
 
 async def test_a_lost_lease_does_not_keep_the_loop_busy(ledger: Ledger) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.lane import Ask, Lane, as_own
+from oncemore.core.lane import Ask, Lane, Seat, as_own
 from oncemore.core.plan import Call, Plan, run
 from oncemore.errors import StoreError, StoreUnavailable
 
@@ -312,6 +312,28 @@ def test_an_answer_that_arrives_with_the_interruption_is_given_back() -> None:
     assert lane.submit("next") == "<next>"
 
 
+def test_a_leader_interrupted_while_it_wakes_the_others_leaves_nobody_asleep(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sky, wake, struck = Sky(), Seat.wake, []
+
+    def interrupted(seat: Seat[Any]) -> None:
+        if seat.item == "passenger" and not struck:
+            struck.append(seat)
+            raise Interrupted
+        wake(seat)
+
+    monkeypatch.setattr(Seat, "wake", interrupted)
+    lane = Lane(sky.fly)
+    take_off(pool, lane, sky, 0)
+    leader, passenger, last = queue_up(pool, lane, ["leader", "passenger", "last"])
+    sky.land()
+    assert type(leader.exception(PATIENCE)) is Interrupted
+    assert passenger.result(PATIENCE) == "<passenger>"
+    assert type(last.exception(PATIENCE)) is StoreError
+    assert lane.submit("next") == "<next>"
+
+
 def test_a_failure_to_give_back_is_logged_and_disturbs_nobody(
     pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -402,8 +424,17 @@ waiting = threading.Thread(target=lambda: answers.append(lane.submit("waiting"))
 waiting.start()
 while not lane._waiting:
     time.sleep(0.001)
-with lane._lock:  # the worst moment
-    child = os.fork()
+
+def hold(lock):
+    with lock:
+        held.set()
+        let_go.wait(20)
+
+held, let_go = threading.Event(), threading.Event()
+threading.Thread(target=hold, args=[lane._lock]).start()
+held.wait(20)
+child = os.fork()  # at the worst moment
+let_go.set()
 if child == 0:
     sys.exit(0 if lane.submit("child") == os.getpid() else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

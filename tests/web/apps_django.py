@@ -125,12 +125,12 @@ def async_view(act: Callable[[HttpRequest, int], Any]) -> Callable[..., Any]:
 # ── Streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-STREAM = {"pause": 0, "many": 2, "size": 0}
+STREAM = {"before": 0, "pause": 0, "many": 2, "size": 0}
 
 
 @csrf_exempt
 def stream(request: HttpRequest) -> StreamingHttpResponse:
-    pause, many, size = (int(request.GET.get(name, usual)) for name, usual in STREAM.items())
+    before, pause, many, size = (int(request.GET.get(name, usual)) for name, usual in STREAM.items())
 
     def chunks() -> Iterator[bytes]:
         for number in range(many):
@@ -138,13 +138,14 @@ def stream(request: HttpRequest) -> StreamingHttpResponse:
             time.sleep(pause / 1000)
 
     count(request)
+    time.sleep(before / 1000)
     return StreamingHttpResponse(chunks())
 
 
 @transaction.non_atomic_requests
 @csrf_exempt
 async def astream(request: HttpRequest) -> StreamingHttpResponse:
-    pause, many, size = (int(request.GET.get(name, usual)) for name, usual in STREAM.items())
+    before, pause, many, size = (int(request.GET.get(name, usual)) for name, usual in STREAM.items())
 
     async def chunks() -> AsyncIterator[bytes]:
         for number in range(many):
@@ -152,6 +153,7 @@ async def astream(request: HttpRequest) -> StreamingHttpResponse:
             await asyncio.sleep(pause / 1000)
 
     count(request)
+    await asyncio.sleep(before / 1000)
     return StreamingHttpResponse(chunks())
 
 
@@ -162,8 +164,8 @@ async def astream(request: HttpRequest) -> StreamingHttpResponse:
 def slow(request: HttpRequest) -> HttpResponse:
     number = count(request)
     time.sleep(float(request.GET["pause"]))
-    Group.objects.create(name=f"{request.GET['case']} {number}")
-    return HttpResponse("done", status=201)
+    Group.objects.create(name=f"{request.GET['case']} {os.getpid()} {number}")
+    return HttpResponse(f"done by {os.getpid()}", status=201)
 
 
 @transaction.non_atomic_requests
@@ -171,8 +173,8 @@ def slow(request: HttpRequest) -> HttpResponse:
 async def aslow(request: HttpRequest) -> HttpResponse:
     number = count(request)
     await asyncio.sleep(float(request.GET["pause"]))
-    await Group.objects.acreate(name=f"{request.GET['case']} {number}")
-    return HttpResponse("done", status=201)
+    await Group.objects.acreate(name=f"{request.GET['case']} {os.getpid()} {number}")
+    return HttpResponse(f"done by {os.getpid()}", status=201)
 
 
 # ── Rules on views ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -322,13 +324,13 @@ sync_urls = [
     *views(sync_view),
     path("thing/<name>", csrf_exempt(thing)),
     *(path(name, stream) for name in ("stream", "released", "buffered")),
-    path("slow", slow),
+    *(path(name, slow) for name in ("slow", "frozen")),
 ]
 async_urls = [
     *views(async_view),
     path("thing/<name>", transaction.non_atomic_requests(csrf_exempt(athing))),
     *(path(name, astream) for name in ("stream", "released", "buffered")),
-    path("slow", aslow),
+    *(path(name, aslow) for name in ("slow", "frozen")),
 ]
 marked_urls = [
     path("function/<int:number>/", csrf_exempt(required(marked))),

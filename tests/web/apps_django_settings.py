@@ -43,6 +43,7 @@ CONTRACT = Contract(
     Rule("POST /{kind}/small", max_request=1000),
     Rule("PUT /{kind}/thing/{name}", if_match=True, key="required"),
     Rule("POST /{kind}/by-body", key="body:/id"),
+    Rule("POST /{kind}/frozen", lease="300ms", on_unknown="retry"),
     Rule("POST /{kind}/brief", lease="300ms", on_unknown="hold"),
 )
 ONCEMORE = {

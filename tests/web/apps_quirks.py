@@ -94,6 +94,13 @@ def slow_stream(case: str, environ: Environ, start_response: Any) -> Iterable[by
     return Closing(case, chunks())
 
 
+def trickle(case: str, environ: Environ, start_response: Any) -> Iterator[bytes]:
+    text(start_response)
+    for _ in range(8):
+        yield b"x"
+        time.sleep(0.1)
+
+
 def broken_stream(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:
     def chunks() -> Iterator[bytes]:
         yield b"one "
@@ -228,6 +235,11 @@ def moves(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:
 
 def dies(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:
     os._exit(9)
+
+
+def hangs(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:
+    time.sleep(60)
+    return []
 
 
 def waits(case: str, environ: Environ, start_response: Any) -> Iterable[bytes]:

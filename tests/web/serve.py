@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,27 @@ from tests.web.apps import FRAMEWORKS
 
 def make() -> Any:
     """The app; a server that makes processes of its own finds what it is to be in the environment."""
+    if parent := os.environ.get("PARENT"):
+        threading.Thread(target=end_with, args=(int(parent),), daemon=True).start()
     return FRAMEWORKS[os.environ["FRAMEWORK"]](ContractApp(os.environ["STORE"]))
 
 
-def uvicorn(port: int) -> None:
+def end_with(parent: int) -> None:
+    """End this process when its parent has been killed, and could not do it."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+def uvicorn(port: int, **options: Any) -> None:
     import uvicorn
 
-    uvicorn.run(make(), host="127.0.0.1", port=port, log_level="warning")
+    uvicorn.run(make(), host="127.0.0.1", port=port, log_level="warning", **options)
+
+
+def uvicorn_in_python(port: int) -> None:
+    """Without httptools and uvloop."""
+    uvicorn(port, http="h11", loop="asyncio")
 
 
 def hypercorn(port: int) -> None:
@@ -38,10 +54,12 @@ def granian(port: int) -> None:
     from granian import Granian
     from granian.constants import Interfaces
 
+    os.environ["PARENT"] = str(os.getpid())
     target = f"{Path(__file__).stem}:make"
     Granian(target, "127.0.0.1", port, interface=Interfaces.ASGI, factory=True).serve()
 
 
 if __name__ == "__main__":
     server, os.environ["FRAMEWORK"], os.environ["STORE"], port = sys.argv[1:]
-    {"uvicorn": uvicorn, "hypercorn": hypercorn, "granian": granian}[server](int(port))
+    servers = {"uvicorn": uvicorn, "uvicorn-h11": uvicorn_in_python, "hypercorn": hypercorn, "granian": granian}
+    servers[server](int(port))

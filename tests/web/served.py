@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import httpx
+import psycopg
+import pytest
 import waitress
+from psycopg import sql
 from waitress.wasyncore import close_all
 from werkzeug.serving import make_server as make_werkzeug
 
@@ -67,7 +72,8 @@ def under_waitress(app: App) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.effective_port}"
     finally:
-        server.trigger.pull_trigger(lambda: close_all(server._map))  # in its own loop, which ends with nothing to watch
+        with suppress(OSError):  # in its own loop, which ends with nothing to watch, perhaps before this call has ended
+            server.trigger.pull_trigger(lambda: close_all(server._map))
         thread.join()
         server.task_dispatcher.shutdown()
 
@@ -112,6 +118,15 @@ def uvicorn(app: str, *arguments: str, **environment: str) -> Process:
     return Process("uvicorn", "--port", "{port}", "--log-level", "warning", *arguments, app, **environment)
 
 
+@pytest.fixture(scope="class")
+def door_schema(postgres_url: str) -> Iterator[str]:
+    """The URL of a schema on the tests' PostgreSQL, for a server to keep its ledger in."""
+    name = f"t{secrets.token_hex(8)}"
+    yield f"{postgres_url}?schema={name}"
+    with psycopg.connect(postgres_url, autocommit=True, options="-c lock_timeout=10s") as connection:
+        connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(name)))
+
+
 # Made once, and without certificates, whose reading takes longer than a test; each request has its own connection.
 client = httpx.Client(timeout=20, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 
@@ -122,6 +137,14 @@ def asked(url: str, path: str, key: str | None, **options: Any) -> httpx.Respons
     if key is not None:
         headers["Idempotency-Key"] = key
     return client.request(options.pop("method", "POST"), url + path, headers=headers, **options)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until it is *true*."""
+    ends = time.monotonic() + 15
+    while not true():
+        assert time.monotonic() < ends, "it did not come true"
+        time.sleep(0.01)
 
 
 def wsgiref(factory: str, **environment: str) -> Process:

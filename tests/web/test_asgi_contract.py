@@ -1,7 +1,4 @@
-"""The ASGI door keeps the door contract under every server and in every framework, on real sockets.
-
-Each class is all of CASES A, B and C that a door can show.
-"""
+"""The ASGI door keeps the door contract under every server and in every framework, on real sockets."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from oncemore.testing.door_contract import BodyCases, Caller, DoorContract
+from oncemore.testing.door_contract import BodyCases, Caller, DoorContract, FaultCases, LifecycleCases
 
 from ..conftest import unique_name
 from .servers import AsgiServer
 
 
 def served(server: str, framework: str) -> type[DoorContract]:
-    """The contract for one pair of them, on SQLite."""
+    """All of CASES A, B and C for one pair of them, on SQLite."""
 
     class Served(DoorContract):
         @pytest.fixture(scope="class")
@@ -43,24 +40,23 @@ class TestGranianStarlette(served("granian", "starlette")):  # type: ignore[misc
     """The door is one of Starlette's own middlewares."""
 
 
-class TestUvicornBetween(served("uvicorn", "starlette-between")):  # type: ignore[misc]
-    """The door is between two BaseHTTPMiddlewares, which pass every response on in pieces."""
+class TestUvicornInPython(served("uvicorn-h11", "starlette")):  # type: ignore[misc]
+    """Its other parser of HTTP, and its other loop."""
 
 
-class TestUvicornFastapi(served("uvicorn", "fastapi")):  # type: ignore[misc]
-    """The door is added to the app, as the front page says."""
+class TestEveryFramework(LifecycleCases, BodyCases, FaultCases):
+    """CASES C, inside each framework; what is read from a request is read before any of them sees it."""
 
+    @pytest.fixture(scope="class", params=["starlette-between", "fastapi", "litestar", "quart", "django"])
+    @classmethod
+    def url(cls, request: pytest.FixtureRequest) -> Iterator[str]:
+        with AsgiServer("uvicorn", request.param) as running:
+            yield running.url
 
-class TestUvicornLitestar(served("uvicorn", "litestar")):  # type: ignore[misc]
-    """The door is around the app."""
-
-
-class TestUvicornQuart(served("uvicorn", "quart")):  # type: ignore[misc]
-    """The door is around the app's own ASGI callable."""
-
-
-class TestUvicornDjango(served("uvicorn", "django")):  # type: ignore[misc]
-    """The door is around the app."""
+    @pytest.fixture
+    def caller(self, url: str) -> Iterator[Caller]:
+        with Caller(url) as caller:
+            yield caller
 
 
 class TestEveryOtherPair(BodyCases):

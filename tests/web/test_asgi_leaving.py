@@ -14,8 +14,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from oncemore import Guard, Operation, Outcome, Policy, Record
+from oncemore.core.contract import Contract
 from oncemore.core.model import Lease
 from oncemore.core.plan import arun
+from oncemore.core.rule import Rule
 from oncemore.core.store import Filter
 from oncemore.web.asgi import IdempotencyMiddleware
 
@@ -226,3 +228,72 @@ async def test_a_late_owner_whose_follower_is_not_done_yet_is_refused(guard: Gua
 
 def same_operation(record: Record) -> Operation:
     return Operation(record.scope, record.key, record.fingerprint, record.name)
+
+
+# What is left when the outcome is kept
+
+
+async def gives_up_and_answers(app: Any, wire: Wire) -> None:
+    """A middleware outside the door that gives it 20 ms, and answers 504 itself after that."""
+    try:
+        async with asyncio.timeout(0.02):
+            await wire.through(app)
+    except TimeoutError:
+        await wire.send({"type": "http.response.start", "status": 504, "headers": []})
+        await asyncio.sleep(0.15)  # the app ends meanwhile
+        await wire.send({"type": "http.response.body", "body": b"late"})
+
+
+@pytest.mark.parametrize("app", [Slow(), Slow(b"one", b"two", length=False)], ids=["whole", "stream"])
+async def test_after_an_outer_middleware_has_answered_the_door_says_nothing(guard: Guard, app: Slow) -> None:
+    """CASES 23: two responses to one request would be mixed up."""
+    door = IdempotencyMiddleware(app, guard=guard)
+    wire = Wire()
+    await gives_up_and_answers(door, wire)
+    assert ([message["type"] for message in wire.sent], wire.status, wire.body) == (
+        ["http.response.start", "http.response.body"],
+        504,
+        b"late",
+    )
+    again = await Wire().through(door)
+    assert (again.status, app.runs) == (201 if app.length else 409, 1)
+
+
+@pytest.mark.parametrize(("streams", "left"), [("refuse", "settled"), ("release", "released")])
+async def test_a_stream_that_is_given_up_ends(guard: Guard, streams: Any, left: str) -> None:
+    """CASES 21: its outcome is known by then, so nothing is kept running for it."""
+    ended = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": b"tick", "more_body": True})
+                await asyncio.sleep(0.005)
+        finally:
+            ended.set()
+
+    contract = Contract(Rule("POST /things", streams=streams))
+    wire = Wire()
+    await cancelled(IdempotencyMiddleware(app, guard=guard, contract=contract), wire)
+    await asyncio.wait_for(ended.wait(), 1)
+    sent = len(wire.sent)
+    await asyncio.sleep(0.05)
+    assert (len(wire.sent), await state(guard)) == (sent, left)
+
+
+async def test_a_long_stream_is_not_taken_for_a_lost_lease() -> None:
+    """CASES 24: there is nothing to renew once the outcome is kept."""
+    events: list[str] = []
+    guard = Guard("memory://", observers=[lambda event: events.append(event.kind)])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"tick", "more_body": True})
+        await asyncio.sleep(0.2)
+        await send({"type": "http.response.body"})
+        await asyncio.sleep(0.1)
+
+    contract = Contract(Rule("POST /things", lease="90ms"))
+    await Wire().through(IdempotencyMiddleware(app, guard=guard, contract=contract))
+    assert events == ["claimed", "settled"]

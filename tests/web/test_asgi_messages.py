@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from oncemore import Guard
@@ -186,6 +186,34 @@ async def test_ways_around_the_door_are_not_offered_to_the_app(guard: Guard) -> 
     offered = {"http.response.pathsend": {}, "http.response.trailers": {}, "tls": {}}
     await Wire(extensions=offered).through(IdempotencyMiddleware(app, guard=guard))
     assert seen == [{"tls"}]
+
+
+# Conditional updates
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_etag_is_that_of_the_apps_own_answer_to_a_get(guard: Guard, streamed: bool) -> None:
+    """A conditional update asks for the same URL, query included, with the caller's credentials, and sends nothing of it."""
+    seen: list[tuple[str, str]] = []
+
+    async def chunks() -> Any:
+        yield b"{}"
+
+    async def view(request: Request) -> Response:
+        seen.append((request.method, request.query_params["id"]))
+        assert request.headers["authorization"] == "Bearer alice"
+        etag = {"etag": f'"{request.query_params["id"]}"'}
+        return StreamingResponse(chunks(), headers=etag) if streamed else JSONResponse({}, headers=etag)
+
+    app = Starlette(routes=[Route("/things", view, methods=["GET", "PUT"])])
+    door = IdempotencyMiddleware(app, guard=guard, contract=Contract(Rule("PUT /things", if_match=True)))
+
+    async def status(tag: str) -> int:
+        wire = Wire("/things?id=7", method="PUT", key=tag, headers=[("if-match", f'"{tag}"')])
+        return (await asyncio.wait_for(wire.through(door), 5)).status
+
+    assert (await status("8"), seen) == (412, [("GET", "7")])
+    assert (await status("7"), seen[1:]) == (200, [("GET", "7"), ("PUT", "7")])
 
 
 # When the set-up is wrong

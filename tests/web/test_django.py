@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from oncemore.testing.process import Server
 from oncemore.testing.raw_http import RawConnection, chunked, head
 
-from .served import gunicorn, uvicorn, wsgiref
+from .served import gunicorn, until, uvicorn, wsgiref
 
 APP = "tests.web.apps_django_settings"
 NOT_KEPT = "CONFLICT.idempotency.outcome_not_kept"
@@ -56,12 +58,6 @@ class Caller:
 
     def told(self, what: str = "runs") -> int:
         return int(self.client.get("/told", params={"case": self.case}).json()[what])
-
-    def until(self, true: Callable[[], bool]) -> None:
-        ends = time.monotonic() + 15
-        while not true():
-            assert time.monotonic() < ends, "it did not come true"
-            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -141,17 +137,28 @@ def test_a_released_stream_keeps_its_lease_to_its_end_and_then_runs_again(caller
     params = {"pause": 250, "many": 4}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(caller.ask, f"/{kind}/released", params=params)
-        caller.until(lambda: caller.told() == 1)
+        until(lambda: caller.told() == 1)
         time.sleep(0.5)  # longer than the lease
         early = caller.ask(f"/{kind}/released", params=params, headers={"X-Request-Timeout": "0"})
         assert early.json()["error_code"] == "CONFLICT.idempotency.in_progress"
         assert first.result().text == "0 1 2 3 "
-    caller.until(lambda: caller.ask(f"/{kind}/released", params=params).status_code == 200)
+    until(lambda: caller.ask(f"/{kind}/released", params=params).status_code == 200)
+    assert caller.told() == 2
+
+
+def test_a_released_stream_that_nobody_is_there_to_hear_runs_again(caller: Caller, kind: str, server: Server) -> None:
+    """CASES 23: its client left before it began, and its lease must not be kept for ever."""
+    connection = RawConnection(server.url)
+    target = f"/{kind}/released?case={caller.case}&before=300&many=2"
+    connection.send(head("POST", target, fields(caller, ("Content-Length", "0"))))
+    until(lambda: caller.told() == 1)
+    connection.reset()
+    params, alice = {"before": 300, "many": 2}, {"Authorization": "Bearer alice"}
+    assert caller.ask(f"/{kind}/released", params=params, headers=alice).text == "0 1 "
     assert caller.told() == 2
 
 
 @pytest.mark.parametrize(("size", "kept"), [(1000, True), (5000, False)])
-@pytest.mark.filterwarnings("ignore")
 def test_a_file_is_kept_if_it_is_small(caller: Caller, kind: str, size: int, kept: bool) -> None:
     """CASES 21, 22."""
     first, second = (caller.ask(f"/{kind}/file", params={"size": size}) for _ in range(2))
@@ -242,7 +249,7 @@ def test_a_client_that_leaves_while_the_view_works_finds_the_outcome_later(
     connection = RawConnection(server.url)
     target = f"/{kind}/slow?case={caller.case}&pause=0.5"
     connection.send(head("POST", target, fields(caller, ("Content-Length", "0"))))
-    caller.until(lambda: caller.told() == 1)
+    until(lambda: caller.told() == 1)
     if polite:
         connection.close()
     else:
@@ -383,3 +390,22 @@ def test_after_the_server_was_killed_the_outcome_is_unknown(kind: str, tmp_path:
         time.sleep(0.4)
         answer = mine.ask(f"/{kind}/brief")
         assert (answer.status_code, answer.json()["error_code"]) == (409, "CONFLICT.idempotency.outcome_unknown")
+
+
+def test_an_owner_frozen_past_its_lease_answers_with_what_the_other_has_settled(kind: str, tmp_path: Path) -> None:
+    """CASES 24: two servers share a ledger."""
+    params = {"pause": "0.3"}
+    with start("uvicorn", tmp_path) as first, start("uvicorn", tmp_path) as second, ThreadPoolExecutor(1) as pool:
+        mine, other = Caller(first.url), Caller(second.url)
+        other.key, other.client.headers = mine.key, mine.client.headers
+        params["case"] = other.case
+        late = pool.submit(mine.ask, f"/{kind}/frozen", params=params)
+        mine.case = other.case
+        until(lambda: mine.told() == 1)
+        os.kill(first.pid, signal.SIGSTOP)
+        time.sleep(0.4)
+        answer = other.ask(f"/{kind}/frozen", params=params)
+        os.kill(first.pid, signal.SIGCONT)
+        assert (answer.text, said(answer)) == (f"done by {second.pid}", "stored")
+        assert (late.result().text, said(late.result())) == (answer.text, "replayed")
+        assert said(other.ask(f"/{kind}/frozen", params=params)) == "replayed"

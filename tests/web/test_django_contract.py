@@ -1,4 +1,4 @@
-"""The Django door keeps the door contract: sync views under gunicorn, async and sync ones under uvicorn, on SQLite."""
+"""The Django door keeps the door contract: sync views under gunicorn, async ones under uvicorn, on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 
 from oncemore.testing.door_contract import DoorContract
 
-from .served import gunicorn, uvicorn
+from .served import door_schema, gunicorn, uvicorn
+
+__all__ = ["door_schema"]  # a fixture
 
 APP = "tests.web.apps_django_contract"
 
@@ -32,4 +34,14 @@ class TestDjangoUnderUvicorn(DoorContract):
     def url(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         store = f"sqlite:///{tmp_path_factory.mktemp('once')}/once.db"
         with uvicorn(f"{APP}:asgi", STORE=store, VIEWS="async") as server:
+            yield server.url
+
+
+class TestDjangoOnPostgres(DoorContract):
+    """CASES A, B, C."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def url(cls, door_schema: str) -> Iterator[str]:
+        with uvicorn(f"{APP}:asgi", STORE=door_schema, VIEWS="async") as server:
             yield server.url

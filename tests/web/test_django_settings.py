@@ -17,13 +17,19 @@ from oncemore.core.rule import Rule
 from oncemore.errors import ConfigurationError
 from oncemore.web import django_settings
 from oncemore.web.django import IdempotencyMiddleware, idempotent, required
+from oncemore.web.django_exchange import body_of
 from oncemore.web.django_views import Views
+from oncemore.web.http import Door
 
 AUTH = "django.contrib.auth.middleware.AuthenticationMiddleware"
 DOOR = "oncemore.web.django.IdempotencyMiddleware"
 
 guard = Guard("memory://")
 contract = Contract(Rule("POST /orders", name="orders.create"))
+
+
+class Somewhere:
+    """Stands for a request."""
 
 
 class AuthenticationMiddleware:
@@ -54,7 +60,20 @@ def test_objects_may_be_given_by_their_dotted_paths(settings: SimpleNamespace) -
         "status_path": "/status",
     }
     door = django_settings.door_from_settings()
-    assert (door.guard, door.contract, door.principal, door.status_path) == (guard, contract, who, "/status")
+    assert (door.guard, door.contract, door.status_path) == (guard, contract, "/status")
+    assert door.principal is not None
+    assert door.principal(Somewhere()) == "somebody"
+
+
+def test_who_is_calling_is_asked_once_for_each_request(settings: SimpleNamespace) -> None:
+    """Under ASGI it is asked in a thread, and not again on the loop."""
+    asked: list[Any] = []
+    settings.ONCEMORE["principal"] = lambda request: asked.append(request) or len(asked)
+    principal = django_settings.door_from_settings().principal
+    assert principal is not None
+    one, two = Somewhere(), Somewhere()
+    assert [principal(request) for request in (one, one, two, two)] == [1, 1, 2, 2]
+    assert asked == [one, two]
 
 
 def test_the_contract_is_a_file_beside_the_project(settings: SimpleNamespace, tmp_path: Path) -> None:
@@ -181,3 +200,10 @@ def test_a_view_at_two_routes_has_one_rule() -> None:
     assert second is not None
     assert first.rule is second.rule
     assert first.route != second.route  # but a key is the name of two operations
+
+
+def test_a_body_that_another_has_consumed_is_an_error_that_says_so() -> None:
+    door = Door(guard)
+    with pytest.raises(ConfigurationError, match="move it after this one"):
+        body_of(SimpleNamespace(_read_started=True), Rule(), door)
+    assert body_of(SimpleNamespace(_body=b"x", body=b"x", _read_started=True), Rule(), door) == b"x"

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
@@ -17,12 +18,13 @@ from werkzeug.middleware.proxy_fix import ProxyFix
 
 from oncemore.core.contract import Contract
 from oncemore.core.guard import Guard
+from oncemore.core.heartbeat import ThreadBeats
 from oncemore.core.model import Outcome
 from oncemore.core.rule import Rule
 from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.web.wsgi import IdempotencyMiddleware, current_operation, idempotent
 
-from .served import asked, under_waitress, under_werkzeug
+from .served import asked, under_waitress, under_werkzeug, until
 
 Serve = Callable[..., str]
 
@@ -375,3 +377,35 @@ def test_the_apps_own_refusals_are_its_own(app: Flask, serve: Serve) -> None:
     answer = asked(url, "/orders", "a")
     assert answer.status_code == 500
     assert answer.headers["content-type"].startswith("text/html")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_late_owner_answers_with_what_the_other_has_settled(
+    app: Flask, serve: Serve, guard: Guard, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASES 24: its lease lapses, since nobody keeps it alive, and what it has done reaches nobody."""
+    begun, turn = threading.Event(), threading.Event()
+    closed: list[str] = []
+
+    @app.post("/orders")
+    @idempotent(lease="200ms", on_unknown="retry", wait="5s")
+    def create() -> Response:
+        app.runs.append("order")  # type: ignore[attr-defined]
+        number = len(app.runs)  # type: ignore[attr-defined]
+        if number == 1:
+            begun.set()
+            turn.wait(10)
+        answer = Response(iter([f"run {number}"]) if streamed and number == 1 else f"run {number}")
+        answer.call_on_close(lambda: closed.append(f"run {number}"))
+        return answer
+
+    monkeypatch.setattr(ThreadBeats, "add", lambda *_: None)
+    url = serve(app)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(asked, url, "/orders", "a")
+        assert begun.wait(10)
+        other = asked(url, "/orders", "a")
+        turn.set()
+        assert (other.text, other.headers["idempotency-status"]) == ("run 2", "stored")
+        assert (late.result().text, late.result().headers["idempotency-status"]) == ("run 2", "replayed")
+    until(lambda: sorted(closed) == ["run 1", "run 2"])

@@ -267,6 +267,16 @@ class TestResponses:
         assert made["components"]["responses"]["SoldOut"] == own
         OpenAPIV31SpecValidator(made).validate()
 
+    def test_an_example_of_its_own_stays_the_only_one(self) -> None:
+        """OpenAPI allows `example` or `examples`, never both."""
+        document = copy.deepcopy(PLAIN)
+        own = {"schema": {"type": "object"}, "example": {"sold": "out"}}
+        refund(document)["responses"]["409"] = {"description": "", "content": {"application/problem+json": own}}
+        made = enriched({}, document)
+        content = refund(made)["responses"]["409"]["content"]["application/problem+json"]
+        assert ("examples" in content, content["example"]) == (False, {"sold": "out"})
+        OpenAPIV31SpecValidator(made).validate()
+
     @pytest.mark.parametrize("target", ["other.yaml#/x", "#/components/responses/None", "#/components/responses/Loop"])
     def test_a_reference_that_leads_elsewhere_is_left_alone(self, target: str) -> None:
         document = copy.deepcopy(PLAIN)

@@ -158,9 +158,16 @@ class TestStartUp:
     ) -> None:
         monkeypatch.delitem(sys.modules, "oncemore.web.rates")
         monkeypatch.setitem(sys.modules, "limits", None)
-        with pytest.raises(MissingDriver, match=r"pip install 'oncemore\[rates\]'"):
+        with pytest.raises(MissingDriver, match=r"pip install 'oncemore\[limits\]'"):
             Door(guard, Contract(THREE))
         assert Door(guard, Contract(Rule("POST /pay"))).rates is None
+
+    def test_a_rule_that_a_door_finds_late_is_counted_nonetheless(self, guard: Guard) -> None:
+        door = Door(guard)
+        assert door.rates is None
+        door.contract.add(THREE)
+        door.declared()
+        assert isinstance(door.rates, NewKeys)
 
     def test_an_own_counter_is_taken_instead(self, guard: Guard) -> None:
         own = NewKeys()

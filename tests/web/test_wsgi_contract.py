@@ -10,7 +10,9 @@ from oncemore.testing.door_contract import DoorContract
 from oncemore.testing.http_app import ContractApp
 
 from .apps_wsgi import FRAMEWORKS
-from .served import IN_A_THREAD, gunicorn
+from .served import IN_A_THREAD, door_schema, gunicorn
+
+__all__ = ["door_schema"]  # a fixture
 
 
 def in_a_thread(server: str, framework: str) -> type[DoorContract]:
@@ -55,6 +57,6 @@ class TestPlainOnPostgres(DoorContract):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def url(cls, postgres_url: str) -> Iterator[str]:
-        with gunicorn("tests.web.apps_wsgi:make()", "--threads", "24", FRAMEWORK="plain", STORE=postgres_url) as server:
+    def url(cls, door_schema: str) -> Iterator[str]:
+        with gunicorn("tests.web.apps_wsgi:make()", "--threads", "24", FRAMEWORK="plain", STORE=door_schema) as server:
             yield server.url

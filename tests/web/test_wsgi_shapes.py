@@ -11,7 +11,7 @@ from wsgiref.util import setup_testing_defaults
 from wsgiref.validate import validator
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from oncemore.core.contract import Contract
@@ -131,6 +131,7 @@ def is_stream(shape: Shape) -> bool:
     return not shape.sized and (len(list(filter(None, shape.written))) > 1 or (lazy and any(shape.yielded)))
 
 
+@settings(max_examples=300)
 @given(shapes, st.sampled_from(["refuse", "store", "release"]), st.sampled_from([4, 1000]))
 def test_every_shape_of_response_is_passed_on_as_it_is_and_settled_before_it_is_sent(
     shape: Shape, streams: Any, most: int

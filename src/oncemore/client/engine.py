@@ -56,9 +56,8 @@ class Engine:
 
     def perform(self, wire: Wire, retry: Retry | None = None) -> Plan[tuple[Reply, Exchange]]:
         """The final (or the last) answer to the request, and the exchange that tells how it came."""
-        exchange = Exchange(
-            wire, retry or self.retry, self.name(wire.method, wire.headers), self.timeout_header, time.time
-        )
+        key = self.name(wire.method, wire.headers)
+        exchange = Exchange(wire, retry or self.retry, key, self.timeout_header)
         body = yield from wire.body()
         if exchange.key is not None and self.keyring is not None:
             return (yield from self._written_down(exchange, self.keyring, body)), exchange
@@ -141,13 +140,14 @@ class Engine:
     def _entry(self, exchange: Exchange, body: bytes | None) -> Entry:
         wire = exchange.wire
         content_type = wire.headers.get("Content-Type") or ""
+        fingerprint = (
+            "" if body is None else FINGERPRINTS.fingerprint(*asked(wire.method, wire.url, content_type, body))
+        )
         kept = [(name, wire.headers.get(name)) for name in (*self.remembered, self.header)]
         return Entry(
             scope=scope_of(wire.method, wire.url),
             key=exchange.key or "",
-            fingerprint=""
-            if body is None
-            else FINGERPRINTS.fingerprint(*asked(wire.method, wire.url, content_type, body)),
+            fingerprint=fingerprint,
             method=wire.method,
             url=without_credentials(wire.url),
             headers=tuple((name, value) for name, value in kept if value is not None),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+import time
+from collections.abc import MutableMapping
 from typing import NamedTuple, Protocol
 
 from ..core.plan import Effect, Plan
@@ -68,7 +69,6 @@ class Exchange:
     telling = True
 
     __slots__ = (
-        "_wall",
         "expires",
         "hedgeable",
         "key",
@@ -80,9 +80,7 @@ class Exchange:
         "wire",
     )
 
-    def __init__(
-        self, wire: Wire, retry: Retry, key: str | None, timeout_header: str | None, wall: Callable[[], float]
-    ) -> None:
+    def __init__(self, wire: Wire, retry: Retry, key: str | None, timeout_header: str | None) -> None:
         self.wire = wire
         self.retry = retry
         self.key = key
@@ -92,7 +90,6 @@ class Exchange:
         self.hedgeable = self.repeatable and wire.parallel
         self.story: Story | None = None
         self.timeout_header = timeout_header
-        self._wall = wall
 
     def attempt(self, number: int, limit: float) -> Effect[Reply]:
         # Only a keyed operation can make the server wait, for a twin that is in flight.
@@ -105,7 +102,7 @@ class Exchange:
             return accepted(reply.status)
         keyed = self.key is not None
         return judge_reply(
-            reply, repeatable=self.repeatable, keyed=keyed, statuses=self.retry.statuses, now=self._wall()
+            reply, repeatable=self.repeatable, keyed=keyed, statuses=self.retry.statuses, now=time.time()
         )
 
     def judge_error(self, error: Exception) -> Verdict:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+
+import msgspec
 
 from ..errors import ConfigurationError
 
@@ -12,8 +13,7 @@ from ..errors import ConfigurationError
 MAX_HOSTS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(msgspec.Struct, frozen=True):
     """How many failures a host may show before retries stop (gRPC's retry throttling).
 
     A failed attempt takes one token, a good one gives *ratio* back; retries stop while no more than half are left.
@@ -30,8 +30,7 @@ class Budget:
 DEFAULT_BUDGET = Budget()
 
 
-@dataclass(frozen=True, slots=True)
-class Breaker:
+class Breaker(msgspec.Struct, frozen=True):
     """After how many failures in a row nothing is sent for *cooldown* seconds; then one probe decides."""
 
     failures: int = 5

@@ -6,11 +6,13 @@ from typing import Any
 
 import httpx
 
-from ..core.plan import Plan, arun, run
+from ..core.plan import arun, run
 from .engine import Engine
 from .entry import Entry, Keyring, Resumed
+from .exchange import Exchange
 from .httpx_bounds import bound
 from .httpx_wire import HttpxWire, RequestExhausted, RequestTimedOut, RequestUnknown
+from .judge import Reply
 from .retry import Retry
 
 __all__ = ["AsyncRetryTransport", "RequestExhausted", "RequestTimedOut", "RequestUnknown", "RetryTransport"]
@@ -36,7 +38,8 @@ class RetryTransport(httpx.BaseTransport):
         self._transport = bound(transport or httpx.HTTPTransport())
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        return run(performed(self.engine, request, self._transport))
+        wire = HttpxWire(request, self._transport)
+        return told(*run(self.engine.perform(wire, request.extensions.get("retry"))))
 
     def pending(self) -> list[Entry]:
         """Operations without a final answer that no living process is working on, oldest first."""
@@ -82,7 +85,8 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
         self._transport = transport or httpx.AsyncHTTPTransport()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        return await arun(performed(self.engine, request, self._transport))
+        wire = HttpxWire(request, self._transport)
+        return told(*await arun(self.engine.perform(wire, request.extensions.get("retry"))))
 
     async def pending(self) -> list[Entry]:
         """Operations without a final answer that no living process is working on, oldest first."""
@@ -109,9 +113,8 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
         self.engine.close()
 
 
-def performed(engine: Engine, request: httpx.Request, transport: Any) -> Plan[httpx.Response]:
-    """The response to *request*, with its story."""
-    reply, exchange = yield from engine.perform(HttpxWire(request, transport), request.extensions.get("retry"))
+def told(reply: Reply, exchange: Exchange) -> httpx.Response:
+    """The response, with its story."""
     response: httpx.Response = reply.response
     response.extensions["oncemore"] = exchange.story
     return response

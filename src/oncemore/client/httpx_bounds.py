@@ -24,12 +24,12 @@ class BoundedStream(httpcore.NetworkStream):
         self._opening = opened
 
     def _next(self, timeout: float | None, error: type[Exception]) -> float | None:
-        if isinstance(timeout, Allowance):
-            self._opening = None
-        elif timeout is None:
-            timeout = self._opening
         if not isinstance(timeout, Allowance):
-            return timeout
+            timeout = timeout or self._opening
+            if not isinstance(timeout, Allowance):
+                return timeout
+        else:
+            self._opening = None
         try:
             return timeout.left()
         except TimeoutError as passed:

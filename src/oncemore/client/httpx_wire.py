@@ -32,7 +32,7 @@ class RequestUnknown(OutcomeUnknown, httpx.TransportError):
     """It may have been performed, and asking again is no longer safe."""
 
 
-STEPS = ("connect", "read", "write", "pool")
+NO_TIMEOUTS: dict[str, float | None] = dict.fromkeys(("connect", "read", "write", "pool"))
 ERRORS = Errors(RequestExhausted, RequestTimedOut, RequestUnknown)
 
 
@@ -126,7 +126,7 @@ class HttpxWire:
         url = request.url
         self.host = host_of(url.scheme, url.raw_host.decode("ascii"), url.port)
         self.headers = request.headers
-        self._timeouts: dict[str, float | None] = request.extensions.get("timeout") or {}
+        self._extensions = request.extensions
 
     @property
     def url(self) -> str:
@@ -154,7 +154,12 @@ class HttpxWire:
     def _sending(self, limit: float, keyed: bool) -> Plan[Reply]:
         ends = time.monotonic() + limit
         allowances = self._allow(limit)
-        response: httpx.Response = yield Either(self.transport, "handle_request", "handle_async_request", self.request)
+        try:
+            response: httpx.Response = yield Either(
+                self.transport, "handle_request", "handle_async_request", self.request
+            )
+        finally:
+            self.request.extensions = self._extensions  # the caller may send the same request again
         status, content = response.status_code, None
         try:
             manner = manner_of(response)
@@ -176,10 +181,10 @@ class HttpxWire:
 
     def _allow(self, limit: float) -> Iterable[Allowance]:
         """Let the request's timeouts (mostly four times the same number) know when the attempt must end."""
-        steps = self._timeouts
-        made = {step: Allowance.within(limit, step) for step in {steps.get(name) for name in STEPS}}
-        limits = {name: made[steps.get(name)] for name in STEPS}
-        self.request.extensions = {**self.request.extensions, "timeout": limits}
+        steps: dict[str, float | None] = {**NO_TIMEOUTS, **self._extensions.get("timeout", {})}
+        made = {step: Allowance.within(limit, step) for step in set(steps.values())}
+        limits = {name: made[step] for name, step in steps.items()}
+        self.request.extensions = {**self._extensions, "timeout": limits}
         return made.values()
 
     def fault(self, error: Exception) -> Fault:

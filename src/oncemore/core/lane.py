@@ -192,18 +192,21 @@ class LoopLane(Generic[Item]):
     def __init__(self, lane: Lane[Item]) -> None:
         self.lane = lane
         self.waiting: deque[tuple[Item, asyncio.Future[Any]]] = deque()
+        self.flying = False
         self.task: asyncio.Task[None] | None = None
 
     def enqueue(self, loop: asyncio.AbstractEventLoop, item: Item) -> asyncio.Future[Any]:
         future = loop.create_future()
         self.waiting.append((item, future))
-        if self.task is None:
+        if not self.flying:
             self._start(loop)
         return future
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.flying = True
         # In a context of its own: what the first caller's says (its trace, its user) is not true of the others.
-        self.task = loop.create_task(self._fly_groups(loop), context=Context())
+        task = loop.create_task(self._fly_groups(loop), context=Context())
+        self.task = task if self.flying else None  # an eager task may have ended already
 
     async def _fly_groups(self, loop: asyncio.AbstractEventLoop) -> None:
         waiting, most = self.waiting, self.lane.most
@@ -214,7 +217,7 @@ class LoopLane(Generic[Item]):
                 if group:
                     await self._fly(group)
         finally:
-            self.task = None
+            self.flying, self.task = False, None
             # Cancelled, as all tasks are when a loop is shut down; but those who tidy up still need their answers.
             if waiting and not loop.is_closed():
                 self._start(loop)

@@ -39,6 +39,8 @@ MARK = "~"
 # So deep that nobody's result gets there, and so shallow that reading it back never meets Python's own limit.
 DEEPEST = 100
 
+TICK = datetime.timedelta(microseconds=1)
+
 
 # ── Plain values ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -100,19 +102,25 @@ def _write_object(value: Any, kind: type, room: int) -> Any:
 
 
 def _write_moment(value: datetime.datetime | datetime.time) -> Any:
-    zone = value.tzinfo.key if isinstance(value.tzinfo, ZoneInfo) else None
-    return _tagged(type(value).__name__, [value.isoformat(), value.fold, zone])
+    zone, offset = value.tzinfo, value.utcoffset()
+    key = zone.key if isinstance(zone, ZoneInfo) else None
+    ticks = None if offset is None else offset // TICK
+    return _tagged(type(value).__name__, [value.replace(tzinfo=None).isoformat(), value.fold, ticks, key])
 
 
 def _read_moment(kind: Any) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
-        text, fold, zone = value
-        moment = kind.fromisoformat(text).replace(fold=fold)
-        with suppress(ZoneInfoNotFoundError):  # another machine may not know the zone; the offset is known anyway
-            return moment.replace(tzinfo=ZoneInfo(zone)) if zone else moment
-        return moment
+        text, fold, ticks, key = value
+        return kind.fromisoformat(text).replace(fold=fold, tzinfo=_zone(ticks, key))
 
     return read
+
+
+def _zone(ticks: int | None, key: str | None) -> datetime.tzinfo | None:
+    if key is not None:
+        with suppress(ZoneInfoNotFoundError):  # another machine may not know the zone; the offset is known anyway
+            return ZoneInfo(key)
+    return None if ticks is None else datetime.timezone(ticks * TICK)
 
 
 PLAIN = frozenset({bool, str, float, bytes})

@@ -13,7 +13,7 @@ These options are ours; all others (`sslmode`, `target_session_attrs`, `options`
 
 A process holds up to four connections, each opened when it is first needed: for claims, for what owners write, for
 operators' questions, and for messages.  An event loop has the first three to itself.  Behind a pooler in transaction
-mode nothing is prepared, set for the session or listened for.
+mode nothing is prepared, set for the session or listened for; so where `synchronous_commit` is off, it stays off.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
 LONGEST_ID = 2600  # bytes of scope and key that an index entry has room for
 ABANDONED = 60.0  # seconds for which a claim whose caller went away is remembered
 MOST_MARKED = 10_000
+# Not all who wait: while the server works on one group, this process works on what the last one was answered.
+TOGETHER = 32
 
 
 def connect(url: str) -> Store:
@@ -99,8 +101,8 @@ class PostgresStore:
         self._ear = Ear(conninfo, channel, self.bell, deaf=not options["listen"])
         self._marked: dict[Id, int] = {}
         flights = Flights(self.database, self.bell, self._ear)
-        self._claims = Lane(flights.claims, abandoned=self._give_back)
-        self._writes = Lane(flights.writes)
+        self._claims = Lane(flights.claims, most=TOGETHER, abandoned=self._give_back)
+        self._writes = Lane(flights.writes, most=TOGETHER)
         self._desk = Lane(flights.errand, most=1)
         weakref.finalize(self, self._ear.close)  # its thread would else outlive a store that nobody closed
 
@@ -267,8 +269,8 @@ class PostgresStore:
         for message in self._ear.messages([id]):
             try:
                 yield from self._errand(self._sql.notify, [self._ear.channel, message])
-            except OncemoreError:
-                return  # the others' caches and waiters look for themselves within a minute
+            except OncemoreError as error:  # the others' waiters and caches look for themselves, in a minute at most
+                log.info("No word of a change could be sent: %s", error)
 
     def close(self) -> None:
         """End the connections of this process's threads, and the thread that listens; they come back when needed."""

@@ -10,7 +10,8 @@ from ..core.clock import SYSTEM
 from ..core.plan import Plan, Sleep
 from ..errors import ConfigurationError, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from . import postgres_schema as tables
-from .postgres_link import Line, Link, Lost, Open, Rejected, Rows, Send, TimedOut
+from .postgres_line import Line, Open, Send
+from .postgres_link import Link, Lost, Rejected, Rows, TimedOut
 from .postgres_sql import Statement, Statements
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
@@ -44,8 +45,10 @@ class Database:
 
         With *patience*, a server that was reached may take so many seconds, whatever the time is.
         """
-        pause = 0.0
-        while True:
+        pause, failure = 0.0, Exception("no time was left for it")
+        while SYSTEM.monotonic() + pause < ends:
+            if pause:
+                yield Sleep(random.uniform(pause / 2, pause))
             try:
                 link = yield Open(line, ends)
                 if not link.greeted:
@@ -53,18 +56,14 @@ class Database:
                 until = max(ends, SYSTEM.monotonic() + patience) if patience else ends
                 return (yield Send(link, statement, values, until))  # type: ignore[no-any-return]
             except Lost as error:
-                failure: Exception = error
+                pause, failure = more(pause), error
             except Rejected as error:
-                failure = error
+                pause, failure = more(pause), error
                 if error.sqlstate == NOT_PREPARED:  # a pooler, after all: prepare nothing from now on
                     self._pooled, link.alone = True, False
                 elif error.sqlstate not in AGAIN:
                     raise
-            if SYSTEM.monotonic() + pause >= ends:
-                raise given_up(failure) from failure
-            if pause:
-                yield Sleep(random.uniform(pause / 2, pause))
-            pause = min(max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE)
+        raise given_up(failure) from failure
 
     def _greet(self, line: Line, link: Link, ends: float) -> Plan[None]:
         """Make a new connection fit for its work."""
@@ -94,8 +93,10 @@ class Database:
                 version = yield from self._version(link, ends)
                 yield Send(link, Statement(tables.script(self.names, since=version)), None, ends)
             yield Send(link, Statement("COMMIT"), None, ends)
-        except Rejected as error:
+        except BaseException as error:
             link.drop()  # and with it the transaction
+            if not isinstance(error, Rejected):
+                raise
             if error.sqlstate in AGAIN | MADE_MEANWHILE:
                 raise Lost(str(error)) from error
             raise ConfigurationError(f"The tables could not be made: {error}; {HOW_TO_MAKE}") from error
@@ -116,6 +117,11 @@ class Database:
 
 
 HOW_TO_MAKE = "run the script that oncemore.stores.schema(url) returns, as a role that may create tables"
+
+
+def more(pause: float) -> float:
+    """How long to wait before the next attempt: an idle connection may only be stale, a server may be long in coming."""
+    return min(2 * pause, LONGEST_PAUSE) if pause else FIRST_PAUSE
 
 
 def given_up(failure: Exception) -> StoreError:

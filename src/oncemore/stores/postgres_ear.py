@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -49,17 +50,19 @@ class Ear:
         """Start to listen, unless that was done before."""
         if self._thread is not None or self.deaf:
             return
-        with self._lock:
+        with self._lock, suppress(RuntimeError):  # the interpreter is about to end, and starts no more threads
             if self._thread is None:
-                self._stop, stopped = socket.socketpair()
-                self._thread = threading.Thread(target=self._run, args=(stopped,), name="oncemore-ear", daemon=True)
-                self._thread.start()
+                stop, stopped = socket.socketpair()
+                thread = threading.Thread(target=self._run, args=(stopped,), name="oncemore-ear", daemon=True)
+                thread.start()
+                self._thread, self._stop = thread, stop
 
     def close(self) -> None:
         with self._lock:
             thread, stop = self._thread, self._stop
             self._thread = self._stop = None
         if thread is not None and stop is not None:
+            stop.shutdown(socket.SHUT_RDWR)  # to close it might not be enough: a forked child has it too
             stop.close()
             if thread is not threading.current_thread():
                 thread.join(timeout=1.0)  # it may be busy with connecting; it ends then

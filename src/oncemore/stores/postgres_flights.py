@@ -9,6 +9,7 @@ from msgspec.structs import astuple
 
 from ..core.bell import Bell, Id
 from ..core.clock import SYSTEM
+from ..core.events import log
 from ..core.judge import fenced, is_over
 from ..core.lane import as_own
 from ..core.model import Lease, Record
@@ -17,7 +18,8 @@ from ..core.states import RUNNING
 from ..errors import OncemoreError, StoreError, StoreTimeout
 from .postgres_database import OPERATORS_PATIENCE, Database, translated
 from .postgres_ear import Ear
-from .postgres_link import Line, Rejected, Rows
+from .postgres_line import Line
+from .postgres_link import Rejected, Rows
 from .postgres_rows import Found, Item, Moved, Touched, Watched, encode_rows, read_record
 from .postgres_sql import Statement
 
@@ -163,7 +165,7 @@ class Flights:
             self._lost = [*self._lost, *lost][-MOST_LOST:]
         elif self._lost:
             lost, self._lost = self._lost, []
-            found = yield from self._fly(self._taken_back, firsts(lost), ends)
+            found = yield from self._fly(self._taken_back, lost, ends)
             self._lost += [item for item in lost if isinstance(found.get(item), StoreError)]
 
     def _taken_back(self, group: list[Item], ends: float) -> Plan[Answers]:
@@ -223,8 +225,8 @@ class Flights:
         for message in self.ear.messages(ids):
             try:
                 yield from self.database.rows(self.database.writes, self.sql.notify, [self.ear.channel, message], ends)
-            except (OncemoreError, Rejected):
-                return
+            except (OncemoreError, Rejected) as error:
+                log.info("No word of a change could be sent: %s", error)
 
 
 def in_order(items: list[Item]) -> list[Item]:

@@ -1,4 +1,4 @@
-"""A connection to PostgreSQL of a lane's own, driven through libpq's non-blocking calls (`psycopg.pq`).
+"""One connection to PostgreSQL, driven through libpq's non-blocking calls (`psycopg.pq`).
 
 psycopg connects, and decodes the rows.  The exchange of a statement for its rows is written out here, once for threads
 and event loops alike, because a lane needs what a cursor does not give: an end to every wait, and a prepared statement
@@ -7,11 +7,8 @@ under a name that means the same text to every process behind a pooler.
 
 from __future__ import annotations
 
-import asyncio
-import selectors
 import struct
 import threading
-import weakref
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -20,15 +17,10 @@ from psycopg.adapt import Transformer
 from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus
 from psycopg.pq.abc import PGresult
 
-from ..core.clock import SYSTEM
-from ..core.fork import reset_in_child
 from .postgres_sql import Statement
 
 Rows = list[tuple[Any, ...]]
 Steps = Generator[bool, None, Rows]  # yields whenever it must wait: True where there is something left to write
-
-# libpq's own smallest; a connection that takes longer than the rest of the caller's time is still given up.
-SHORTEST_CONNECT = 2
 
 # The server says these as it goes away, or as it turns out not to be the primary; another connection may do better.
 GOING = {"57P01", "57P02", "57P03", "25006"}
@@ -60,7 +52,6 @@ class Link:
         self.lock = threading.Lock()
         self.greeted = False
         self.alone = False
-        self.reader = Reader(connection.pgconn.socket)
         self._rows = Transformer(connection)
         self._prepared: set[bytes] = set()
 
@@ -69,7 +60,7 @@ class Link:
         return self.pgconn.status == ConnStatus.OK
 
     def drop(self) -> None:
-        self.reader.forget()
+        """End the connection; whoever expects an answer of it gets none."""
         self.pgconn.finish()
 
     def exchange(self, statement: Statement, values: Sequence[Any] | None) -> Steps:
@@ -133,176 +124,6 @@ class Link:
             return Lost(message)
         return Rejected(message, sqlstate)
 
-
-class Reader:
-    """Waits for a socket on an event loop.  It stays registered between two waits, which saves four system calls."""
-
-    def __init__(self, socket: int) -> None:
-        self._socket = socket
-        self._registered = False
-        self._waiting: asyncio.Future[bool] | None = None
-
-    async def wait(self, writing: bool, seconds: float) -> None:
-        """Return when there is something to read (or room for more, when *writing*)."""
-        loop = asyncio.get_running_loop()
-        waiting = self._waiting = loop.create_future()
-        if not self._registered:
-            loop.add_reader(self._socket, self._ready)
-            self._registered = True
-        if writing:
-            loop.add_writer(self._socket, self._ready)
-        timer = loop.call_later(max(0.0, seconds), tell, waiting, False)
-        try:
-            if not await waiting:
-                raise TimedOut("the answer took too long")
-        finally:
-            timer.cancel()
-            self._waiting = None
-            if writing:
-                loop.remove_writer(self._socket)
-
-    def _ready(self) -> None:
-        if self._waiting is None:  # nobody expects anything: the server has closed the connection, or made a remark
-            self.forget()
-        else:
-            tell(self._waiting, True)
-
-    def forget(self) -> None:
-        """Leave the loop alone; the number of a closed socket may soon be another's."""
-        if self._registered:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._registered = False
-
-
-def tell(waiting: asyncio.Future[bool], ready: bool) -> None:
-    if not waiting.done():
-        waiting.set_result(ready)
-
-
-class Line:
-    """Where a lane keeps its connections: one for this process's threads, and one for each event loop."""
-
-    def __init__(self, conninfo: str) -> None:
-        self.conninfo = conninfo
-        self._reset()
-        reset_in_child(self)
-
-    def _reset(self) -> None:
-        self.link: Link | None = None
-        self.loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Link] = weakref.WeakKeyDictionary()
-
-    def close(self) -> None:
-        """End the threads' connection, once it is idle, and those of event loops that are no more."""
-        link, self.link = self.link, None
-        if link is not None:
-            with link.lock:
-                link.drop()
-        for loop, there in tuple(self.loops.items()):
-            if loop.is_closed():
-                there.pgconn.finish()
-                del self.loops[loop]
-
-    async def aclose(self) -> None:
-        """End the running loop's connection."""
-        link = self.loops.pop(asyncio.get_running_loop(), None)
-        if link is not None:
-            link.drop()
-
-
-class Open:
-    """The effect of getting a line's open connection; a new one where there is none."""
-
-    __slots__ = ("ends", "line")
-
-    def __init__(self, line: Line, ends: float) -> None:
-        self.line = line
-        self.ends = ends
-
-    def run(self) -> Link:
-        line = self.line
-        if line.link is None or not line.link.open:
-            line.link = Link(self._connect())
-        return line.link
-
-    def _connect(self) -> psycopg.Connection[Any]:
-        left = max(SHORTEST_CONNECT, int(self.ends - SYSTEM.monotonic()))
-        try:
-            return psycopg.connect(self.line.conninfo, autocommit=True, connect_timeout=left)
-        except psycopg.Error as error:
-            raise Lost(str(error).strip()) from error
-
-    async def arun(self) -> Link:
-        loops, loop = self.line.loops, asyncio.get_running_loop()
-        link = loops.get(loop)
-        if link is None or not link.open:
-            link = loops[loop] = Link(await self._aconnect())
-        return link
-
-    async def _aconnect(self) -> psycopg.AsyncConnection[Any]:
-        try:
-            async with asyncio.timeout(max(0.0, self.ends - SYSTEM.monotonic())):
-                return await psycopg.AsyncConnection.connect(self.line.conninfo, autocommit=True)
-        except TimeoutError as error:
-            raise TimedOut("connecting took too long") from error
-        except psycopg.Error as error:
-            raise Lost(str(error).strip()) from error
-
-
-class Send:
-    """The effect of sending a statement and waiting for its rows, at most until *ends*."""
-
-    __slots__ = ("ends", "link", "statement", "values")
-
-    def __init__(self, link: Link, statement: Statement, values: Sequence[Any] | None, ends: float) -> None:
-        self.link = link
-        self.statement = statement
-        self.values = values
-        self.ends = ends
-
-    def run(self) -> Rows:
-        link = self.link
-        with link.lock:
-            steps = link.exchange(self.statement, self.values)
-            try:
-                writing = next(steps)
-                while True:
-                    wait(link.pgconn.socket, writing, self.ends - SYSTEM.monotonic())
-                    writing = next(steps)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            except Rejected:
-                raise
-            except BaseException:  # also an interrupt: the answer is still to come, and nobody would expect it
-                link.drop()
-                raise
-
-    async def arun(self) -> Rows:
-        link = self.link
-        steps = link.exchange(self.statement, self.values)
-        try:
-            writing = next(steps)
-            while True:
-                await link.reader.wait(writing, self.ends - SYSTEM.monotonic())
-                writing = next(steps)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        except Rejected:
-            raise
-        except BaseException:
-            link.drop()
-            raise
-
-
-def wait(socket: int, writing: bool, seconds: float) -> None:
-    """Block until the socket has something to read (or can take more, when *writing*)."""
-    with Selector() as selector:
-        selector.register(socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
-        if not selector.select(max(0.0, seconds)):
-            raise TimedOut("the answer took too long")
-
-
-# Not the default one, which on Linux would open and close a file descriptor for each wait.
-Selector: type[selectors.BaseSelector] = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 BYTEA = 17
 NULL = struct.pack("!i", -1)

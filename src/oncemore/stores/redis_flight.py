@@ -19,13 +19,14 @@ from .redis_wire import Address, Exchange, HangUp, Line, Parcel, pack
 # How many items one script call carries: the server does nothing else meanwhile, so that is well under a millisecond.
 CHUNK = 64
 PAUSE = Backoff(base=0.02, cap=0.4)
-LEAST = 0.05  # seconds for the last attempt
+LEAST = 0.05  # seconds; with less time left, another attempt is not worth it
 AT_ONCE = 3  # rounds without a pause: an idle connection that was closed, a slot that moved, a script that was flushed
 
-# The server is busy with itself, or is no longer the one to ask; nothing has happened.
-DEMOTED = {"READONLY", "MASTERDOWN", "CLUSTERDOWN"}
-LATER = {"LOADING", "BUSY", "TRYAGAIN", *DEMOTED}
-UNWILLING = {"OOM", "MISCONF", "NOREPLICAS", "NOAUTH", "NOPERM"}
+# Refusals by which nothing has happened.  Of these, another connection may be spared: it is no primary any more, its
+# name may mean another server by now, or it wants a login that it did not want before.
+STALE = {"READONLY", "MASTERDOWN", "CLUSTERDOWN", "NOAUTH"}
+LATER = {"LOADING", "BUSY", "TRYAGAIN", *STALE}
+UNWILLING = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
 
 ASKING = pack("ASKING")
 
@@ -122,6 +123,7 @@ class Flights:
         parcel = Parcel(self.line(self.places.place("")), packet, len(sent))
         (result,) = yield Exchange([parcel], self.timeout / 2)
         if isinstance(result, StoreError):
+            self.places.known = False
             return sent
         return [call for call, answer in zip(sent, result, strict=True) if not call.answered(answer, answers)]
 
@@ -152,7 +154,7 @@ class Flight:
                 return
             rounds += 1
             pause = PAUSE.delay(rounds - AT_ONCE, random.random()) if rounds > AT_ONCE else 0.0
-            if SYSTEM.monotonic() + pause >= ends:
+            if SYSTEM.monotonic() + pause + LEAST >= ends:
                 for call in self.left:
                     self._fail([call], call.error or StoreUnavailable())
                 return
@@ -188,7 +190,7 @@ class Flight:
 
     def _unpack(self, line: Line, sent: list[Call], result: list[Any] | StoreError) -> Plan[None]:
         if isinstance(result, StoreError):
-            self.places.forget()
+            self.places.known = False
             self._later(sent, result)
             return
         if self.flights.replicas and result.pop() < self.flights.replicas:
@@ -211,9 +213,9 @@ class Flight:
             call.full = True
         elif word in ("MOVED", "ASK"):
             self._redirect(call, word, rest, line.address)
-        elif word in DEMOTED:
-            self.places.forget()
-            yield HangUp(line)  # its name may mean another server by now
+        elif word in STALE:
+            self.places.known = False
+            yield HangUp(line)
         elif word not in LATER:
             if len(call.items) == 1:
                 self.answers[call.indexes[0]] = refusal(error)

@@ -23,25 +23,26 @@ class Places(Protocol):
 
     dial: Dial
     grouped: bool  # whether one script call may carry the records of a group
+    known: bool  # False: it has to be asked for; until it was, what was known last is better than nothing
 
-    @property
-    def known(self) -> bool: ...
     def locate(self, patience: float) -> Plan[None]: ...
     def place(self, key: str) -> Address: ...
     def primaries(self) -> list[Address]: ...
-    def forget(self) -> None: ...
     def move(self, slot: int, address: Address) -> None: ...
 
 
 class OneServer:
     """The server that the URL names."""
 
-    known = grouped = True
+    grouped = True
 
     def __init__(self, dial: Dial) -> None:
         self.dial = dial
+        self.known = True
 
     def locate(self, patience: float) -> Plan[None]:
+        """It is always where the URL says."""
+        self.known = True
         yield from ()
 
     def place(self, key: str) -> Address:
@@ -49,9 +50,6 @@ class OneServer:
 
     def primaries(self) -> list[Address]:
         return [None]
-
-    def forget(self) -> None:
-        """It is always where the URL says."""
 
     def move(self, slot: int, address: Address) -> None:
         raise ConfigurationError("This server belongs to a cluster: write redis+cluster:// in the store's URL")
@@ -67,19 +65,17 @@ class SentinelPrimary:
         self.ask = ask
         self.sentinels = sentinels
         self.service = service
+        self.known = False
         self._primary: Address = None
-
-    @property
-    def known(self) -> bool:
-        return self._primary is not None
 
     def locate(self, patience: float) -> Plan[None]:
         question = pack("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
         for sentinel in tuple(self.sentinels):
             answer = yield from ask_once(self.ask, sentinel, question, patience)
             if isinstance(answer, list):
-                self._primary = (answer[0].decode(), int(answer[1]))
+                self._primary, self.known = (answer[0].decode(), int(answer[1])), True
                 return
+            self.sentinels = [*(each for each in self.sentinels if each != sentinel), sentinel]
         raise StoreUnavailable(f"No sentinel knows a primary for {self.service!r}")
 
     def place(self, key: str) -> Address:
@@ -87,9 +83,6 @@ class SentinelPrimary:
 
     def primaries(self) -> list[Address]:
         return [self._primary]
-
-    def forget(self) -> None:
-        self._primary = None
 
     def move(self, slot: int, address: Address) -> None:
         raise ConfigurationError("This server belongs to a cluster: write redis+cluster:// in the store's URL")
@@ -103,42 +96,33 @@ class ClusterNodes:
     def __init__(self, dial: Dial, nodes: list[Address]) -> None:
         self.dial = dial
         self.nodes = nodes
-        self._slots: list[Address] = []
-
-    @property
-    def known(self) -> bool:
-        return bool(self._slots)
+        self.known = False
+        self._slots: list[Address] = [None] * REDIS_CLUSTER_HASH_SLOTS
 
     def locate(self, patience: float) -> Plan[None]:
         question = pack("CLUSTER", "SLOTS")
         for node in dict.fromkeys((*self.nodes, *self.primaries())):
             answer = yield from ask_once(self.dial, node, question, patience)
             if isinstance(answer, list) and answer:
-                self._slots = read_slots(answer, node)
+                self._slots, self.known = read_slots(answer, node), True
                 return
+            self.nodes = [*(each for each in self.nodes if each != node), node]
         raise StoreUnavailable("No node of the Redis cluster can be reached")
 
     def place(self, key: str) -> Address:
-        address = self._slots[key_slot(key.encode())] if self._slots else None
-        return address or self.nodes[0]  # an uncovered slot: any node says what is wrong
+        return self._slots[key_slot(key.encode())] or self.nodes[0]  # of an uncovered slot, any node says what is wrong
 
     def primaries(self) -> list[Address]:
-        return [*sorted({address for address in self._slots if address})]
-
-    def forget(self) -> None:
-        """Ask anew, those who were known too."""
-        self.nodes = list(dict.fromkeys((*self.nodes, *self.primaries())))
-        self._slots = []
+        return [*sorted({address for address in self._slots if address})] or self.nodes
 
     def move(self, slot: int, address: Address) -> None:
-        if self._slots:
-            self._slots[slot] = address
+        self._slots[slot] = address
 
 
 def ask_once(dial: Dial, address: Address, question: bytes, patience: float) -> Plan[Any]:
-    """One answer over a connection of its own; None where there is none."""
+    """One answer over a connection of its own; None where there is none, so that there is time to ask another."""
     line = Line(dial, address)
-    answers = (yield Exchange([Parcel(line, question, 1)], patience))[0]
+    answers = (yield Exchange([Parcel(line, question, 1)], patience / 2))[0]
     yield HangUp(line)
     return None if isinstance(answers, StoreError) else answers[0]
 

@@ -60,7 +60,7 @@ class Listener:
                 self._hear(me)
             except (*TROUBLE, StoreError):
                 if self._thread is me:
-                    self.places.forget()
+                    self.places.known = False
                     time.sleep(PAUSE)
 
     def _hear(self, me: threading.Thread) -> None:
@@ -74,7 +74,7 @@ class Listener:
             wire.send(pack("SUBSCRIBE", self.channel), QUIET)
             while self._thread is me:
                 for message in self._next(wire):
-                    with suppress(RuntimeError):  # a waiter's loop has just been closed
+                    with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed; a message is not ours
                         self._pass_on(message)
         finally:
             self._wire = None

@@ -84,7 +84,7 @@ class Walk:
     def page(self, where: Filter, limit: int, cursor: str | None) -> Plan[Page]:
         trail = Trail.read(cursor) if cursor else Trail()
         found: dict[str, Record] = {}
-        count = limit
+        count = min(limit, STEP)
         while len(found) < limit and not trail.over:
             keys, trail = yield from self._step(trail, count)
             answers = yield from self._ask(LOOK, keys)

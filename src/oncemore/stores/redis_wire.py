@@ -73,11 +73,10 @@ class LoopWire(asyncio.Protocol):
     """A connected transport on one event loop.  The transport alone keeps it alive, so it goes when the loop goes."""
 
     @classmethod
-    async def open(cls, connection: Any, address: Address, patience: float) -> LoopWire:
-        """The wire, once redis-py has logged in."""
+    async def open(cls, connection: Any, address: Address) -> LoopWire:
+        """The wire, once redis-py has logged in, for which it has a timeout of its own."""
         try:
-            async with asyncio.timeout(patience):
-                await connection.connect()
+            await connection.connect()
             return cls(connection._writer, address)
         finally:  # what was opened is ours now, or is not wanted any more
             writer, connection._writer, connection._reader = connection._writer, None, None
@@ -204,7 +203,7 @@ class Line:
         wire = self.loop_wire()
         try:
             if wire is None:
-                wire = await LoopWire.open(self.dial(self.address, True), self.address, patience)
+                wire = await LoopWire.open(self.dial(self.address, True), self.address)
                 self._loops[asyncio.get_running_loop()] = weakref.ref(wire)
         except TROUBLE as error:
             return trouble(error, self.address)

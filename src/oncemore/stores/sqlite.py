@@ -34,17 +34,16 @@ from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import take_options
 from ..errors import ConfigurationError
 from .sqlite_connection import MEMORY, Connection, Use
-from .sqlite_flight import Change, Claim, Flight, Item, Settle, fly, state_of
-from .sqlite_sql import MIGRATIONS, Statements, as_record, script
+from .sqlite_flight import Flight, fly, state_of
+from .sqlite_items import NO_RECORD, Change, Claim, Item, Settle
+from .sqlite_schema import make_ready, script
+from .sqlite_sql import Statements, as_record
 
 OPTIONS = {"create": True, "prefix": "oncemore_", "synchronous": "full", "timeout": 5.0}
-OLDEST = (3, 35, 0)  # the first with RETURNING
+OLDEST = (3, 33, 0)  # the first with UPDATE FROM
 
 # A purge goes in slices, so that a claim never waits long for the commit that it shares.
 SLICE = 100
-
-# Kilobytes: enough for the upper levels of a million records' indexes.
-CACHE = 8192
 
 # How long a lease is remembered that was granted to a caller who had gone away.
 ABANDONED = 60.0
@@ -76,7 +75,7 @@ def read_url(url: str) -> tuple[str, dict[str, Any]]:
     if options["synchronous"] not in ("full", "normal"):
         raise ConfigurationError(f"synchronous={options['synchronous']}: write full or normal")
     if sqlite3.sqlite_version_info < OLDEST:
-        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 or newer is needed")
+        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 or newer is needed")
     path = unquote(place.removeprefix("sqlite://")[1:])
     return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
 
@@ -110,9 +109,16 @@ class SqliteStore:
 
     def _fly(self, items: list[Item]) -> Plan[list[Any]]:
         sql, shift = self._sql, self.shift
-        answers: list[Any] = yield Use(self._writer, lambda connection: fly(connection, sql, shift, items))
+        try:
+            answers: list[Any] = yield Use(self._writer, lambda connection: fly(connection, sql, shift, items))
+        except asyncio.CancelledError:  # the loop is being shut down; but a commit cannot be stopped, so wait for it
+            yield Use(self._writer, lambda connection: None)
+            for item in items:
+                yield from self._give_back(item, item.answer)
+            raise
         for item in items:
-            if item.rings and item.id is not None and not isinstance(item.answer, BaseException):
+            item.landed = True
+            if item.rings and not isinstance(item.answer, BaseException):
                 self.bell.ring(item.id)
         return answers
 
@@ -125,7 +131,7 @@ class SqliteStore:
             give_back = partial(Flight.renew, held=answer, lease=0.0)
         yield from self._fly([Change(item.id, give_back, rings=True)])  # not through the lane, which waits for this
 
-    def _change(self, id: Id | None, apply: Callable[[Flight], Any], *, rings: bool = False) -> Plan[Any]:
+    def _change(self, id: Id, apply: Callable[[Flight], Any], *, rings: bool = False) -> Plan[Any]:
         return (yield Ask(self._lane, Change(id, apply, rings=rings)))
 
     # What the guard asks
@@ -134,8 +140,9 @@ class SqliteStore:
         item = Claim(operation, lease, self.holder.next())
         try:
             answer: Lease | Record = yield Ask(self._lane, item)
-        except asyncio.CancelledError:  # perhaps just after the answer had come, which the lane cannot know
-            yield from self._give_back(item, item.answer)
+        except asyncio.CancelledError:
+            if item.landed:  # just after it was told, which the lane cannot know
+                yield from self._give_back(item, item.answer)
             raise
         return answer
 
@@ -175,7 +182,7 @@ class SqliteStore:
         parameters = (self.shift, int(cursor or 0), limit + 1, *values)
         rows = yield Use(self._reader, lambda connection: connection.execute(text, parameters).fetchall())
         records = tuple(as_record(row) for row in rows[:limit])
-        return Page(records, str(records[-1].token) if len(rows) > limit else None)
+        return Page(records, str(records[-1].token) if records and len(rows) > limit else None)
 
     def resolve(
         self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
@@ -195,7 +202,7 @@ class SqliteStore:
         total = 0
         while total < batch:
             most = min(SLICE, batch - total)
-            gone: int = yield from self._change(None, partial(Flight.purge, most=most))
+            gone: int = yield from self._change(NO_RECORD, partial(Flight.purge, most=most))
             total += gone
             if gone < most:
                 break
@@ -219,38 +226,3 @@ class SqliteStore:
         """As `close`, when what is in flight on this event loop has landed."""
         await self._lane.drain()
         await asyncio.to_thread(self.close)
-
-
-def make_ready(connection: sqlite3.Connection, *, sql: Statements, create: bool, synchronous: str, path: str) -> None:
-    """Set up a new connection, and make or migrate the tables where they are not as this version needs them."""
-    [(mode,)] = connection.execute("PRAGMA journal_mode = WAL")
-    if path != MEMORY and mode != "wal":
-        raise ConfigurationError(f"{path}: SQLite cannot keep a log here (mode {mode}); put the file on a local disk")
-    connection.execute(f"PRAGMA synchronous = {synchronous}")
-    connection.execute(f"PRAGMA cache_size = -{CACHE}")
-    if schema_version(connection, sql) != len(MIGRATIONS):
-        if not create:
-            raise ConfigurationError(
-                f"{path}: the tables are missing or old, and create=false; run the script from oncemore.stores.schema(url)"
-            )
-        migrate(connection, sql, path)
-
-
-def migrate(connection: sqlite3.Connection, sql: Statements, path: str) -> None:
-    """Bring the tables to this version, in one transaction."""
-    connection.execute("BEGIN IMMEDIATE")
-    version = schema_version(connection, sql)  # again: another process may just have done it
-    if version > len(MIGRATIONS):
-        raise ConfigurationError(f"{path}: its tables are of version {version}, newer than this oncemore; upgrade it")
-    for migration in MIGRATIONS[version:]:
-        for statement in migration:
-            connection.execute(statement.format(p=sql.prefix))
-    connection.execute(sql.set_version, (len(MIGRATIONS),))
-    connection.execute("COMMIT")
-
-
-def schema_version(connection: sqlite3.Connection, sql: Statements) -> int:
-    """The version of the tables; 0 where there are none."""
-    exists = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", (f"{sql.prefix}meta",)).fetchall()
-    [(version,)] = connection.execute(sql.version) if exists else [(0,)]
-    return int(version)

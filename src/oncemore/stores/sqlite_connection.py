@@ -11,19 +11,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from ..core.lane import tell
 from ..errors import StoreError, StoreTimeout, StoreUnavailable
+from .sqlite_worker import Worker
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 MEMORY = ":memory:"
 
-# Between two tries for a file that another process is writing: about as long as a commit takes.
-SHORTEST, LONGEST = 0.0002, 0.002
+# At most so long between two tries for a file that another process is writing: a few commits.  SQLite's own waiting
+# grows longer the longer it lasts, and newcomers overtake; ours grows shorter.
+PAUSE, SHORTER_PAUSE, PATIENCE = 0.005, 0.001, 1.0
+
+# For so long after a process has met another at the file, it gives way.
+CROWDED = 1.0
 
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 
@@ -77,28 +80,42 @@ class Connection:
         self.timeout = timeout
         self._prepare = prepare
         self._overwrite = overwrite
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may fork while this very thread has it
         self._connection: sqlite3.Connection | None = None
+        self._crowded_until = self._ended = self._took = 0.0
         self._worker = Worker(f"oncemore-sqlite {path}")
         CONNECTIONS.add(self)
 
     def use(self, work: Work[T]) -> T:
         """The result of *work*, called with the open connection; while the file is locked it is called again."""
         with self._lock:
-            ends = time.monotonic() + self.timeout
+            self._give_way()
+            start = time.monotonic()
             while True:
+                began = time.monotonic()
                 try:
-                    return work(self._open())
+                    result = work(self._open())
                 except BAD_VALUES as error:
                     self._recover(error)
                     if not is_busy(error):
                         raise as_store_error(error, self.path) from error
-                    if time.monotonic() > ends:
+                    self._crowded_until = began + CROWDED
+                    if began - start > self.timeout:
                         raise StoreTimeout(f"{self.path}: locked by another for {self.timeout:g} s") from error
                 except BaseException:
                     self._roll_back()
                     raise
-                time.sleep(random.uniform(SHORTEST, LONGEST))
+                else:
+                    self._ended = time.monotonic()
+                    self._took = self._ended - began
+                    return result
+                time.sleep(random.uniform(0.2, 1.0) * (PAUSE if began - start < PATIENCE else SHORTER_PAUSE))
+
+    def _give_way(self) -> None:
+        """Where others want the file too, leave it to them for as long as we last had it."""
+        now = time.monotonic()
+        if now < self._crowded_until and now < self._ended + self._took:
+            time.sleep(self._ended + self._took - now)
 
     def send(self, work: Work[Any]) -> asyncio.Future[Any]:
         """A future of the same, for the running event loop; the work is done on this connection's own thread."""
@@ -169,53 +186,6 @@ class Use(Generic[T]):
         return self.connection.send(self.work)
 
 
-class Worker:
-    """A thread that is there while it is needed, for event loops that must not block."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._lock = threading.Lock()
-        self._jobs: SimpleQueue[Any] | None = None
-        self._thread: threading.Thread | None = None
-
-    def send(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        with self._lock:
-            if self._jobs is None:
-                self._start()
-            assert self._jobs is not None
-            self._jobs.put((job, loop, future))
-        return future
-
-    def _start(self) -> None:
-        self._jobs = SimpleQueue()
-        self._thread = threading.Thread(target=serve, args=(self._jobs,), name=self.name, daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._jobs.put, None)  # a store that nobody closed takes its thread with it
-
-    def stop(self) -> None:
-        """Return when all jobs are done and the thread is over."""
-        with self._lock:
-            jobs, thread, self._jobs, self._thread = self._jobs, self._thread, None, None
-        if jobs is not None and thread is not None:
-            jobs.put(None)
-            thread.join()
-
-
-def serve(jobs: SimpleQueue[Any]) -> None:
-    """Do the jobs, one after another, until there is a None."""
-    while (entry := jobs.get()) is not None:
-        job, loop, future = entry
-        try:
-            answer = job()
-        except BaseException as error:
-            answer = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-            loop.call_soon_threadsafe(tell, future, answer)
-        del entry, job, loop, future, answer  # while the thread waits, it keeps nothing alive
-
-
 # SQLite must not be carried across a fork: the child would believe in locks that only its parent holds.  So each
 # connection is closed before, while nobody uses it, and both sides open it again when they need it.
 CONNECTIONS: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -243,7 +213,7 @@ def after_fork_in_child() -> None:
     FORKING = threading.Lock()
     while stopped:
         connection = stopped.pop()
-        connection._lock, connection._worker = threading.Lock(), Worker(connection._worker.name)
+        connection._lock, connection._worker = threading.RLock(), Worker(connection._worker.name)
 
 
 os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child)

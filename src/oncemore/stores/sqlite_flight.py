@@ -8,53 +8,12 @@ from typing import Any
 
 from ..core.bell import Id
 from ..core.judge import fenced, not_deletable, not_resolvable
-from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
+from ..core.model import Lease, Operation, Outcome, Record
 from ..core.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
 from ..errors import InvalidKey, OncemoreError
 from .sqlite_connection import BAD_VALUES, as_store_error, is_bad_value, is_busy
+from .sqlite_items import Change, Claim, Item, Settle, kept
 from .sqlite_sql import Row, Statements, as_record
-
-
-class Claim:
-    """An ask for *operation*, under the name *holder*."""
-
-    __slots__ = ("answer", "holder", "id", "lease", "operation")
-    rings = False
-
-    def __init__(self, operation: Operation, lease: float, holder: str) -> None:
-        self.id = operation.id
-        self.operation = operation
-        self.lease = lease
-        self.holder = holder
-        self.answer: Any = None
-
-
-class Settle:
-    """An ask to keep the outcome of *held*; *row* is what will be written."""
-
-    __slots__ = ("answer", "held", "id", "row")
-    rings = True
-
-    def __init__(self, held: Lease, outcome: Outcome, retention: float, audit: bool, note: str) -> None:
-        self.id = held.operation.id
-        self.held = held
-        self.row: Row = (held.token, *self.id, retention, *kept(outcome).values(), note, audit)
-        self.answer: Any = None
-
-
-class Change:
-    """Any other ask, about one record or none: *apply* is called within the transaction; *rings* wakes who waits."""
-
-    __slots__ = ("answer", "apply", "id", "rings")
-
-    def __init__(self, id: Id | None, apply: Callable[[Flight], Any], *, rings: bool = False) -> None:
-        self.id = id
-        self.apply = apply
-        self.rings = rings
-        self.answer: Any = None
-
-
-Item = Claim | Settle | Change
 
 # What a record forgets when it is claimed again.
 BLANK: dict[str, Any] = {
@@ -74,20 +33,14 @@ def fly(connection: sqlite3.Connection, sql: Statements, shift: float, items: li
     flight = Flight(connection, sql, shift)
     try:
         connection.execute("BEGIN IMMEDIATE")
-    except sqlite3.OperationalError as error:
-        if is_busy(error) and flight.refuse(items):  # nothing is to be written, so why wait for the lock
+        flight.carry_all(items)
+        connection.execute("COMMIT")
+    except BaseException as error:
+        if is_busy(error) and not connection.in_transaction and flight.refuse(items):  # so the lock is not needed
             return [item.answer for item in items]
+        for item in items:
+            item.answer = None  # what was not committed was not given
         raise
-    try:
-        for group in apart(items):
-            flight.carry(group)
-    except BAD_VALUES as error:
-        if not is_bad_value(error):
-            raise
-        connection.execute("ROLLBACK")
-        connection.execute("BEGIN IMMEDIATE")
-        flight.carry_one_by_one(items)
-    connection.execute("COMMIT")
     return [item.answer for item in items]
 
 
@@ -96,7 +49,7 @@ def apart(items: list[Item]) -> Sequence[list[Item]]:
     if len(items) == 1 or len({item.id for item in items}) == len(items):
         return (items,)
     groups: list[list[Item]] = []
-    seen: dict[Id | None, int] = {}
+    seen: dict[Id, int] = {}
     for item in items:
         turn = seen[item.id] = seen.get(item.id, -1) + 1
         if turn == len(groups):
@@ -114,6 +67,18 @@ class Flight:
         self.shift = shift
 
     # Groups
+
+    def carry_all(self, items: list[Item]) -> None:
+        """Answer the items together; where one of them cannot be carried, one by one."""
+        try:
+            for group in apart(items):
+                self.carry(group)
+        except BAD_VALUES as error:
+            if not is_bad_value(error):
+                raise
+            self.execute("ROLLBACK")
+            self.execute("BEGIN IMMEDIATE")
+            self.carry_one_by_one(items)
 
     def carry(self, items: list[Item]) -> None:
         """Answer the items, of which no two are for the same record."""
@@ -249,7 +214,7 @@ class Flight:
         self.execute(self.sql.archive_expired, (self.shift, most))
         return self.execute(self.sql.delete_expired, (self.shift, most)).rowcount
 
-    def look(self, ids: Iterable[Id]) -> dict[Id | None, Record]:
+    def look(self, ids: Iterable[Id]) -> dict[Id, Record]:
         """The records of those ids that have one."""
         rows = self.execute(*self.sql.look.bind(self.shift, list(ids)))
         return {row[:2]: as_record(row) for row in rows}
@@ -285,10 +250,6 @@ def refusal(item: Item, error: Exception) -> OncemoreError:
     if isinstance(item, Claim) and isinstance(error, UnicodeError):
         return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
     return as_store_error(error, "SQLite")
-
-
-def kept(outcome: Outcome) -> dict[str, Any]:
-    return {"status": outcome.status, "outcome": encode_outcome(outcome), "response_hash": outcome.digest()}
 
 
 def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:

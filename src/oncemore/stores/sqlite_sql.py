@@ -24,83 +24,10 @@ OUTCOME, HASH, NOTE = 14, 15, 16
 
 Row = tuple[Any, ...]
 
-# One list of statements per version of the schema; {p} is the prefix of all names.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        """\
--- One row.
-CREATE TABLE {p}meta (
-    version INTEGER NOT NULL,  -- of this schema
-    token   INTEGER NOT NULL   -- is never given again, nor is any lower one
-)""",
-        """\
--- One row per operation.  All times are seconds since 1970; a state's meaning is in the documentation.
-CREATE TABLE {p}records (
-    token         INTEGER PRIMARY KEY,       -- grows with every claim, and fences late owners
-    scope         TEXT    NOT NULL,          -- who owns the key
-    key           TEXT    NOT NULL,          -- the caller's name for the operation
-    name          TEXT    NOT NULL,          -- the kind of operation
-    fingerprint   TEXT    NOT NULL,          -- digest of what was asked
-    state         TEXT    NOT NULL CHECK (state IN ('running', 'settled', 'released', 'held')),
-    holder        TEXT    NOT NULL,          -- host, process and number of the claim
-    attempts      INTEGER NOT NULL,
-    created_at    REAL    NOT NULL,
-    lease_until   REAL    NOT NULL,
-    settled_at    REAL,
-    expires_at    REAL,                      -- only settled and released records expire
-    accessed_at   REAL,
-    status        INTEGER,                   -- of the HTTP response, for those who look
-    outcome       BLOB,                      -- MessagePack: kind, status, headers, body
-    response_hash TEXT    NOT NULL DEFAULT '',
-    note          TEXT    NOT NULL DEFAULT '',
-    audit         INTEGER NOT NULL DEFAULT 0, -- 1: archived when it expires, rather than lost
-    UNIQUE (scope, key)
-)""",
-        """\
--- Tokens never come again, whatever is deleted: a late owner of a former life must stay fenced.
-CREATE TRIGGER {p}records_deleted AFTER DELETE ON {p}records WHEN OLD.token > (SELECT token FROM {p}meta)
-BEGIN
-    UPDATE {p}meta SET token = OLD.token;
-END""",
-        "-- For the purge, for whoever looks for running and held records (which have no expires_at), and to count.\n"
-        "CREATE INDEX {p}records_expiry ON {p}records (expires_at, state)",
-        "-- For whoever looks for one kind of operation.\nCREATE INDEX {p}records_name ON {p}records (name)",
-        """\
--- Expired records of rules that keep them for the audit.
-CREATE TABLE {p}archive (
-    scope         TEXT    NOT NULL,
-    key           TEXT    NOT NULL,
-    token         INTEGER NOT NULL,
-    name          TEXT    NOT NULL,
-    fingerprint   TEXT    NOT NULL,
-    state         TEXT    NOT NULL,
-    holder        TEXT    NOT NULL,
-    attempts      INTEGER NOT NULL,
-    created_at    REAL    NOT NULL,
-    settled_at    REAL,
-    expires_at    REAL,
-    accessed_at   REAL,
-    status        INTEGER,
-    outcome       BLOB,
-    response_hash TEXT    NOT NULL,
-    note          TEXT    NOT NULL,
-    PRIMARY KEY (scope, key, token)
-)""",
-        "INSERT INTO {p}meta (version, token) VALUES (0, 0)",
-    ),
-)
-
 ARCHIVED = (
     "scope, key, token, name, fingerprint, state, holder, attempts, created_at, settled_at, expires_at, accessed_at,"
     " status, outcome, response_hash, note"
 )
-
-
-def script(prefix: str) -> str:
-    """The whole schema, for those who create it themselves."""
-    statements = [statement.format(p=prefix) for migration in MIGRATIONS for statement in migration]
-    version = f"UPDATE {prefix}meta SET version = {len(MIGRATIONS)}"
-    return ";\n\n".join(["PRAGMA journal_mode = WAL", "BEGIN IMMEDIATE", *statements, version, "COMMIT"]) + ";\n"
 
 
 class Grouped:

@@ -1,6 +1,6 @@
 """The small app that every door serves for the `DoorContract`: it does no I/O, so that any framework can render it.
 
-A path is `/{rule}/{act}`.  The first part chooses the rule of the contract below, the second what the app does:
+A path is `/{rule}/{act}`.  The first part chooses the rule (see `door_rules`), the second what the app does:
 
 | act | the reply |
 |---|---|
@@ -15,6 +15,7 @@ A path is `/{rule}/{act}`.  The first part chooses the rule of the contract belo
 | `stream` | a chunk, another when the gate is open, and no Content-Length |
 | `big` | `?size=2000`: so many bytes |
 | `thing` | a resource: GET tells its ETag, every other method changes it |
+| anything else | as `create` |
 
 Every request says `?case=...`: the name under which its runs are counted and its gate is kept.  `GET /count?case=...`,
 `GET /open?case=...` and `GET /waiting?case=...` are for the tests.  All of it must be served by one process with at least

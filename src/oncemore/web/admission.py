@@ -41,6 +41,6 @@ def default_rates(contract: Contract) -> Rates | None:
         from .rates import NewKeys
     except ModuleNotFoundError as error:
         raise MissingDriver(
-            f"The rate of {limited[0].name!r} needs a package; install it with: pip install 'oncemore[rates]'"
+            f"The rate of {limited[0].name!r} needs a package; install it with: pip install 'oncemore[limits]'"
         ) from error
     return NewKeys()

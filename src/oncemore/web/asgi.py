@@ -103,18 +103,18 @@ class IdempotencyMiddleware:
         if operation is None:
             return await self.app(scope, receive, send)
         exchange = Exchange(self.door, self.app, match, operation, request, receive, send)
-        return await protect(self._run(exchange, scope, receive, send))
+        return await protect(exchange, self._run(exchange, scope, receive))
 
-    async def _run(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         try:
             await exchange.run(wait_of(exchange.request.headers))
         except OncemoreError as error:
             if exchange.performed:  # it is the app's own
                 raise
             if not isinstance(error, StoreError) or exchange.match.rule.store_down != "run":
-                return await respond(send, self.door.refused(error, exchange.match, exchange.operation))
+                return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation))
             log.error("The store is down, and %s runs unguarded: %s", exchange.match.rule.name, error)
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, exchange.send)
         return None
 
 
@@ -125,12 +125,14 @@ def inner_path(scope: Scope) -> str:
     return below if below.startswith("/") else path
 
 
-async def protect(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run to the end, also when the server or an outer middleware gives up on the client in the meantime."""
+async def protect(exchange: Exchange, coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run until the outcome is kept, also when the server or an outer middleware gives up on the client before that."""
     task = lasting(coroutine)
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
+        if exchange.abandon():
+            task.cancel()
         task.add_done_callback(report)
         raise
 

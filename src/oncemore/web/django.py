@@ -11,7 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from asgiref.sync import iscoroutinefunction, markcoroutinefunction
+from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
 from django.http import HttpRequest  # type: ignore[import-untyped]
 from django.http.response import HttpResponseBase  # type: ignore[import-untyped]
 
@@ -42,6 +42,7 @@ class IdempotencyMiddleware:
         self.get_response = get_response
         self.door = door_from_settings()
         self.views = Views(self.door.contract)
+        self.door.declared()
         self._is_async = iscoroutinefunction(get_response)
         if self._is_async:
             markcoroutinefunction(self)
@@ -57,12 +58,10 @@ class IdempotencyMiddleware:
     def _plan(self, request: HttpRequest) -> Plan[HttpResponseBase] | None:
         """What to do with the request; None where it passes untouched."""
         if request.method in SAFE_METHODS:
-            asks = request.path == self.door.status_path and request.method in ("GET", "HEAD")
+            asks = self.door.status_path in (request.path, request.path_info) and request.method in ("GET", "HEAD")
             return self._status(request) if asks else None
         asked = request_of(request)
-        found = self.views.match(request) or matched(
-            self.door.contract, asked.method, asked.path, "/" + request.path_info.lstrip("/")
-        )
+        found = self.views.match(request) or matched(self.door.contract, asked.method, asked.path, request.path_info)
         try:
             match = self.door.match(asked.method, asked.path, asked.headers, found)
         except OncemoreError as error:
@@ -126,4 +125,11 @@ async def protect(coroutine: Coroutine[Any, Any, HttpResponseBase]) -> HttpRespo
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
+        await abandon(task)
         raise
+
+
+async def abandon(task: asyncio.Task[HttpResponseBase]) -> None:
+    """Close a stream that nobody is going to send, for it may keep its lease until then."""
+    if not task.cancelled() and task.exception() is None and task.result().streaming:
+        await sync_to_async(task.result().close)()

@@ -25,7 +25,8 @@ from .turn import NotKept, Turn
 GetResponse = Callable[[HttpRequest], Any]  # a response, or a coroutine of it
 # What an inner GET, which asks for the resource's ETag, does not repeat of the request.
 NOT_OF_A_GET = ("CONTENT_LENGTH", "CONTENT_TYPE", "HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH", "HTTP_RANGE")
-READ = ("_body", "_post", "_files")
+# What Django remembers of a request once it has been asked for it.
+REMEMBERED = ("_body", "_post", "_files", "headers")
 
 
 class Exchange:
@@ -73,7 +74,13 @@ class Exchange:
             return response.content  # type: ignore[no-any-return]
         length = str(response.headers.get("Content-Length", ""))
         can_wait = int(length) <= self.rule.max_response if length.isdigit() else self.rule.streams == "store"
-        return (yield Collect(response, self.rule.max_response)) if can_wait else None
+        if not can_wait:
+            return None
+        try:
+            return (yield Collect(response, self.rule.max_response))  # type: ignore[no-any-return]
+        except BaseException:
+            response.close()
+            raise
 
     def _settled(self, response: HttpResponseBase, body: bytes | None) -> Plan[Answer]:
         status = response.status_code
@@ -109,9 +116,10 @@ class Look:
 def as_get(request: HttpRequest) -> HttpRequest:
     """The same request (its user, its session), but a GET."""
     inner: Any = object.__new__(type(request))
-    inner.__dict__.update({name: value for name, value in vars(request).items() if name not in READ})
+    inner.__dict__.update({name: value for name, value in vars(request).items() if name not in REMEMBERED})
     inner.META = {name: value for name, value in request.META.items() if name not in NOT_OF_A_GET}
     inner.META["REQUEST_METHOD"] = inner.method = "GET"
+    inner.content_type, inner.content_params = "", {}
     inner._stream, inner._read_started, inner.resolver_match = BytesIO(), False, None
     return inner
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from django.conf import settings  # type: ignore[import-untyped]
 from django.utils.module_loading import import_string  # type: ignore[import-untyped]
@@ -17,6 +18,7 @@ from ..core.faults import did_you_mean
 from ..core.guard import Guard
 from ..errors import ConfigurationError
 from .http import Door
+from .principal import Principal
 
 OBJECTS = ("principal", "tenant", "redact", "rates")  # may be given by their dotted path
 PLAIN = ("profile", "secrets", "keep_headers", "status_path", "problem_base")
@@ -33,6 +35,7 @@ def door_from_settings() -> Door:
             raise ConfigurationError(f"ONCEMORE: there is no setting {name!r}{did_you_mean(str(name), known)}")
     options = {name: said[name] for name in PLAIN if said.get(name) is not None}
     options |= {name: named(name, said[name]) for name in OBJECTS if said.get(name) is not None}
+    options |= {name: asked_once(options[name]) for name in ("principal", "tenant") if name in options}
     return Door(guard_of(said["guard"]), contract_of(said.get("contract")), **options)
 
 
@@ -68,6 +71,19 @@ def named(name: str, said: Any) -> Any:
         return import_string(said)
     except ImportError as error:
         raise ConfigurationError(f"ONCEMORE: {name} = {said!r} cannot be imported: {error}") from error
+
+
+def asked_once(function: Principal) -> Principal:
+    """The function, asked once for each request: it may query the database, which must not be waited for on a loop."""
+    answers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    @wraps(function)
+    def ask(request: Any) -> Any:
+        if request not in answers:
+            answers[request] = function(request)
+        return answers[request]
+
+    return ask
 
 
 def check_place(middleware: type) -> None:

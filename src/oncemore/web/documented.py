@@ -67,8 +67,11 @@ class Enriched:
         self._made: tuple[Json, tuple[Rule, ...], Json] | None = None
 
     def __call__(self) -> Json:
-        self._contract.add(*rules_in(getattr(self._app, "routes", ()), self._options["prefix"]))
-        document, rules = self.plain(), self._contract.rules
-        if self._made is None or self._made[0] is not document or self._made[1] is not rules:
+        document = self.plain()
+        if self._made is None or self._made[0] is not document:  # it has new routes, which may have rules
+            self._contract.add(*rules_in(getattr(self._app, "routes", ()), self._options["prefix"]))
+            self._made = None
+        rules = self._contract.rules
+        if self._made is None or self._made[1] is not rules:
             self._made = (document, rules, enrich(document, self._contract, **self._options))
         return self._made[2]

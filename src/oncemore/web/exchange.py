@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..core.contract import Match
+from ..core.guard import keeps
 from ..core.heartbeat import Beat, LoopBeats, Perform
 from ..core.judge import Answer
 from ..core.model import Operation, Outcome
@@ -22,14 +23,11 @@ from .current import CURRENT
 from .headers import value_of
 from .http import Door, Request
 from .problem import Response
+from .turn import ELSEWHERE, NotKept, SentElsewhere, matches, never_called
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-
-
-class NotKept(Exception):
-    """Thrown into the plan to have the lease released, where a stream is not to be remembered."""
 
 
 class Exchange:
@@ -57,6 +55,7 @@ class Exchange:
         self.settled = False
         self.passing = False  # a stream, or too large: each message goes straight to the client
         self.over = asyncio.Event()  # set when the client's leaving can no longer change what is kept
+        self.abandoned = False
         self.farewell: Message | None = None
         self.start: Message = {}
         self.headers: list[tuple[str, str]] = []
@@ -88,24 +87,25 @@ class Exchange:
                 raise RuntimeError("The application ended without a complete response")
         except BaseException as error:
             if not self.settled:
-                await self._throw(error)
+                await self._throw(NotKept() if self.passing else error)
             raise
         finally:
-            self.over.set()
-            self.beating.beats.difference_update(self.beats)
             CURRENT.reset(token)
+
+    def abandon(self) -> bool:
+        """Whoever asked has given up, and may say other things on its channel.  True where nothing is left to be kept."""
+        self.send, self.abandoned = nowhere, True
+        return self.over.is_set()
 
     async def _check(self, op: Op) -> None:
         """What the rule asks before the app is called: the rate of new keys, and the state of the resource."""
         await arun(self.door.admit(self.rule, op, self.request))
-        if self.rule.if_match:
-            wanted = value_of(self.request.headers, "if-match")
-            if wanted != "*" and await self._etag() not in [tag.strip() for tag in wanted.split(",")]:
-                raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
+        if self.rule.if_match and not matches(value_of(self.request.headers, "if-match"), *await self._look()):
+            raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
 
-    async def _etag(self) -> str:
-        """The resource's ETag now, from the app's own answer to a GET."""
-        found: list[str] = []
+    async def _look(self) -> tuple[int, str]:
+        """The resource's status and ETag now, from the app's own answer to a GET."""
+        found: dict[Any, Any] = {}
         asked: list[bool] = []
 
         async def receive() -> Message:
@@ -116,15 +116,16 @@ class Exchange:
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = message.get("headers", ())
-                found.extend(value.decode("latin-1") for name, value in headers if name.lower() == b"etag")
+                found.update(
+                    {name.lower(): value for name, value in message.get("headers", ())}, status=message["status"]
+                )
 
         scope = {**self.request.native, "method": "GET"}
         scope["headers"] = [
             (n, v) for n, v in scope["headers"] if n not in (b"content-length", b"content-type", b"if-match")
         ]
         await self.app(scope, receive, send)
-        return found[0] if found else ""
+        return found.get("status", 500), found.get(b"etag", b"").decode("latin-1")
 
     def _app_scope(self) -> MutableMapping[str, Any]:
         """The scope without those extensions by which a response would go around us."""
@@ -166,10 +167,17 @@ class Exchange:
         self.size += len(chunk)
         if not more:
             body = self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
-            await self._settle(self.door.outcome(self.rule, self.start["status"], self.headers, body))
+            await self._whole(self.door.outcome(self.rule, self.start["status"], self.headers, body))
             await self._send_whole(body)
         elif not self._can_wait():
             await self._begin_passing()
+
+    async def _whole(self, outcome: Outcome) -> None:
+        if self.start["status"] in ELSEWHERE:  # the same request, with the same key, is about to come by another path
+            await self._throw(SentElsewhere())
+            self.answer = Answer(outcome, "released")
+        else:
+            await self._settle(outcome)
 
     def _can_wait(self) -> bool:
         """Whether the response may be held back until it is whole: its length is known, or the rule buffers streams."""
@@ -181,7 +189,7 @@ class Exchange:
     async def _begin_passing(self) -> None:
         """From here on, chunk by chunk.  That it happened is settled first; how it ended cannot be replayed."""
         tombstone = Outcome("tombstone", self.start["status"])
-        if self.rule.streams != "release" and self.door.policy(self.rule).keeps(tombstone):
+        if self.rule.streams != "release" and keeps(self.door.policy(self.rule), tombstone):
             await self._settle(tombstone)
         body, self.chunks = b"".join(self.chunks), []
         self.over.set()
@@ -189,6 +197,8 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _start_passing(self) -> None:
+        if self.abandoned:
+            raise OSError("Nobody is left to stream to")
         self.passing = True
         await self.send(self._start([(self.rule.status_header.name, self.rule.status_header.unstored)]))
 
@@ -199,8 +209,7 @@ class Exchange:
 
     async def _settle(self, outcome: Outcome) -> None:
         """Drive the plan to its end: when this returns, the outcome is durable (or said not to be)."""
-        self.beating.beats.difference_update(self.beats)  # a renewal after this would be refused, and look like a loss
-        self.settled = True
+        self._close()
         try:
             self.answer = await finish(self.plan, lambda: self.plan.send(outcome))
         except OncemoreError as error:  # taken over by another, whose outcome counts: this one reaches nobody
@@ -211,12 +220,19 @@ class Exchange:
 
     async def _throw(self, error: BaseException) -> None:
         """End the plan by *error*, which it passes on once the ledger knows of it."""
-        self.settled = True
+        self._close()
         try:
             await arun_to(Perform, self.plan, lambda: self.plan.throw(error))
         except BaseException as passed:
             if passed is not error:
                 raise
+        finally:
+            self.over.set()
+
+    def _close(self) -> None:
+        """The operation is over, though the app may not be: it may have a stream to send, or tasks to do."""
+        self.settled = True
+        self.beating.beats.difference_update(self.beats)  # a renewal after this would be refused, and look like a loss
 
     # What the client gets
 
@@ -267,10 +283,6 @@ def lasting(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     TASKS.add(task)
     task.add_done_callback(TASKS.discard)
     return task
-
-
-def never_called(op: object) -> None:
-    raise OncemoreError("The app performs, not the plan")
 
 
 async def respond(send: Send, response: Response) -> None:

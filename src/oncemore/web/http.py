@@ -177,10 +177,12 @@ class Door:
 
     def admit(self, rule: Rule, op: Op, request: Request) -> Plan[None]:
         """Refuse a principal's new key where the rule's rate is used up; whichever path of the rule it is for."""
-        if rule.rate is None or self.rates is None or op.attempt > 1:
+        if rule.rate is None or op.attempt > 1:
             return
+        self.declared()  # for a rule that was found later than the door could know
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+        assert self.rates is not None, "a rule with a rate has what counts it"
         yield Admission(self.rates, rule, join(rule.name, tenant, principal))
 
     # From an answer to a response

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Unpack
 
 from ..core.contract import Contract, Match
 from ..core.guard import Guard
@@ -19,6 +19,7 @@ from .current import current_operation
 from .environ import decoded, headers_of, matched, put_back, read_body
 from .flask_routes import declare
 from .http import Door, Request
+from .options import Options
 from .status import status_plan
 from .wsgi_exchange import App, Environ, Exchange, StartResponse, respond
 
@@ -34,7 +35,13 @@ class IdempotencyMiddleware:
     """
 
     def __init__(
-        self, app: App, *, guard: Guard, contract: Contract | None = None, profile: str | None = None, **options: Any
+        self,
+        app: App,
+        *,
+        guard: Guard,
+        contract: Contract | None = None,
+        profile: str | None = None,
+        **options: Unpack[Options],
     ) -> None:
         self.app = app
         self.door = Door(guard, contract, profile=profile, **options)
@@ -45,15 +52,15 @@ class IdempotencyMiddleware:
             declare(self.door.contract, self.app)
             self.door.declared()
             self._declared = True
-        method, mount = environ["REQUEST_METHOD"], environ.get("SCRIPT_NAME", "")
-        path = mount + environ.get("PATH_INFO", "")
+        method, inner = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
         if method in SAFE_METHODS:
-            if path == self.door.status_path and method in ("GET", "HEAD"):
+            paths = (inner, environ.get("SCRIPT_NAME", "") + inner)
+            if self.door.status_path in paths and method in ("GET", "HEAD"):
                 return self._status(environ, start_response)
             return self.app(environ, start_response)
         request = request_of(environ)
         try:
-            found = matched(self.door.contract, method, request.path, decoded(environ.get("PATH_INFO", "")))
+            found = matched(self.door.contract, method, request.path, decoded(inner))
             match = self.door.match(method, request.path, request.headers, found)
         except OncemoreError as error:
             return respond(start_response, self.door.refused(error))

@@ -12,23 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from msgspec.structs import replace
 
 from oncemore.client.entry import Entry, Keyring
-from oncemore.client.errors import KeyReused, KeyringError, OutcomeUnknown, RetriesExhausted
-from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
+from oncemore.client.errors import KeyReused, KeyringError
 from oncemore.client.keyring import MemoryKeyring, open_keyring
 from oncemore.client.keyring_sqlite import SqliteKeyring
 from oncemore.client.owner import is_alive, this_process
-from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
 from oncemore.core.plan import arun, run
 from oncemore.errors import ConfigurationError
 
 from .clients import Httpx
-from .server import Server, answer, effect, hang, performed, reset, then
+from .server import Server
 
 RETRY = Retry(base=0.005, cap=0.01, budget=None)
 BODY = b'{"amount": 100}'
@@ -181,143 +178,6 @@ def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path
     assert "stays pending" in caplog.text
 
 
-# ── Through a transport ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_key_and_bytes_are_on_disk_before_the_first_byte_is_sent(tmp_path: Path) -> None:
-    """CASES 34."""
-    seen = []
-
-    def look(visit: Any) -> None:
-        with sqlite3.connect(tmp_path / "keys.db") as database:
-            seen.extend(database.execute("SELECT key, body, state FROM oncemore_keys").fetchall())
-
-    with Server(then(look, performed())) as server:
-        Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db").request("POST", server.url, BODY)
-    assert seen == [(server.visits[0].key, BODY, "sending")]
-
-
-def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library: Any, tmp_path: Path) -> None:
-    """CASES 34."""
-    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
-    with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
-        with pytest.raises(RetriesExhausted) as caught:
-            client.request("POST", server.url, BODY, JSON)
-        assert [(one.key, one.state) for one in client.pending()] == [(caught.value.key, "open")]
-        assert client.resume() == []  # its caller was told, and may have made another key since
-        results = client.resume(opened=True)
-        assert [result.error for result in results] == [None]
-        assert client.pending() == []
-    assert list(server.effects.values()) == [1]
-
-
-def test_an_operation_that_was_never_sent_is_not_remembered(tmp_path: Path) -> None:
-    """CASES 34."""
-    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
-    with no_sleeping(), pytest.raises(RetriesExhausted):
-        client.request("POST", "http://127.0.0.1:9", BODY)
-    assert client.pending() == []
-
-
-def test_one_that_was_once_sent_is_remembered_though_it_cannot_be_sent_now(tmp_path: Path) -> None:
-    """CASES 34."""
-    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
-    with Server(*[reset] * 5) as server, no_sleeping(), pytest.raises(RetriesExhausted):
-        client.request("POST", server.url, BODY)
-    with no_sleeping():
-        results = client.resume(opened=True)
-    assert isinstance(results[0].error, RetriesExhausted)
-    assert [one.state for one in client.pending()] == ["open"]
-
-
-@pytest.mark.parametrize("status", [201, 400, 404, 422])
-def test_a_final_answer_settles(library: Any, status: int, tmp_path: Path) -> None:
-    """CASES 34."""
-    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
-    with Server(answer(status)) as server:
-        client.request("POST", server.url, BODY)
-    assert client.pending() == []
-
-
-def test_a_refusal_after_a_doubtful_attempt_settles_nothing(tmp_path: Path) -> None:
-    """CASES 34.  The token expired between the attempts; the first may have been performed."""
-    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
-    with Server(then(effect, reset), answer(401)) as server:
-        reply = client.request("POST", server.url, BODY)
-    assert reply.status == 401
-    assert reply.story.known == "unknown"
-    assert [one.state for one in client.pending()] == ["open"]
-
-
-def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(library: Any, tmp_path: Path) -> None:
-    """CASES 41."""
-    url = f"sqlite:///{tmp_path}/keys.db"
-    short = Retry(base=0.001, attempts=2, deadline=0.5, key_lifetime=1.0, budget=None)
-    with Server(*[then(effect, reset)] * 2) as server:
-        with pytest.raises(RetriesExhausted):
-            library(short, url).request("POST", server.url, BODY, {"Idempotency-Key": "order-17"})
-        sent = len(server.visits)
-        time.sleep(0.6)
-        with pytest.raises(OutcomeUnknown) as caught:
-            library(short, url).request("POST", server.url, BODY, {"Idempotency-Key": "order-17"})
-        results = library(short, url).resume(opened=True)
-        assert isinstance(results[0].error, OutcomeUnknown)
-    assert caught.value.key == "order-17"
-    assert len(server.visits) == sent
-
-
-def test_in_one_long_call_too_the_key_is_not_sent_past_the_servers_memory(library: Any) -> None:
-    """CASES 41."""
-    pace = {"attempts": 10, "deadline": 3600, "attempt_timeout": 60, "base": 60, "cap": 60, "jitter": "none"}
-    patient = Retry(**pace, key_lifetime=300, budget=None)
-    with no_sleeping(), Server(default=answer(503)) as server, pytest.raises(OutcomeUnknown):
-        library(patient).request("POST", server.url, BODY)
-    assert len(server.visits) == 4  # a fifth could have arrived after 300 s
-    assert len({visit.key for visit in server.visits}) == 1
-
-
-def test_a_key_reused_for_another_request_is_refused_before_it_is_sent(library: Any, tmp_path: Path) -> None:
-    """CASES 14."""
-    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
-    own = {"Idempotency-Key": "order-17", **JSON}
-    with Server() as server:
-        client.request("POST", server.url, BODY, own)
-        client.request("POST", server.url, b'{ "amount": 100.0 }', own)  # the same request, spelt differently
-        with pytest.raises(KeyReused, match="order-17"):
-            client.request("POST", server.url, b'{"amount": 101}', own)
-    assert len(server.visits) == 2
-
-
-def test_a_body_too_large_to_keep_can_be_seen_but_not_resumed(tmp_path: Path) -> None:
-    """CASES 34."""
-    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
-    with Server(then(effect, reset)) as server:
-        with pytest.raises(RetriesExhausted):
-            client.request("POST", server.url, iter([b"x" * 100_000] * 20))
-        assert [one.body for one in client.pending()] == [None]
-        results = client.resume(opened=True)
-    assert isinstance(results[0].error, OutcomeUnknown)
-    assert [one.state for one in client.pending()] == ["open"]
-    client.transport.forget(client.pending()[0])
-    assert client.pending() == []
-
-
-async def test_a_cancelled_request_ends_at_once_and_stays_open(tmp_path: Path) -> None:
-    """CASES 37."""
-    transport = AsyncRetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db")
-    with Server(then(effect, hang)) as server:
-        async with httpx.AsyncClient(transport=transport, timeout=30) as client:
-            task = asyncio.create_task(client.post(server.url, content=BODY))
-            while not server.effects:
-                await asyncio.sleep(0.01)
-            begun = time.monotonic()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert time.monotonic() - begun < 2
-            assert [one.state for one in await transport.pending()] == ["open"]
-
-
 async def test_a_claim_that_is_cancelled_is_taken_back_in_order(tmp_path: Path) -> None:
     """CASES 37."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
@@ -328,12 +188,6 @@ async def test_a_claim_that_is_cancelled_is_taken_back_in_order(tmp_path: Path) 
     await asyncio.gather(task, return_exceptions=True)
     await arun(ring.leave(one))
     assert all(known.state == "open" for known in await arun(ring.pending()))
-
-
-def test_without_a_keyring_there_is_nothing_to_ask() -> None:
-    """CASES 34."""
-    with pytest.raises(ConfigurationError, match="no keyring"):
-        RetryTransport(RETRY).pending()
 
 
 # ── Many processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -410,54 +264,3 @@ def test_a_process_is_alive_while_it_lives(tmp_path: Path) -> None:
         other = pool.apply(this_process, (path,))
         assert is_alive(path, other)
     assert not is_alive(path, other)
-
-
-def test_the_deadline_counts_the_claim_too(tmp_path: Path) -> None:
-    """CASES 37.  The file was locked for longer than the caller would wait."""
-
-    class Slow(SqliteKeyring):
-        def _claim(self, *arguments: Any) -> Any:
-            time.sleep(0.3)
-            return super()._claim(*arguments)
-
-    client = Httpx(Retry(deadline=0.2, budget=None), Slow(str(tmp_path / "keys.db")))
-    with Server() as server, pytest.raises(RetriesExhausted) as caught:
-        client.request("POST", server.url, BODY)
-    assert caught.value.story is not None
-    assert caught.value.story.known == "not_performed"
-    assert not server.visits
-    assert client.pending() == []
-
-
-def test_a_password_in_the_url_is_not_written_down(tmp_path: Path) -> None:
-    """CASES 34."""
-    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
-    with Server(default=reset) as server, no_sleeping(), pytest.raises(RetriesExhausted):
-        client.request("POST", server.url.replace("://", "://me:hidden@"), BODY)
-    assert [one.url for one in client.pending()] == [server.url]
-    assert all(b"hidden" not in file.read_bytes() for file in tmp_path.iterdir())
-
-
-async def test_what_is_cancelled_in_a_later_attempt_is_not_taken_for_unsent(tmp_path: Path) -> None:
-    """CASES 37.  The first attempt found no connection; the second may have been received."""
-    hanging = asyncio.Event()
-
-    class Inner(httpx.AsyncBaseTransport):
-        calls = 0
-
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-            self.calls += 1
-            if self.calls == 1:
-                raise httpx.ConnectError("refused")
-            hanging.set()
-            await asyncio.sleep(30)
-            raise AssertionError
-
-    transport = AsyncRetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db", transport=Inner())
-    async with httpx.AsyncClient(transport=transport) as client:
-        task = asyncio.create_task(client.post("http://x/", content=BODY))
-        await hanging.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert [one.state for one in await transport.pending()] == ["open"]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 from hypothesis.stateful import run_state_machine_as_test
@@ -15,7 +16,7 @@ from redis.crc import key_slot
 from oncemore.core.model import Lease, Operation, Outcome
 from oncemore.core.plan import arun, run
 from oncemore.core.store import Filter
-from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable
+from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable, StoreError
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.testing.servers import ValkeySentinel
 from oncemore.testing.store_contract import StoreContract
@@ -241,6 +242,17 @@ async def test_something_else_under_the_key_fails_alone(store: RedisStore, serve
     assert [isinstance(answer, CorruptRecord) for answer in answers] == [False, True, False]
     assert len((await arun(store.list(Filter()))).records) == 2
     assert (await arun(store.stats())).running == 2
+    await store.aclose()
+
+
+async def test_a_record_that_breaks_the_script_fails_alone(store: RedisStore, server: Any) -> None:
+    """CASES 28: half a record, that someone waits for: its owner gets an error, and all others in the group their answers."""
+    leases: list[Any] = [await arun(store.claim(Operation("scope", str(n)), lease=HOUR)) for n in range(5)]
+    half = ["running", leases[2].token, 1, 1, 1, None, None, None, "", False, True, False, None]
+    server.set(store._name(("scope", "2")), b"\xdc\x00\x0d" + msgspec.msgpack.encode(half)[1:])
+    settles = [arun(store.settle(lease, DONE, retention=HOUR)) for lease in leases]
+    answers = await asyncio.gather(*settles, return_exceptions=True)
+    assert [isinstance(answer, StoreError) for answer in answers] == [False, False, True, False, False]
     await store.aclose()
 
 

@@ -16,7 +16,9 @@ import redis
 
 from oncemore.core.model import Lease, Operation, Record
 from oncemore.core.plan import arun, run
+from oncemore.stores import redis_rung
 from oncemore.stores.redis import RedisStore, connect
+from oncemore.testing.proxy import FaultProxy
 
 from . import redis_child
 from .redis_child import DONE, HOUR, OPERATION, blocked, claimed, processes, settled
@@ -204,3 +206,63 @@ def test_a_loop_that_ended_without_a_goodbye_is_not_kept(store: RedisStore) -> N
         ended = asyncio.run(use())
         gc.collect()
         assert ended() is None
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_loop_that_ended_in_mid_flight_is_not_kept_either(url: str, valkey_url: str) -> None:
+    async def leave() -> weakref.ref[asyncio.AbstractEventLoop]:
+        task = asyncio.create_task(arun(store.claim(Operation("scope", "stalled"), lease=HOUR)))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        return weakref.ref(asyncio.get_running_loop())
+
+    with FaultProxy.before(valkey_url) as proxy:
+        store = connect(proxy.url(url))
+        asyncio.run(use(store))
+        proxy.stall()
+        ended = asyncio.run(leave())
+        proxy.heal()
+        asyncio.run(use(store))
+        gc.collect()
+        assert ended() is None
+
+
+async def use(store: RedisStore) -> None:
+    await asyncio.gather(*(arun(store.find("scope", str(n))) for n in range(3)))
+    await arun(store.claim(Operation("scope", f"{time.monotonic()}"), lease=HOUR))
+    await store.aclose()
+
+
+async def test_closing_waits_for_what_is_in_flight(store: RedisStore) -> None:
+    tasks = [asyncio.create_task(arun(store.claim(Operation("scope", str(n)), lease=HOUR))) for n in range(100)]
+    await asyncio.sleep(0)
+    await store.aclose()
+    assert all(task.done() and isinstance(task.result(), Lease) for task in tasks)
+
+
+def test_a_listener_asks_a_silent_server_for_a_sign_of_life(
+    url: str, valkey_url: str, other: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that died without a word is found out, and replaced; one that lives is kept."""
+    monkeypatch.setattr(redis_rung, "QUIET", 0.1)
+    lease = claimed(other)
+    with FaultProxy.before(valkey_url) as proxy, redis.Redis.from_url(valkey_url) as server:
+        store = connect(proxy.url(url))
+        run(store.watch(blocked(store)))
+        while not (first := listeners(server)):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert listeners(server) == first
+        with store.bell.waiting(OPERATION.id) as waiter:
+            proxy.stall()
+            time.sleep(0.5)
+            proxy.heal()
+            run(other.settle(lease, DONE, retention=HOUR))
+            began = time.monotonic()
+            waiter.wait(30.0).run()
+            assert time.monotonic() - began < 20.0
+        store.close()
+
+
+def listeners(server: Any) -> set[str]:
+    return {client["id"] for client in server.client_list(_type="pubsub")}

@@ -472,3 +472,24 @@ def test_a_store_that_nobody_closed_takes_its_threads_and_loops_with_it(url: str
     for thread in threads:
         thread.join(timeout=5)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.0003, 0.0006, 0.001, 0.002])
+def test_claims_in_flight_when_the_loop_is_shut_down_are_given_back(url: str, delay: float) -> None:
+    """A commit cannot be stopped; but nobody is left to perform, so the next claimer need not wait for the leases."""
+    store = connect(url)
+    operations = [Operation("scope", str(n)) for n in range(8)]
+    run(store.claim(Operation("scope", "first"), lease=HOUR))  # so that the file is open
+
+    async def main() -> list[asyncio.Task[Any]]:
+        tasks = [asyncio.create_task(arun(store.claim(each, lease=HOUR))) for each in operations]
+        await asyncio.sleep(delay)
+        return tasks
+
+    tasks = asyncio.run(main())
+    for task, operation in zip(tasks, operations, strict=True):
+        if task.cancelled():
+            found = run(store.claim(operation, lease=HOUR))
+            assert isinstance(found, Lease)
+            assert found.lapsed is False
+    store.close()

@@ -180,10 +180,13 @@ class HttpxWire:
         return Reply(status, response.headers, plain(response, content) if status >= 400 else b"", response)
 
     def _allow(self, limit: float) -> Iterable[Allowance]:
-        """Let the request's timeouts (mostly four times the same number) know when the attempt must end."""
-        steps: dict[str, float | None] = {**NO_TIMEOUTS, **self._extensions.get("timeout", {})}
-        made = {step: Allowance.within(limit, step) for step in set(steps.values())}
-        limits = {name: made[step] for name, step in steps.items()}
+        """Let the request's timeouts, which are mostly four times the same number, know when the attempt must end."""
+        steps: dict[str, float | None] = self._extensions.get("timeout") or NO_TIMEOUTS
+        made: dict[float | None, Allowance] = {}
+        limits = {}
+        for name in NO_TIMEOUTS:
+            step = steps.get(name)
+            limits[name] = made.get(step) or made.setdefault(step, Allowance.within(limit, step))
         self.request.extensions = {**self._extensions, "timeout": limits}
         return made.values()
 

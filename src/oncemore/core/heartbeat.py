@@ -118,7 +118,7 @@ class LoopBeats:
 
     def add(self, beats: tuple[Beat, ...]) -> None:
         self.beats.update(beats)
-        due = min(beat.due for beat in beats)
+        due = beats[0].due if len(beats) == 1 else min(beat.due for beat in beats)
         if due < self.next:
             self._wake_at(due)
 
@@ -153,7 +153,7 @@ class ThreadBeats:
 
     def add(self, beats: tuple[Beat, ...]) -> None:
         self.beats.update(beats)
-        due = min(beat.due for beat in beats)
+        due = beats[0].due if len(beats) == 1 else min(beat.due for beat in beats)
         if due < self.next:
             self._hasten(due, min(beat.seconds for beat in beats) / 3)
 

@@ -7,9 +7,9 @@ is between the algorithm and the world: `run` for threads, `arun` for asyncio (o
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import Awaitable, Callable, Generator
+from types import CoroutineType
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import ConfigurationError
@@ -70,14 +70,14 @@ class Call:
 
     def run(self) -> Any:
         result = self.function(*self.args)
-        if inspect.iscoroutine(result):  # it has not begun, and nobody here could await it
+        if isinstance(result, CoroutineType):  # it has not begun, and nobody here could await it
             result.close()
             raise ConfigurationError(f"{self.function!r} is async: use the awaited form of this call")
         return result
 
     async def arun(self) -> Any:
         result = self.function(*self.args)
-        return await result if isinstance(result, Awaitable) else result
+        return await result if hasattr(result, "__await__") else result
 
 
 class Sleep:

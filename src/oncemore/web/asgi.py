@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from functools import partial
 from typing import Any, Unpack
 
 from ..core.contract import Contract, Match
@@ -19,7 +20,7 @@ from ..errors import OncemoreError, StoreError
 from .current import current_operation
 from .documented import document, outermost
 from .environ import matched
-from .exchange import Exchange, lasting, respond
+from .exchange import TASKS, Exchange, respond
 from .headers import value_of
 from .http import Door, Request, wait_of
 from .options import Options
@@ -63,7 +64,7 @@ class IdempotencyMiddleware:
             return await self.app(scope, receive, send)
         method, path = scope["method"], scope["path"]
         inner = inner_path(scope) if scope.get("root_path") else path
-        if method in SAFE_METHODS and inner != self.door.status_path:
+        if method in SAFE_METHODS and not (self.door.status_path in (path, inner) and method in ("GET", "HEAD")):
             return await self.app(scope, receive, send)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         request = Request(method, path, scope["query_string"].decode("latin-1"), headers, native=scope)
@@ -127,14 +128,24 @@ def inner_path(scope: Scope) -> str:
 
 async def protect(exchange: Exchange, coroutine: Coroutine[Any, Any, None]) -> None:
     """Run until the outcome is kept, also when the server or an outer middleware gives up on the client before that."""
-    task = lasting(coroutine)
+    loop = asyncio.get_running_loop()
+    task, waiter = loop.create_task(coroutine), loop.create_future()  # as asyncio.shield does, with less ado
+    TASKS.add(task)
+    task.add_done_callback(partial(done, waiter))
     try:
-        await asyncio.shield(task)
+        await waiter
     except asyncio.CancelledError:
         if exchange.abandon():
             task.cancel()
         task.add_done_callback(report)
         raise
+    task.result()
+
+
+def done(waiter: asyncio.Future[None], task: asyncio.Task[None]) -> None:
+    TASKS.discard(task)
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def report(task: asyncio.Task[None]) -> None:

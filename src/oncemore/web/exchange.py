@@ -80,7 +80,8 @@ class Exchange:
         self.beating, self.beats = effect.heart.on_loop(), effect.beats
         self.beating.add(self.beats)
         try:
-            await self._check(effect.op)
+            if self.rule.rate is not None or self.rule.if_match:
+                await self._check(effect.op)
             self.performed = True
             await self.app(self._app_scope(), self._heard, self._from_app)
             if not self.settled:
@@ -167,17 +168,17 @@ class Exchange:
         self.size += len(chunk)
         if not more:
             body = self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
-            await self._whole(self.door.outcome(self.rule, self.start["status"], self.headers, body))
+            outcome = self.door.outcome(self.rule, self.start["status"], self.headers, body)
+            if (
+                self.start["status"] in ELSEWHERE
+            ):  # the same request, with the same key, is about to come by another path
+                await self._throw(SentElsewhere())
+                self.answer = Answer(outcome, "released")
+            else:
+                await self._settle(outcome)
             await self._send_whole(body)
         elif not self._can_wait():
             await self._begin_passing()
-
-    async def _whole(self, outcome: Outcome) -> None:
-        if self.start["status"] in ELSEWHERE:  # the same request, with the same key, is about to come by another path
-            await self._throw(SentElsewhere())
-            self.answer = Answer(outcome, "released")
-        else:
-            await self._settle(outcome)
 
     def _can_wait(self) -> bool:
         """Whether the response may be held back until it is whole: its length is known, or the rule buffers streams."""

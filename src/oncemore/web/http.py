@@ -125,8 +125,13 @@ class Door:
         rule = match.rule
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
-        context = self._context(match, request, principal, tenant)
-        key = rule.key.read(lines(request.headers, rule.key.name.lower()), **context)
+        named = lines(request.headers, rule.key.name.lower())
+        if rule.key.source == "header" and rule.unique_by is None:  # the common case names nothing else of the request
+            context: dict[str, Any] = {}
+            key = rule.key.read(named)
+        else:
+            context = self._context(match, request, principal, tenant)
+            key = rule.key.read(named, **context)
         if key is None:
             return None
         scope = self.scope(rule, match.route, request, principal, tenant)
@@ -148,10 +153,7 @@ class Door:
         return rule.scope_of(principal=principal, tenant=tenant, custom=custom, route=route)
 
     def _context(self, match: Match, request: Request, principal: str, tenant: str) -> dict[str, Any]:
-        """What templates may name; the body is read only for rules that name it."""
-        rule = match.rule
-        if rule.key.source == "header" and rule.unique_by is None:
-            return {}
+        """What templates may name."""
         return {
             "principal": principal,
             "tenant": tenant,
@@ -164,7 +166,7 @@ class Door:
 
     def _unique(self, rule: Rule, request: Request, context: Mapping[str, Any]) -> str | None:
         if rule.if_match:
-            return request.path
+            return request.path.rstrip("/") or "/"
         return rule.unique_by.render(**context) if rule.unique_by is not None else None
 
     def policy(self, rule: Rule) -> Policy:

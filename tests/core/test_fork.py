@@ -1,0 +1,60 @@
+"""After a fork the child starts afresh, and does not end what its parent is doing."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+
+from oncemore.core import fork
+
+FORK = """
+import gc, os, sys
+from oncemore.core.fork import reset_in_child
+
+class Work:
+    def __del__(self):
+        if os.getpid() != parent:
+            os.write(1, b"the parent's work was ended")
+
+class Thing:
+    def __init__(self):
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self):
+        self.born, self.work = os.getpid(), Work()
+
+parent = os.getpid()
+thing, gone = Thing(), Thing()
+del gone
+child = os.fork()
+if child == 0:
+    gc.collect()
+    fresh = thing.born == os.getpid()
+    grandchild = os.fork()
+    if grandchild == 0:
+        os._exit(0 if thing.born == os.getpid() else 1)
+    os._exit(0 if fresh and os.waitpid(grandchild, 0)[1] == 0 else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert thing.born == parent
+"""
+
+
+def test_a_child_and_its_children_start_afresh_and_leave_their_parents_work_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], check=True, timeout=20, capture_output=True)
+    assert done.stdout == b""
+
+
+class Thing:
+    def _reset(self) -> None: ...
+
+
+def test_nothing_is_kept_alive_only_to_be_reset() -> None:
+    thing = Thing()
+    fork.reset_in_child(thing)
+    gone = weakref.ref(thing)
+    del thing
+    gc.collect()
+    assert gone() is None

@@ -1,6 +1,6 @@
 """Ask once more; it happens once.  Exactly-once effects in an at-least-once world."""
 
-from .client.function import retrying as retry
+from .client.function import retry
 from .client.retry import Retry
 from .core.contract import Contract
 from .core.guard import Guard

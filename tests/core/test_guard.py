@@ -14,6 +14,7 @@ from oncemore import Guard, Op, Operation, Outcome, Policy
 from oncemore.core.events import Event
 from oncemore.core.plan import run
 from oncemore.errors import (
+    ConfigurationError,
     Duplicate,
     Fenced,
     InProgress,
@@ -451,3 +452,11 @@ async def test_closing_ends_the_heartbeat() -> None:
     await asyncio.to_thread(guard.run, OPERATION, Effect())
     await guard.aclose()
     assert not [thread for thread in threading.enumerate() if thread.name == "oncemore-heartbeat" and thread.is_alive()]
+
+
+@pytest.mark.parametrize("effect", ["transaction", "steps"])
+def test_a_level_that_is_not_there_is_refused_rather_than_weakened(guard, call, effect) -> None:
+    performed = Effect()
+    with pytest.raises(ConfigurationError, match=effect):
+        call(guard, OPERATION, performed, policy=Policy(effect=effect))
+    assert performed.count == 0

@@ -124,7 +124,7 @@ def places(url: str | None) -> Iterator[list[str]]:
     if url is not None:
         yield [url]
         return
-    with tempfile.TemporaryDirectory() as folder, PostgresServer() as own:
+    with tempfile.TemporaryDirectory() as folder, PostgresServer(shared_buffers="1GB") as own:
         yield [f"sqlite:///{folder}/scale.db", own.url]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import statistics
 import sys
 import tempfile
 import time
@@ -18,7 +19,7 @@ from oncemore.core.guard import Guard
 from oncemore.core.model import Operation, Outcome
 
 CALLERS = 64
-SECONDS = 0.3  # of each measurement, of which there are ROUNDS of each kind; the best counts, as others disturb
+SECONDS = 0.3  # of each measurement; they take turns, so that what disturbs the one disturbs the other
 ROUNDS = 12
 
 BODY = b'{"id": "pay_0123456789", "amount": 4200, "currency": "EUR", "status": "succeeded"}' * 3
@@ -102,22 +103,21 @@ async def awaited(folder: Path, callers: int) -> float:
 
 
 def main(folder: Path) -> None:
-    kinds: dict[str, Callable[[], float]] = {
-        "raw, one by one": lambda: raw(folder, 1),
-        "guard.run, one caller": lambda: blocking(folder),
-        "guard.arun, one caller": lambda: asyncio.run(awaited(folder, 1)),
-        f"raw, {CALLERS} to a commit": lambda: raw(folder, CALLERS),
-        f"guard.arun, {CALLERS} callers": lambda: asyncio.run(awaited(folder, CALLERS)),
+    alone, grouped = "raw, one by one", f"raw, {CALLERS} to a commit"
+    kinds: dict[str, tuple[str, Callable[[], float]]] = {
+        alone: (alone, lambda: raw(folder, 1)),
+        "guard.run, one caller": (alone, lambda: blocking(folder)),
+        "guard.arun, one caller": (alone, lambda: asyncio.run(awaited(folder, 1))),
+        grouped: (grouped, lambda: raw(folder, CALLERS)),
+        f"guard.arun, {CALLERS} callers": (grouped, lambda: asyncio.run(awaited(folder, CALLERS))),
     }
-    best = dict.fromkeys(kinds, 0.0)
-    for _ in range(ROUNDS):
-        for name, measure in kinds.items():
-            best[name] = max(best[name], measure())
-    print(f"SQLite {sqlite3.sqlite_version}, WAL, synchronous=FULL; best of {ROUNDS}")
-    base = 0.0
-    for name, pairs in best.items():
-        base = pairs if name.startswith("raw") else base
-        print(f"{name:24} {pairs:8.0f} pairs/s {1e6 / pairs:8.0f} us {pairs / base:8.0%} of raw")
+    rounds = [{name: measure() for name, (_, measure) in kinds.items()} for _ in range(ROUNDS)]
+    print(f"SQLite {sqlite3.sqlite_version}, WAL, synchronous=FULL; {ROUNDS} rounds")
+    print(f"{'':24} {'best pairs/s':>14} {'best us':>9} {'of raw (median of the rounds)':>31}")
+    for name, (base, _) in kinds.items():
+        best = max(each[name] for each in rounds)
+        ratio = statistics.median(each[name] / each[base] for each in rounds)
+        print(f"{name:24} {best:14.0f} {1e6 / best:9.0f} {ratio:31.0%}")
 
 
 if __name__ == "__main__":

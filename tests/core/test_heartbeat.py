@@ -2,72 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import logging
 import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
-from typing import Any
 
 import pytest
 
 from oncemore.core import heartbeat
-from oncemore.core.clock import SYSTEM
-from oncemore.core.heartbeat import Beat, Heartbeat, Perform
+from oncemore.core.heartbeat import Beat, Heartbeat
 from oncemore.core.model import Lease, Operation
 from oncemore.core.op import Op
-from oncemore.core.plan import Call, Plan
 from oncemore.errors import ConfigurationError
 
-PATIENCE = 20.0  # far beyond what any of this takes: a wait that long has failed
-LONG = 600.0
-
-
-class Ledger:
-    """Notes each renewal."""
-
-    def __init__(self) -> None:
-        self.heart = Heartbeat(self.renew, SYSTEM)
-        self.renewals: list[tuple[str, float]] = []
-        self.renewers: set[threading.Thread | None] = set()
-        self.looks = 0
-        self.look = self.heart.due
-        self.heart.due = self.count  # type: ignore[method-assign]
-        self.refuses: Callable[[Beat], Any] = lambda beat: None
-
-    def count(self, beats: set[Beat]) -> list[Beat]:
-        self.looks += 1
-        return self.look(beats)
-
-    def renew(self, beat: Beat) -> Plan[None]:
-        yield Call(self.refuses, beat)
-        self.renewers.add(threading.current_thread())
-        self.renewals.append((beat.lease.operation.key, time.monotonic()))
-
-    def times(self, key: str) -> list[float]:
-        return [at for who, at in tuple(self.renewals) if who == key]
-
-    def perform(self, function: Callable[[Op], Any], *, lease: float = LONG, key: str = "k") -> Perform:
-        held = Lease(Operation("s", key), 1, 0.0)
-        return Perform(self.heart, (self.heart.beat(held, lease),), function, Op(held))
-
-    def until_renewed(self, key: str, times: int) -> None:
-        """Block until the lease has been renewed so often."""
-        ends = time.monotonic() + PATIENCE
-        while len(self.times(key)) < times:
-            assert time.monotonic() < ends, "it was not renewed"
-            time.sleep(0.001)
-
-    async def auntil_renewed(self, key: str, times: int) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while len(self.times(key)) < times:
-                await asyncio.sleep(0.001)
+from .pulse import PATIENCE, Ledger, two_leases
 
 
 @pytest.fixture
@@ -103,9 +54,6 @@ def test_due_is_whoever_has_come_to_a_third_of_his_lease() -> None:
     now = 120.0
     assert sorted(beat.seconds for beat in heart.due(beats)) == [30.0, 60.0]
     assert sorted(beat.due for beat in beats) == [130.0, 140.0]
-
-
-# Performers that block
 
 
 def test_a_blocking_performer_is_renewed_at_each_third_of_its_lease_until_it_ends(ledger: Ledger) -> None:
@@ -167,11 +115,6 @@ def test_all_leases_that_a_performer_depends_on_are_renewed(ledger: Ledger) -> N
     two_leases(ledger, lambda op: ledger.until_renewed("outer", 2)).run()
     assert time.monotonic() - begun < heartbeat.IDLE
     assert ledger.times("inner") == []
-
-
-def two_leases(ledger: Ledger, function: Callable[[Op], Any]) -> Perform:
-    outer, inner = (Lease(Operation("s", key), 1, 0.0) for key in ("outer", "inner"))
-    return Perform(ledger.heart, (ledger.heart.beat(inner, LONG), ledger.heart.beat(outer, 0.06)), function, Op(inner))
 
 
 def test_a_lost_lease_is_not_asked_for_again_and_keeps_nobody_busy(ledger: Ledger) -> None:
@@ -359,126 +302,3 @@ heart.close()
 
 def test_a_forked_child_keeps_its_own_leases_alive_and_not_its_parents() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=PATIENCE)
-
-
-# Performers that are awaited
-
-
-async def test_an_awaited_performer_is_renewed_at_each_third_of_its_lease_until_it_ends(ledger: Ledger) -> None:
-    """CASES 24."""
-    begun = time.monotonic()
-
-    async def work(op: Op) -> str:
-        await ledger.auntil_renewed(op.key, 3)
-        return "done"
-
-    assert await ledger.perform(work, lease=0.09).arun() == "done"
-    assert all(at - begun >= 0.03 * count for count, at in enumerate(ledger.times("k"), 1))
-    renewals = len(ledger.renewals)
-    await asyncio.sleep(0.1)
-    assert len(ledger.renewals) <= renewals + 1
-    assert ledger.heart.on_loop().beats == set()
-    assert ledger.heart.on_loop().tasks == set()
-
-
-async def test_a_cancelled_performer_is_not_renewed_any_more(ledger: Ledger) -> None:
-    task = asyncio.create_task(ledger.perform(lambda op: asyncio.sleep(60)).arun())
-    await asyncio.sleep(0)
-    assert len(ledger.heart.on_loop().beats) == 1
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ledger.heart.on_loop().beats == set()
-
-
-async def test_awaited_performers_of_all_lengths_are_renewed_by_one_timer(ledger: Ledger) -> None:
-    """Each is shorter than the ones before it, so that each hastens the timer."""
-
-    async def work(op: Op) -> None:
-        await ledger.auntil_renewed(op.key, 2)
-
-    leases = [0.5 - 0.02 * count for count in range(20)]
-    begun = time.monotonic()
-    await asyncio.gather(*(ledger.perform(work, lease=lease, key=str(lease)).arun() for lease in leases))
-    assert ledger.looks <= 20 + len(ledger.renewals) + 40 * (time.monotonic() - begun)
-
-
-async def test_a_longer_lease_that_comes_later_needs_no_timer_of_its_own(ledger: Ledger) -> None:
-    beats = ledger.heart.on_loop()
-    soonest: list[float] = []
-
-    async def longer(op: Op) -> None:
-        soonest.append(beats.next)
-        await ledger.auntil_renewed("short", 1)
-
-    async def short(op: Op) -> None:
-        soonest.append(beats.next)
-        await ledger.perform(longer, lease=LONG, key="long").arun()
-
-    await ledger.perform(short, lease=0.06, key="short").arun()
-    assert soonest[0] == soonest[1]
-    assert ledger.times("long") == []
-
-
-async def test_all_leases_that_an_awaited_performer_depends_on_are_renewed(ledger: Ledger) -> None:
-    await two_leases(ledger, lambda op: ledger.auntil_renewed("outer", 2)).arun()
-    assert ledger.times("inner") == []
-
-
-async def test_a_lost_lease_does_not_keep_the_loop_busy(ledger: Ledger) -> None:
-    def refuse(beat: Beat) -> None:
-        beat.lost = True
-
-    ledger.refuses = refuse
-    await ledger.perform(lambda op: asyncio.sleep(0.2), lease=0.03).arun()
-    assert len(ledger.renewals) == 1
-    assert ledger.looks < 10
-
-
-async def test_an_awaited_renewal_that_fails_in_an_unforeseen_way_is_logged_and_tried_again(
-    ledger: Ledger, caplog: pytest.LogCaptureFixture
-) -> None:
-    attempts = 0
-
-    async def fail_once(beat: Beat) -> None:
-        nonlocal attempts
-        attempts += 1
-        if attempts == 1:
-            raise ZeroDivisionError
-
-    ledger.refuses = fail_once
-    with caplog.at_level(logging.ERROR, "oncemore"):
-        await ledger.perform(lambda op: ledger.auntil_renewed("k", 1), lease=0.06).arun()
-    assert "could not be renewed" in caplog.text
-
-
-async def test_a_renewal_carries_nobodys_context(ledger: Ledger) -> None:
-    user: ContextVar[str] = ContextVar("user", default="nobody")
-    seen: list[str] = []
-    ledger.refuses = lambda beat: seen.append(user.get())
-    user.set("the performer")
-    await ledger.perform(lambda op: ledger.auntil_renewed("k", 1), lease=0.03).arun()
-    assert seen == ["nobody"]
-
-
-async def test_a_plain_function_may_be_performed_on_a_loop(ledger: Ledger) -> None:
-    assert await ledger.perform(lambda op: op.key).arun() == "k"
-
-
-def test_a_loop_that_has_ended_is_not_kept(ledger: Ledger) -> None:
-    async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
-        await ledger.perform(lambda op: asyncio.sleep(0)).arun()
-        return weakref.ref(asyncio.get_running_loop())
-
-    loop = asyncio.run(main())
-    gc.collect()
-    assert loop() is None
-
-
-def test_loops_in_several_threads_keep_their_own_leases_alive(ledger: Ledger) -> None:
-    async def main(key: str) -> None:
-        await ledger.perform(lambda op: ledger.auntil_renewed(key, 2), lease=0.06, key=key).arun()
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda key: asyncio.run(main(key)), "abcd"))
-    assert len(ledger.renewers) == 4

@@ -264,12 +264,11 @@ def test_a_loop_that_is_shut_down_lets_its_callers_tidy_up() -> None:
 
 
 def test_a_keyboard_interrupt_in_flight_reaches_the_loop_and_nobody_else() -> None:
-    flights = 0
+    flights: list[Any] = []
 
     def answer(items: list[Any]) -> list[Any]:
-        nonlocal flights
-        flights += 1
-        return fail(KeyboardInterrupt()) if flights == 1 else items
+        flights.append(asyncio.current_task())
+        return fail(KeyboardInterrupt()) if len(flights) == 1 else items
 
     with asyncio.Runner() as runner:
 
@@ -282,6 +281,7 @@ def test_a_keyboard_interrupt_in_flight_reaches_the_loop_and_nobody_else() -> No
             runner.run(asyncio.sleep(5))
 
         async def ended() -> None:
+            assert isinstance(flights[0].exception(), KeyboardInterrupt)
             with pytest.raises(StoreError):
                 await struck
             assert await spared == 2

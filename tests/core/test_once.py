@@ -4,43 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import inspect
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 
 import pytest
 
-from oncemore import Guard, Outcome, Policy, Resolution, once
-from oncemore.core.events import Event
-from oncemore.core.plan import run
-from oncemore.core.store import Filter
+from oncemore import Guard, once
 from oncemore.errors import (
     ConfigurationError,
-    CorruptRecord,
-    Duplicate,
     InvalidKey,
-    OutcomeNotKept,
     PayloadMismatch,
-    StoreUnavailable,
 )
-from oncemore.stores.memory import MemoryStore
-from oncemore.testing.clock import Clock
 
 
 @pytest.fixture
 def runs() -> list[Any]:
     """What the functions under test have done."""
     return []
-
-
-class Declined(Exception):
-    def __init__(self, card: str, *, code: int) -> None:
-        super().__init__(card)
-        self.code = code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,252 +281,3 @@ def test_a_call_can_be_looked_up_without_making_it(guard: Guard, runs: list[Any]
     record = guard.find(operation.scope, operation.key)
     assert record is not None
     assert record.name == operation.name == f"{__name__}.{send.__qualname__}"
-
-
-# Settings
-
-
-def test_two_rules_on_one_store_keep_their_own_settings(guard: Guard, runs: list[Any]) -> None:
-    """CASES 30."""
-
-    @once(guard, key="{n}", ttl="1h")
-    def short(n: int) -> None:
-        runs.append("short")
-
-    @once(guard, key="{n}", ttl="7d", on_duplicate="reject")
-    def long(n: int) -> None:
-        runs.append("long")
-
-    short(1)
-    long(1)
-    guard.cache = Guard("memory://").cache
-    Clock(guard.store).advance(2 * 3600)
-    short(1)
-    with pytest.raises(Duplicate):
-        long(1)
-    assert runs == ["short", "long", "short"]
-
-
-def test_what_a_rule_does_not_say_is_as_the_guard_says() -> None:
-    guard = Guard("memory://", policy=Policy(ttl="2h", on_duplicate="reject"))
-
-    @once(guard, key="{n}", lease="5s")
-    def work(n: int) -> None: ...
-
-    work(1)
-    (record,) = guard.list(Filter()).records
-    assert record.expires_at is not None
-    assert record.settled_at is not None
-    assert record.expires_at - record.settled_at == pytest.approx(7200)
-    with pytest.raises(Duplicate):
-        work(1)
-
-
-@pytest.mark.parametrize(("settings", "error"), [({"tll": "7d"}, TypeError), ({"ttl": "soon"}, ConfigurationError)])
-def test_a_wrong_setting_is_told_when_the_function_is_decorated(
-    guard: Guard, settings: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=r"tll|soon"):
-        once(guard, key="k", **settings)
-
-
-@pytest.mark.parametrize("key", ["{nunber}", "", "{number", "{a}{b}"])
-def test_a_wrong_template_is_told_when_the_function_is_decorated(guard: Guard, key: str) -> None:
-    with pytest.raises(ConfigurationError):
-        once(guard, key=key)(lambda number, a, b: None)
-
-
-def test_an_unknown_name_in_ignore_is_told(guard: Guard) -> None:
-    with pytest.raises(ConfigurationError, match="ignore names 'sesion', which sum does not take"):
-        once(guard, key="k", name="sum", ignore=["sesion"])(lambda a, session: None)
-
-
-def generator() -> Any:
-    yield 1
-
-
-async def async_generator() -> Any:
-    yield 1
-
-
-@pytest.mark.parametrize("function", [generator, async_generator, functools.partial(generator)])
-def test_a_generator_is_refused(guard: Guard, function: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigurationError, match="is a generator"):
-        once(guard, key="k", name="g")(function)
-
-
-@pytest.mark.parametrize("wrapper", [staticmethod, classmethod])
-def test_a_decorator_in_the_wrong_place_is_told(guard: Guard, wrapper: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"Write @once below @{wrapper.__name__}"):
-        once(guard, key="k", name="n")(wrapper(lambda cls: None))
-
-
-class Greeter:
-    async def __call__(self, name: str) -> str:
-        return f"hello {name}"
-
-
-@pytest.mark.parametrize("function", [lambda n: n, functools.partial(max, 1), Greeter()], ids=repr)
-def test_a_function_without_a_name_of_its_own_needs_one(guard: Guard, function: Callable[..., Any]) -> None:
-    """Two lambdas would share their keys, and one would replay the other's result."""
-    with pytest.raises(ConfigurationError, match="give it one by name="):
-        once(guard, key="k")(function)
-
-
-async def test_any_callable_will_do_once_it_has_a_name(guard: Guard) -> None:
-    square = once(guard, key="{n}", name="square")(lambda n: n * n)
-    greet = once(guard, key="{name}", name="greet")(Greeter())
-    assert [square(3), square(3)] == [9, 9]
-    assert [await greet("Ada"), await greet("Ada")] == ["hello Ada"] * 2
-
-
-def test_a_plain_function_that_makes_a_coroutine_is_told_and_the_key_stays_free(guard: Guard) -> None:
-    async def work() -> str:
-        return "done"
-
-    blocking = once(guard, key="k", name="n")(lambda: work())
-    with pytest.raises(ConfigurationError, match="use the awaited form"):
-        blocking()
-    assert once(guard, key="k", name="n")(lambda: "done")() == "done"
-
-
-def test_the_decorated_function_still_looks_like_itself(guard: Guard) -> None:
-    @once(guard, key="{number}")
-    def send(number: int) -> None:
-        """Send it."""
-
-    assert (send.__name__, send.__doc__) == ("send", "Send it.")
-    assert list(inspect.signature(send).parameters) == ["number"]
-
-
-# Errors
-
-
-def test_a_chosen_error_is_raised_again_as_itself(guard: Guard, runs: list[Any]) -> None:
-    """CASES 30."""
-
-    @once(guard, key="{order}", errors=(Declined,))
-    def pay(order: int) -> None:
-        runs.append(order)
-        raise Declined("4242", code=51)
-
-    for _ in range(3):
-        with pytest.raises(Declined) as caught:
-            pay(1)
-        assert (caught.value.args, caught.value.code) == (("4242",), 51)
-    assert runs == [1]
-
-
-async def test_a_chosen_error_of_an_async_function_is_raised_again(guard: Guard, runs: list[Any]) -> None:
-    @once(guard, key="{order}", errors=(ValueError,))
-    async def pay(order: int) -> None:
-        runs.append(order)
-        raise ValueError("no")
-
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no"):
-            await pay(1)
-    assert runs == [1]
-
-
-def test_any_other_error_leaves_the_key_free(guard: Guard, runs: list[Any]) -> None:
-    """CASES 20."""
-
-    @once(guard, key="{order}", errors=(Declined,))
-    def pay(order: int) -> str:
-        runs.append(order)
-        if len(runs) == 1:
-            raise TimeoutError
-        return "paid"
-
-    with pytest.raises(TimeoutError):
-        pay(1)
-    assert [pay(1), pay(1)] == ["paid", "paid"]
-    assert runs == [1, 1]
-
-
-def test_a_chosen_error_may_be_left_out_by_keep(guard: Guard, runs: list[Any]) -> None:
-    @once(guard, key="{order}", errors=(Declined,), keep="success")
-    def pay(order: int) -> None:
-        runs.append(order)
-        raise Declined("4242", code=51)
-
-    for _ in range(2):
-        with pytest.raises(Declined):
-            pay(1)
-    assert runs == [1, 1]
-
-
-# Results that cannot be kept
-
-
-@pytest.mark.parametrize("keep", ["final", "success", "all"])
-def test_an_unstorable_result_is_the_first_callers_and_never_leads_to_a_second_run(
-    guard: Guard, runs: list[Any], keep: Any
-) -> None:
-    """CASES 22, 30."""
-    handle = object()
-
-    @once(guard, key="{n}", keep=keep)
-    def connect(n: int) -> object:
-        runs.append(n)
-        return handle
-
-    assert connect(1) is handle
-    for _ in range(2):
-        with pytest.raises(OutcomeNotKept):
-            connect(1)
-    assert runs == [1]
-
-
-def test_an_error_that_cannot_be_stored_is_the_first_callers_and_the_function_does_not_run_again(
-    guard: Guard, runs: list[Any]
-) -> None:
-    @once(guard, key="{n}", errors=(ValueError,))
-    def work(n: int) -> None:
-        runs.append(n)
-        raise ValueError(object())
-
-    with pytest.raises(ValueError, match="object"):
-        work(1)
-    with pytest.raises(OutcomeNotKept):
-        work(1)
-    assert runs == [1]
-
-
-# Records that are not as they should be
-
-
-def test_an_unreadable_result_is_told_to_the_caller_and_the_observers(
-    guard: Guard, events: list[Event], runs: list[Any]
-) -> None:
-    """CASES 28."""
-
-    @once(guard, key="{n}")
-    def work(n: int) -> None:
-        runs.append(n)
-
-    lease = run(guard.store.claim(work.operation(1), lease=30.0))  # type: ignore[attr-defined]
-    run(guard.store.settle(lease, Outcome("value", body=b"\xc1"), retention=60.0))  # type: ignore[arg-type]
-    with pytest.raises(CorruptRecord):
-        work(1)
-    assert [(event.kind, event.code) for event in events][-1] == ("failed", CorruptRecord.code)
-    assert runs == []
-
-
-def test_a_result_that_a_resolver_knew_is_returned_also_where_it_could_not_be_stored() -> None:
-    """CASES 25, 27."""
-
-    class Failing(MemoryStore):
-        def settle(self, *args: Any, **options: Any) -> Any:
-            raise StoreUnavailable("gone")
-
-    guard = Guard(Failing())
-
-    @once(guard, key="{n}", on_unknown="resolve", resolver=lambda op: Resolution.settled({"id": 5}))
-    def work(n: int) -> Any:
-        pytest.fail("performed again")
-
-    run(guard.store.claim(work.operation(1), lease=30.0))  # type: ignore[attr-defined]
-    Clock(guard.store).advance(60)
-    assert work(1) == {"id": 5}

@@ -96,6 +96,12 @@ def test_a_url_that_cannot_be_meant_is_refused(url: str) -> None:
         connect(url)
 
 
+def test_a_sqlite_that_is_too_old_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 26, 0))
+    with pytest.raises(ConfigurationError, match="too old"):
+        connect("sqlite://")
+
+
 def test_a_relative_path_is_that_of_the_moment_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that changes its folder afterwards must not begin a second ledger there."""
     monkeypatch.chdir(tmp_path)
@@ -147,8 +153,9 @@ def test_tables_of_a_newer_version_are_left_alone(path: Path, url: str, store: S
     store.close()
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE oncemore_meta SET version = 99")
-    with pytest.raises(ConfigurationError, match="99, newer than"):
-        claimed(store)
+    for each in (store, connect(f"{url}?create=false")):
+        with pytest.raises(ConfigurationError, match="99, newer than"):
+            claimed(each)
 
 
 def test_commits_are_synced_unless_the_url_says_otherwise(url: str, store: SqliteStore) -> None:
@@ -335,6 +342,21 @@ def test_a_lock_that_does_not_end_is_a_timeout_and_delays_no_replay(path: Path, 
     claimed(impatient, "another")
     locker.close()
     impatient.close()
+
+
+def test_who_meets_another_at_the_file_gives_way(store: SqliteStore, other: SqliteStore) -> None:
+    """CASES 54: otherwise one that writes all the time could keep the others out for ever."""
+    done = threading.Event()
+    hog = threading.Thread(target=lambda: [claimed(store, str(n)) for n in range(100_000) if not done.is_set()])
+    hog.start()
+    try:
+        for n in range(50):
+            claimed(other, f"other {n}")
+    finally:
+        done.set()
+        hog.join()
+    assert store._writer._crowded_until > 0
+    assert other._writer._crowded_until > 0
 
 
 def test_a_waiter_sees_what_another_process_settles(store: SqliteStore, other: SqliteStore) -> None:

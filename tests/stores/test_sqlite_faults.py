@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oncemore.core.model import Lease, Operation
-from oncemore.core.plan import run
+from oncemore.core.plan import arun, run
 from oncemore.errors import StoreError, StoreUnavailable
 from oncemore.stores.sqlite import SqliteStore, connect
 
@@ -95,6 +96,9 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     store = connect(f"sqlite:///{tmp_path}/none/once.db")
     with pytest.raises(StoreUnavailable, match=r"none/once\.db: it cannot be opened"):
         run(store.find("disk", "key"))
+    with pytest.raises(StoreUnavailable, match=r"none/once\.db: it cannot be opened"):
+        asyncio.run(arun(store.claim(Operation("disk", "key"), lease=HOUR)))
+    store.close()
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])

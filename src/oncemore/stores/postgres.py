@@ -18,11 +18,9 @@ mode nothing is prepared, set for the session or listened for; so where `synchro
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import unquote_plus, urlsplit, urlunsplit
 
 import msgspec
 import psycopg
@@ -86,12 +84,12 @@ class PostgresStore:
     """Records in a table.  The waiting claims of concurrent callers are one statement, and so are their writes."""
 
     def __init__(self, url: str) -> None:
-        _, options = take_options(url, OPTIONS)
+        place, options = take_options(url, OPTIONS)
         if options["timeout"] <= 0:
             raise ConfigurationError("timeout=0 in the store's URL: nothing can be done in no time")
         names = tables.names(options["schema"], options["prefix"])
-        conninfo = libpq_conninfo(url)
-        self.url = hidden(url)
+        conninfo = libpq_conninfo(place)
+        self.url = hide_password(url)
         self.bell = Bell()
         self.holder = Holder()
         self.database = Database(conninfo, names, create=options["create"], timeout=options["timeout"])
@@ -288,19 +286,11 @@ class PostgresStore:
 
 
 def libpq_conninfo(url: str) -> str:
-    """The URL as libpq takes it, without our options and with our defaults."""
-    parts = urlsplit(url)
-    theirs = [pair for pair in parts.query.split("&") if unquote_plus(pair.partition("=")[0]) not in OPTIONS]
+    """The URL as libpq takes it, with our defaults."""
     try:
-        settings = conninfo_to_dict(urlunsplit(parts._replace(query="&".join(theirs))))
-        return make_conninfo("", **{**CONNECTION, **settings, "client_encoding": "UTF8"})
+        return make_conninfo("", **{**CONNECTION, **conninfo_to_dict(url), "client_encoding": "UTF8"})
     except psycopg.Error as error:
-        raise ConfigurationError(f"{hidden(url)}: {error}") from error
-
-
-def hidden(url: str) -> str:
-    """The URL as it may be shown."""
-    return re.sub(r"(?<=[?&])((?:ssl)?password)=[^&]*", r"\1=***", hide_password(url))
+        raise ConfigurationError(f"{hide_password(url)}: {error}") from error
 
 
 def check_length(row: Claimed) -> None:

@@ -108,8 +108,7 @@ class Ear:
         if row is None or row[0] != connection.info.backend_pid:
             raise Deaf
         connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
-        for id in tuple(self.bell._waiters):  # something may have changed while nobody listened
-            self.bell.ring(id)
+        self.bell.ring_all()  # something may have changed while nobody listened
 
     def _hear(self, connection: psycopg.Connection[Any], selector: selectors.BaseSelector) -> bool:
         """Ring for every message that comes; True when it is time to stop."""

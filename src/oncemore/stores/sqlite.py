@@ -19,6 +19,7 @@ import asyncio
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ import msgspec
 from ..core.bell import Bell, Id
 from ..core.lane import Ask, Lane
 from ..core.model import Lease, Operation, Outcome, Record
-from ..core.plan import Plan
+from ..core.plan import Plan, Sleep
 from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import take_options
 from ..errors import ConfigurationError
@@ -42,8 +43,9 @@ from .sqlite_sql import Statements, as_record
 OPTIONS = {"create": True, "prefix": "oncemore_", "synchronous": "full", "timeout": 5.0}
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
 
-# A purge goes in slices, so that a claim never waits long for the commit that it shares.
-SLICE = 100
+# A purge goes in slices, so that a claim never waits long for the commit that it shares; and rests after each for so
+# many times as long as it took, since it keeps the disk busy too.
+SLICE, REST = 50, 3.0
 
 # How long a lease is remembered that was granted to a caller who had gone away.
 ABANDONED = 60.0
@@ -83,7 +85,7 @@ def read_url(url: str) -> tuple[str, dict[str, Any]]:
 class SqliteStore:
     """Records in a file.  All writes of a process go in groups through one connection; long reads have another."""
 
-    poll = 0.25  # other processes' writes ring no bell here; a look costs one read and no lock
+    poll = 0.25  # other processes ring no bell here; but to look again writes nothing, and so costs no sync
 
     def __init__(
         self,
@@ -202,10 +204,12 @@ class SqliteStore:
         total = 0
         while total < batch:
             most = min(SLICE, batch - total)
+            start = time.monotonic()
             gone: int = yield from self._change(NO_RECORD, partial(Flight.purge, most=most))
             total += gone
             if gone < most:
                 break
+            yield Sleep(REST * (time.monotonic() - start))
         return total
 
     def stats(self) -> Plan[Stats]:

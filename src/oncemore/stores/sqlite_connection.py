@@ -21,9 +21,10 @@ Work = Callable[[sqlite3.Connection], T]
 
 MEMORY = ":memory:"
 
-# At most so long between two tries for a file that another process is writing: a few commits.  SQLite's own waiting
-# grows longer the longer it lasts, and newcomers overtake; ours grows shorter.
-PAUSE, SHORTER_PAUSE, PATIENCE = 0.005, 0.001, 1.0
+# Between two tries for a file that another process is writing: at most so many times what our own last write took,
+# within these bounds.  SQLite's own waiting grows longer the longer it lasts, and newcomers overtake; ours grows shorter.
+PAUSE, SHORTEST, LONGEST = 2.0, 0.0005, 0.01
+PATIENCE, IMPATIENT = 1.0, 0.2
 
 # For so long after a process has met another at the file, it gives way.
 CROWDED = 1.0
@@ -92,24 +93,36 @@ class Connection:
             self._give_way()
             start = time.monotonic()
             while True:
-                began = time.monotonic()
                 try:
-                    result = work(self._open())
-                except BAD_VALUES as error:
-                    self._recover(error)
-                    if not is_busy(error):
-                        raise as_store_error(error, self.path) from error
-                    self._crowded_until = began + CROWDED
-                    if began - start > self.timeout:
-                        raise StoreTimeout(f"{self.path}: locked by another for {self.timeout:g} s") from error
-                except BaseException:
-                    self._roll_back()
-                    raise
-                else:
-                    self._ended = time.monotonic()
-                    self._took = self._ended - began
-                    return result
-                time.sleep(random.uniform(0.2, 1.0) * (PAUSE if began - start < PATIENCE else SHORTER_PAUSE))
+                    return self._try(work)
+                except sqlite3.Error as error:
+                    self._pause(start, error)
+
+    def _try(self, work: Work[T]) -> T:
+        """The result of *work*; of SQLite's own errors only those come out that another process's lock causes."""
+        began = time.monotonic()
+        try:
+            result = work(self._open())
+        except BAD_VALUES as error:
+            self._recover(error)
+            if is_busy(error):
+                raise
+            raise as_store_error(error, self.path) from error
+        except BaseException:
+            self._roll_back()
+            raise
+        self._ended = time.monotonic()
+        self._took = self._ended - began
+        return result
+
+    def _pause(self, start: float, error: sqlite3.Error) -> None:
+        """Let the other process finish, unless we have waited since *start* for too long."""
+        now = time.monotonic()
+        self._crowded_until = now + CROWDED
+        if now - start > self.timeout:
+            raise StoreTimeout(f"{self.path}: locked by another for {self.timeout:g} s") from error
+        pause = min(max(PAUSE * self._took, SHORTEST), LONGEST)
+        time.sleep(random.uniform(0.2, 1.0) * (pause if now - start < PATIENCE else pause * IMPATIENT))
 
     def _give_way(self) -> None:
         """Where others want the file too, leave it to them for as long as we last had it."""

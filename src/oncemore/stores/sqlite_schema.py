@@ -92,7 +92,7 @@ def make_ready(connection: sqlite3.Connection, *, sql: Statements, create: bool,
         raise ConfigurationError(f"{path}: SQLite cannot keep a log here (mode {mode}); put the file on a local disk")
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     connection.execute(f"PRAGMA cache_size = -{CACHE}")
-    if schema_version(connection, sql) != len(MIGRATIONS):
+    if schema_version(connection, sql, path) < len(MIGRATIONS):
         if not create:
             raise ConfigurationError(
                 f"{path}: the tables are missing or old, and create=false; run the script from oncemore.stores.schema(url)"
@@ -103,9 +103,7 @@ def make_ready(connection: sqlite3.Connection, *, sql: Statements, create: bool,
 def migrate(connection: sqlite3.Connection, sql: Statements, path: str) -> None:
     """Bring the tables to this version, in one transaction."""
     connection.execute("BEGIN IMMEDIATE")
-    version = schema_version(connection, sql)  # again: another process may just have done it
-    if version > len(MIGRATIONS):
-        raise ConfigurationError(f"{path}: its tables are of version {version}, newer than this oncemore; upgrade it")
+    version = schema_version(connection, sql, path)  # again: another process may just have done it
     for migration in MIGRATIONS[version:]:
         for statement in migration:
             connection.execute(statement.format(p=sql.prefix))
@@ -113,8 +111,10 @@ def migrate(connection: sqlite3.Connection, sql: Statements, path: str) -> None:
     connection.execute("COMMIT")
 
 
-def schema_version(connection: sqlite3.Connection, sql: Statements) -> int:
-    """The version of the tables; 0 where there are none."""
+def schema_version(connection: sqlite3.Connection, sql: Statements, path: str) -> int:
+    """The version of the tables: 0 where there are none, and never one that is unknown here."""
     exists = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", (f"{sql.prefix}meta",)).fetchall()
     [(version,)] = connection.execute(sql.version) if exists else [(0,)]
+    if version > len(MIGRATIONS):
+        raise ConfigurationError(f"{path}: its tables are of version {version}, newer than this oncemore; upgrade it")
     return int(version)

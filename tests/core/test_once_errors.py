@@ -1,0 +1,160 @@
+"""`once`, when things go wrong: chosen errors are results, others are not, and what happened never happens again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Outcome, Resolution, once
+from oncemore.core.events import Event
+from oncemore.core.plan import run
+from oncemore.errors import (
+    CorruptRecord,
+    OutcomeNotKept,
+    StoreUnavailable,
+)
+from oncemore.stores.memory import MemoryStore
+from oncemore.testing.clock import Clock
+
+
+@pytest.fixture
+def runs() -> list[Any]:
+    """What the functions under test have done."""
+    return []
+
+
+class Declined(Exception):
+    def __init__(self, card: str, *, code: int) -> None:
+        super().__init__(card)
+        self.code = code
+
+
+def test_a_chosen_error_is_raised_again_as_itself(guard: Guard, runs: list[Any]) -> None:
+    """CASES 30."""
+
+    @once(guard, key="{order}", errors=(Declined,))
+    def pay(order: int) -> None:
+        runs.append(order)
+        raise Declined("4242", code=51)
+
+    for _ in range(3):
+        with pytest.raises(Declined) as caught:
+            pay(1)
+        assert (caught.value.args, caught.value.code) == (("4242",), 51)
+    assert runs == [1]
+
+
+async def test_a_chosen_error_of_an_async_function_is_raised_again(guard: Guard, runs: list[Any]) -> None:
+    @once(guard, key="{order}", errors=(ValueError,))
+    async def pay(order: int) -> None:
+        runs.append(order)
+        raise ValueError("no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            await pay(1)
+    assert runs == [1]
+
+
+def test_any_other_error_leaves_the_key_free(guard: Guard, runs: list[Any]) -> None:
+    """CASES 20."""
+
+    @once(guard, key="{order}", errors=(Declined,))
+    def pay(order: int) -> str:
+        runs.append(order)
+        if len(runs) == 1:
+            raise TimeoutError
+        return "paid"
+
+    with pytest.raises(TimeoutError):
+        pay(1)
+    assert [pay(1), pay(1)] == ["paid", "paid"]
+    assert runs == [1, 1]
+
+
+def test_a_chosen_error_may_be_left_out_by_keep(guard: Guard, runs: list[Any]) -> None:
+    @once(guard, key="{order}", errors=(Declined,), keep="success")
+    def pay(order: int) -> None:
+        runs.append(order)
+        raise Declined("4242", code=51)
+
+    for _ in range(2):
+        with pytest.raises(Declined):
+            pay(1)
+    assert runs == [1, 1]
+
+
+# Results that cannot be kept
+
+
+@pytest.mark.parametrize("keep", ["final", "success", "all"])
+def test_an_unstorable_result_is_the_first_callers_and_never_leads_to_a_second_run(
+    guard: Guard, runs: list[Any], keep: Any
+) -> None:
+    """CASES 22, 30."""
+    handle = object()
+
+    @once(guard, key="{n}", keep=keep)
+    def connect(n: int) -> object:
+        runs.append(n)
+        return handle
+
+    assert connect(1) is handle
+    for _ in range(2):
+        with pytest.raises(OutcomeNotKept):
+            connect(1)
+    assert runs == [1]
+
+
+def test_an_error_that_cannot_be_stored_is_the_first_callers_and_the_function_does_not_run_again(
+    guard: Guard, runs: list[Any]
+) -> None:
+    @once(guard, key="{n}", errors=(ValueError,))
+    def work(n: int) -> None:
+        runs.append(n)
+        raise ValueError(object())
+
+    with pytest.raises(ValueError, match="object"):
+        work(1)
+    with pytest.raises(OutcomeNotKept):
+        work(1)
+    assert runs == [1]
+
+
+# Records that are not as they should be
+
+
+def test_an_unreadable_result_is_told_to_the_caller_and_the_observers(
+    guard: Guard, events: list[Event], runs: list[Any]
+) -> None:
+    """CASES 28."""
+
+    @once(guard, key="{n}")
+    def work(n: int) -> None:
+        runs.append(n)
+
+    lease = run(guard.store.claim(work.operation(1), lease=30.0))  # type: ignore[attr-defined]
+    run(guard.store.settle(lease, Outcome("value", body=b"\xc1"), retention=60.0))  # type: ignore[arg-type]
+    with pytest.raises(CorruptRecord):
+        work(1)
+    assert [(event.kind, event.code) for event in events][-1] == ("failed", CorruptRecord.code)
+    assert runs == []
+
+
+def test_a_result_that_a_resolver_knew_is_returned_also_where_it_could_not_be_stored() -> None:
+    """CASES 25, 27."""
+
+    class Failing(MemoryStore):
+        def settle(self, *args: Any, **options: Any) -> Any:
+            raise StoreUnavailable("gone")
+
+    guard = Guard(Failing())
+
+    @once(guard, key="{n}", on_unknown="resolve", resolver=lambda op: Resolution.settled({"id": 5}))
+    def work(n: int) -> Any:
+        pytest.fail("performed again")
+
+    run(guard.store.claim(work.operation(1), lease=30.0))  # type: ignore[attr-defined]
+    Clock(guard.store).advance(60)
+    assert work(1) == {"id": 5}

@@ -1,0 +1,217 @@
+"""The PostgreSQL store keeps its word when processes race, are killed or frozen, and when the server is restarted."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from oncemore.core.guard import Guard
+from oncemore.core.model import Lease, Operation, Outcome
+from oncemore.core.plan import run
+from oncemore.core.policy import Policy
+from oncemore.errors import InProgress, OncemoreError, StoreError, UnknownOutcome
+from oncemore.stores.postgres import PostgresStore
+from oncemore.testing.servers import PostgresServer
+from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+
+CHILD = Path(__file__).with_name("postgres_child.py")
+SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
+
+
+@pytest.fixture
+def url(postgres_url: str, postgres_schema: str) -> str:
+    return f"{postgres_url}?schema={postgres_schema}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[PostgresStore]:
+    store = PostgresStore(url)
+    yield store
+    store.close()
+
+
+class Child:
+    """Another process, at one of the tasks in postgres_child.py."""
+
+    def __init__(self, url: str, task: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILD), url, task], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the child has ended"
+        return line.strip()
+
+    def tell(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def signal(self, which: signal.Signals) -> None:
+        self.process.send_signal(which)
+
+
+@contextmanager
+def children(url: str, task: str, count: int = 1) -> Iterator[list[Child]]:
+    made = [Child(url, task) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for child in made:
+            child.process.kill()
+            child.process.communicate()
+
+
+# Other processes
+
+
+def test_16_processes_start_on_an_empty_database_and_one_wins(url: str) -> None:
+    """CASES 52: they race for the tables first, and for the key then."""
+    with children(url, "claim", 16) as processes:
+        for process in processes:
+            assert process.hear() == "ready"
+        for process in processes:
+            process.tell()
+        found = [process.hear().split() for process in processes]
+    assert sorted(name for name, _ in found) == ["Lease"] + ["Record"] * 15
+    assert len({token for _, token in found}) == 1
+
+
+def test_serialization_failures_are_retried_inside(url: str) -> None:
+    """CASES 54: four processes run after the same keys in the strictest isolation, and none hears of a failure."""
+    with children(f"{url}&options={SERIALIZABLE}&timeout=30s", "contend", 4) as processes:
+        for process in processes:
+            assert process.hear() == "ready"
+        for process in processes:
+            process.tell()
+        assert sum(int(process.hear()) for process in processes) == 60
+
+
+@pytest.mark.chaos
+def test_the_key_of_a_killed_holder_is_free_after_its_lease(store: PostgresStore, url: str) -> None:
+    """CASES 25."""
+    with children(url, "settle") as (child,):
+        token = int(child.hear())
+        child.signal(signal.SIGKILL)
+        record = run(store.claim(Operation("s", "k"), lease=LEASE))
+        assert (record.state, record.token) == ("running", token)
+        store.shift += LEASE + 1
+        lease = run(store.claim(Operation("s", "k"), lease=LEASE))
+        assert (lease.lapsed, lease.attempt) == (True, 2)
+        assert lease.token > token
+
+
+@pytest.mark.chaos
+def test_a_frozen_holder_is_fenced_on_every_verb_when_it_thaws(store: PostgresStore, url: str) -> None:
+    """CASES 24."""
+    with children(url, "hold") as (child,):
+        token = int(child.hear())
+        child.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while not isinstance(found := run(store.claim(Operation("s", "k"), lease=LEASE)), Lease):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert found.lapsed
+        assert found.token > token
+        child.signal(signal.SIGCONT)
+        child.tell()
+        assert [child.hear() for _ in range(4)] == ["renew Fenced", "settle Fenced", "release Fenced", "hold Fenced"]
+    run(store.settle(found, DONE, retention=RETENTION))
+    assert run(store.find("s", "k")).outcome == DONE
+
+
+def test_a_waiter_is_woken_by_another_process_long_before_it_would_look(url: str) -> None:
+    """CASES 17."""
+    store = PostgresStore(f"{url}&poll=30s")
+    with children(url, "settle") as (child,), store.bell.waiting(("s", "k")) as waiter:
+        child.hear()
+        record = run(store.claim(Operation("s", "k"), lease=LEASE))
+        run(store.watch(record))
+        time.sleep(0.5)  # the ear has begun to listen by now, and that has rung once
+        waiter.disarm()
+        child.tell()
+        waiter.wait(store.poll).run()
+        woken = time.time()
+        assert run(store.claim(Operation("s", "k"), lease=LEASE)).state == "settled"
+        assert woken - float(child.hear()) < 5  # in truth, milliseconds
+    store.close()
+
+
+# The server
+
+
+@pytest.mark.chaos
+def test_a_restart_in_mid_load_leads_to_no_wrong_answer_and_no_second_effect(own_postgres: PostgresServer) -> None:
+    """CASES 26, 27, 53: each key performed at most once, and none wedged past its lease."""
+    policy = Policy(lease=LEASE, wait=0.2, on_unknown="hold")
+    performed: Counter[str] = Counter()
+    answers: list[tuple[str, bytes]] = []
+    errors: list[OncemoreError] = []
+    over = threading.Event()
+
+    def work(seed: int, guard: Guard) -> None:
+        n = 0
+        while not over.is_set():
+            n += 1
+            key = f"{(seed * 7 + n) // 3}"  # several workers come to the same key, several times
+            try:
+                answer = guard.run(Operation("s", key, key), lambda op: perform(op.key), policy=policy)
+                answers.append((key, answer.outcome.body))
+            except OncemoreError as error:
+                errors.append(error)
+
+    def perform(key: str) -> Outcome:
+        performed[key] += 1
+        return Outcome("response", 200, (), key.encode())
+
+    guards = [Guard(own_postgres.url, cache=0) for _ in range(2)]
+    with ThreadPoolExecutor(8) as pool:
+        workers = [pool.submit(work, seed, guards[seed % 2]) for seed in range(8)]
+        for _ in range(2):
+            time.sleep(1.0)
+            own_postgres.restart(immediate=True)
+        time.sleep(1.0)
+        over.set()
+        for worker in workers:
+            worker.result()
+    assert len(performed) > 50
+    assert set(performed.values()) == {1}
+    assert all(body == key.encode() for key, body in answers)
+    assert all(isinstance(error, StoreError | InProgress | UnknownOutcome) for error in errors), errors
+    store = PostgresStore(own_postgres.url)
+    store.shift = LEASE + 1
+    for key in performed:
+        found = run(store.claim(Operation("s", key, key), lease=LEASE))
+        assert isinstance(found, Lease) or found.state == "settled", found
+        if not isinstance(found, Lease):
+            assert found.outcome == Outcome("response", 200, (), key.encode())
+    for guard in guards:
+        guard.close()
+    store.close()
+
+
+@pytest.mark.chaos
+def test_tokens_grow_across_a_restart(own_postgres: PostgresServer) -> None:
+    """CASES 53."""
+    store = PostgresStore(own_postgres.url)
+    tokens = []
+    for _ in range(3):
+        lease = run(store.claim(Operation("s", "k"), lease=LEASE))
+        tokens.append(lease.token)
+        run(store.release(lease, retention=RETENTION))
+        own_postgres.restart(immediate=True)
+    assert tokens == sorted(set(tokens))
+    store.close()

@@ -1,0 +1,214 @@
+"""The tables that the PostgreSQL store makes, finds or misses, and how quickly they are read."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from oncemore.core.model import Lease, Operation
+from oncemore.core.plan import run
+from oncemore.core.store import Filter
+from oncemore.errors import (
+    ConfigurationError,
+)
+from oncemore.stores import connect, schema
+from oncemore.stores import postgres_schema as tables
+from oncemore.stores.postgres import PostgresStore
+from oncemore.stores.postgres_sql import LOOK_UP
+from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+
+from .postgres_parts import same, until
+
+
+@pytest.fixture
+def url(postgres_url: str, postgres_schema: str) -> str:
+    """A URL with a schema of the test's own, which is not there yet."""
+    return f"{postgres_url}?schema={postgres_schema}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[PostgresStore]:
+    store = PostgresStore(url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def server(postgres_url: str) -> Iterator[psycopg.Connection[Any]]:
+    """A connection past the store."""
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        yield connection
+
+
+# Speed of look-ups
+
+
+@pytest.mark.parametrize("rows", [0, 2, 40, 3000])
+def test_kept_plans_look_rows_up_by_key_however_small_the_table_was(
+    store: PostgresStore, server: psycopg.Connection[Any], rows: int
+) -> None:
+    """A plan that reads the whole table is good for a small one, and ruinous when it has grown."""
+    run(store.stats())
+    names = store.database.names
+    fill(server, names, rows)
+    server.execute(f"ANALYZE {names['records']}")
+    server.execute(f"SELECT set_config(name, value, false) FROM (VALUES {LOOK_UP.lstrip(', ')}) AS s (name, value)")
+    known = store.database.sql
+    several, alone = "'[]', 0", ", ".join(["NULL"] * 12)
+    statements = {
+        known.claim: several,
+        known.claim_one: alone[: 7 * 6 - 2],
+        known.move: f"{several}, '{{}}'",
+        known.move_one: alone,
+        known.find: several,
+        known.touch: several,
+        known.watch: several,
+    }
+    for statement, values in statements.items():
+        plan = explain(server, statement.text, values)
+        assert plan.count(" on oncemore_records_pkey ") == plan.count("Index Scan on"), plan
+        assert plan.count("Bitmap Heap Scan") == plan.count("Scan on oncemore_records ") == 1, plan
+
+
+def explain(server: psycopg.Connection[Any], text: str, values: str) -> str:
+    server.execute(f"PREPARE p AS {text}")
+    plan = "\n".join(row[0] for row in server.execute(f"EXPLAIN EXECUTE p({values})").fetchall())
+    server.execute("DEALLOCATE p")
+    return plan
+
+
+def test_the_purge_and_the_list_of_open_records_use_their_index(
+    store: PostgresStore, server: psycopg.Connection[Any]
+) -> None:
+    run(store.stats())
+    names = store.database.names
+    fill(server, names, 3000)
+    server.execute(f"ANALYZE {names['records']}")
+    plan = explain(server, store.database.sql.purge.text, "0, 100")
+    assert "records_expires_at" in plan
+    assert "Seq Scan" not in plan
+    listing, _ = store.database.sql.list(Filter(state="held"), None, limit=10, shift=0.0)
+    assert "records_expires_at" in explain(server, listing.text, "0, 'held', 10")
+
+
+def fill(server: psycopg.Connection[Any], names: dict[str, str], rows: int) -> None:
+    server.execute(
+        f"""INSERT INTO {names["records"]} (scope, key, name, fingerprint, state, token, holder, attempts, created_at,
+                lease_until, expires_at)
+            SELECT 'user:' || mod(n, 50), md5(n::text), 'name', 'fp', 'settled', n, 'holder', 1, now(), now(),
+                now() + n * interval '1 minute' FROM generate_series(1, %s) AS n""",
+        [rows],
+    )
+
+
+def test_renewing_a_lease_changes_no_index(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+    lease = run(store.claim(Operation("s", "k"), lease=LEASE))
+    for _ in range(5):
+        run(store.renew(lease, lease=LEASE))
+    store.close()  # a server process that ends reports what it has done
+    counts = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_all_tables WHERE relid = %s::regclass"
+    assert until(lambda: server.execute(counts, [store.database.names["records"]]).fetchone() == (5, 5))
+
+
+# The schema
+
+
+def test_the_script_makes_what_the_store_needs(url: str, server: psycopg.Connection[Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"oncemore\.stores\.schema\(url\)"):
+        run(PostgresStore(f"{url}&create=false").stats())
+    server.execute(schema(url))
+    server.execute(schema(url))  # also where it is there already
+    store = PostgresStore(f"{url}&create=false")
+    assert isinstance(run(store.claim(Operation("s", "k"), lease=LEASE)), Lease)
+    store.close()
+
+
+def test_names_can_be_chosen(url: str, server: psycopg.Connection[Any], postgres_schema: str) -> None:
+    store = connect(f"{url}&prefix=my_")
+    run(store.stats())
+    store.close()
+    found = server.execute("SELECT to_regclass(%s)::text", [f"{postgres_schema}.my_records"]).fetchone()
+    assert found != (None,)
+
+
+@pytest.mark.parametrize("query", ["schema=a-b", "schema=", 'schema="', "prefix=A", "prefix=1a", "prefix=" + "x" * 41])
+def test_names_that_are_none_are_refused(query: str) -> None:
+    with pytest.raises(ConfigurationError, match=query.partition("=")[0]):
+        connect(f"postgresql://localhost/?{query}")
+
+
+@pytest.mark.parametrize("query", ["nonsense=1", "timeout=0", "timeout=soon", "create=maybe"])
+def test_options_that_are_none_are_refused(query: str) -> None:
+    with pytest.raises(ConfigurationError, match=query.partition("=")[0]):
+        connect(f"postgresql://localhost/?{query}")
+
+
+def test_no_password_is_shown() -> None:
+    store = connect("postgresql://user:secret1@localhost/db?password=secret2&sslpassword=secret3&poll=2s")
+    assert store.url == "postgresql://user:***@localhost/db?password=***&sslpassword=***&poll=2s"
+    assert store.poll == 2.0
+
+
+def test_without_the_right_to_create_the_error_names_the_script(
+    postgres_url: str, server: psycopg.Connection[Any], postgres_schema: str
+) -> None:
+    role, password = f"r{postgres_schema}", secrets.token_hex(8)
+    server.execute(sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(sql.Identifier(role), sql.Literal(password)))
+    try:
+        poor = psycopg.conninfo.conninfo_to_dict(postgres_url)
+        url = f"postgresql://{role}:{password}@{poor['host']}:{poor['port']}/{poor['dbname']}?schema={postgres_schema}"
+        store = PostgresStore(url)
+        with pytest.raises(ConfigurationError, match=r"permission denied.*oncemore\.stores\.schema\(url\)"):
+            run(store.claim(Operation("s", "k"), lease=LEASE))
+        server.execute(schema(url))
+        with pytest.raises(ConfigurationError, match="permission denied"):
+            run(store.claim(Operation("s", "k"), lease=LEASE))
+        names = tables.names(postgres_schema, "oncemore_")
+        server.execute(f"""
+            GRANT USAGE ON SCHEMA {names["schema"]} TO {role};
+            GRANT SELECT, INSERT, UPDATE, DELETE ON {names["records"]}, {names["archive"]} TO {role};
+            GRANT SELECT ON {names["version"]} TO {role};
+            GRANT USAGE ON SEQUENCE {names["tokens"]} TO {role}""")
+        lease = run(store.claim(Operation("s", "k"), lease=LEASE))  # what the script lists is enough
+        run(store.settle(lease, DONE, retention=RETENTION, audit=True))
+        store.shift += RETENTION + 1
+        assert run(store.purge()) == 1
+        assert run(store.stats()).archived == 1
+        store.close()
+    finally:
+        server.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+
+
+def test_tables_that_have_gone_are_missed_by_name(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+    run(store.claim(Operation("s", "k"), lease=LEASE))
+    server.execute(f"DROP TABLE {store.database.names['records']}")
+    for verb in (store.claim(Operation("s", "k"), lease=LEASE), store.stats(), store.find("s", "k")):
+        with pytest.raises(ConfigurationError, match=r"oncemore_records.*oncemore\.stores\.schema\(url\)"):
+            run(verb)
+
+
+def test_tables_of_a_newer_release_are_left_alone(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+    run(store.stats())
+    server.execute(f"UPDATE {store.database.names['version']} SET version = 99")
+    with pytest.raises(ConfigurationError, match="99, made by a newer release"):
+        run(PostgresStore(same(store)).stats())
+
+
+def test_an_older_schema_is_brought_up_to_date_once(
+    store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(store.stats())
+    more = "ALTER TABLE {records} ADD COLUMN more integer NOT NULL DEFAULT 7;\n"
+    monkeypatch.setattr(tables, "SCRIPTS", (*tables.SCRIPTS, more))
+    stores = [PostgresStore(same(store)) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda each: run(each.stats()), stores))
+    assert server.execute(f"SELECT version FROM {store.database.names['version']}").fetchone() == (2,)
+    for each in stores:
+        each.close()

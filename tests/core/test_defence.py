@@ -61,6 +61,15 @@ def test_a_failed_payment_leaves_the_order_free(guard, call, failure) -> None:
     assert effect.count == 2
 
 
+def test_a_refusal_of_the_ledger_is_never_stored_as_the_performers_own_error(guard, call) -> None:
+    policy = Policy(on_unique="reject", errors=(Exception,))
+    call(guard, pay("k1"), Effect(), policy=policy)
+    for _ in range(2):
+        with pytest.raises(Duplicate):
+            call(guard, pay("k2"), Effect(), policy=policy)
+    assert guard.find("pay|alice", "k2") is None
+
+
 def test_two_keys_race_for_one_order_and_one_pays(guard) -> None:
     effect = Effect()
 

@@ -65,7 +65,7 @@ def unique(guard: Guard, op: Op, perform: Callable[[Op], Any], policy: Policy, b
     owner = operation.scope
     kind = "serial" if policy.on_unique == "serialize" else f"unique|{operation.name}"
     inner, under = Operation(kind, operation.unique or "", name=operation.name), inner_policy(policy)
-    found = yield from guard.turn(inner, under)
+    found = yield from guard.turn(inner, under, wait=policy.lease / 2)  # the outer lease is not renewed meanwhile
     if isinstance(found, Lease):
         answer = yield from guard.own(
             found, lambda _: perform(op), under, beats=beats, then=lambda outcome: tag(outcome, owner)

@@ -190,10 +190,7 @@ class Guard(Ledger):
         try:
             if lease.operation.unique is not None:
                 return (yield from unique(self, op, perform, policy, beats))
-            value = yield Perform(self.heart, beats, perform, op)
-            outcome = value if isinstance(value, Outcome) else value_outcome(value)
-        except policy.errors as error:
-            value, outcome = error, error_outcome(error)
+            return (yield from self._call(op, perform, policy, beats))
         except Refusal:  # turned away before anything happened
             yield from self.give_back(lease, policy, forget=True)
             raise
@@ -205,7 +202,15 @@ class Guard(Ledger):
         except BaseException as error:
             yield from vanish(self, lease, policy, error)
             raise
-        return Answer(outcome, "stored", attempt=lease.attempt, value=value)
+
+    def _call(self, op: Op, perform: Performer, policy: Policy, beats: tuple[Beat, ...]) -> Plan[Answer]:
+        """What the performer itself gives or raises; the ledger's own refusals never pass for it."""
+        try:
+            value = yield Perform(self.heart, beats, perform, op)
+        except policy.errors as error:
+            return Answer(error_outcome(error), "stored", attempt=op.attempt, value=error)
+        outcome = value if isinstance(value, Outcome) else value_outcome(value)
+        return Answer(outcome, "stored", attempt=op.attempt, value=value)
 
     def _settle(self, op: Op, answer: Answer, policy: Policy) -> Plan[Answer]:
         """Make the outcome durable, and only then the caller's."""

@@ -15,6 +15,7 @@ import msgspec
 
 from ..core.bell import Bell, Id
 from ..core.clock import SYSTEM
+from ..core.fork import reset_in_child
 from ..core.judge import fenced, not_deletable, not_resolvable
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
@@ -61,11 +62,15 @@ class MemoryStore:
         self.shift = 0.0
         self.holder = Holder()
         self._epoch = SYSTEM.time() - SYSTEM.monotonic()  # a clock that nobody sets back
-        self._lock = threading.Lock()
+        self._reset()
+        reset_in_child(self)
         self._tokens = itertools.count(1)
         self._records: dict[Id, Record] = {}
         self._audited: set[Id] = set()
         self.archive: list[Record] = []
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
 
     def _now(self) -> float:
         return self._epoch + SYSTEM.monotonic() + self.shift

@@ -382,3 +382,32 @@ async def test_a_lane_is_drained_when_nothing_is_in_flight() -> None:
     await draining
     assert sky.groups == [[1], [2]]
     assert await asyncio.gather(*tasks) == ["<1>", "<2>"]
+
+
+async def test_an_answer_that_meets_a_cancellation_is_abandoned() -> None:
+    """The answer is there, and its caller is cancelled before it has resumed: nobody else could give it back."""
+    abandoned: list[tuple[int, str]] = []
+
+    def fly(items: list[int]) -> Plan[list[str]]:
+        return [f"answer to {item}" for item in items]
+        yield
+
+    def gone(item: int, answer: str) -> Plan[None]:
+        abandoned.append((item, answer))
+        return
+        yield
+
+    class Cancelling(Lane[int]):
+        def enqueue(self, item: int) -> asyncio.Future[Any]:
+            future = super().enqueue(item)
+            future.add_done_callback(lambda _: task.cancel())  # runs before the caller is woken
+            return future
+
+    async def caller() -> Any:
+        return await Ask(lane, 1).arun()
+
+    lane = Cancelling(fly, abandoned=gone)
+    task = asyncio.create_task(caller())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert abandoned == [(1, "answer to 1")]

@@ -201,8 +201,7 @@ def test_an_idle_connection_that_the_server_closed_is_replaced_unnoticed(
     store: PostgresStore, postgres_url: str
 ) -> None:
     run(store.claim(Operation("s", "first"), lease=LEASE))
-    link = store.database.claims.link
-    assert link is not None
+    (link,) = store.database.lanes.threads.links
     with psycopg.connect(postgres_url, autocommit=True) as server:
         server.execute("SELECT pg_terminate_backend(%s, 5000)", [link.pgconn.backend_pid])
     assert isinstance(run(store.claim(Operation("s", "second"), lease=LEASE)), Lease)
@@ -212,7 +211,7 @@ async def test_an_event_loop_sleeps_well_when_the_server_closes_its_connection(
     store: PostgresStore, postgres_url: str
 ) -> None:
     await arun(store.claim(Operation("s", "first"), lease=LEASE))
-    (link,) = store.database.claims.loops.values()
+    (link,) = store.database.lanes.on_loop().links
     async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as server:
         await server.execute("SELECT pg_terminate_backend(%s, 5000)", [link.pgconn.backend_pid])
     before = time.process_time()

@@ -129,6 +129,13 @@ def test_the_script_makes_what_the_store_needs(url: str, server: psycopg.Connect
     store.close()
 
 
+@pytest.mark.parametrize("change", ["state = 'lost'", "expires_at = now()", "state = 'settled'"])
+def test_no_other_state_can_be_stored(store: PostgresStore, server: psycopg.Connection[Any], change: str) -> None:
+    run(store.claim(Operation("s", "k"), lease=LEASE))
+    with pytest.raises(psycopg.errors.CheckViolation):
+        server.execute(f"UPDATE {store.database.names['records']} SET {change}")
+
+
 def test_names_can_be_chosen(url: str, server: psycopg.Connection[Any], postgres_schema: str) -> None:
     store = connect(f"{url}&prefix=my_")
     run(store.stats())

@@ -189,14 +189,13 @@ def test_behind_a_pooler_waiters_look_for_themselves(pgbouncer_url: str, postgre
 def test_a_pooler_that_hides_itself_is_found_out(store: PostgresStore, verb: str) -> None:
     """CASES 54: a prepared statement that is missing, or there already, is no failure; the statement is sent again."""
     run(store.claim(Operation("s", "before"), lease=LEASE))
-    link = store.database.claims.link
-    assert link is not None
+    (link,) = store.database.lanes.threads.links
     assert link.alone
     link.pgconn.exec_(verb.encode())  # as if another server process had the statements that we think we prepared,
     if verb == "SELECT 1":
         link._prepared.clear()  # or this one had them from another client of the pooler
     assert isinstance(run(store.claim(Operation("s", "after"), lease=LEASE)), Lease)
-    assert store.database.claims.link is link
+    assert store.database.lanes.threads.links == [link]
     assert link.alone is (verb == "SELECT 1")
 
 
@@ -226,7 +225,7 @@ def test_event_loops_that_are_gone_leave_nothing_behind(url: str, server: psycop
         lease = asyncio.run(arun(store.claim(Operation("s", str(n)), lease=LEASE)))
         assert isinstance(lease, Lease)
     gc.collect()
-    assert len(store.database.claims.loops) <= 1
+    assert len(store.database.lanes.loops) <= 1
     store.close()
     gc.collect()
     assert until(lambda: connections(server, name) == 0)

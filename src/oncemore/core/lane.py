@@ -11,7 +11,7 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -38,8 +38,18 @@ class Ask(Generic[Item]):
     def run(self) -> Any:
         return self.lane.submit(self.item)
 
-    def arun(self) -> asyncio.Future[Any]:
-        return self.lane.enqueue(self.item)
+    def arun(self) -> Awaitable[Any]:
+        future = self.lane.enqueue(self.item)
+        return future if self.lane.abandoned is None else self._told(future)
+
+    async def _told(self, future: asyncio.Future[Any]) -> Any:
+        """The answer; one that meets its caller's cancellation on the last step is abandoned like any other."""
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self.lane.abandoned and future.done() and not future.cancelled() and future.exception() is None:
+                await arun(self.lane.abandoned(self.item, future.result()))
+            raise
 
 
 class Lane(Generic[Item]):

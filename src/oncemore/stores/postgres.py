@@ -11,9 +11,10 @@ These options are ours; all others (`sslmode`, `target_session_attrs`, `options`
     poll      how often one who waits looks for itself, besides being told (1s)
     listen    false: hear no messages of other processes, and look four times a second instead (true)
 
-A process holds up to four connections, each opened when it is first needed: for claims, for what owners write, for
-operators' questions, and for messages.  An event loop has the first three to itself.  Behind a pooler in transaction
-mode nothing is prepared, set for the session or listened for; so where `synchronous_commit` is off, it stays off.
+A process holds up to four connections, each opened when it is first needed: two for claims and what owners write, one
+for operators' questions, and one for messages.  An event loop has the first three to itself.  Behind a pooler in
+transaction mode nothing is prepared, set for the session or listened for; so where `synchronous_commit` is off, it stays
+off.
 """
 
 from __future__ import annotations
@@ -140,7 +141,10 @@ class PostgresStore:
     def _give_back(self, _: Item, answer: Lease | Record) -> Plan[None]:
         if isinstance(answer, Lease):
             try:
-                yield from self.release(answer, retention=ABANDONED)
+                if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
+                    yield from self.renew(answer, lease=0.0)
+                else:
+                    yield from self.release(answer, retention=ABANDONED)
             except (Fenced, StoreError) as error:
                 log.info("An abandoned claim of %r could not be given back: %s", answer.operation.key, error)
 
@@ -273,15 +277,15 @@ class PostgresStore:
     def close(self) -> None:
         """End the connections of this process's threads, and the thread that listens; they come back when needed."""
         self._ear.close()
-        for line in self.database.lines:
-            line.close()
+        self.database.lanes.close()
+        self.database.desk.close()
 
     async def aclose(self) -> None:
         """As `close`, for the running event loop's connections too."""
         for lane in (self._claims, self._writes, self._desk):
             await lane.drain()
-        for line in self.database.lines:
-            await line.aclose()
+        await self.database.lanes.aclose()
+        await self.database.desk.aclose()
         self.close()
 
 

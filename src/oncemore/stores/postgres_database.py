@@ -26,7 +26,7 @@ NOT_PREPARED = "26000"
 
 
 class Database:
-    """The server behind *conninfo*, as the store sees it: three lines, each with a connection of its own."""
+    """The server behind *conninfo*, as the store sees it: a line for its lanes, and one for operators' questions."""
 
     def __init__(self, conninfo: str, names: dict[str, str], *, create: bool, timeout: float) -> None:
         self.names = names
@@ -34,7 +34,7 @@ class Database:
         self.timeout = timeout
         self.shift = 0.0
         self.create = create
-        self.lines = self.claims, self.writes, self.desk = Line(conninfo), Line(conninfo), Line(conninfo)
+        self.lanes, self.desk = Line(conninfo), Line(conninfo)
         self._ready = False
         self._pooled = False
 
@@ -49,6 +49,7 @@ class Database:
         while SYSTEM.monotonic() + pause < ends:
             if pause:
                 yield Sleep(random.uniform(pause / 2, pause))
+            link: Link | None = None
             try:
                 link = yield Open(line, ends)
                 if not link.greeted:
@@ -59,10 +60,13 @@ class Database:
                 pause, failure = more(pause), error
             except Rejected as error:
                 pause, failure = more(pause), error
-                if error.sqlstate == NOT_PREPARED:  # a pooler, after all: prepare nothing from now on
+                if link is not None and error.sqlstate == NOT_PREPARED:  # a pooler, after all: prepare no more
                     self._pooled, link.alone = True, False
                 elif error.sqlstate not in AGAIN:
                     raise
+            finally:
+                if link is not None:
+                    link.home.put(link)
         raise given_up(failure) from failure
 
     def _greet(self, line: Line, link: Link, ends: float) -> Plan[None]:

@@ -53,7 +53,8 @@ class Flights:
             if len(group) < len(left):
                 share(found, left, answers)
             left = self._left(left, answers, ends)
-        yield from self._withdraw(answers, ends)
+        if self._lost:
+            yield from self._withdraw(ends)
         return [answers[item] for item in items]
 
     def writes(self, items: list[Item]) -> Plan[list[Any]]:
@@ -82,9 +83,9 @@ class Flights:
     # What they have in common
 
     def _ends(self, items: list[Item]) -> float:
-        """When the longest waiting of them gives up; those who waited for a failed flight still get a short try."""
+        """When the first of them, who waits longest, gives up; after a flight that failed, there is time for a short try."""
         timeout = self.database.timeout
-        return max(min(item.asked for item in items) + timeout, SYSTEM.monotonic() + timeout / 5)
+        return max(items[0].asked + timeout, SYSTEM.monotonic() + timeout / 5)
 
     def _left(self, left: list[Item], answers: Answers, ends: float) -> list[Item]:
         left = [item for item in left if item not in answers]
@@ -128,10 +129,14 @@ class Flights:
     # One statement each
 
     def _claim(self, group: list[Item], ends: float) -> Plan[Answers]:
-        if len(group) == 1:
-            rows = yield from self._ask_one(self.database.claims, self.sql.claim_one, group[0], ends)
-        else:
-            rows = yield from self._ask(self.database.claims, self.sql.claim, in_order(group), ends)
+        try:
+            if len(group) == 1:
+                rows = yield from self._ask_one(self.database.lanes, self.sql.claim_one, group[0], ends)
+            else:
+                rows = yield from self._ask(self.database.lanes, self.sql.claim, in_order(group), ends)
+        except StoreError:
+            self._lost += group
+            raise
         mine = {item.row.holder: item for item in group}
         answers: Answers = {
             mine[holder]: Lease(mine[holder].what, token, until, attempts, lapsed)
@@ -139,12 +144,14 @@ class Flights:
         }
         if len(answers) < len(group):
             beaten = [item for item in group if item not in answers]
-            answers.update((yield from self._beaten(beaten, ends)))
+            found = yield from self._fly(self._beaten, beaten, ends)  # whatever becomes of these, the others have won
+            self._lost += [item for item, answer in found.items() if isinstance(answer, StoreError)]
+            answers.update(found)
         return answers
 
     def _beaten(self, group: list[Item], ends: float) -> Plan[Answers]:
         """For each item the Record in its way; none where the way has become free, so that it is claimed again."""
-        rows = yield from self._ask(self.database.claims, self.sql.find, group, ends)
+        rows = yield from self._ask(self.database.lanes, self.sql.find, group, ends)
         answers, expired = Answers(), []
         for n, lapsed, *columns in rows:
             item, record = group[n], read_record(columns)
@@ -155,28 +162,24 @@ class Flights:
             elif not is_over(record) or record.fingerprint != item.what.fingerprint:
                 answers[item] = record
         if expired:  # those that are audited make way
-            yield from self._ask(self.database.claims, self.sql.archive, expired, ends)
+            yield from self._ask(self.database.lanes, self.sql.archive, expired, ends)
         return answers
 
-    def _withdraw(self, answers: Answers, ends: float) -> Plan[None]:
-        """Take back the claims of former flights whose fate was unknown, once the server answers again."""
-        lost = [item for item, answer in answers.items() if isinstance(answer, StoreError)]
-        if lost:
-            self._lost = [*self._lost, *lost][-MOST_LOST:]
-        elif self._lost:
-            lost, self._lost = self._lost, []
-            found = yield from self._fly(self._taken_back, lost, ends)
-            self._lost += [item for item in lost if isinstance(found.get(item), StoreError)]
+    def _withdraw(self, ends: float) -> Plan[None]:
+        """Take back the claims whose fate was unknown, now or when the server answers again."""
+        lost, self._lost = self._lost[-MOST_LOST:], []
+        found = yield from self._fly(self._taken_back, lost, ends)
+        self._lost += [item for item in lost if isinstance(found.get(item), StoreError)]
 
     def _taken_back(self, group: list[Item], ends: float) -> Plan[Answers]:
         group = in_order(group)
-        rows = yield from self._ask(self.database.claims, self.sql.withdraw, group, ends)
+        rows = yield from self._ask(self.database.lanes, self.sql.withdraw, group, ends)
         for (n,) in rows:
             self.bell.ring(group[n].what.id)
         return dict.fromkeys(group)
 
     def _move(self, group: list[Item], ends: float) -> Plan[Answers]:
-        group, line = in_order(group), self.database.writes
+        group, line = in_order(group), self.database.lanes
         if len(group) == 1:
             rows = yield from self._ask_one(line, self.sql.move_one, group[0], ends, group[0].outcome)
         else:
@@ -205,17 +208,17 @@ class Flights:
         return answers
 
     def _find(self, group: list[Item], ends: float) -> Plan[Answers]:
-        rows = yield from self._ask(self.database.writes, self.sql.find, group, ends)
+        rows = yield from self._ask(self.database.lanes, self.sql.find, group, ends)
         records = ((group[n], read_record(columns)) for n, _, *columns in rows)
         return {**dict.fromkeys(group), **{item: record for item, record in records if not is_expired(record)}}
 
     def _touch(self, group: list[Item], ends: float) -> Plan[Answers]:
-        yield from self._ask(self.database.writes, self.sql.touch, group, ends)
+        yield from self._ask(self.database.lanes, self.sql.touch, group, ends)
         return dict.fromkeys(group)
 
     def _watch(self, group: list[Item], ends: float) -> Plan[Answers]:
         """Whether each is still running; only then will there be a message."""
-        rows = yield from self._ask(self.database.writes, self.sql.watch, group, ends)
+        rows = yield from self._ask(self.database.lanes, self.sql.watch, group, ends)
         answers: Answers = dict.fromkeys(group, False)
         answers.update((group[n], True) for (n,) in rows)
         return answers
@@ -224,7 +227,7 @@ class Flights:
         """Send word to the other processes, after the fact; where that fails, they look for themselves in a while."""
         for message in self.ear.messages(ids):
             try:
-                yield from self.database.rows(self.database.writes, self.sql.notify, [self.ear.channel, message], ends)
+                yield from self.database.rows(self.database.lanes, self.sql.notify, [self.ear.channel, message], ends)
             except (OncemoreError, Rejected) as error:
                 log.info("No word of a change could be sent: %s", error)
 

@@ -1,9 +1,9 @@
-"""Where lanes keep their connections, and the effects of using them: one for the threads, one for each event loop."""
+"""Where connections wait for work, and the effects of using one: some for the threads, and some for each event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import selectors
+import select
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,12 +19,37 @@ from .postgres_sql import Statement
 # libpq's own smallest; a connection that takes longer than the rest of the caller's time is still given up.
 SHORTEST_CONNECT = 2
 
-# Not the default one, which on Linux would open and close a file descriptor for each wait.
-Selector: type[selectors.BaseSelector] = getattr(selectors, "PollSelector", selectors.SelectSelector)
+
+class Idle:
+    """Connections without work.  The last to come is the first to go: its server process is still warm."""
+
+    def __init__(self) -> None:
+        self.links: list[Link] = []
+        self.closed = False
+
+    def take(self) -> Link | None:
+        """One that is open, if there is any; it is the taker's alone until it is put back."""
+        while self.links:
+            link = self.links.pop()
+            if link.idle:
+                return link
+        return None
+
+    def put(self, link: Link) -> None:
+        if link.idle and not self.closed:
+            self.links.append(link)
+        else:
+            link.drop()
+
+    def close(self) -> None:
+        """End these now, and those that are at work when they come back."""
+        self.closed = True
+        while self.links:
+            self.links.pop().drop()
 
 
 class Line:
-    """Where a lane keeps its connections: one for this process's threads, and one for each event loop."""
+    """The way to the server: idle connections of this process's threads, and of each event loop."""
 
     def __init__(self, conninfo: str) -> None:
         self.conninfo = conninfo
@@ -32,29 +57,31 @@ class Line:
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self.link: Link | None = None
-        self.loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLink] = weakref.WeakKeyDictionary()
+        self.threads = Idle()
+        self.loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Idle] = weakref.WeakKeyDictionary()
+
+    def on_loop(self) -> Idle:
+        loop = asyncio.get_running_loop()
+        return self.loops.get(loop) or self.loops.setdefault(loop, Idle())
 
     def close(self) -> None:
-        """End the threads' connection, once it is idle, and those of event loops that are no more."""
-        link, self.link = self.link, None
-        if link is not None:
-            with link.lock:
-                link.drop()
+        """End the threads' connections, and those of event loops that are no more."""
+        idle, self.threads = self.threads, Idle()
+        idle.close()
         for loop, there in tuple(self.loops.items()):
             if loop.is_closed():
-                there.drop()
+                there.close()
                 del self.loops[loop]
 
     async def aclose(self) -> None:
-        """End the running loop's connection."""
-        link = self.loops.pop(asyncio.get_running_loop(), None)
-        if link is not None:
-            link.drop()
+        """End the running loop's connections."""
+        idle = self.loops.pop(asyncio.get_running_loop(), None)
+        if idle is not None:
+            idle.close()
 
 
 class Open:
-    """The effect of getting a line's open connection; a new one where there is none."""
+    """The effect of taking an idle connection from a line, or opening one."""
 
     __slots__ = ("ends", "line")
 
@@ -63,10 +90,8 @@ class Open:
         self.ends = ends
 
     def run(self) -> Link:
-        line = self.line
-        if line.link is None or not line.link.open:
-            line.link = Link(self._connect())
-        return line.link
+        idle = self.line.threads
+        return idle.take() or Link(self._connect(), idle)
 
     def _connect(self) -> psycopg.Connection[Any]:
         left = max(SHORTEST_CONNECT, int(self.ends - SYSTEM.monotonic()))
@@ -75,12 +100,9 @@ class Open:
         except psycopg.Error as error:
             raise Lost(str(error).strip()) from error
 
-    async def arun(self) -> LoopLink:
-        loops, loop = self.line.loops, asyncio.get_running_loop()
-        link = loops.get(loop)
-        if link is None or not link.open:
-            link = loops[loop] = LoopLink(await self._aconnect())
-        return link
+    async def arun(self) -> Link:
+        idle = self.line.on_loop()
+        return idle.take() or LoopLink(await self._aconnect(), idle)
 
     async def _aconnect(self) -> psycopg.AsyncConnection[Any]:
         try:
@@ -105,20 +127,19 @@ class Send:
 
     def run(self) -> Rows:
         link = self.link
-        with link.lock:
-            steps = link.exchange(self.statement, self.values)
-            try:
+        steps = link.exchange(self.statement, self.values)
+        try:
+            writing = next(steps)
+            while True:
+                wait(link.pgconn.socket, writing, self.ends - SYSTEM.monotonic())
                 writing = next(steps)
-                while True:
-                    wait(link.pgconn.socket, writing, self.ends - SYSTEM.monotonic())
-                    writing = next(steps)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            except Rejected:
-                raise
-            except BaseException:  # also an interrupt: the answer is still to come, and nobody would expect it
-                link.drop()
-                raise
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        except Rejected:
+            raise
+        except BaseException:  # also an interrupt: the answer is still to come, and nobody would expect it
+            link.drop()
+            raise
 
     async def arun(self) -> Rows:
         link = self.link
@@ -140,17 +161,21 @@ class Send:
 
 def wait(socket: int, writing: bool, seconds: float) -> None:
     """Block until the socket has something to read (or can take more, when *writing*)."""
-    with Selector() as selector:
-        selector.register(socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
-        if not selector.select(max(0.0, seconds)):
-            raise TimedOut("the answer took too long")
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(socket, select.POLLIN | select.POLLOUT if writing else select.POLLIN)
+        ready = bool(poll.poll(max(0.0, seconds) * 1000))
+    else:  # Windows
+        ready = any(select.select([socket], [socket] if writing else [], [], max(0.0, seconds)))
+    if not ready:
+        raise TimedOut("the answer took too long")
 
 
 class LoopLink(Link):
     """A link of an event loop's."""
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: psycopg.AsyncConnection[Any], home: Idle) -> None:
+        super().__init__(connection, home)
         self.reader = Reader(connection.pgconn.socket)
 
     def drop(self) -> None:

@@ -8,13 +8,12 @@ under a name that means the same text to every process behind a pooler.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import psycopg
 from psycopg.adapt import Transformer
-from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus
+from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
 from .postgres_sql import Statement
@@ -43,21 +42,28 @@ class Rejected(Exception):
         self.sqlstate = sqlstate
 
 
+class Home(Protocol):
+    """Where a link goes when its work is done."""
+
+    def put(self, link: Link) -> None: ...
+
+
 class Link:
     """One open connection.  *alone* says that no pooler stands between: what we set and prepare is there next time."""
 
-    def __init__(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    def __init__(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], home: Home) -> None:
         self.connection = connection
         self.pgconn = connection.pgconn
-        self.lock = threading.Lock()
+        self.home = home
         self.greeted = False
         self.alone = False
         self._rows = Transformer(connection)
         self._prepared: set[bytes] = set()
 
     @property
-    def open(self) -> bool:
-        return self.pgconn.status == ConnStatus.OK
+    def idle(self) -> bool:
+        """Whether it is open, and neither in a transaction nor in the middle of an exchange."""
+        return self.pgconn.transaction_status == TransactionStatus.IDLE
 
     def drop(self) -> None:
         """End the connection; whoever expects an answer of it gets none."""
@@ -131,15 +137,14 @@ NULL = struct.pack("!i", -1)
 
 def dump(value: Any) -> tuple[bytes | None, int]:
     """The value as a parameter, and its format: 0 for text, whose type PostgreSQL infers, or 1 for binary."""
-    match value:
-        case None:
-            return None, 0
-        case str():
-            return value.encode(), 0
-        case bytes():
-            return value, 1
-        case list():
-            return dump_array(value), 1
+    if isinstance(value, str):
+        return value.encode(), 0
+    if value is None:
+        return None, 0
+    if isinstance(value, bytes):
+        return value, 1
+    if isinstance(value, list):
+        return dump_array(value), 1
     return str(value).encode(), 0
 
 

@@ -119,7 +119,6 @@ class SqliteStore:
                 yield from self._give_back(item, item.answer)
             raise
         for item in items:
-            item.landed = True
             if item.rings and not isinstance(item.answer, BaseException):
                 self.bell.ring(item.id)
         return answers
@@ -139,13 +138,7 @@ class SqliteStore:
     # What the guard asks
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
-        item = Claim(operation, lease, self.holder.next())
-        try:
-            answer: Lease | Record = yield Ask(self._lane, item)
-        except asyncio.CancelledError:
-            if item.landed:  # just after it was told, which the lane cannot know
-                yield from self._give_back(item, item.answer)
-            raise
+        answer: Lease | Record = yield Ask(self._lane, Claim(operation, lease, self.holder.next()))
         return answer
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:

@@ -16,15 +16,14 @@ NO_RECORD: Id = ("", "")  # the id of what concerns none in particular
 
 
 class Item:
-    """What one caller asks, and its *answer*; *landed* once that is committed.  *rings*: it may wake those who wait."""
+    """What one caller asks, and its *answer*.  *rings*: it may wake those who wait."""
 
-    __slots__ = ("answer", "id", "landed", "rings")
+    __slots__ = ("answer", "id", "rings")
 
     def __init__(self, id: Id, *, rings: bool) -> None:
         self.id = id
         self.rings = rings
         self.answer: Any = None
-        self.landed = False
 
 
 class Claim(Item):

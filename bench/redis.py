@@ -9,6 +9,7 @@ taken for good.  The fenced pair is the least that is safe: two scripts of one l
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import time
 import uuid
@@ -25,8 +26,8 @@ from oncemore.core.model import Operation, Outcome
 from oncemore.testing.servers import ValkeyServer
 
 CALLERS = 64
-SECONDS = 0.3  # of each measurement, of which there are ROUNDS of each kind; the best counts, as others disturb
-ROUNDS = 8
+SECONDS = 0.1  # of each measurement, of which there are ROUNDS of each kind; the best counts, as others disturb
+ROUNDS = 24
 
 BODY = b'{"id": "pay_0123456789", "amount": 4200, "currency": "EUR", "status": "succeeded"}' * 3
 OUTCOME = Outcome("response", 201, (("content-type", "application/json"),), BODY)
@@ -37,6 +38,8 @@ CLAIM = (
 SETTLE = """if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'outcome', ARGV[2]) return redis.call('PEXPIRE', KEYS[1], 3600000)"""
 
+RUN = uuid.uuid4()
+KEYS = (f"{RUN}-{n}" for n in itertools.count())
 Words = tuple[Any, ...]
 
 
@@ -88,7 +91,7 @@ async def grouped(url: str, *, fenced: bool) -> float:
     claim, settle = await raw.ask(("SCRIPT", "LOAD", CLAIM)), await raw.ask(("SCRIPT", "LOAD", SETTLE))
 
     async def pair() -> None:
-        key = str(uuid.uuid4())
+        key = next(KEYS)
         first, second = fencing(key, claim, settle) if fenced else plain(key)
         await raw.ask(first)
         await raw.ask(second)
@@ -105,7 +108,7 @@ async def alone(url: str, *, fenced: bool) -> float:
         claim, settle = await client.script_load(CLAIM), await client.script_load(SETTLE)
 
         async def pair() -> None:
-            key = str(uuid.uuid4())
+            key = next(KEYS)
             first, second = fencing(key, claim, settle) if fenced else plain(key)
             await client.execute_command(*first)
             await client.execute_command(*second)
@@ -121,7 +124,7 @@ async def guarded(url: str, callers: int) -> float:
         return OUTCOME
 
     async def pair() -> None:
-        await guard.arun(Operation("tenant", str(uuid.uuid4()), "c1:" + "f" * 32, "payments.create"), perform)
+        await guard.arun(Operation("tenant", next(KEYS), "c1:" + "f" * 64, "payments.create"), perform)
 
     await pair()
     try:

@@ -27,7 +27,7 @@ SCHEMES = {
 GROUP = "oncemore.stores"
 
 # What to install where a store's module cannot be imported.
-EXTRAS = {"psycopg": "postgres", "psycopg_pool": "postgres", "redis": "redis"}
+EXTRAS = {"psycopg": "postgres", "psycopg_pool": "postgres", "redis": "redis", "hiredis": "redis"}
 
 
 def connect(url: str) -> Store:

@@ -208,6 +208,7 @@ class MemoryStore:
             if state == RUNNING:
                 raise not_deletable()
             known = self._records.pop((scope, key), None) is not None and state != "absent"
+            self._audited.discard((scope, key))
         self.bell.ring((scope, key))
         return known
 

@@ -181,7 +181,7 @@ def test_a_twin_of_one_that_still_runs_is_refused(guard, call) -> None:
 def test_what_is_no_twin_is_no_suspect(guard, call, other) -> None:
     policy = Policy(suspect="reject")
     call(guard, request("k1"), Effect(), policy=policy)
-    call(guard, other, Effect(), policy=policy)
+    assert call(guard, other, Effect(), policy=policy).outcome == CREATED
 
 
 def test_after_the_window_a_twin_is_a_new_request(guard, call) -> None:

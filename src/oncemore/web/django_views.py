@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, Unpack
 from weakref import WeakSet
@@ -65,12 +66,15 @@ class Views:
     def __init__(self, contract: Contract) -> None:
         self.contract = contract
         self._rules: dict[Any, Rules] = {}
+        self._declaring = threading.Lock()  # the first requests may come at once, and rules are declared once
 
     def match(self, request: Any) -> Match | None:
         """The rule on the view that will serve the request, if there is one."""
         urlconf = getattr(request, "urlconf", None) or settings.ROOT_URLCONF
         if urlconf not in self._rules:
-            self._rules[urlconf] = declare(self.contract, urlconf)
+            with self._declaring:
+                if urlconf not in self._rules:
+                    self._rules[urlconf] = declare(self.contract, urlconf)
         rules = self._rules[urlconf]
         if not rules:
             return None

@@ -6,6 +6,7 @@ app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, guard=Guard("sqlite:///once.d
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable
 from typing import Unpack
 
@@ -46,12 +47,19 @@ class IdempotencyMiddleware:
         self.app = app
         self.door = Door(guard, contract, profile=profile, **options)
         self._declared = False
+        self._declaring = threading.Lock()  # the first requests may come at once, and rules are declared once
+
+    def _declare(self) -> None:
+        """Find the rules on the app's endpoints: not before the first request, for routes may be added until then."""
+        with self._declaring:
+            if not self._declared:
+                declare(self.door.contract, self.app)
+                self.door.declared()
+                self._declared = True
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        if not self._declared:  # not before: routes may be added after the middleware
-            declare(self.door.contract, self.app)
-            self.door.declared()
-            self._declared = True
+        if not self._declared:
+            self._declare()
         method, inner = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
         if method in SAFE_METHODS:
             paths = (inner, environ.get("SCRIPT_NAME", "") + inner)

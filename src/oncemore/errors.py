@@ -47,6 +47,13 @@ class MissingDriver(ConfigurationError):
     title = "A driver is not installed"
 
 
+class TransactionEnded(ConfigurationError):
+    """The code that borrowed the guard's transaction has committed it or rolled it back."""
+
+    code = "CONFIGURATION.transaction_ended"
+    title = "The transaction was ended behind the guard's back"
+
+
 # ── Refusals: the operation was not performed, by rule
 
 

@@ -16,31 +16,32 @@ from .model import Lease, Operation, Outcome
 from .op import Op
 from .plan import Plan
 from .policy import Policy
+from .store import Store
 
 if TYPE_CHECKING:
     from .guard import Guard
+    from .lending import Transaction
 
 OWNER = "oncemore-owner"  # stands before the headers of a unique record's outcome, and is never shown
 
 
-def screen(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
+def screen(guard: Guard, ledger: Store | Transaction, op: Op, policy: Policy) -> Plan[Answer | None]:
     """Look at a new operation before it is performed: refuse it, answer it from its twin, or let it pass (None)."""
     issued_at = op.operation.issued_at
     if policy.late == "refuse" and issued_at is not None and guard.clock.time() - issued_at > policy.ttl:
-        yield from guard.give_back(op.lease, policy, forget=True)
         raise KeyExpired("This key is older than the time for which outcomes are kept; look up the result instead")
     if policy.suspect != "off":
-        return (yield from _suspect(guard, op, policy))
+        return (yield from _suspect(guard, ledger, op, policy))
     return None
 
 
-def _suspect(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
+def _suspect(guard: Guard, ledger: Store | Transaction, op: Op, policy: Policy) -> Plan[Answer | None]:
     """Has the same principal just asked for the same thing under another key?  A small record remembers, for a while."""
     operation = op.operation
     mark = Operation(f"suspect|{operation.scope}", operation.fingerprint, operation.key, name="oncemore.suspect")
-    found = yield from guard.store.claim(mark, lease=policy.suspect_window)
+    found = yield from ledger.claim(mark, lease=policy.suspect_window)
     if isinstance(found, Lease):
-        yield from guard.store.release(found, retention=policy.suspect_window)
+        yield from ledger.release(found, retention=policy.suspect_window)
         return None
     guard.tell("suspected", operation, token=op.lease.token, detail=found.fingerprint)
     if policy.suspect == "log":
@@ -48,10 +49,9 @@ def _suspect(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
     op.note = f"suspected duplicate of {found.fingerprint}"
     if policy.suspect == "flag":
         return None
-    twin = yield from guard.store.find(operation.scope, found.fingerprint)
+    twin = yield from ledger.find(operation.scope, found.fingerprint)
     if policy.suspect == "replay" and twin is not None and twin.outcome is not None:
         return Answer(twin.outcome, "replayed", attempt=op.attempt)
-    yield from guard.give_back(op.lease, policy, forget=True)
     raise Suspected("The same request was made a moment ago under another key; retry with that key, or wait")
 
 
@@ -63,18 +63,23 @@ def unique(guard: Guard, op: Op, perform: Callable[[Op], Any], policy: Policy, b
     """
     operation = op.operation
     owner = operation.scope
-    kind = "serial" if policy.on_unique == "serialize" else f"unique|{operation.name}"
-    inner, under = Operation(kind, operation.unique or "", name=operation.name), inner_policy(policy)
+    inner, under = inner_operation(operation, policy), inner_policy(policy)
     found = yield from guard.turn(inner, under, wait=policy.lease / 2)  # the outer lease is not renewed meanwhile
     if isinstance(found, Lease):
         answer = yield from guard.own(
             found, lambda _: perform(op), under, beats=beats, then=lambda outcome: tag(outcome, owner)
         )
-        return msgspec.structs.replace(answer, outcome=untag(answer.outcome)[1], how="stored")
-    owners, outcome = untag(found.outcome or NOBODYS)
+        return msgspec.structs.replace(answer, outcome=untagged(answer.outcome)[1], how="stored")
+    owners, outcome = untagged(found.outcome)
     if policy.on_unique == "reject" or owners != owner:
         raise Duplicate(f"{operation.unique!r} was done before, under another key")
     return Answer(outcome, "replayed", attempt=op.attempt)
+
+
+def inner_operation(operation: Operation, policy: Policy) -> Operation:
+    """What must happen once whatever the key, or one at a time."""
+    kind = "serial" if policy.on_unique == "serialize" else f"unique|{operation.name}"
+    return Operation(kind, operation.unique or "", name=operation.name)
 
 
 @lru_cache(maxsize=256)
@@ -95,7 +100,9 @@ def tag(outcome: Outcome, owner: str) -> Outcome:
     return msgspec.structs.replace(outcome, headers=((OWNER, owner), *outcome.headers))
 
 
-def untag(outcome: Outcome) -> tuple[str, Outcome]:
+def untagged(outcome: Outcome | None) -> tuple[str, Outcome]:
+    """The owner, and the outcome as it was; nobody's where it cannot be read."""
+    outcome = outcome or NOBODYS
     (_, owner), *headers = outcome.headers
     return owner, msgspec.structs.replace(outcome, headers=tuple(headers))
 

@@ -11,9 +11,9 @@ from ..errors import ConfigurationError, Fenced, OncemoreError, Refusal, StoreEr
 from .cache import Cache
 from .clock import SYSTEM, Clock
 from .defence import screen, unique
-from .events import Event, EventKind, Observer, log, tell_all
+from .events import Event, EventKind, Observer, tell_all
 from .heartbeat import Beat, Heartbeat, Perform
-from .judge import Answer, check, in_progress, is_over, replay, unknown
+from .judge import Answer, check, in_progress, is_over, keeps, replay, unknown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .op import Op
@@ -22,6 +22,7 @@ from .policy import Policy
 from .sealed import SealedStore, Sealing
 from .store import Store
 from .takeover import take_over, vanish
+from .transaction import transacted
 from .urls import connect
 from .values import error_outcome, value_outcome
 
@@ -32,14 +33,15 @@ Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a cor
 
 
 class Guard(Ledger):
-    """Lets each operation happen once.  *store* is a URL or a store; *policy* is for callers who bring none.
+    """Lets each operation happen once.
 
-    With a *seal*, outcomes are encrypted in the store: see `oncemore.encryption`.
+    *store* is a URL, a store, or the user's own pool or engine, whose transactions the effects can then join.  *policy* is
+    for callers who bring none.  With a *seal*, outcomes are encrypted in the store: see `oncemore.encryption`.
     """
 
     def __init__(
         self,
-        store: str | Store,
+        store: str | Store | object,
         *,
         policy: Policy | None = None,
         observers: Sequence[Observer] = (),
@@ -47,7 +49,7 @@ class Guard(Ledger):
         cache: int = 32 * 1024 * 1024,
         clock: Clock = SYSTEM,
     ) -> None:
-        inner = connect(store) if isinstance(store, str) else store
+        inner = cast("Store", store) if hasattr(store, "claim") else connect(store)
         self.store: Store = inner if seal is None else cast("Store", SealedStore(inner, seal))
         self.policy = policy or Policy()
         self.observers = tuple(observers)
@@ -75,13 +77,15 @@ class Guard(Ledger):
         known = self.known(operation, policy)
         if known is not None:
             return known
+        if policy.effect == "transaction":
+            return (yield from transacted(self, operation, perform, policy, wait))
         if policy.effect != "lease":
-            raise ConfigurationError(f"effect = {policy.effect!r} is not available yet; the guard knows only 'lease'")
+            raise ConfigurationError(f"effect = {policy.effect!r} is not available yet")
         try:
             found = yield from self.turn(operation, policy, wait)
             if isinstance(found, Lease):
                 return (yield from self.own(found, perform, policy))
-            answer = yield from self._repeat(found, policy)
+            answer = yield from self.repeat(found, policy)
         except OncemoreError as error:
             self._refused(operation, error)
             raise
@@ -143,7 +147,7 @@ class Guard(Ledger):
             raise unknown(found)
         return found
 
-    def _repeat(self, record: Record, policy: Policy) -> Plan[Answer]:
+    def repeat(self, record: Record, policy: Policy) -> Plan[Answer]:
         """The answer to a repeated operation, from its settled record."""
         outcome = record.outcome or Outcome("tombstone")
         if policy.ttl_from == "access":
@@ -172,15 +176,22 @@ class Guard(Ledger):
             self.tell("lapsed", lease.operation, token=lease.token, attempt=lease.attempt)
             known = yield from take_over(self, op, policy)
         elif lease.attempt == 1 and (policy.suspect != "off" or policy.late != "run"):
-            known = yield from screen(self, op, policy)
+            known = yield from self._screen(op, policy)
         if known is None:
             known = yield from self._perform(op, perform, policy, beats)
         if then is not None:
             known = msgspec.structs.replace(known, outcome=then(known.outcome))
         if keeps(policy, known.outcome):
-            return (yield from self._settle(op, known, policy))
+            return (yield from self.settle(op, known, policy))
         yield from self.give_back(lease, policy)
         return msgspec.structs.replace(known, how="released")
+
+    def _screen(self, op: Op, policy: Policy) -> Plan[Answer | None]:
+        try:
+            return (yield from screen(self, self.store, op, policy))
+        except Refusal:
+            yield from self.give_back(op.lease, policy, forget=True)
+            raise
 
     def _perform(self, op: Op, perform: Performer, policy: Policy, beats: tuple[Beat, ...]) -> Plan[Answer]:
         lease = op.lease
@@ -212,7 +223,7 @@ class Guard(Ledger):
         outcome = value if isinstance(value, Outcome) else value_outcome(value)
         return Answer(outcome, "stored", attempt=op.attempt, value=value)
 
-    def _settle(self, op: Op, answer: Answer, policy: Policy) -> Plan[Answer]:
+    def settle(self, op: Op, answer: Answer, policy: Policy) -> Plan[Answer]:
         """Make the outcome durable, and only then the caller's."""
         lease, operation, outcome = op.lease, op.lease.operation, answer.outcome
         try:
@@ -236,7 +247,7 @@ class Guard(Ledger):
         record = yield from self.store.find(operation.scope, operation.key)
         if record is None or record.state != "settled" or not operation.same(record.fingerprint):
             raise error
-        return (yield from self._repeat(record, policy))
+        return (yield from self.repeat(record, policy))
 
     def give_back(self, lease: Lease, policy: Policy, *, forget: bool = False) -> Plan[None]:
         """Release the lease, so that the next claim performs; where that fails, it lapses.
@@ -277,12 +288,3 @@ class Guard(Ledger):
     async def aclose(self) -> None:
         self.heart.close()
         await super().aclose()
-
-
-def keeps(policy: Policy, outcome: Outcome) -> bool:
-    """Whether the outcome is final; a `keep` function that fails must not lead to a second effect."""
-    try:
-        return policy.keeps(outcome)
-    except Exception:
-        log.exception("The rule's keep function failed; the outcome is kept")
-        return True

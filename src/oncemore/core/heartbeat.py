@@ -117,6 +117,8 @@ class LoopBeats:
         self.next = NEVER
 
     def add(self, beats: tuple[Beat, ...]) -> None:
+        if not beats:  # a transaction has no lease to keep
+            return
         self.beats.update(beats)
         due = beats[0].due if len(beats) == 1 else min(beat.due for beat in beats)
         if due < self.next:
@@ -152,6 +154,8 @@ class ThreadBeats:
         self._busy = 0.0
 
     def add(self, beats: tuple[Beat, ...]) -> None:
+        if not beats:  # a transaction has no lease to keep
+            return
         self.beats.update(beats)
         due = beats[0].due if len(beats) == 1 else min(beat.due for beat in beats)
         if due < self.next:

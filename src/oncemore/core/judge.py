@@ -17,6 +17,7 @@ from ..errors import (
     Refusal,
     UnknownOutcome,
 )
+from .events import log
 from .model import Lease, Operation, Outcome, Record
 from .policy import Policy
 from .values import NOTHING
@@ -52,6 +53,15 @@ def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None)
     elif outcome.kind == "tombstone":
         raise OutcomeNotKept("The operation was performed once, but its outcome could not be kept; look up its result")
     return Answer(outcome, "replayed", expires_at)
+
+
+def keeps(policy: Policy, outcome: Outcome) -> bool:
+    """Whether the outcome is final; a `keep` function that fails must not lead to a second effect."""
+    try:
+        return policy.keeps(outcome)
+    except Exception:
+        log.exception("The rule's keep function failed; the outcome is kept")
+        return True
 
 
 def is_over(record: Record) -> bool:

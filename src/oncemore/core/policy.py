@@ -54,6 +54,7 @@ class Policy:
     *lease* is how long a silent holder keeps the right to perform (it is renewed while the holder works); *ttl* is how
     long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are those exceptions
     of the performer that are its outcome, kept like any other; after all others the operation may be tried again.
+    *reruns* is how often a transaction is run again that the database refused (a serialization failure, a deadlock).
     """
 
     lease: float = 30.0
@@ -68,6 +69,7 @@ class Policy:
     errors: tuple[type[Exception], ...] = ()
     effect: EffectLevel = "lease"
     on_unknown: OnUnknown = "hold"
+    reruns: int = 3
     resolver: Callable[..., Any] | None = None
     on_unique: OnUnique = "replay"
     suspect: Suspect = "off"
@@ -79,6 +81,8 @@ class Policy:
             object.__setattr__(self, name, duration(getattr(self, name)))
         if self.lease <= 0 or self.ttl <= 0:
             raise ConfigurationError("lease and ttl must be longer than nothing")
+        if type(self.reruns) is not int or self.reruns < 0:
+            raise ConfigurationError(f"reruns = {self.reruns!r} is not a number of times: write 0, 1, 2, ...")
         for field in fields(self):
             check_choice(field.name, getattr(self, field.name))
         if self.on_unknown == "resolve" and self.resolver is None:

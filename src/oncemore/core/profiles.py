@@ -33,6 +33,7 @@ DEFAULT: dict[str, Any] = {
     "keep": "final",
     "effect": "lease",
     "on_unknown": "hold",
+    "reruns": 3,
     "on_unique": "replay",
     "suspect": "off",
     "late": "run",

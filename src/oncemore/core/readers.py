@@ -149,6 +149,12 @@ def size(value: object) -> int:
     return value
 
 
+def count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ConfigurationError(f"{value!r} is not a number of times: write 0, 1, 2, ...")
+    return value
+
+
 READERS: dict[str, Callable[[Any], Any]] = {
     "name": text,
     "reverses": text,
@@ -161,6 +167,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "wait": span,
     "retry_after": span,
     "keep": choice_or_function("final", "success", "all"),
+    "reruns": count,
     "resolver": function,
     "suspect": suspect,
     "first_sent": lambda value: "" if value == "" else header_name(value),

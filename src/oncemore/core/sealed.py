@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
 from .bell import Id
+from .lending import Lender, Transaction
 from .model import Lease, Operation, Outcome, Record
 from .plan import Plan
 from .store import Store
@@ -61,7 +62,57 @@ class SealedStore:
         found = yield from self.inner.resolve(scope, key, sealed, retention=retention, note=note)
         return self._opened(found)
 
+    @property
+    def lender(self) -> Lender | None:
+        return None if self.inner.lender is None else cast("Lender", SealedLender(self.inner.lender, self._seal))
+
     def _opened(self, record: Record) -> Record:
-        if record.outcome is None:
-            return record
-        return msgspec.structs.replace(record, outcome=self._seal.open(record.id, record.outcome))
+        return opened(self._seal, record)
+
+
+class SealedLender:
+    """A lender in whose transactions outcomes are sealed too."""
+
+    def __init__(self, inner: Lender, seal: Sealing) -> None:
+        self.inner = inner
+        self._seal = seal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def open(self) -> Plan[Transaction]:
+        transaction = yield from self.inner.open()
+        return cast("Transaction", SealedTransaction(transaction, self._seal))
+
+
+class SealedTransaction:
+    def __init__(self, inner: Transaction, seal: Sealing) -> None:
+        self.inner = inner
+        self._seal = seal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
+        found = yield from self.inner.begin(operation, lease=lease, wait=wait)
+        return found if isinstance(found, Lease) else opened(self._seal, found)
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        found = yield from self.inner.claim(operation, lease=lease)
+        return found if isinstance(found, Lease) else opened(self._seal, found)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        sealed = self._seal.seal(held.operation.id, outcome)
+        return self.inner.settle(held, sealed, retention=retention, audit=audit, note=note)
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        found = yield from self.inner.find(scope, key)
+        return None if found is None else opened(self._seal, found)
+
+
+def opened(seal: Sealing, record: Record) -> Record:
+    if record.outcome is None:
+        return record
+    return msgspec.structs.replace(record, outcome=seal.open(record.id, record.outcome))

@@ -34,6 +34,7 @@ class Settings(TypedDict, total=False):
     keep: str | Function
     effect: str
     on_unknown: str
+    reruns: int
     resolver: str | Function
     unique_by: str
     on_unique: str

@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from .bell import Bell
+from .lending import Lender
 from .model import Lease, Operation, Outcome, Record
 from .plan import Plan
 from .states import State
@@ -52,6 +53,11 @@ class Store(Protocol):
     bell: Bell  # rings when a record may have changed
     poll: float  # the longest that a waiter trusts the bell alone, in seconds
     shift: float  # added to the store's clock: 0, except in tests that let time pass
+
+    @property
+    def lender(
+        self,
+    ) -> Lender | None: ...  # of transactions that the effect may join; None where there is no such thing
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]: ...
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]: ...

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any
-from urllib.parse import unquote_plus
+from typing import Any, cast
+from urllib.parse import unquote_plus, urlencode
 
 from ..errors import ConfigurationError, MissingDriver
 from .policy import duration
@@ -30,10 +31,34 @@ GROUP = "oncemore.stores"
 EXTRAS = {"psycopg": "postgres", "psycopg_pool": "postgres", "redis": "redis", "hiredis": "redis"}
 
 
-def connect(url: str) -> Store:
-    """The store behind *url*; nothing is opened before it is used."""
-    store: Store = store_module(url).connect(url)
-    return store
+# What else a guard can be given: the user's own pools and engines, by the package that they are from.  The module's
+# `enlist(source, options)` makes the store, whose transactions are then the user's own.
+FLAVOURS = {
+    "psycopg_pool": "oncemore.stores.postgres",
+    "asyncpg": "oncemore.stores.asyncpg",
+    "sqlalchemy": "oncemore.stores.sqlalchemy",
+}
+DJANGO = "django:"
+
+
+def connect(source: Any, **options: str) -> Store:
+    """The store behind a URL, or in the database that a pool or an engine leads to; nothing is opened before it is used.
+
+    *options* are those of the store's URL, for a source that has none: `connect(engine, schema="payments")`.
+    """
+    if isinstance(source, str) and not source.startswith(DJANGO):
+        return cast("Store", store_module(source).connect(with_options(source, options)))
+    package = "django" if isinstance(source, str) else type(source).__module__.partition(".")[0]
+    module = "oncemore.stores.django" if package == "django" else FLAVOURS.get(package)
+    if module is None:
+        raise ConfigurationError(
+            f"{source!r} is no ledger: give a URL, a pool of psycopg_pool or asyncpg, an engine of SQLAlchemy, or 'django:alias'"
+        )
+    return cast("Store", importlib.import_module(module).enlist(source, options))
+
+
+def with_options(url: str, options: Mapping[str, str]) -> str:
+    return url + ("&" if "?" in url else "?") + urlencode(options) if options else url
 
 
 def schema(url: str) -> str:

@@ -55,6 +55,7 @@ class MemoryStore:
     """Records in a dictionary, under one lock."""
 
     poll = 1.0
+    lender = None  # there is no transaction that an effect could join
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url

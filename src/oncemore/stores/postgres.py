@@ -9,6 +9,7 @@ These options are ours; all others (`sslmode`, `target_session_attrs`, `options`
     create    false: never create or change tables; run the script that `oncemore.stores.schema(url)` returns (true)
     timeout   how long a verb may take, with all its attempts to reach the server (5s)
     poll      how often one who waits looks for itself, besides being told (1s)
+    pool      how many connections may be lent at a time to operations with effect = "transaction" (16)
     listen    false: hear no messages of other processes, and look four times a second instead (true)
 
 A process holds up to four connections, each opened when it is first needed: two for claims and what owners write, one
@@ -20,8 +21,9 @@ off.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote, urlencode
 
 import msgspec
 import psycopg
@@ -31,6 +33,7 @@ from ..core.bell import Bell, Id
 from ..core.events import log
 from ..core.judge import not_deletable, not_resolvable
 from ..core.lane import Ask, Lane
+from ..core.lending import Lender
 from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..core.plan import Plan
 from ..core.states import HELD, RELEASED, RUNNING, SETTLED, State, read
@@ -41,6 +44,7 @@ from . import postgres_schema as tables
 from .postgres_database import Database
 from .postgres_ear import Ear
 from .postgres_flights import Flights, is_expired
+from .postgres_lender import PostgresLender
 from .postgres_link import Rows
 from .postgres_rows import Claimed, Found, Item, Moved, Touched, Watched, encode_rows, read_record, safe
 from .postgres_sql import Statement
@@ -52,6 +56,7 @@ OPTIONS: dict[str, Any] = {
     "timeout": 5.0,
     "poll": 1.0,
     "listen": True,
+    "pool": 16,
 }
 # A dead peer is noticed within a minute, where the system would take two hours.
 CONNECTION = {
@@ -60,6 +65,9 @@ CONNECTION = {
     "keepalives_interval": "10",
     "keepalives_count": "3",
 }
+
+# What psycopg's connect() takes, and libpq does not know.
+CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"}
 
 BLIND_POLL = 0.25
 LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
@@ -73,6 +81,24 @@ TOGETHER = 32
 def connect(url: str) -> Store:
     """The ledger in the database that *url* names; nothing is opened before it is used."""
     return PostgresStore(url)
+
+
+def enlist(pool: Any, options: Mapping[str, str]) -> Store:
+    """The ledger in the database of a pool of psycopg_pool's, whose connections are the ones that are lent."""
+    if callable(pool.conninfo) or callable(pool.kwargs):
+        raise ConfigurationError(
+            "The pool makes up its address as it goes: give the guard a pool with a fixed conninfo"
+        )
+    kwargs = {name: value for name, value in (pool.kwargs or {}).items() if name not in CLIENT_SIDE}
+    store = PostgresStore(url_of(conninfo_to_dict(pool.conninfo, **kwargs), options))
+    store.lender = PostgresLender(store, "", most=0, pool=pool)
+    return store
+
+
+def url_of(settings: Mapping[str, Any], options: Mapping[str, str]) -> str:
+    """A URL that says the same as libpq's settings, with ours."""
+    said = {**{name: value for name, value in settings.items() if value is not None}, **options}
+    return f"postgresql:///?{urlencode(said, quote_via=quote)}"
 
 
 def schema(url: str) -> str:
@@ -103,6 +129,7 @@ class PostgresStore:
         self._claims = Lane(flights.claims, most=TOGETHER, abandoned=self._give_back)
         self._writes = Lane(flights.writes, most=TOGETHER)
         self._desk = Lane(flights.errand, most=1)
+        self.lender: Lender = PostgresLender(self, conninfo, most=options["pool"])
         weakref.finalize(self, self._ear.close)  # its thread would else outlive a store that nobody closed
 
     @property
@@ -122,6 +149,11 @@ class PostgresStore:
     @shift.setter
     def shift(self, seconds: float) -> None:
         self.database.shift = seconds
+
+    def ready(self) -> Plan[None]:
+        """Have the tables made, if they are not."""
+        if not self.database.ready:
+            yield from self._errand(self._sql.version, [])
 
     # The owner's verbs, which fly in groups
 
@@ -277,6 +309,7 @@ class PostgresStore:
     def close(self) -> None:
         """End the connections of this process's threads, and the thread that listens; they come back when needed."""
         self._ear.close()
+        self.lender.close()
         self.database.lanes.close()
         self.database.desk.close()
 
@@ -284,6 +317,7 @@ class PostgresStore:
         """As `close`, for the running event loop's connections too."""
         for lane in (self._claims, self._writes, self._desk):
             await lane.drain()
+        await self.lender.aclose()
         await self.database.lanes.aclose()
         await self.database.desk.aclose()
         self.close()

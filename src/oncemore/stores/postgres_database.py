@@ -35,7 +35,7 @@ class Database:
         self.shift = 0.0
         self.create = create
         self.lanes, self.desk = Line(conninfo), Line(conninfo)
-        self._ready = False
+        self.ready = False
         self._pooled = False
 
     def rows(
@@ -77,9 +77,9 @@ class Database:
         greeting = self.sql.greet if operators else self.sql.greet_lane
         rows = yield Send(link, greeting, [link.pgconn.backend_pid, *milliseconds], ends)
         self._pooled = self._pooled or not rows
-        if not self._ready:
+        if not self.ready:
             yield from self._make_tables(link)
-            self._ready = True
+            self.ready = True
         link.alone = not self._pooled
         link.greeted = True
 

@@ -7,6 +7,7 @@ run it, also within a transaction of its own.  Those for items come in two forms
     many  $1: the items, as a JSON array of objects, in which *n* tells the answers apart;
           $2: seconds to add to the server's clock, 0 except in tests; $3: their outcomes, if any, as bytea[]
     one   a parameter for each column of the one item, then the seconds, then its outcome, if any
+    here  as one, within a transaction that an effect has joined
 
 ON CONFLICT and UPDATE decide on the row as it is when they have locked it, whatever the statement's snapshot shows.
 `now` is read once, before any lock is waited for: a clock that is a little late never takes a live lease away.
@@ -40,12 +41,13 @@ def many(columns: str = "") -> str:
     FROM json_to_recordset($1) AS w ({named}) OFFSET 0) AS want"""
 
 
-def one(columns: str) -> str:
+def one(columns: str, more: str = "") -> str:
     """The one item, from parameters: an eighth of the statement's time is saved where there is no company."""
     named = [column.split() for column in ("scope text", "key text", *columns.split(", "))]
     given = ", ".join(f"${n}::{type} AS {name}" for n, (name, type) in enumerate(named, 1))
+    more = more and ", " + more.format(wait=len(named) + 2)
     return f"""(SELECT 0 AS n, {given},
-    clock_timestamp() + make_interval(secs => ${len(named) + 1}) AS now OFFSET 0) AS want"""
+    clock_timestamp() + make_interval(secs => ${len(named) + 1}) AS now{more} OFFSET 0) AS want"""
 
 
 # May the row be claimed?  An expired one is as good as none, but an audited one goes to the archive first.  One that
@@ -78,6 +80,14 @@ ON CONFLICT (scope, key) DO UPDATE SET
 WHERE {FREE.format(row="r", now="EXCLUDED.created_at", want="EXCLUDED")}
 RETURNING r.holder, r.token, r.attempts, date_part('epoch', r.lease_until), r.lapsed"""
 
+# Within a transaction that is ours for now: whoever has the row keeps us waiting, for so many milliseconds (the last
+# parameter) and no longer; then the borrower's own limit holds again.  Set and reset in the statement, for a round trip
+# is dearer than both.
+WAITED = "set_config('oncemore.lock_timeout', current_setting('lock_timeout'), true) AS former, " + (
+    "set_config('lock_timeout', ${wait}, true) AS wait"
+)
+RESTORED = ", set_config('lock_timeout', current_setting('oncemore.lock_timeout'), true)"
+
 # Look up each item's record, expired or not; before its columns, the item and whether the latest claim took over from a
 # holder that vanished.
 FIND = f"""
@@ -100,6 +110,16 @@ UPDATE {records} r SET
 FROM {want}
 WHERE r.scope = want.scope AND r.key = want.key AND r.token = want.token AND r.state = 'running'
 RETURNING want.n, r.watched, date_part('epoch', r.lease_until)"""
+
+# Only in the transaction that has claimed it; anything else is an error, which keeps the COMMIT behind it from being one.
+# The row's xmin is that transaction, or part of it could have been committed before.
+STILL_HERE = "AND r.xmin = (txid_current() & 4294967295)::text::xid RETURNING"
+MOVE_HERE = f"WITH moved AS ({MOVE.replace('RETURNING', STILL_HERE)}) SELECT 1 / count(*) FROM moved"
+
+# One record, expired or not, with the clock.  $1 scope, $2 key, $3 shift
+FIND_HERE = f"""
+WITH {CLOCK.format(shift="$3")}
+SELECT {RECORD} FROM {{records}} r CROSS JOIN clock WHERE r.scope = $1 AND r.key = $2"""
 
 # Release what was claimed by claims whose answers never came: their callers were told of a failure, and nobody performs.
 WITHDRAW = f"""
@@ -223,6 +243,9 @@ class Statements:
         self.claim_one = self._prepared(CLAIM, want=one(CLAIMED))
         self.move = self._prepared(MOVE, want=many(MOVED), outcome="($3::bytea[])[want.n + 1]")
         self.move_one = self._prepared(MOVE, want=one(MOVED), outcome="$12::bytea")
+        self.claim_here = self._prepared(CLAIM + RESTORED, want=one(CLAIMED, WAITED))
+        self.move_here = self._prepared(MOVE_HERE, want=one(MOVED), outcome="$12::bytea")
+        self.find_here = self._prepared(FIND_HERE)
         self.find = self._prepared(FIND)
         self.touch = self._prepared(TOUCH)
         self.watch = self._prepared(WATCH)

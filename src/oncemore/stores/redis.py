@@ -79,6 +79,8 @@ ACL SETUSER {prefix} on >CHANGE-ME resetkeys ~{prefix}:* resetchannels &{prefix}
 class RedisStore:
     """Records as strings, verbs as scripts; what callers ask for at the same time travels together."""
 
+    lender = None  # there is no transaction that an effect could join
+
     def __init__(self, url: str) -> None:
         self.url = hide_password(url)
         rest, options = read_options(url)

@@ -29,6 +29,7 @@ import msgspec
 
 from ..core.bell import Bell, Id
 from ..core.lane import Ask, Lane
+from ..core.lending import Lender
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan, Sleep
 from ..core.store import Filter, Holder, Page, Stats
@@ -37,6 +38,7 @@ from ..errors import ConfigurationError
 from .sqlite_connection import MEMORY, Connection, Use
 from .sqlite_flight import Flight, fly, state_of
 from .sqlite_items import NO_RECORD, Change, Claim, Item, Settle
+from .sqlite_lender import SqliteLender
 from .sqlite_schema import make_ready, script
 from .sqlite_sql import Statements, as_record
 
@@ -102,15 +104,17 @@ class SqliteStore:
         self.shift = 0.0
         self.holder = Holder()
         self.path = path
-        self._sql = Statements(prefix)
-        prepare = partial(make_ready, sql=self._sql, create=create, synchronous=synchronous, path=path)
-        open_file = partial(Connection, path, prepare, overwrite=self._sql.overwrite, timeout=timeout)
+        self.timeout = timeout
+        self.sql = Statements(prefix)
+        prepare = partial(make_ready, sql=self.sql, create=create, synchronous=synchronous, path=path)
+        open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
         self._writer = open_file()
         self._reader = self._writer if path == MEMORY else open_file()
         self._lane: Lane[Item] = Lane(self._fly, abandoned=self._give_back)
+        self.lender: Lender = SqliteLender(self, prepare)
 
     def _fly(self, items: list[Item]) -> Plan[list[Any]]:
-        sql, shift = self._sql, self.shift
+        sql, shift = self.sql, self.shift
         try:
             answers: list[Any] = yield Use(self._writer, lambda connection: fly(connection, sql, shift, items))
         except asyncio.CancelledError:  # the loop is being shut down; but a commit cannot be stopped, so wait for it
@@ -167,13 +171,11 @@ class SqliteStore:
     # What an operator asks
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        record = yield Use(
-            self._reader, lambda connection: Flight(connection, self._sql, self.shift).find((scope, key))
-        )
+        record = yield Use(self._reader, lambda connection: Flight(connection, self.sql, self.shift).find((scope, key)))
         return record if state_of(record) != "absent" else None
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
-        text, values = self._sql.page(where)
+        text, values = self.sql.page(where)
         parameters = (self.shift, int(cursor or 0), limit + 1, *values)
         rows = yield Use(self._reader, lambda connection: connection.execute(text, parameters).fetchall())
         records = tuple(as_record(row) for row in rows[:limit])
@@ -206,7 +208,7 @@ class SqliteStore:
         return total
 
     def stats(self) -> Plan[Stats]:
-        rows = yield Use(self._reader, lambda connection: connection.execute(self._sql.stats, (self.shift,)).fetchall())
+        rows = yield Use(self._reader, lambda connection: connection.execute(self.sql.stats, (self.shift,)).fetchall())
         counts = {"expired": 0, "lapsed": 0}
         for state, count, expired, lapsed in rows:
             counts[state] = count
@@ -216,10 +218,12 @@ class SqliteStore:
 
     def close(self) -> None:
         """End this process's connections and threads; a later use opens them again."""
+        self.lender.close()
         self._writer.close()
         self._reader.close()
 
     async def aclose(self) -> None:
         """As `close`, when what is in flight on this event loop has landed."""
         await self._lane.drain()
+        await self.lender.aclose()
         await asyncio.to_thread(self.close)

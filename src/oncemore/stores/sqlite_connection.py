@@ -73,6 +73,21 @@ def as_store_error(error: BaseException, path: str) -> StoreError:
     return kind(f"{path}: {what} ({error})")
 
 
+def disown(connection: sqlite3.Connection, overwrite: str) -> None:
+    """Write over what a failed commit has left in the log; *overwrite* is a small write.
+
+    Where only the sync failed, the log holds the whole transaction; nobody sees it, but whoever recovers the file
+    after a crash would take it for committed, though its caller was told that it failed.
+    """
+    with contextlib.suppress(sqlite3.Error):
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute(overwrite)
+        connection.execute("COMMIT")
+    with contextlib.suppress(sqlite3.Error):
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
 class Connection:
     """The process's connection to the file at *path*.  *prepare* makes a new one ready; *overwrite* is a small write."""
 
@@ -161,20 +176,8 @@ class Connection:
         self._roll_back()
         if code(error) in FAULTS and self._connection is not None and self.path != MEMORY:
             if code(error) in UNWRITTEN:
-                self._disown(self._connection)
+                disown(self._connection, self._overwrite)
             self._shut()
-
-    def _disown(self, connection: sqlite3.Connection) -> None:
-        """Write over what a failed commit has left in the log.
-
-        Where only the sync failed, the log holds the whole transaction; nobody sees it, but whoever recovers the file
-        after a crash would take it for committed, though its caller was told that it failed.
-        """
-        with contextlib.suppress(sqlite3.Error):
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute(self._overwrite)
-            connection.execute("COMMIT")
-        self._roll_back()
 
     def _shut(self) -> None:
         if self._connection is not None:

@@ -12,9 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..core.contract import Match
-from ..core.guard import keeps
 from ..core.heartbeat import Beat, LoopBeats, Perform
-from ..core.judge import Answer
+from ..core.judge import Answer, keeps
 from ..core.model import Operation, Outcome
 from ..core.op import Op
 from ..core.plan import Effect, Ended, Plan, arun, arun_to

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core.contract import Match
-from ..core.guard import keeps
 from ..core.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats
-from ..core.judge import Answer
+from ..core.judge import Answer, keeps
 from ..core.model import Operation, Outcome
 from ..core.plan import Effect, Ended, Plan, arun_to, run_to
 from ..errors import OncemoreError, PreconditionFailed, Refusal

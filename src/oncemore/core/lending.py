@@ -1,0 +1,102 @@
+"""What a database lends: a transaction of the user's own driver, with the ledger's verbs inside it.
+
+A *lender* opens transactions; each is one small adapter over a driver (a connection flavour), and the statements are
+the store's.  The performer borrows the connection; only the guard ends the transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, Generic, Protocol, TypeVar
+
+from ..errors import ConfigurationError
+from .model import Lease, Operation, Outcome, Record
+from .plan import Plan
+
+T = TypeVar("T")
+
+
+class Again(Exception):
+    """The whole transaction came to nothing, or may have: open another, and see.
+
+    A serialization failure, a deadlock, a commit whose answer was lost: whoever claims the key next finds the outcome if
+    it was committed after all, waits if that is not yet decided, and performs if it was not.
+    """
+
+
+class Transaction(Protocol):
+    """One open transaction.  `begin` comes first; what is settled or released in it is written with the commit."""
+
+    @property
+    def connection(self) -> Any: ...  # what the performer borrows
+    def session(self) -> Any: ...
+    def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]: ...
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]: ...
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]: ...
+    def release(self, held: Lease, *, retention: float) -> Plan[None]: ...
+    def find(self, scope: str, key: str) -> Plan[Record | None]: ...
+    def commit(self) -> Plan[None]: ...
+    def abort(self) -> Plan[None]: ...  # roll back and give the connection back; it never fails
+    def drop(self) -> None: ...  # the same at once, without a word to the server
+
+
+class Lender(Protocol):
+    """Opens transactions on the database that the ledger is in."""
+
+    def open(self) -> Plan[Transaction]: ...
+    def again(
+        self, error: BaseException
+    ) -> bool: ...  # whether a driver's error means that the same may work next time
+    def close(self) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+class Do(Generic[T]):
+    """The effect of one function or another: *plain* when run, *awaited* when awaited; where there is only one, it says so."""
+
+    __slots__ = ("awaited", "plain")
+
+    def __init__(self, plain: Callable[[], T] | None, awaited: Callable[[], Coroutine[Any, Any, T]] | None) -> None:
+        self.plain = plain
+        self.awaited = awaited
+
+    def run(self) -> T:
+        if self.plain is None:
+            raise ConfigurationError("This guard's database driver is async: await it, or hand the guard a sync one")
+        return self.plain()
+
+    def arun(self) -> Awaitable[T]:
+        if self.awaited is not None:
+            return self.awaited()
+        assert self.plain is not None, "an effect can be had in one way at least"
+        return in_thread(self.plain)
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """What the function returns, from a thread; a caller that is cancelled waits for it, for the connection is in use."""
+    context = contextvars.copy_context()
+    task = asyncio.get_running_loop().run_in_executor(threads(), context.run, function)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+# As many as there is work: those who wait for a row must never keep its owner from the thread that it commits on.
+MOST = 10_000
+
+
+@lru_cache(maxsize=1)
+def threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST, thread_name_prefix="oncemore-lending")
+
+
+os.register_at_fork(after_in_child=threads.cache_clear)

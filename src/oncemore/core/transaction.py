@@ -1,0 +1,234 @@
+"""`effect = "transaction"`: the claim, the effect and the outcome commit together, or none of them does.
+
+Nobody else sees the claim before the commit: whoever asks for the same operation meanwhile waits on its row, and then
+replays or takes its place.  A crash at any instant rolls everything back, so there is no lease to keep and no doubt.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import ConfigurationError, Duplicate, InProgress, OncemoreError, Refusal, StoreError, StoreUnavailable
+from .defence import inner_operation, inner_policy, screen, tag, untagged
+from .heartbeat import Perform
+from .judge import Answer, check, in_progress, is_over, keeps, unknown
+from .lending import Again, Lender, Transaction
+from .model import Lease, Operation, Outcome, Record
+from .op import Op
+from .plan import Plan, Sleep
+from .policy import Policy
+from .takeover import take_over
+from .values import error_outcome, value_outcome
+
+if TYPE_CHECKING:
+    from .guard import Guard
+
+# Before the next run of a transaction that the database refused: up to so long, twice as much each time.
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
+LOOK = 0.05  # between two looks at an operation that runs under a lease, which no row lock tells of
+
+NO_LENDER = (
+    "effect = 'transaction' needs the ledger in the database that the effect is in: give the guard postgresql://, "
+    "sqlite:///, a pool or an engine; {url} lends no connection"
+)
+
+
+def transacted(
+    guard: Guard, operation: Operation, perform: Callable[[Op], Any], policy: Policy, wait: float | None
+) -> Plan[Answer]:
+    """The operation's answer; the plan of `Guard.guarded` for this level."""
+    lender: Lender | None = guard.store.lender
+    if lender is None:
+        raise ConfigurationError(NO_LENDER.format(url=guard.store.url))
+    return (yield from Transacted(guard, lender, operation, perform, policy, wait).answer())
+
+
+class Transacted:
+    """One operation, in as many transactions as it takes: one, unless the database refuses it."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        lender: Lender,
+        operation: Operation,
+        perform: Callable[[Op], Any],
+        policy: Policy,
+        wait: float | None,
+    ) -> None:
+        self.guard = guard
+        self.lender = lender
+        self.operation = operation
+        self.perform = perform
+        self.policy = policy
+        self.deadline = None if wait is None else guard.clock.time() + wait
+        limit = policy.wait if wait is None else min(wait, policy.wait)
+        self.ends = guard.clock.monotonic() + (limit if policy.in_flight == "wait" else 0.0)
+        self.performed = False
+        self.error: Exception | None = None  # the performer's, where it is the outcome: its effects are rolled back
+
+    def answer(self) -> Plan[Answer]:
+        runs = 0
+        while True:
+            transaction: Transaction = yield from self.lender.open()
+            try:
+                answer = yield from self._attempt(transaction)
+            except GeneratorExit:
+                transaction.drop()
+                raise
+            except BaseException as error:
+                yield from transaction.abort()
+                if not isinstance(error, Again) and not self.lender.again(error):
+                    yield from self._failed(error)
+                    raise
+                runs += 1
+                if runs > self.policy.reruns:
+                    raise given_up(error, runs) from error
+                yield Sleep(random.uniform(0, min(FIRST_PAUSE * 2**runs, LONGEST_PAUSE)))
+            else:
+                if answer is not None:
+                    return answer
+
+    def _attempt(self, transaction: Transaction) -> Plan[Answer | None]:
+        """The answer, committed; None where it is worth another look."""
+        left = max(0.0, self.ends - self.guard.clock.monotonic())
+        found = yield from transaction.begin(self.operation, lease=self.policy.lease, wait=left)
+        if isinstance(found, Record):
+            yield from transaction.abort()
+            return (yield from self._met(found))
+        if found.lapsed and self.policy.on_unknown != "retry":
+            yield from transaction.abort()
+            return (yield from self._in_doubt())
+        op = Op(found, transaction=transaction, deadline=self.deadline)
+        self.guard.tell("claimed", self.operation, token=found.token, attempt=found.attempt)
+        try:
+            answer = yield from self._performed(transaction, op)
+        except self.policy.errors as error:
+            self.error = error
+            yield from transaction.abort()
+            return None
+        if not keeps(self.policy, answer.outcome):
+            yield from transaction.abort()
+            yield from self._remember()
+            return msgspec.structs.replace(answer, how="released")
+        return (yield from self._commit(transaction, op, answer))
+
+    def _performed(self, transaction: Transaction, op: Op) -> Plan[Answer]:
+        policy, known = self.policy, None
+        if self.error is not None:
+            return Answer(error_outcome(self.error), "stored", attempt=op.attempt, value=self.error)
+        if op.attempt == 1 and (policy.suspect != "off" or policy.late != "run"):
+            known = yield from screen(self.guard, transaction, op, policy)
+        if known is not None:
+            return known
+        if self.operation.unique is None:
+            return (yield from self._call(op))
+        return (yield from self._unique(transaction, op))
+
+    def _call(self, op: Op) -> Plan[Answer]:
+        self.performed = True
+        value = yield Perform(self.guard.heart, (), self.perform, op)
+        outcome = value if isinstance(value, Outcome) else value_outcome(value)
+        return Answer(outcome, "stored", attempt=op.attempt, value=value)
+
+    def _unique(self, transaction: Transaction, op: Op) -> Plan[Answer]:
+        """Claim what must happen once whatever the key, in the same transaction: its row is the constraint."""
+        inner, under = inner_operation(self.operation, self.policy), inner_policy(self.policy)
+        found = yield from transaction.claim(inner, lease=self.policy.lease)
+        if isinstance(found, Record):
+            if found.state == "held":
+                raise unknown(found)
+            if found.state != "settled":
+                raise in_progress(found)
+            owner, outcome = untagged(found.outcome)
+            if self.policy.on_unique == "reject" or owner != self.operation.scope:
+                raise Duplicate(f"{self.operation.unique!r} was done before, under another key")
+            return Answer(outcome, "replayed", attempt=op.attempt)
+        answer = yield from self._call(op)
+        if keeps(under, answer.outcome):
+            yield from transaction.settle(found, tag(answer.outcome, self.operation.scope), retention=under.ttl)
+        else:
+            yield from transaction.release(found, retention=0.0)
+        return answer
+
+    def _commit(self, transaction: Transaction, op: Op, answer: Answer) -> Plan[Answer]:
+        lease, policy, outcome = op.lease, self.policy, answer.outcome
+        yield from transaction.settle(
+            lease, outcome, retention=policy.ttl, audit=policy.expired == "keep", note=op.note
+        )
+        yield from transaction.commit()
+        guard = self.guard
+        guard.store.bell.ring(self.operation.id)
+        expires_at = guard.clock.time() + policy.ttl
+        if policy.ttl_from == "creation":
+            fingerprint = self.operation.fingerprint
+            guard.cache.put(self.operation.id, fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
+        guard.tell("settled", self.operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
+        return msgspec.structs.replace(answer, expires_at=expires_at)
+
+    # What stands in the way
+
+    def _met(self, record: Record) -> Plan[Answer | None]:
+        """The answer to a repeated operation; None where a record has made way, or may soon."""
+        check(self.operation, record.fingerprint)
+        if is_over(record):  # free, but fingerprinted by an older algorithm or secret: take it over under its own
+            self.operation = msgspec.structs.replace(self.operation, fingerprint=record.fingerprint)
+            return None
+        if record.state == "held":
+            raise unknown(record)
+        if record.state == "running":  # under a lease, by a rule that was another one then
+            left = self.ends - self.guard.clock.monotonic()
+            if left <= 0:
+                raise in_progress(record)
+            yield Sleep(min(LOOK, left))
+            return None
+        answer = yield from self.guard.repeat(record, self.policy)
+        self.guard.tell("replayed", self.operation, status=answer.outcome.status)
+        return answer
+
+    def _in_doubt(self) -> Plan[Answer | None]:
+        """A lease has lapsed here, which no transaction has: decide about it as for leases, then come back."""
+        found = yield from self.guard.store.claim(self.operation, lease=self.policy.lease)
+        if not isinstance(found, Lease):
+            return None
+        op = Op(found)
+        if found.lapsed:
+            self.guard.tell("lapsed", self.operation, token=found.token, attempt=found.attempt)
+            known = yield from take_over(self.guard, op, self.policy)
+            if known is not None:
+                return (yield from self.guard.settle(op, known, self.policy))
+        yield from self.guard.give_back(found, self.policy)
+        return None
+
+    # What is left behind
+
+    def _failed(self, error: BaseException) -> Plan[None]:
+        """The performer's own failure is remembered; a refusal, an interruption or the store's trouble is not."""
+        if self.performed and isinstance(error, Exception) and not isinstance(error, Refusal):
+            yield from self._remember()
+        elif isinstance(error, OncemoreError):
+            self.guard.tell("failed" if isinstance(error, StoreError) else "refused", self.operation, code=error.code)
+
+    def _remember(self) -> Plan[None]:
+        """Note what the key stands for, though its effect was rolled back: another request must not have it."""
+        transaction: Transaction = yield from self.lender.open()
+        try:
+            lease = yield from transaction.begin(self.operation, lease=self.policy.lease, wait=0.0)
+            if isinstance(lease, Lease):
+                yield from transaction.release(lease, retention=self.policy.ttl)
+                yield from transaction.commit()
+                self.guard.tell("released", self.operation, token=lease.token, attempt=lease.attempt)
+                return
+        except GeneratorExit:
+            transaction.drop()
+            raise
+        except (Again, InProgress, StoreError):  # then someone else has it already, or nobody can have it now
+            pass
+        yield from transaction.abort()
+
+
+def given_up(error: BaseException, runs: int) -> StoreUnavailable:
+    return StoreUnavailable(f"The database refused the transaction {runs} times: {error}", retry_after=1.0)

@@ -1,0 +1,216 @@
+"""The ledger within a transaction on a PostgreSQL connection that the performer borrows.
+
+The claim is an INSERT: whoever else asks for the same operation waits on that row until this transaction ends, and then
+finds the outcome or takes its place.  It goes with the BEGIN, and the outcome with the COMMIT, where the driver can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from msgspec.structs import astuple
+
+from ..core.lending import Again
+from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
+from ..core.plan import Effect, Plan
+from ..core.states import RELEASED, SETTLED, State
+from ..core.store import Holder
+from ..errors import InProgress, OncemoreError, StoreUnavailable, TransactionEnded
+from .postgres_database import AGAIN, translated
+from .postgres_flights import is_expired
+from .postgres_link import Rejected
+from .postgres_rows import Claimed, Moved, Named, encode_rows, read_record, safe
+from .postgres_sql import Statement, Statements
+
+Rows = Sequence[Sequence[Any]]
+Ask = tuple[Statement, Sequence[Any]]
+
+LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
+NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE = "55P03", "22012", "25P02"
+
+
+class Wire(Protocol):
+    """How one driver lends a PostgreSQL connection and runs statements on it."""
+
+    @property
+    def connection(self) -> Any: ...
+    def session(self) -> Any: ...
+    def begin(self, ask: Ask) -> Effect[Rows]: ...  # take a connection, BEGIN, and the first statement
+    def rows(self, ask: Ask) -> Effect[Rows]: ...
+    def commit(self, asks: Sequence[Ask]) -> Effect[None]: ...  # these statements and COMMIT; one that fails stops it
+    def roll_back(self) -> Effect[None]: ...
+    def end(self, *, healthy: bool) -> Effect[None]: ...  # give the connection back, once
+    def drop(self) -> None: ...
+
+
+class PostgresTransaction:
+    """One transaction; *holder* names its claims."""
+
+    def __init__(self, wire: Wire, sql: Statements, *, shift: float, holder: Holder) -> None:
+        self._wire = wire
+        self._sql = sql
+        self._shift = shift
+        self._holder = holder
+        self._wait = 0.0
+        self._writes: list[Ask] = []
+        self._open = True
+
+    @property
+    def connection(self) -> Any:
+        return self._wire.connection
+
+    def session(self) -> Any:
+        return self._wire.session()
+
+    def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
+        self._wait = wait
+        ask = self._claim(operation, lease)
+        try:
+            rows = yield self._wire.begin(ask)
+        except Exception as error:
+            raise told(error) from error
+        return (yield from self._claimed(operation, lease, rows))
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        rows = yield from self._rows(self._claim(operation, lease))
+        return (yield from self._claimed(operation, lease, rows))
+
+    def _claim(self, operation: Operation, lease: float) -> Ask:
+        row = Claimed(
+            scope=safe(operation.scope),
+            key=safe(operation.key),
+            name=safe(operation.name),
+            fingerprint=safe(operation.fingerprint),
+            holder=self._holder.next(),
+            lease=min(lease, LONGEST_SPAN),
+        )
+        _, *columns = astuple(row)
+        milliseconds = max(1, int(1000 * self._wait))  # 0 would be to wait for ever
+        return self._sql.claim_here, [*columns, self._shift, str(milliseconds)]
+
+    def _claimed(self, operation: Operation, lease: float, rows: Rows) -> Plan[Lease | Record]:
+        if rows:
+            _, token, attempts, until, lapsed, *_ = rows[0]
+            return Lease(operation, token, until, attempts, lapsed)
+        record = yield from self._look(*operation.id)
+        if record is None:  # gone since, or not to be seen from this transaction
+            raise Again("the record in the way has gone")
+        if is_expired(record):  # an audited one makes way
+            rows = encode_rows([Named(n=0, scope=safe(record.scope), key=safe(record.key))]).decode()
+            yield from self._rows((self._sql.archive, [rows, self._shift]))
+            rows = yield from self._rows(self._claim(operation, lease))
+            return (yield from self._claimed(operation, lease, rows))
+        return record
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        record = yield from self._look(scope, key)
+        return None if record is None or is_expired(record) else record
+
+    def _look(self, scope: str, key: str) -> Plan[Record | None]:
+        rows = yield from self._rows((self._sql.find_here, [safe(scope), safe(key), self._shift]))
+        return read_record(rows[0]) if rows else None
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        self._move(
+            held,
+            SETTLED,
+            encode_outcome(outcome),
+            retention=min(retention, LONGEST_SPAN),
+            status=outcome.status,
+            response_hash=outcome.digest(),
+            note=safe(note),
+            audit=audit,
+        )
+        return
+        yield
+
+    def release(self, held: Lease, *, retention: float) -> Plan[None]:
+        self._move(held, RELEASED, None, retention=min(retention, LONGEST_SPAN))
+        return
+        yield
+
+    def _move(self, held: Lease, state: State, outcome: bytes | None, **changes: Any) -> None:
+        scope, key = held.operation.id
+        _, *columns = astuple(Moved(scope=safe(scope), key=safe(key), token=held.token, state=state, **changes))
+        self._writes.append((self._sql.move_here, [*columns, self._shift, outcome]))
+
+    def commit(self) -> Plan[None]:
+        try:
+            yield self._wire.commit(self._writes)
+        except Exception as error:
+            raise told(error, committing=True) from error
+        self._open = False
+        yield self._wire.end(healthy=True)
+
+    def abort(self) -> Plan[None]:
+        if not self._open:
+            return
+        self._open = False
+        healthy = False
+        with contextlib.suppress(Exception):
+            yield self._wire.roll_back()
+            healthy = True
+        with contextlib.suppress(Exception):
+            yield self._wire.end(healthy=healthy)
+
+    def drop(self) -> None:
+        if self._open:
+            self._open = False
+            self._wire.drop()
+
+    def _rows(self, ask: Ask) -> Plan[Rows]:
+        try:
+            return (yield self._wire.rows(ask))  # type: ignore[no-any-return]
+        except Exception as error:
+            raise told(error) from error
+
+
+def sqlstate_of(error: BaseException | None) -> str:
+    """The server's code for an error of any driver, also where a library has wrapped it; or nothing."""
+    while error is not None:
+        state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+        if isinstance(state, str):
+            return state
+        error = getattr(error, "orig", None) or error.__cause__
+    return ""
+
+
+def again(error: BaseException) -> bool:
+    """Whether the database refused the transaction for what others did, so that the same may work next time."""
+    return isinstance(error, Again) or sqlstate_of(error) in AGAIN
+
+
+def told(error: Exception, *, committing: bool = False) -> Exception:
+    """What a driver's error means to the guard."""
+    state = sqlstate_of(error)
+    if isinstance(error, OncemoreError | Again) or state in AGAIN:
+        return error if not state else Again(str(error))
+    if state == NO_LOCK:
+        return InProgress("The first request with this key is still running; retry later", retry_after=1.0)
+    if state == DIVISION_BY_ZERO or isinstance(error, Misuse):
+        return ended()
+    if state == FAILED_BEFORE:
+        return TransactionEnded(
+            "A statement failed in the transaction that the guard lent, and the code went on; let the error out, or use a "
+            "savepoint: PostgreSQL commits nothing after a failure"
+        )
+    if state and not state.startswith(("08", "57")):
+        return translated(Rejected(str(error), state))
+    if committing:  # whether it was committed is for whoever claims the key next to see
+        return Again(f"the answer to the commit was lost: {error}")
+    return StoreUnavailable(f"PostgreSQL cannot be reached: {error}", retry_after=1.0)
+
+
+class Misuse(Exception):
+    """Raised by a wire that finds no open transaction where it left one."""
+
+
+def ended() -> TransactionEnded:
+    return TransactionEnded(
+        "The transaction that the guard lent was committed or rolled back by the code that borrowed it; leave both to the "
+        "guard: it commits when the code returns, and rolls back when it raises"
+    )

@@ -1,0 +1,184 @@
+"""The ledger within a transaction on a SQLite connection that the performer borrows.
+
+SQLite has one writer at a time, so a transaction takes the lock with its first statement (BEGIN IMMEDIATE) and nobody
+else's claim can be in the way.  A savepoint of ours tells at the end whether it is still the same transaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from ..core.bell import Id
+from ..core.lending import Again
+from ..core.model import Lease, Operation, Outcome, Record
+from ..core.plan import Effect, Plan
+from ..errors import ConfigurationError, StoreTimeout, TransactionEnded
+from .sqlite_connection import BAD_VALUES, UNWRITTEN, as_store_error, code, disown, is_busy
+from .sqlite_flight import Flight, refusal, state_of
+from .sqlite_items import Claim, Settle
+from .sqlite_sql import Statements
+
+T = TypeVar("T")
+
+# Between two tries for a file that another process is writing.
+SHORTEST, LONGEST = 0.0005, 0.01
+
+MARK, MARKED = "SAVEPOINT oncemore_mark", "RELEASE oncemore_mark"
+
+
+class Wire(Protocol):
+    """How one driver lends a SQLite connection: *call* gives a function the raw one, where its thread is."""
+
+    @property
+    def connection(self) -> Any: ...
+    def open(self, id: Id, wait: float) -> Plan[None]: ...
+    def call(self, work: Callable[[sqlite3.Connection], T]) -> Effect[T]: ...
+    def session(self) -> Any: ...
+    def end(self, *, healthy: bool) -> Plan[None]: ...  # give the connection back, once
+    def drop(self) -> None: ...
+
+
+class SqliteTransaction:
+    """One transaction; *holder* names it, and *timeout* bounds how long it waits for the file."""
+
+    def __init__(self, wire: Wire, sql: Statements, *, path: str, shift: float, holder: str, timeout: float) -> None:
+        self._wire = wire
+        self._sql = sql
+        self._path = path
+        self._shift = shift
+        self._holder = holder
+        self._timeout = timeout
+        self._writes: list[Callable[[Flight], None]] = []
+        self._open = False  # until the connection is this one's
+
+    @property
+    def connection(self) -> Any:
+        return self._wire.connection
+
+    def session(self) -> Any:
+        return self._wire.session()
+
+    def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
+        yield from self._wire.open(operation.id, wait)
+        self._open = True
+
+        def work(connection: sqlite3.Connection) -> Lease | Record:
+            lock(connection, self._path, max(wait, self._timeout))
+            found = self._claim(connection, operation, lease)
+            connection.execute(MARK)
+            return found
+
+        return (yield self._wire.call(work))  # type: ignore[no-any-return]
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        return (yield self._wire.call(lambda connection: self._claim(connection, operation, lease)))  # type: ignore[no-any-return]
+
+    def _claim(self, connection: sqlite3.Connection, operation: Operation, lease: float) -> Lease | Record:
+        item = Claim(operation, lease, self._holder)
+        try:
+            Flight(connection, self._sql, self._shift).claim([item])
+        except BAD_VALUES as error:
+            raise refusal(item, error) from error
+        return item.answer  # type: ignore[no-any-return]
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        item = Settle(held, outcome, retention, audit, note)
+
+        def write(flight: Flight) -> None:
+            flight.settle([item])
+            if item.answer is not None:  # the row is not as this transaction has left it
+                raise ended()
+
+        self._writes.append(write)
+        return
+        yield
+
+    def release(self, held: Lease, *, retention: float) -> Plan[None]:
+        self._writes.append(lambda flight: flight.release(held, retention))
+        return
+        yield
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        record = yield self._wire.call(lambda c: Flight(c, self._sql, self._shift).find((scope, key)))
+        return record if state_of(record) != "absent" else None
+
+    def commit(self) -> Plan[None]:
+        yield self._wire.call(self._write_and_commit)
+        self._open = False
+        yield from self._wire.end(healthy=True)
+
+    def _write_and_commit(self, connection: sqlite3.Connection) -> None:
+        try:
+            connection.execute(MARKED)
+        except sqlite3.OperationalError as error:
+            raise ended() from error
+        flight = Flight(connection, self._sql, self._shift)
+        for write in self._writes:
+            write(flight)
+        try:
+            connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            roll_back(connection)
+            if code(error) in UNWRITTEN:
+                disown(connection, self._sql.overwrite)
+            raise as_store_error(error, self._path) from error
+
+    def abort(self) -> Plan[None]:
+        if not self._open:
+            return
+        self._open = False
+        healthy = False
+        with contextlib.suppress(Exception):
+            yield self._wire.call(roll_back)
+            healthy = True
+        yield from self._wire.end(healthy=healthy)
+
+    def drop(self) -> None:
+        if self._open:
+            self._open = False
+            self._wire.drop()
+
+
+def lock(connection: sqlite3.Connection, path: str, limit: float) -> None:
+    """Begin as the file's one writer; where another process is that, wait."""
+    if connection.in_transaction:
+        raise ConfigurationError("The connection that was lent has an open transaction: end it first, or hand another")
+    ends = time.monotonic() + limit
+    while True:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            return
+        except sqlite3.Error as error:
+            if not is_busy(error):
+                raise as_store_error(error, path) from error
+            if time.monotonic() > ends:
+                raise StoreTimeout(f"{path}: locked by another for {limit:g} s") from error
+        time.sleep(random.uniform(SHORTEST, LONGEST))
+
+
+def roll_back(connection: sqlite3.Connection) -> None:
+    if connection.in_transaction:
+        connection.execute("ROLLBACK")
+
+
+def again(error: BaseException) -> bool:
+    """Whether the same transaction may work next time: another process had the lock that it wanted."""
+    while error is not None:
+        if is_busy(error) or isinstance(error, Again):
+            return True
+        error = getattr(error, "orig", None) or error.__cause__  # type: ignore[assignment]
+    return False
+
+
+def ended() -> TransactionEnded:
+    return TransactionEnded(
+        "The transaction that the guard lent was committed or rolled back by the code that borrowed it; leave both to the "
+        "guard: it commits when the code returns, and rolls back when it raises"
+    )

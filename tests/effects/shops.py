@@ -1,0 +1,156 @@
+"""Shops: each keeps its refunds in a database, through one driver, with its ledger beside them.
+
+A performer is written once, as a plan over `shop.insert` and `shop.sql`, and runs on every driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Generator
+from typing import Any
+
+import psycopg
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from oncemore import Guard, Operation, Policy
+from oncemore.core.judge import Answer
+from oncemore.core.lending import Do
+from oncemore.core.op import Op
+from oncemore.core.plan import arun, run
+
+TABLE = "CREATE TABLE IF NOT EXISTS refunds (id text PRIMARY KEY, made_in text)"
+Performer = Callable[[Op], Generator[Any, Any, Any]]
+
+POLICY = Policy(effect="transaction", wait="5s")
+
+
+class Shop:
+    """One database, reached by one driver.  *url* leads to it."""
+
+    waits = True  # whether a duplicate in flight can be told from another writer
+    sync = True
+    mark = "?"
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.execute(TABLE)
+        self.guard = self.made()
+
+    def made(self) -> Guard:
+        return Guard(self.url, policy=POLICY)
+
+    async def close(self) -> None:
+        await self.guard.aclose()
+
+    # What performers do with the connection that they borrow
+
+    def insert(self, op: Op, id: str) -> Do[Any]:
+        return self.sql(op, f"INSERT INTO refunds VALUES ({self.mark}, 'x')", id)
+
+    def sql(self, op: Op, text: str, *values: Any) -> Do[Any]:
+        def plain() -> None:
+            op.connection.execute(text, values)
+
+        async def awaited() -> None:
+            await op.connection.execute(text, values)
+
+        return Do(plain, awaited)
+
+    async def run(
+        self, operation: Operation, perform: Performer, guard: Guard | None = None, **settings: Any
+    ) -> Answer:
+        guard = guard or self.guard
+        if self.sync:
+            return await asyncio.to_thread(guard.run, operation, lambda op: run(perform(op)), **settings)
+        return await guard.arun(operation, lambda op: arun(perform(op)), **settings)
+
+    # What is in the database, by a connection that has nothing to do with it
+
+    def refunds(self) -> list[str]:
+        return sorted(row[0] for row in self.execute("SELECT id FROM refunds"))
+
+    def execute(self, text: str) -> list[Any]:
+        raise NotImplementedError
+
+
+class Sqlite(Shop):
+    def execute(self, text: str) -> list[Any]:
+        connection = sqlite3.connect(self.url.removeprefix("sqlite:///"), isolation_level=None, timeout=5)
+        try:
+            return connection.execute(text).fetchall()
+        finally:
+            connection.close()
+
+
+class Aiosqlite(Sqlite):
+    sync = False
+
+
+class Postgres(Shop):
+    mark = "%s"
+
+    def execute(self, text: str) -> list[Any]:
+        with psycopg.connect(self.url.partition("&schema=")[0], autocommit=True) as connection:
+            cursor = connection.execute(text)  # type: ignore[call-overload]
+            return cursor.fetchall() if cursor.description else []
+
+
+class AsyncPostgres(Postgres):
+    sync = False
+
+
+class Pool(Postgres):
+    """The user's own pool, handed to the guard."""
+
+    def made(self) -> Guard:
+        self.pool = ConnectionPool(self.url, min_size=0, max_size=16, open=True)
+        return Guard(self.pool, policy=POLICY)
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.to_thread(self.pool.close)
+
+
+class AutocommitPool(Pool):
+    """One whose connections are in autocommit mode, as many are."""
+
+    def made(self) -> Guard:
+        self.pool = ConnectionPool(self.url, min_size=0, max_size=16, open=True, kwargs={"autocommit": True})
+        return Guard(self.pool, policy=POLICY)
+
+
+class PoolUnderLoop(Pool):
+    """A sync pool under an async door: its work is done in threads."""
+
+    sync = False
+
+    def sql(self, op: Op, text: str, *values: Any) -> Do[Any]:
+        return Do(lambda: op.connection.execute(text, values) and None, None)
+
+
+class AsyncPool(Postgres):
+    sync = False
+
+    def made(self) -> Guard:
+        self.pool = AsyncConnectionPool(self.url, min_size=0, max_size=16, open=False)
+        return Guard(self.pool, policy=POLICY)
+
+    async def run(self, *args: Any, **kwargs: Any) -> Answer:
+        await self.pool.open()  # again and again is nothing
+        return await super().run(*args, **kwargs)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.pool.close()
+
+
+ON_SQLITE: dict[str, type[Shop]] = {"sqlite3": Sqlite, "aiosqlite": Aiosqlite}
+ON_POSTGRES: dict[str, type[Shop]] = {
+    "psycopg": Postgres,
+    "psycopg-async": AsyncPostgres,
+    "pool": Pool,
+    "pool-autocommit": AutocommitPool,
+    "pool-under-a-loop": PoolUnderLoop,
+    "pool-async": AsyncPool,
+}

@@ -12,12 +12,14 @@ from .core.policy import Policy
 from .core.resolution import Resolution
 from .core.rule import Rule
 from .errors import OncemoreError
+from .messages.inbox import Inbox
 from .stores import connect
 
 __all__ = [
     "Answer",
     "Contract",
     "Guard",
+    "Inbox",
     "OncemoreError",
     "Op",
     "Operation",

@@ -207,6 +207,22 @@ class NotResolvable(Refusal):
     title = "The record is not in doubt"
 
 
+class WrongState(Refusal):
+    """The action does not follow from the state that the row is in."""
+
+    code = "CONFLICT.state"
+    status = 409
+    title = "The action is not possible in this state"
+
+
+class NoSuchRow(Refusal):
+    """There is no row whose state could change."""
+
+    code = "NOT_FOUND.row"
+    status = 404
+    title = "There is no such row"
+
+
 class RateLimited(Refusal):
     """The principal made too many new keys."""
 

@@ -32,6 +32,7 @@ def emptied(url: str) -> str:
 
 async def opened(kind: type[Shop], url: str) -> AsyncIterator[Shop]:
     shop = kind(url)
+    await shop.open()
     yield shop
     await shop.close()
 

@@ -40,6 +40,9 @@ class Shop:
     def made(self) -> Guard:
         return Guard(self.url, policy=POLICY)
 
+    async def open(self) -> None:
+        """What must be done on the event loop before it opens."""
+
     async def close(self) -> None:
         await self.guard.aclose()
 
@@ -136,9 +139,8 @@ class AsyncPool(Postgres):
         self.pool = AsyncConnectionPool(self.url, min_size=0, max_size=16, open=False)
         return Guard(self.pool, policy=POLICY)
 
-    async def run(self, *args: Any, **kwargs: Any) -> Answer:
-        await self.pool.open()  # again and again is nothing
-        return await super().run(*args, **kwargs)
+    async def open(self) -> None:
+        await self.pool.open()
 
     async def close(self) -> None:
         await super().close()

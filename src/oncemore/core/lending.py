@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
@@ -42,6 +42,7 @@ class Transaction(Protocol):
     ) -> Plan[None]: ...
     def release(self, held: Lease, *, retention: float) -> Plan[None]: ...
     def find(self, scope: str, key: str) -> Plan[Record | None]: ...
+    def query(self, text: str, values: Sequence[Any]) -> Plan[Sequence[Sequence[Any]]]: ...  # with $1, on any driver
     def commit(self) -> Plan[None]: ...
     def abort(self) -> Plan[None]: ...  # roll back and give the connection back; it never fails
     def drop(self) -> None: ...  # the same at once, without a word to the server

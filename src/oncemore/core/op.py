@@ -39,13 +39,14 @@ class Op:
     @property
     def connection(self) -> Any:
         """The driver's own connection, borrowed: what is done on it commits with the outcome, or not at all."""
-        return self._borrowed("op.connection").connection
+        return self.borrowed("op.connection").connection
 
     def session(self) -> Any:
         """A SQLAlchemy session within the same transaction; its own commit() only ends a savepoint."""
-        return self._borrowed("op.session()").session()
+        return self.borrowed("op.session()").session()
 
-    def _borrowed(self, what: str) -> Transaction:
+    def borrowed(self, what: str) -> Transaction:
+        """The transaction that *what* needs."""
         if self.transaction is None:
             raise ConfigurationError(f"{what} is there with effect = 'transaction' only; say so in the rule or policy")
         return self.transaction

@@ -138,6 +138,10 @@ class PostgresTransaction:
         _, *columns = astuple(Moved(scope=safe(scope), key=safe(key), token=held.token, state=state, **changes))
         self._writes.append((self._sql.move_here, [*columns, self._shift, outcome]))
 
+    def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
+        """The rows of the user's own statement, whose errors are the user's."""
+        return (yield self._wire.rows((Statement(text), values)))  # type: ignore[no-any-return]
+
     def commit(self) -> Plan[None]:
         try:
             yield self._wire.commit(self._writes)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ..core.bell import Id
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 # Between two tries for a file that another process is writing.
 SHORTEST, LONGEST = 0.0005, 0.01
+
+PARAMETER = re.compile(r"\$(\d+)")
 
 MARK, MARKED = "SAVEPOINT oncemore_mark", "RELEASE oncemore_mark"
 
@@ -108,6 +111,11 @@ class SqliteTransaction:
     def find(self, scope: str, key: str) -> Plan[Record | None]:
         record = yield self._wire.call(lambda c: Flight(c, self._sql, self._shift).find((scope, key)))
         return record if state_of(record) != "absent" else None
+
+    def query(self, text: str, values: Sequence[Any]) -> Plan[Sequence[Sequence[Any]]]:
+        """The rows of the user's own statement, whose errors are the user's."""
+        text = PARAMETER.sub(r"?\1", text)
+        return (yield self._wire.call(lambda connection: connection.execute(text, values).fetchall()))  # type: ignore[no-any-return]
 
     def commit(self) -> Plan[None]:
         yield self._wire.call(self._write_and_commit)

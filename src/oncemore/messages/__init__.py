@@ -1,0 +1,1 @@
+"""Messages between services: each is received once, however often it is delivered."""

@@ -1,0 +1,153 @@
+"""The inbox: a message or webhook event is handled once, and the row that says so commits with what the handler did."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from ..core.fingerprint import fingerprint_of
+from ..core.guard import Guard
+from ..core.key import join
+from ..core.model import Lease, Operation, Record
+from ..core.op import Op
+from ..core.plan import Plan, arun, run
+from ..core.policy import duration
+from ..core.resolution import Resolution
+from ..core.store import Filter, Page
+from ..core.values import replayed
+from ..errors import ConfigurationError, PayloadMismatch, Refusal, StoreError, UnknownOutcome
+
+log = logging.getLogger("oncemore.messages")
+
+How = Literal["processed", "duplicate", "flagged", "dead"]
+DEAD = "dead letter"
+WEEK, DAY = 7 * 86400.0, 86400.0
+
+
+class Received(msgspec.Struct, frozen=True):
+    """What became of a delivery; each of these is acknowledged to the sender.
+
+    *processed* now; a *duplicate*, with the first one's value; *flagged*: this id came before with another payload, and
+    was not handled; *dead*: it has failed too often, and waits for `requeue`.
+    """
+
+    how: How
+    value: Any = None
+    attempt: int = 1
+
+
+class Inbox:
+    """Handles each event of each source once.
+
+    *retention* is for how long an id is remembered; *sender_span* is for how long the sender may repeat it.  After
+    *attempts* failures an event is a dead letter.  With `effect="lease"` the handler's effect need not be in the ledger's
+    database, and is then as safe as any leased operation.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        *,
+        retention: float | str = WEEK,
+        sender_span: float | str = DAY,
+        attempts: int = 10,
+        **settings: Any,
+    ) -> None:
+        if attempts < 1:
+            raise ConfigurationError(f"attempts = {attempts!r}: an event needs one at least")
+        self.guard = guard
+        self.attempts = attempts
+        self.policy = dataclasses.replace(guard.policy, **{"effect": "transaction", **settings, "ttl": retention})
+        if self.policy.ttl < duration(sender_span):
+            warnings.warn(
+                f"The inbox forgets an event after {self.policy.ttl:g} s, but its sender repeats it for "
+                f"{duration(sender_span):g} s: make retention at least as long, or it is handled twice",
+                stacklevel=2,
+            )
+
+    def handle(
+        self, event_id: str, source: str, payload: Any, handler: Callable[[Op, Any], Any], *, delivery: int = 1
+    ) -> Received:
+        """Have *handler* called with the operation and the payload, unless the event was handled before.
+
+        What the handler raises comes out: the event is not processed, and its sender should repeat it.  *delivery* is the
+        sender's or broker's own count: it also counts the deliveries that killed the process which had them.
+        """
+        return run(self._received(self.operation(event_id, source, payload), payload, handler, delivery))
+
+    async def ahandle(
+        self, event_id: str, source: str, payload: Any, handler: Callable[[Op, Any], Any], *, delivery: int = 1
+    ) -> Received:
+        """As `handle`, for a handler that may be awaited."""
+        return await arun(self._received(self.operation(event_id, source, payload), payload, handler, delivery))
+
+    def operation(self, event_id: str, source: str, payload: Any) -> Operation:
+        """The operation that handles an event: the source owns the id, and the payload's digest is the fingerprint."""
+        return Operation(join("inbox", source), event_id, fingerprint_of(payload), name=f"inbox.{source}")
+
+    def _received(
+        self, operation: Operation, payload: Any, handler: Callable[[Op, Any], Any], delivery: int
+    ) -> Plan[Received]:
+        try:
+            if delivery > self.attempts and (yield from self._bury(operation, f"delivery {delivery}")):
+                return Received("dead", attempt=delivery)
+            answer = yield from self.guard.guarded(operation, lambda op: handler(op, payload), self.policy)
+        except PayloadMismatch:
+            log.warning("The event %r of %s came again with another payload", operation.key, operation.name)
+            return Received("flagged")
+        except UnknownOutcome:
+            record = yield from self._dead(operation)
+            if record is None:
+                raise
+            return Received("dead", attempt=record.attempts)
+        except (Refusal, StoreError):
+            raise
+        except Exception as error:
+            record = yield from self.guard.store.find(*operation.id)
+            often = record is not None and record.attempts % (self.attempts + 1) == self.attempts
+            if not often or not (yield from self._bury(operation, repr(error))):
+                raise
+            log.error("The event %r of %s has failed %d times", operation.key, operation.name, self.attempts)
+            return Received("dead", attempt=self.attempts)
+        if answer.how == "replayed":
+            return Received("duplicate", replayed(answer.outcome, self.policy.errors), answer.attempt)
+        return Received("processed", answer.value, answer.attempt)
+
+    # Dead letters: held records with a note.  To bury takes a claim too, so an event has attempts + 1 of them until then.
+
+    def _bury(self, operation: Operation, why: str) -> Plan[bool]:
+        lease = yield from self.guard.store.claim(operation, lease=self.policy.lease)
+        if not isinstance(lease, Lease):
+            return False
+        yield from self.guard.store.hold(lease, note=f"{DEAD}: {why}"[:500])
+        self.guard.tell("held", operation, token=lease.token, detail=DEAD)
+        return True
+
+    def _dead(self, operation: Operation) -> Plan[Record | None]:
+        record = yield from self.guard.store.find(*operation.id)
+        return record if record is not None and record.note.startswith(DEAD) else None
+
+    def dead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
+        """The dead letters of a source."""
+        return self.guard.list(where(source), limit=limit, cursor=cursor)
+
+    async def adead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
+        return await self.guard.alist(where(source), limit=limit, cursor=cursor)
+
+    def requeue(self, event_id: str, source: str) -> Record:
+        """Let a dead letter be handled when it is delivered again, under the same id."""
+        return self.guard.resolve(join("inbox", source), event_id, Resolution.released(), retention=self.policy.ttl)
+
+    async def arequeue(self, event_id: str, source: str) -> Record:
+        return await self.guard.aresolve(
+            join("inbox", source), event_id, Resolution.released(), retention=self.policy.ttl
+        )
+
+
+def where(source: str) -> Filter:
+    return Filter(state="held", scope=join("inbox", source))

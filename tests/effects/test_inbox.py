@@ -1,0 +1,160 @@
+"""The inbox on every driver: the row and the effect in one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Inbox
+from oncemore.core.op import Op
+from oncemore.core.plan import Sleep, arun, run
+from oncemore.errors import ConfigurationError, StoreError, UnknownOutcome, WrongState
+from oncemore.messages.inbox import Received
+
+from .shops import Shop
+
+Handling = Callable[[Op, Any], Generator[Any, Any, Any]]
+EVENT = {"type": "refund.succeeded", "amount": "10.00"}
+
+
+async def deliver(shop: Shop, inbox: Inbox, handler: Handling, payload: Any = EVENT, **more: Any) -> Received:
+    if shop.sync:
+        return await asyncio.to_thread(
+            inbox.handle, "ev_001", "payments", payload, lambda op, body: run(handler(op, body)), **more
+        )
+    return await inbox.ahandle("ev_001", "payments", payload, lambda op, body: arun(handler(op, body)), **more)
+
+
+def booking(shop: Shop, seconds: float = 0.0) -> Handling:
+    def handle(op: Op, payload: Any) -> Generator[Any, Any, Any]:
+        yield shop.insert(op, op.key)
+        yield Sleep(seconds)
+        return {"booked": payload["amount"]}
+
+    return handle
+
+
+def broken(shop: Shop, error: Exception | None = None) -> Handling:
+    def handle(op: Op, payload: Any) -> Generator[Any, Any, Any]:
+        yield shop.insert(op, op.key)
+        raise error or RuntimeError("cannot be handled")
+
+    return handle
+
+
+async def test_a_repeated_event_is_acknowledged_with_the_first_ones_result(shop: Shop) -> None:
+    """CASES 45; the seeds' table of the consumer inbox: processed, then replayed."""
+    inbox = Inbox(shop.guard)
+    first = await deliver(shop, inbox, booking(shop))
+    again = await deliver(shop, inbox, booking(shop))
+    assert (first.how, first.value) == ("processed", {"booked": "10.00"})
+    assert (again.how, again.value) == ("duplicate", {"booked": "10.00"})
+    assert shop.refunds() == ["ev_001"]
+
+
+async def test_ten_deliveries_at_once_have_one_effect_and_all_are_acknowledged(shop: Shop) -> None:
+    """CASES 45."""
+    inbox = Inbox(shop.guard)
+    received = await asyncio.gather(*(deliver(shop, inbox, booking(shop, 0.1)) for _ in range(10)))
+    assert sorted(each.how for each in received) == ["duplicate"] * 9 + ["processed"]
+    assert shop.refunds() == ["ev_001"]
+
+
+async def test_the_same_id_with_another_payload_is_flagged(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    """CASES 45."""
+    inbox = Inbox(shop.guard)
+    await deliver(shop, inbox, booking(shop))
+    flagged = await deliver(shop, inbox, booking(shop), {**EVENT, "amount": "99.00"})
+    assert flagged.how == "flagged"
+    assert "another payload" in caplog.text
+    assert shop.refunds() == ["ev_001"]
+
+
+async def test_the_same_id_of_another_source_is_another_event(shop: Shop) -> None:
+    inbox = Inbox(shop.guard)
+    assert inbox.operation("ev_001", "payments", EVENT).id != inbox.operation("ev_001", "orders", EVENT).id
+
+
+async def test_an_event_whose_handler_fails_is_not_processed(shop: Shop) -> None:
+    """CASES 45."""
+    inbox = Inbox(shop.guard)
+    with pytest.raises(RuntimeError):
+        await deliver(shop, inbox, broken(shop))
+    assert shop.refunds() == []
+    received = await deliver(shop, inbox, booking(shop))
+    assert (received.how, received.attempt) == ("processed", 2)
+
+
+async def test_an_event_that_fails_too_often_is_a_dead_letter_until_it_is_requeued(shop: Shop) -> None:
+    """CASES 44."""
+    inbox = Inbox(shop.guard, attempts=2)
+    for _ in range(2):  # a requeued one has as many attempts as a new one
+        with pytest.raises(RuntimeError):
+            await deliver(shop, inbox, broken(shop))
+        assert (await deliver(shop, inbox, broken(shop))).how == "dead"
+        assert (await deliver(shop, inbox, booking(shop))).how == "dead"
+        [letter] = (await inbox.adead("payments")).records
+        assert letter.key == "ev_001"
+        assert "cannot be handled" in letter.note
+        await inbox.arequeue("ev_001", "payments")
+    assert (await deliver(shop, inbox, booking(shop))).how == "processed"
+    assert shop.refunds() == ["ev_001"]
+
+
+async def test_deliveries_that_killed_their_process_count_where_the_broker_counts_them(shop: Shop) -> None:
+    """CASES 44."""
+    inbox = Inbox(shop.guard, attempts=3)
+    assert (await deliver(shop, inbox, booking(shop), delivery=4)).how == "dead"
+    assert shop.refunds() == []
+    await arun_in(shop, inbox)
+    assert (await deliver(shop, inbox, booking(shop))).how == "processed"
+    assert (await deliver(shop, inbox, booking(shop), delivery=9)).how == "duplicate"
+
+
+async def arun_in(shop: Shop, inbox: Inbox) -> None:
+    """The same by the plain verbs, from a thread."""
+    assert [record.key for record in (await asyncio.to_thread(inbox.dead, "payments")).records] == ["ev_001"]
+    await asyncio.to_thread(inbox.requeue, "ev_001", "payments")
+
+
+async def test_an_event_that_comes_too_early_is_refused_by_state_and_never_dies_of_it(shop: Shop) -> None:
+    """Out of order: the state decides, and the sender's next delivery finds it as it should be."""
+    inbox = Inbox(shop.guard, attempts=1)
+    for _ in range(3):
+        with pytest.raises(WrongState):
+            await deliver(shop, inbox, broken(shop, WrongState("'p1' is 'authorized'; 'refund' needs 'captured'")))
+    assert (await deliver(shop, inbox, booking(shop))).how == "processed"
+
+
+async def test_what_the_store_cannot_do_comes_out(shop: Shop) -> None:
+    inbox = Inbox(shop.guard, attempts=1)
+    with pytest.raises(StoreError):
+        await deliver(shop, inbox, broken(shop, StoreError("the disk is full")))
+    assert (await inbox.adead("payments")).records == ()
+
+
+def test_a_leased_inbox_that_does_not_know_an_outcome_says_so() -> None:
+    guard = Guard("memory://")
+    inbox = Inbox(guard, effect="lease")
+    operation = inbox.operation("ev_001", "payments", EVENT)
+    run(guard.store.hold(run(guard.store.claim(operation, lease=30))))  # type: ignore[arg-type]
+    with pytest.raises(UnknownOutcome):
+        inbox.handle("ev_001", "payments", EVENT, lambda op, payload: None)
+
+
+def test_an_inbox_that_forgets_sooner_than_its_sender_warns() -> None:
+    """CASES 46."""
+    with pytest.warns(UserWarning, match="handled twice"):
+        Inbox(Guard("memory://"), retention="1h", sender_span="24h")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Inbox(Guard("memory://")).policy.ttl == 7 * 86400
+
+
+def test_an_inbox_without_attempts_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="one at least"):
+        Inbox(Guard("memory://"), attempts=0)

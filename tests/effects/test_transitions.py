@@ -1,0 +1,107 @@
+"""State changes on every driver: the seeds' offers and matches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from oncemore import Operation
+from oncemore.core.lending import Do
+from oncemore.core.op import Op
+from oncemore.errors import ConfigurationError, NoSuchRow, WrongState
+from oncemore.transitions import Applied, Transitions
+
+from .shops import Shop
+
+# The seeds' table.
+OFFERS = Transitions(
+    "offers",
+    {
+        ("offered", "accept"): "accepted",
+        ("offered", "pass"): "passed",
+        ("offered", "not_now"): "not_now",
+        ("accepted", "mutual accept"): "matched",
+        ("matched", "unmatch"): "closed",
+    },
+)
+CREATE = "CREATE TABLE offers (id text PRIMARY KEY, status text NOT NULL, reason text)"
+
+
+def opened(shop: Shop, state: str = "offered") -> None:
+    shop.execute(CREATE)
+    shop.execute(f"INSERT INTO offers VALUES ('offer-123', '{state}', NULL)")
+
+
+def state(shop: Shop) -> tuple[str, str | None]:
+    [row] = shop.execute("SELECT status, reason FROM offers")
+    return tuple(row)
+
+
+async def act(shop: Shop, key: str, action: str, id: str = "offer-123", **columns: Any) -> Applied:
+    def perform(op: Op) -> Generator[Any, Any, Any]:
+        applied = yield Do(
+            lambda: OFFERS.apply(op, id, action, **columns), lambda: OFFERS.aapply(op, id, action, **columns)
+        )
+        return {"state": applied.state, "changed": applied.changed}
+
+    answer = await shop.run(Operation("user-1", key, name="offers.act"), perform)
+    return Applied(**answer.value)
+
+
+async def test_the_same_action_twice_has_the_same_result(shop: Shop) -> None:
+    """CASES 51."""
+    opened(shop)
+    assert await act(shop, "k1", "accept") == Applied("accepted", True)
+    assert await act(shop, "k2", "accept") == Applied("accepted", False)
+    assert state(shop) == ("accepted", None)
+
+
+@pytest.mark.parametrize(
+    ("before", "action", "after"), [(before, action, after) for (before, action), after in OFFERS.steps.items()]
+)
+async def test_each_row_of_the_seeds_table_holds(shop: Shop, before: str, action: str, after: str) -> None:
+    """CASES 51."""
+    opened(shop, before)
+    assert await act(shop, "k1", action) == Applied(after, True)
+    assert await act(shop, "k2", action) == Applied(after, False)
+    assert state(shop)[0] == after
+
+
+async def test_columns_change_with_the_state_and_only_then(shop: Shop) -> None:
+    """CASES 51: unmatch on a closed match has the same result."""
+    opened(shop, "matched")
+    await act(shop, "k1", "unmatch", reason="unmatched")
+    assert await act(shop, "k2", "unmatch", reason="again") == Applied("closed", False)
+    assert state(shop) == ("closed", "unmatched")
+
+
+async def test_an_action_from_the_wrong_state_is_refused_with_both_states_named(shop: Shop) -> None:
+    """CASES 51."""
+    opened(shop, "passed")
+    with pytest.raises(WrongState, match=r"is 'passed'; 'accept' needs 'offered'"):
+        await act(shop, "k1", "accept")
+    assert state(shop) == ("passed", None)
+
+
+async def test_a_row_that_is_not_there_is_said_to_be_missing(shop: Shop) -> None:
+    opened(shop)
+    with pytest.raises(NoSuchRow, match="offer-9"):
+        await act(shop, "k1", "accept", id="offer-9")
+
+
+async def test_of_two_different_actions_at_once_one_is_refused(shop: Shop) -> None:
+    opened(shop)
+    done = await asyncio.gather(act(shop, "k1", "accept"), act(shop, "k2", "pass"), return_exceptions=True)
+    assert sorted(type(each).__name__ for each in done) == ["Applied", "WrongState"]
+
+
+def test_what_is_written_wrongly_is_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="no name of a table"):
+        Transitions("offers; drop table offers", OFFERS.steps)
+    with pytest.raises(ConfigurationError, match="one at least"):
+        Transitions("offers", {})
+    with pytest.raises(ConfigurationError, match="knows accept"):
+        OFFERS.leads("explode")

@@ -1,0 +1,70 @@
+"""Makes docs/explain/crashes.md of what the crash tests have left behind: `crashes.py FOLDER`, or `--check FOLDER`.
+
+    ONCEMORE_MATRIX=.matrix pytest tests/effects && python docs/_generate/crashes.py .matrix
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "explain" / "crashes.md"
+LEVELS = ("transaction", "lease, resolve", "lease, hold", "steps")
+POINTS = (
+    "before claim",
+    "after claim",
+    "after effect",
+    "before commit",
+    "commit sent, answer lost",
+    "after commit",
+    "during response",
+)
+HEAD = """\
+# Killed at every point
+
+Each row below is a test that kills a real process with SIGKILL at that point (or cuts the connection at the server's
+answer), lets another process take over, and has the client retry. `make test` runs them all and fails if this page says
+anything else than what came of it. "In the end" counts the rows that the effect has left in the database.
+
+"""
+MEANING = {
+    "transaction": "`effect = \"transaction\"`: the claim, the effect and the outcome are one transaction.",
+    "lease, resolve": '`effect = "lease"`, `on_unknown = "resolve"`: a function looks whether it happened.',
+    "lease, hold": '`effect = "lease"`, `on_unknown = "hold"`: what is in doubt waits for a person.',
+    "steps": '`effect = "steps"`: each step is checkpointed; the retry resumes behind the last one.',
+}
+
+
+def page(rows: list[dict[str, object]]) -> str:
+    """The page, from the tests' rows."""
+    found: dict[tuple[str, str, str, int], set[str]] = defaultdict(set)
+    for row in rows:
+        found[str(row["level"]), str(row["point"]), str(row["retry"]), int(str(row["effects"]))].add(str(row["driver"]))
+    parts = [HEAD]
+    for level in LEVELS:
+        cells = sorted((POINTS.index(key[1]), key, drivers) for key, drivers in found.items() if key[0] == level)
+        if not cells:
+            continue
+        parts.append(f"## {level}\n\n{MEANING[level]}\n\n| killed | the retry | effects in the end | proven on |\n|---|---|---|---|\n")
+        for _, (_, point, retry, effects), drivers in cells:
+            parts.append(f"| {point} | {retry} | {effects} | {', '.join(sorted(drivers))} |\n")
+        parts.append("\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    *options, folder = arguments
+    rows = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    text = page(rows)
+    if "--check" not in options:
+        PAGE.write_text(text)
+    elif not PAGE.exists() or PAGE.read_text() != text:
+        print(f"{PAGE} does not say what the crash tests have found; make it with: python {sys.argv[0]} {folder}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,134 @@
+"""Each level × driver × crash point: a process is killed there, another takes over, and there is one refund in the end.
+
+CASES 24 to 27.  What comes of each is the table in docs/explain/crashes.md: with ONCEMORE_MATRIX naming a folder, each
+test leaves its row there, and `docs/_generate/crashes.py` makes the page of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncemore import Operation
+from oncemore.core.op import Op
+from oncemore.core.store import Filter
+from oncemore.errors import UnknownOutcome
+from oncemore.testing.crashes import POINTS
+from oncemore.testing.proxy import FaultProxy
+
+from .conftest import emptied
+from .crashing import LEASE, LEVELS, REFUND, opened, perform, policy
+from .shops import ON_POSTGRES, ON_SQLITE, Shop
+
+pytestmark = pytest.mark.chaos
+
+# Where the rule says `hold`, what a killed holder leaves behind waits for a person.
+IN_DOUBT = {"after claim", "after effect", "before commit"}
+
+ON_BOTH = ("sqlite3", "psycopg-async")  # a lease knows nothing of the driver: one of each store is enough
+CELLS = [
+    pytest.param(level, driver, point, marks=[pytest.mark.server] if driver in ON_POSTGRES else [])
+    for level in LEVELS
+    for driver in (*ON_SQLITE, *ON_POSTGRES)
+    if level == "transaction" or driver in ON_BOTH
+    for point in POINTS
+]
+
+
+@pytest.fixture
+def url(driver: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if driver in ON_SQLITE:
+        return f"sqlite:///{tmp_path / 'shop.db'}"
+    return emptied(request.getfixturevalue("shops_url"))
+
+
+async def killed(level: str, driver: str, url: str, point: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.effects.crashing", level, driver, url, point, stderr=asyncio.subprocess.PIPE
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors.decode()
+
+
+async def retried(shop: Shop, level: str) -> str:
+    """What the client's retry comes to; waits for the dead one's lease, if it has one."""
+    try:
+        answer = await shop.run(REFUND, perform(shop, level), policy=policy(level, shop))
+    except UnknownOutcome:
+        return "refused: outcome_unknown"
+    assert answer.outcome.kind == "value"
+    return "runs" if answer.how == "stored" and answer.value is not None else "replays"
+
+
+@pytest.mark.parametrize(("level", "driver", "point"), CELLS)
+async def test_a_process_killed_there_leaves_one_refund_in_the_end(
+    level: str, driver: str, point: str, url: str
+) -> None:
+    before = opened(driver, url)
+    await before.close()
+    await killed(level, driver, url, point)
+    shop = opened(driver, url)
+    await shop.open()
+    try:
+        if level != "transaction" and point in IN_DOUBT:
+            await asyncio.sleep(LEASE)
+        first = await retried(shop, level)
+        again = await retried(shop, level)
+        refunds, page = shop.refunds(), await shop.guard.alist(Filter())
+    finally:
+        await shop.close()
+    if level == "lease, hold" and point in IN_DOUBT:
+        assert first == again == "refused: outcome_unknown"
+        assert len(refunds) <= 1
+        assert [record.state for record in page.records] == ["held"]
+    else:
+        assert (refunds, again) == (["k1"], "replays")
+        assert [record.state for record in page.records] == ["settled"]
+    note(level, driver, point, first, len(refunds))
+
+
+def note(level: str, driver: str, point: str, retry: str, effects: int) -> None:
+    """Leave what came of it for the page."""
+    if folder := os.environ.get("ONCEMORE_MATRIX"):
+        row = {"level": level, "driver": driver, "point": point, "retry": retry, "effects": effects}
+        Path(folder, f"{secrets.token_hex(8)}.json").write_text(json.dumps(row))
+
+
+@pytest.mark.parametrize("driver", [pytest.param(name, marks=pytest.mark.server) for name in ON_POSTGRES])
+async def test_a_commit_whose_answer_was_lost_is_found_and_not_repeated(driver: str, url: str) -> None:
+    """CASES 26: the server has committed, the connection is cut at its answer, and the same call goes on."""
+    shop = opened(driver, url)
+    await shop.open()
+    with FaultProxy.before(url) as proxy:
+        away = opened(driver, proxy.url(url))
+        await away.open()
+        runs: list[str] = []
+
+        def performing(op: Op) -> Generator[Any, Any, Any]:
+            value = yield from perform(away, "transaction")(op)
+            runs.append(op.key)
+            if op.key == REFUND.key and runs.count(op.key) == 1:
+                proxy.cut_answers()
+                threading.Timer(0.2, proxy.heal).start()
+            return value
+
+        try:
+            await away.run(Operation("customer-1", "warm"), performing)
+            answer = await away.run(REFUND, performing, policy=policy("transaction", away))
+        finally:
+            await away.close()
+    again, refunds = await retried(shop, "transaction"), shop.refunds()
+    await shop.close()
+    assert answer.outcome.kind == "value"
+    assert (again, refunds, runs) == ("replays", ["k1", "warm"], ["warm", "k1"])
+    note("transaction", driver, "commit sent, answer lost", "replays", refunds.count("k1"))

@@ -1,6 +1,6 @@
 """Makes docs/explain/crashes.md of what the crash tests have left behind: `crashes.py FOLDER`, or `--check FOLDER`.
 
-    ONCEMORE_MATRIX=.matrix pytest tests/effects && python docs/_generate/crashes.py .matrix
+ONCEMORE_MATRIX=.matrix pytest tests/effects && python docs/_generate/crashes.py .matrix
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ anything else than what came of it. "In the end" counts the rows that the effect
 
 """
 MEANING = {
-    "transaction": "`effect = \"transaction\"`: the claim, the effect and the outcome are one transaction.",
+    "transaction": '`effect = "transaction"`: the claim, the effect and the outcome are one transaction.',
     "lease, resolve": '`effect = "lease"`, `on_unknown = "resolve"`: a function looks whether it happened.',
     "lease, hold": '`effect = "lease"`, `on_unknown = "hold"`: what is in doubt waits for a person.',
     "steps": '`effect = "steps"`: each step is checkpointed; the retry resumes behind the last one.',
@@ -47,7 +47,8 @@ def page(rows: list[dict[str, object]]) -> str:
         cells = sorted((POINTS.index(key[1]), key, drivers) for key, drivers in found.items() if key[0] == level)
         if not cells:
             continue
-        parts.append(f"## {level}\n\n{MEANING[level]}\n\n| killed | the retry | effects in the end | proven on |\n|---|---|---|---|\n")
+        parts.append(f"## {level}\n\n{MEANING[level]}\n\n")
+        parts.append("| killed | the retry | effects in the end | proven on |\n|---|---|---|---|\n")
         for _, (_, point, retry, effects), drivers in cells:
             parts.append(f"| {point} | {retry} | {effects} | {', '.join(sorted(drivers))} |\n")
         parts.append("\n")

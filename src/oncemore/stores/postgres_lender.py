@@ -16,7 +16,8 @@ from ..core.fork import reset_in_child
 from ..core.lending import Do, Transaction
 from ..core.plan import Plan
 from ..errors import ConfigurationError, StoreTimeout
-from .postgres_transaction import Ask, Misuse, PostgresTransaction, Rows, Wire, again, ended
+from .postgres_transaction import Misuse, PostgresTransaction, Wire, again, ended
+from .postgres_trip import COMMIT, Ask, Rows, begin, trip
 
 if TYPE_CHECKING:
     from .postgres import PostgresStore
@@ -137,21 +138,18 @@ class ThreadWire:
             connection = self.connection = self.pool.getconn(self.timeout)
         except PoolTimeout as error:
             raise busy(error) from error
-        with connection.pipeline():
-            if connection.autocommit:
-                connection.execute("BEGIN")
-            cursor = self._sent(ask)
-            rows: Rows = cursor.fetchall()
+        _, rows = self._sent((begin(connection), ()), ask)
         connection.lent = True
         return rows
 
-    def _sent(self, ask: Ask) -> Any:
-        statement, values = ask
-        cursor = psycopg.RawCursor(self.connection)
-        return cursor.execute(statement.text, values, prepare=prepares(self.connection), binary=True)
+    def _sent(self, *asks: Ask) -> list[Rows]:
+        connection = self.connection
+        with connection.lock:
+            sent: list[Rows] = connection.wait(trip(connection, asks, prepare=prepares(connection)))
+        return sent
 
     def rows(self, ask: Ask) -> Do[Rows]:
-        return Do(lambda: fetched(self._sent(ask)), None)
+        return Do(lambda: self._sent(ask)[0], None)
 
     def commit(self, asks: Sequence[Ask]) -> Do[None]:
         return Do(lambda: self._commit(asks), None)
@@ -160,10 +158,7 @@ class ThreadWire:
         connection = self.connection
         check(connection)
         connection.lent = False
-        with connection.pipeline():
-            for ask in asks:
-                self._sent(ask)
-            connection.commit()
+        self._sent(*asks, (COMMIT, ()))
 
     def roll_back(self) -> Do[None]:
         return Do(self._roll_back, None)
@@ -207,25 +202,21 @@ class LoopWire:
             connection = self.connection = await self.pool.getconn(self.timeout)
         except PoolTimeout as error:
             raise busy(error) from error
-        async with connection.pipeline():
-            if connection.autocommit:
-                await connection.execute("BEGIN")
-            cursor = await self._sent(ask)
-            rows: Rows = await cursor.fetchall()
+        _, rows = await self._sent((begin(connection), ()), ask)
         connection.lent = True
         return rows
 
-    async def _sent(self, ask: Ask) -> Any:
-        statement, values = ask
-        cursor = psycopg.AsyncRawCursor(self.connection)
-        return await cursor.execute(statement.text, values, prepare=prepares(self.connection), binary=True)
+    async def _sent(self, *asks: Ask) -> list[Rows]:
+        connection = self.connection
+        async with connection.lock:
+            sent: list[Rows] = await connection.wait(trip(connection, asks, prepare=prepares(connection)))
+        return sent
 
     def rows(self, ask: Ask) -> Do[Rows]:
         return Do(None, lambda: self._rows(ask))
 
     async def _rows(self, ask: Ask) -> Rows:
-        cursor = await self._sent(ask)
-        return await cursor.fetchall() if cursor.description else ()
+        return (await self._sent(ask))[0]
 
     def commit(self, asks: Sequence[Ask]) -> Do[None]:
         return Do(None, lambda: self._commit(asks))
@@ -234,10 +225,7 @@ class LoopWire:
         connection = self.connection
         check(connection)
         connection.lent = False
-        async with connection.pipeline():
-            for ask in asks:
-                await self._sent(ask)
-            await connection.commit()
+        await self._sent(*asks, (COMMIT, ()))
 
     def roll_back(self) -> Do[None]:
         return Do(None, self._roll_back)
@@ -264,13 +252,9 @@ class LoopWire:
                 asyncio.get_running_loop().create_task(self._end(False))
 
 
-def prepares(connection: Any) -> bool | None:
-    """Whether our statements are prepared at once: not where the pool says that nothing is."""
-    return True if connection.prepare_threshold is not None else None
-
-
-def fetched(cursor: Any) -> Rows:
-    return cursor.fetchall() if cursor.description else ()
+def prepares(connection: Any) -> bool:
+    """Whether our statements are prepared: not where the pool says that nothing is, as behind a pooler."""
+    return connection.prepare_threshold is not None
 
 
 def check(connection: Any) -> None:

@@ -118,17 +118,19 @@ class Link:
             if result.status == ExecStatus.FATAL_ERROR:
                 failed = failed or result
         if failed is not None:
-            raise self._failure(failed)
+            raise failure(pgconn, failed)
         if last is None:
             raise Lost("the server closed the connection")
         return last
 
-    def _failure(self, result: PGresult) -> Exception:
-        sqlstate = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
-        message = (result.error_field(DiagnosticField.MESSAGE_PRIMARY) or result.error_message).decode(errors="replace")
-        if sqlstate in GOING or sqlstate.startswith("08") or not sqlstate or self.pgconn.status == ConnStatus.BAD:
-            return Lost(message)
-        return Rejected(message, sqlstate)
+
+def failure(pgconn: Any, result: PGresult) -> Exception:
+    """What a result that is an error means."""
+    sqlstate = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
+    message = (result.error_field(DiagnosticField.MESSAGE_PRIMARY) or result.error_message).decode(errors="replace")
+    if sqlstate in GOING or sqlstate.startswith("08") or not sqlstate or pgconn.status == ConnStatus.BAD:
+        return Lost(message)
+    return Rejected(message, sqlstate)
 
 
 BYTEA = 17

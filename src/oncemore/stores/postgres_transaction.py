@@ -23,9 +23,7 @@ from .postgres_flights import is_expired
 from .postgres_link import Rejected
 from .postgres_rows import Claimed, Moved, Named, encode_rows, read_record, safe
 from .postgres_sql import Statement, Statements
-
-Rows = Sequence[Sequence[Any]]
-Ask = tuple[Statement, Sequence[Any]]
+from .postgres_trip import Ask, Rows
 
 LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
 NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE = "55P03", "22012", "25P02"

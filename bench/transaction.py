@@ -1,0 +1,219 @@
+"""A refund with effect = "transaction" beside the same handler without idempotency; about 40 seconds.
+
+    python -m bench.transaction
+
+The handler writes a refund and two ledger entries in one transaction.  Sixteen callers share sixteen connections (one, on
+SQLite: it has one writer), bare and guarded in turns on the same server; of some rounds each, the median of the ratios.
+Through `Guard` itself, without HTTP around it, which would only make the difference smaller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import statistics
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import aiosqlite
+import psycopg
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from oncemore import Guard, Operation, Policy
+from oncemore.testing.servers import PostgresServer
+
+ROUNDS, SECONDS, CALLERS = 7, 1.0, 16
+TABLES = (
+    "CREATE TABLE refunds (id text PRIMARY KEY, payment text NOT NULL, amount integer NOT NULL)",
+    "CREATE TABLE entries (refund text NOT NULL, account text NOT NULL, amount integer NOT NULL)",
+)
+STATEMENTS = (
+    ("INSERT INTO refunds VALUES ({0}, {0}, {0})", lambda id: (id, "pay_123", 1999)),
+    ("INSERT INTO entries VALUES ({0}, {0}, {0})", lambda id: (id, "customer", 1999)),
+    ("INSERT INTO entries VALUES ({0}, {0}, {0})", lambda id: (id, "merchant", -1999)),
+)
+ON_POSTGRES = [(text.format("%s"), values) for text, values in STATEMENTS]
+ON_SQLITE = [(text.format("?"), values) for text, values in STATEMENTS]
+POLICY = Policy(effect="transaction")
+
+Turn = Callable[[], Any]
+
+
+def asked() -> Operation:
+    return Operation("user:1", str(uuid.uuid4()), "c1:" + "a" * 64, "refunds.create")
+
+
+def answer(id: str) -> dict[str, Any]:
+    return {"id": id, "payment": "pay_123", "amount": 1999, "currency": "EUR", "status": "succeeded"}
+
+
+# Rates: how often per second sixteen callers get through
+
+
+def rate_of_threads(turn: Turn) -> float:
+    ends, counts = time.perf_counter() + SECONDS, [0] * CALLERS
+
+    def call(n: int) -> None:
+        while time.perf_counter() < ends:
+            turn()
+            counts[n] += 1
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(CALLERS)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - began)
+
+
+async def rate_of_tasks(turn: Callable[[], Awaitable[Any]]) -> float:
+    ends, count = time.perf_counter() + SECONDS, 0
+
+    async def call() -> None:
+        nonlocal count
+        while time.perf_counter() < ends:
+            await turn()
+            count += 1
+
+    began = time.perf_counter()
+    await asyncio.gather(*(call() for _ in range(CALLERS)))
+    return count / (time.perf_counter() - began)
+
+
+def told(name: str, bare: list[float], ours: list[float]) -> None:
+    ratio = statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
+    print(f"{name:<28}{statistics.median(bare):>10,.0f}{statistics.median(ours):>10,.0f}{ratio:>8.2f} x", flush=True)
+
+
+# The handler, on each driver
+
+
+async def with_psycopg_async(url: str) -> None:
+    guard = Guard(url, policy=POLICY)
+    async with AsyncConnectionPool(url, min_size=CALLERS, max_size=CALLERS) as pool:
+
+        async def write(connection: Any, id: str) -> dict[str, Any]:
+            for text, values in ON_POSTGRES:
+                await connection.execute(text, values(id))
+            return answer(id)
+
+        async def bare() -> None:
+            async with pool.connection() as connection:
+                await write(connection, str(uuid.uuid4()))
+
+        async def guarded() -> None:
+            await guard.arun(asked(), lambda op: write(op.connection, op.key))
+
+        await in_turns("PostgreSQL, psycopg async", bare, guarded)
+    await guard.aclose()
+
+
+def with_psycopg(url: str) -> None:
+    guard = Guard(url, policy=POLICY)
+    with ConnectionPool(url, min_size=CALLERS, max_size=CALLERS) as pool:
+
+        def write(connection: Any, id: str) -> dict[str, Any]:
+            for text, values in ON_POSTGRES:
+                connection.execute(text, values(id))
+            return answer(id)
+
+        def bare() -> None:
+            with pool.connection() as connection:
+                write(connection, str(uuid.uuid4()))
+
+        rates_in_turns("PostgreSQL, psycopg", bare, lambda: guard.run(asked(), lambda op: write(op.connection, op.key)))
+    guard.close()
+
+
+def with_sqlite(path: str) -> None:
+    guard = Guard(f"sqlite:///{path}", policy=POLICY)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA synchronous = FULL")
+    lock = threading.Lock()  # without one, sixteen threads would mostly wait for each other's file locks
+
+    def write(connection: Any, id: str) -> dict[str, Any]:
+        for text, values in ON_SQLITE:
+            connection.execute(text, values(id))
+        return answer(id)
+
+    def bare() -> None:
+        with lock:
+            connection.execute("BEGIN IMMEDIATE")
+            write(connection, str(uuid.uuid4()))
+            connection.execute("COMMIT")
+
+    rates_in_turns("SQLite, sqlite3", bare, lambda: guard.run(asked(), lambda op: write(op.connection, op.key)))
+    connection.close()
+    guard.close()
+
+
+async def with_aiosqlite(path: str) -> None:
+    guard = Guard(f"sqlite:///{path}", policy=POLICY)
+    connection = await aiosqlite.connect(path, isolation_level=None)
+    await connection.execute("PRAGMA synchronous = FULL")
+    lock = asyncio.Lock()
+
+    async def write(connection: Any, id: str) -> dict[str, Any]:
+        for text, values in ON_SQLITE:
+            await connection.execute(text, values(id))
+        return answer(id)
+
+    async def bare() -> None:
+        async with lock:
+            await connection.execute("BEGIN IMMEDIATE")
+            await write(connection, str(uuid.uuid4()))
+            await connection.execute("COMMIT")
+
+    async def guarded() -> None:
+        await guard.arun(asked(), lambda op: write(op.connection, op.key))
+
+    await in_turns("SQLite, aiosqlite", bare, guarded)
+    await connection.close()
+    await guard.aclose()
+
+
+def rates_in_turns(name: str, bare: Turn, guarded: Turn) -> None:
+    guarded()  # the tables are there, the statements known
+    rounds = [(rate_of_threads(bare), rate_of_threads(guarded)) for _ in range(ROUNDS)]
+    told(name, *map(list, zip(*rounds, strict=True)))
+
+
+async def in_turns(name: str, bare: Callable[[], Awaitable[Any]], guarded: Callable[[], Awaitable[Any]]) -> None:
+    await guarded()
+    rounds = [(await rate_of_tasks(bare), await rate_of_tasks(guarded)) for _ in range(ROUNDS)]
+    told(name, *map(list, zip(*rounds, strict=True)))
+
+
+@contextmanager
+def sqlite_file() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/bench.db"
+        connection = sqlite3.connect(path)
+        for text in TABLES:
+            connection.execute(text)
+        connection.close()
+        yield path
+
+
+def main() -> None:
+    print(f"Refunds per second, {CALLERS} callers (0.80 x asked)\n{'':<28}{'bare':>10}{'guarded':>10}{'ratio':>10}")
+    with PostgresServer() as server:
+        with psycopg.connect(server.url, autocommit=True) as connection:
+            for text in TABLES:
+                connection.execute(text)
+        asyncio.run(with_psycopg_async(server.url))
+        with_psycopg(server.url)
+    with sqlite_file() as path:
+        with_sqlite(path)
+    with sqlite_file() as path:
+        asyncio.run(with_aiosqlite(path))
+
+
+if __name__ == "__main__":
+    main()

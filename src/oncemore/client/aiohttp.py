@@ -13,6 +13,7 @@ from yarl import URL
 from ..core.plan import Call, Effect, Plan, arun
 from ..errors import ConfigurationError
 from .bodies import MAX_BODY, manner_by
+from .continuing import AsyncContinuing
 from .deadline import is_distrust
 from .effects import Within
 from .engine import Engine
@@ -139,7 +140,7 @@ def _cut(response: ClientResponse) -> None:
     response.close()
 
 
-class RetryMiddleware:
+class RetryMiddleware(AsyncContinuing):
     """A client middleware that asks once more, under one key; options are those of `Engine`.
 
     The session's own total timeout (5 minutes, unless you set it) still holds for all attempts together.
@@ -166,10 +167,6 @@ class RetryMiddleware:
         if before and before[:2] == (request.method, request.url):
             request.headers.setdefault(self.engine.header, before[2])
 
-    async def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return await arun(self.engine.ring().pending())
-
     async def resume(self, session: ClientSession, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
@@ -178,12 +175,12 @@ class RetryMiddleware:
             await response.read()
             return response
 
-        return await arun(self.engine.resume(send, opened=opened))
-
-    async def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        await arun(self.engine.ring().forget(entry))
+        return await self._resume(send, opened)
 
     def close(self) -> None:
-        """Let go of the keyring's file."""
+        """Let go of the keyring's files and connections."""
+        self.engine.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for what belongs to the running event loop too."""
         self.engine.close()

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from ..core.plan import arun, run
+from .continuing import AsyncContinuing, Continuing
 from .engine import Engine
 from .entry import Entry, Keyring, Resumed
 from .exchange import Exchange
@@ -18,7 +19,7 @@ from .retry import Retry
 __all__ = ["AsyncRetryTransport", "RequestExhausted", "RequestTimedOut", "RequestUnknown", "RetryTransport"]
 
 
-class RetryTransport(httpx.BaseTransport):
+class RetryTransport(Continuing, httpx.BaseTransport):
     """A transport that asks once more, under one key: unsafe requests get one, written down before the first byte.
 
     *transport* does the sending (an `httpx.HTTPTransport` by default); further options are those of `Engine`.  The last
@@ -41,10 +42,6 @@ class RetryTransport(httpx.BaseTransport):
         wire = HttpxWire(request, self._transport)
         return told(*run(self.engine.perform(wire, request.extensions.get("retry"))))
 
-    def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return run(self.engine.ring().pending())
-
     def resume(self, client: httpx.Client | None = None, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind, each asked for again under its own key.
 
@@ -59,18 +56,14 @@ class RetryTransport(httpx.BaseTransport):
             response.read()
             return response
 
-        return run(self.engine.resume(send, opened=opened))
-
-    def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        run(self.engine.ring().forget(entry))
+        return self._resume(send, opened)
 
     def close(self) -> None:
         self._transport.close()
         self.engine.close()
 
 
-class AsyncRetryTransport(httpx.AsyncBaseTransport):
+class AsyncRetryTransport(AsyncContinuing, httpx.AsyncBaseTransport):
     """The same for `httpx.AsyncClient`; `pending`, `resume` and `forget` are awaited."""
 
     def __init__(
@@ -88,10 +81,6 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
         wire = HttpxWire(request, self._transport)
         return told(*await arun(self.engine.perform(wire, request.extensions.get("retry"))))
 
-    async def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return await arun(self.engine.ring().pending())
-
     async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind, each asked for again under its own key."""
 
@@ -102,11 +91,7 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
             await response.aread()
             return response
 
-        return await arun(self.engine.resume(send, opened=opened))
-
-    async def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        await arun(self.engine.ring().forget(entry))
+        return await self._resume(send, opened)
 
     async def aclose(self) -> None:
         await self._transport.aclose()

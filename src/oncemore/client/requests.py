@@ -12,6 +12,7 @@ from urllib3.exceptions import HTTPError, MaxRetryError
 
 from ..core.plan import Call, Effect, Plan, run
 from .bodies import MAX_BODY, SentBody, manner_by
+from .continuing import Continuing
 from .engine import Engine
 from .entry import Entry, Keyring, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
@@ -110,7 +111,7 @@ def _root(error: BaseException) -> BaseException:
     return _root(inner) if wrapped and inner is not None else error
 
 
-class RetryAdapter(HTTPAdapter):
+class RetryAdapter(Continuing, HTTPAdapter):
     """An adapter that asks once more, under one key; `response.oncemore` is the story.  *pool* is for HTTPAdapter."""
 
     def __init__(
@@ -145,21 +146,13 @@ class RetryAdapter(HTTPAdapter):
         """One attempt, as requests itself makes it."""
         return super().send(request, **options)
 
-    def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return run(self.engine.ring().pending())
-
     def resume(self, session: requests.Session, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
         def send(entry: Entry) -> requests.Response:
             return session.request(entry.method, entry.url, headers=dict(entry.headers), data=entry.body)
 
-        return run(self.engine.resume(send, opened=opened))
-
-    def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        run(self.engine.ring().forget(entry))
+        return self._resume(send, opened)
 
     def close(self) -> None:
         super().close()

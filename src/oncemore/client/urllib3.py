@@ -20,6 +20,7 @@ from urllib3.util import Timeout
 
 from ..core.plan import Call, Effect, Plan, run
 from .bodies import SentBody, manner_by
+from .continuing import Continuing
 from .deadline import Allowance, is_distrust
 from .engine import Engine
 from .entry import Entry, Keyring, Resumed, host_of
@@ -144,7 +145,7 @@ class RetryHTTPSPool(_Retrying, BoundedHTTPSPool):  # type: ignore[misc]
     """A pool of TLS connections that asks once more."""
 
 
-class RetryPoolManager(urllib3.PoolManager):
+class RetryPoolManager(Continuing, urllib3.PoolManager):
     """A PoolManager that asks once more, under one key; `response.oncemore` is the story.  *pool* is for PoolManager."""
 
     def __init__(
@@ -169,10 +170,6 @@ class RetryPoolManager(urllib3.PoolManager):
         self.engine.name(method, headers)
         return super().urlopen(method, url, redirect, headers=headers, **options)
 
-    def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return run(self.engine.ring().pending())
-
     def resume(self, *, opened: bool = False, headers: dict[str, str] | None = None) -> list[Resumed]:
         """What came of the operations that a dead process left behind; *headers* are the credentials, kept nowhere."""
 
@@ -180,8 +177,9 @@ class RetryPoolManager(urllib3.PoolManager):
             fields = {**dict(entry.headers), **(headers or {})}
             return self.request(entry.method, entry.url, body=entry.body, headers=fields)
 
-        return run(self.engine.resume(send, opened=opened))
+        return self._resume(send, opened)
 
-    def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        run(self.engine.ring().forget(entry))
+    def close(self) -> None:
+        """Close the connections, and let go of the keyring."""
+        self.clear()
+        self.engine.close()

@@ -17,10 +17,11 @@ from .continuing import AsyncContinuing
 from .deadline import is_distrust
 from .effects import Within
 from .engine import Engine
-from .entry import Entry, Keyring, Resumed, host_of
+from .entry import Entry, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
 from .judge import Fault, Reply
+from .keyring import KeyringPlace
 from .retry import Retry
 
 
@@ -146,7 +147,7 @@ class RetryMiddleware(AsyncContinuing):
     The session's own total timeout (5 minutes, unless you set it) still holds for all attempts together.
     """
 
-    def __init__(self, retry: Retry | None = None, keyring: Keyring | str | None = None, **options: Any) -> None:
+    def __init__(self, retry: Retry | None = None, keyring: KeyringPlace | None = None, **options: Any) -> None:
         self.engine = Engine(retry, keyring, **options)
         if self.engine.retry.hedge is not None:
             raise ConfigurationError("hedge: a request of aiohttp cannot be under way twice; use httpx to hedge")
@@ -183,4 +184,4 @@ class RetryMiddleware(AsyncContinuing):
 
     async def aclose(self) -> None:
         """As `close`, for what belongs to the running event loop too."""
-        self.engine.close()
+        await self.engine.aclose()

@@ -14,7 +14,7 @@ from .entry import FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, witho
 from .errors import OutcomeUnknown
 from .exchange import Exchange, Wire
 from .judge import Reply
-from .keyring import open_keyring
+from .keyring import KeyringPlace, open_keyring
 from .keys import new_key
 from .retry import Retry
 from .story import RetryObserver, log
@@ -36,7 +36,7 @@ class Engine:
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         header: str = "Idempotency-Key",
         quoted: bool = False,
@@ -46,7 +46,7 @@ class Engine:
         observers: Sequence[RetryObserver] = (),
     ) -> None:
         self.retry = retry or Retry()
-        self.keyring = open_keyring(keyring) if isinstance(keyring, str) else keyring
+        self.keyring = None if keyring is None else open_keyring(keyring)
         self.header = header
         self.quoted = quoted
         self.make_key = make_key
@@ -157,9 +157,14 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Let go of the keyring's file."""
+        """Let go of the keyring's files and connections."""
         if self.keyring is not None:
             self.keyring.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for what belongs to the running event loop too."""
+        if self.keyring is not None:
+            await self.keyring.aclose()
 
     def ring(self) -> Keyring:
         """The keyring, which must have been given."""

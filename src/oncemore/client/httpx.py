@@ -9,11 +9,12 @@ import httpx
 from ..core.plan import arun, run
 from .continuing import AsyncContinuing, Continuing
 from .engine import Engine
-from .entry import Entry, Keyring, Resumed
+from .entry import Entry, Resumed
 from .exchange import Exchange
 from .httpx_bounds import bound
 from .httpx_wire import HttpxWire, RequestExhausted, RequestTimedOut, RequestUnknown
 from .judge import Reply
+from .keyring import KeyringPlace
 from .retry import Retry
 
 __all__ = ["AsyncRetryTransport", "RequestExhausted", "RequestTimedOut", "RequestUnknown", "RetryTransport"]
@@ -30,7 +31,7 @@ class RetryTransport(Continuing, httpx.BaseTransport):
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         transport: httpx.BaseTransport | None = None,
         **options: Any,
@@ -69,7 +70,7 @@ class AsyncRetryTransport(AsyncContinuing, httpx.AsyncBaseTransport):
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         transport: httpx.AsyncBaseTransport | None = None,
         **options: Any,
@@ -95,7 +96,7 @@ class AsyncRetryTransport(AsyncContinuing, httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         await self._transport.aclose()
-        self.engine.close()
+        await self.engine.aclose()
 
 
 def told(reply: Reply, exchange: Exchange) -> httpx.Response:

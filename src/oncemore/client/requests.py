@@ -14,10 +14,11 @@ from ..core.plan import Call, Effect, Plan, run
 from .bodies import MAX_BODY, SentBody, manner_by
 from .continuing import Continuing
 from .engine import Engine
-from .entry import Entry, Keyring, Resumed, host_of
+from .entry import Entry, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
 from .judge import Fault, Reply
+from .keyring import KeyringPlace
 from .retry import Retry
 from .urllib3 import fault_of, limits
 from .urllib3_bounds import BOUNDED_POOLS
@@ -117,7 +118,7 @@ class RetryAdapter(Continuing, HTTPAdapter):
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         pool: dict[str, Any] | None = None,
         **options: Any,

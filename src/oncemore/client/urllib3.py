@@ -23,10 +23,11 @@ from .bodies import SentBody, manner_by
 from .continuing import Continuing
 from .deadline import Allowance, is_distrust
 from .engine import Engine
-from .entry import Entry, Keyring, Resumed, host_of
+from .entry import Entry, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
 from .judge import Fault, Reply
+from .keyring import KeyringPlace
 from .retry import Retry
 from .urllib3_bounds import BoundedHTTPPool, BoundedHTTPSPool
 
@@ -151,7 +152,7 @@ class RetryPoolManager(Continuing, urllib3.PoolManager):
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         pool: dict[str, Any] | None = None,
         **options: Any,

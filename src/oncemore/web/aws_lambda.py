@@ -18,7 +18,7 @@ from ..core.profiles import DEFAULT
 from ..core.rule import Rule, idempotent, rule_of
 from ..errors import OncemoreError, StoreError
 from .current import current_operation
-from .environ import matched
+from .environ import matched, mount_of
 from .headers import value_of
 from .http import Door, Request, wait_of
 from .lambda_batch import each_message
@@ -106,7 +106,9 @@ class IdempotencyMiddleware:
             if invocation.performed:  # it is the function's own
                 raise
             if not isinstance(error, StoreError) or match.rule.store_down != "run":
-                return invocation.source.rendered(event, self.door.refused(error, match, invocation.turn.operation))
+                mount = mount_of(invocation.request.path, invocation.source.inner_path(event))
+                refused = self.door.refused(error, match, invocation.turn.operation, mount)
+                return invocation.source.rendered(event, refused)
             log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
         return self.handler(event, invocation.context)
 

@@ -36,9 +36,11 @@ Handler = Callable[[Any, Any], Any]
 log = logging.getLogger("oncemore.web")
 
 
-def guarded(**options: Any) -> Callable[[Handler], IdempotencyMiddleware]:
+def guarded(
+    *, guard: Guard, contract: Contract | None = None, profile: str | None = None, **options: Unpack[Options]
+) -> Callable[[Handler], IdempotencyMiddleware]:
     """A decorator: the function behind an `IdempotencyMiddleware` with these options."""
-    return lambda handler: IdempotencyMiddleware(handler, **options)
+    return lambda handler: IdempotencyMiddleware(handler, guard=guard, contract=contract, profile=profile, **options)
 
 
 class IdempotencyMiddleware:

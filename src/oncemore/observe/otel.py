@@ -68,8 +68,12 @@ def trace_retries(*, keys: Keys = "plain", secret: bytes = b"") -> Callable[[Ret
             if event.story.key is not None:
                 tags["idempotency_key"] = shown(event.story.key)
             span.set_attributes(tags)
-            said = {"name": event.story.name, "delay": event.delay, "reason": event.story.reason}
-            span.add_event(f"oncemore.{event.kind}", {**tags, **said})
+            facts: dict[str, str | float] = {
+                "name": event.story.name,
+                "delay": event.delay,
+                "reason": event.story.reason,
+            }
+            span.add_event(f"oncemore.{event.kind}", tags | facts)
 
     return observe
 

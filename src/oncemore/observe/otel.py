@@ -64,7 +64,7 @@ def trace_retries(*, keys: Keys = "plain", secret: bytes = b"") -> Callable[[Ret
     def observe(event: Retried) -> None:
         span = get_current_span()
         if span.is_recording():
-            tags: dict[str, str | int] = {"attempt": event.attempt}
+            tags: dict[str, str | float] = {"attempt": event.attempt}
             if event.story.key is not None:
                 tags["idempotency_key"] = shown(event.story.key)
             span.set_attributes(tags)

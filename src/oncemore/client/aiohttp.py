@@ -61,6 +61,7 @@ class AiohttpWire:
     """One request of a session, sent by the next middleware or the session itself."""
 
     errors = ERRORS
+    ready = False
     parallel = False  # aiohttp keeps the state of sending in the request itself
 
     def __init__(self, request: ClientRequest, handler: ClientHandlerType) -> None:
@@ -154,7 +155,8 @@ class RetryMiddleware(AsyncContinuing):
 
     async def __call__(self, request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
         self._carry_key(request)
-        reply, exchange = await arun(self.engine.perform(AiohttpWire(request, handler)))
+        exchange = self.engine.exchange(AiohttpWire(request, handler))
+        reply = await arun(self.engine.perform(exchange))
         response: Any = reply.response
         response.oncemore = exchange.story
         if response.status in (307, 308) and exchange.key is not None:

@@ -54,16 +54,25 @@ class Engine:
         self.timeout_header = timeout_header
         self.world = World(observers=tuple(observers))
 
-    def perform(self, wire: Wire, retry: Retry | None = None) -> Plan[tuple[Reply, Exchange]]:
-        """The final (or the last) answer to the request, and the exchange that tells how it came."""
-        key = self.name(wire.method, wire.headers)
-        exchange = Exchange(wire, retry or self.retry, key, self.timeout_header)
-        body = yield from wire.body()
-        if exchange.key is not None and self.keyring is not None:
-            return (yield from self._written_down(exchange, self.keyring, body)), exchange
-        if exchange.key is not None:
+    def exchange(self, wire: Wire, retry: Retry | None = None) -> Exchange:
+        """The request with its key, if it is to have one."""
+        return Exchange(wire, retry or self.retry, self.name(wire.method, wire.headers), self.timeout_header)
+
+    def perform(self, exchange: Exchange) -> Plan[Reply]:
+        """The final (or the last) answer to the request; the exchange then tells how it came."""
+        key, keyring = exchange.key, self.keyring
+        if key is not None and keyring is None:
             exchange.expires = self.world.now() + exchange.retry.sendable
-        return (yield from attempts(exchange, exchange.retry, self.world)), exchange
+        if exchange.wire.ready and (key is None or keyring is None):
+            return attempts(exchange, exchange.retry, self.world)
+        return self._prepared(exchange)
+
+    def _prepared(self, exchange: Exchange) -> Plan[Reply]:
+        body = yield from exchange.wire.body()
+        if exchange.key is not None and self.keyring is not None:
+            return (yield from self._written_down(exchange, self.keyring, body))
+        reply: Reply = yield from attempts(exchange, exchange.retry, self.world)
+        return reply
 
     def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
         """What came of each interrupted operation, now sent again through *send*, under its own key."""

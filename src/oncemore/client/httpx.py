@@ -40,8 +40,8 @@ class RetryTransport(Continuing, httpx.BaseTransport):
         self._transport = bound(transport or httpx.HTTPTransport())
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        wire = HttpxWire(request, self._transport)
-        return told(*run(self.engine.perform(wire, request.extensions.get("retry"))))
+        exchange = self.engine.exchange(HttpxWire(request, self._transport), request.extensions.get("retry"))
+        return told(run(self.engine.perform(exchange)), exchange)
 
     def resume(self, client: httpx.Client | None = None, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind, each asked for again under its own key.
@@ -79,8 +79,8 @@ class AsyncRetryTransport(AsyncContinuing, httpx.AsyncBaseTransport):
         self._transport = transport or httpx.AsyncHTTPTransport()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        wire = HttpxWire(request, self._transport)
-        return told(*await arun(self.engine.perform(wire, request.extensions.get("retry"))))
+        exchange = self.engine.exchange(HttpxWire(request, self._transport), request.extensions.get("retry"))
+        return told(await arun(self.engine.perform(exchange)), exchange)
 
     async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind, each asked for again under its own key."""

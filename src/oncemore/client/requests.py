@@ -51,6 +51,7 @@ class RequestsWire:
 
     errors = ERRORS
     parallel = True
+    ready = False
 
     def __init__(self, adapter: RetryAdapter, request: requests.PreparedRequest, options: dict[str, Any]) -> None:
         self.adapter = adapter
@@ -138,7 +139,8 @@ class RetryAdapter(Continuing, HTTPAdapter):
 
     def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
         options.update(zip(("stream", "timeout", "verify", "cert", "proxies"), arguments, strict=False))
-        reply, exchange = run(self.engine.perform(RequestsWire(self, request, options)))
+        exchange = self.engine.exchange(RequestsWire(self, request, options))
+        reply = run(self.engine.perform(exchange))
         response: Any = reply.response
         response.oncemore = exchange.story
         return response  # type: ignore[no-any-return]

@@ -80,6 +80,12 @@ class Retry:
             raise ConfigurationError(f"schedule: {self.attempts} attempts need {self.attempts - 1} times")
 
     @property
+    def attempt_limit(self) -> float:
+        """How long a first attempt may take."""
+        limit = self.attempt_timeout
+        return self.deadline if limit is None or limit > self.deadline else limit
+
+    @property
     def sendable(self) -> float:
         """For how long a key may be sent: the last attempt must arrive while the server still knows it."""
         return self.key_lifetime - (self.attempt_timeout or self.deadline)

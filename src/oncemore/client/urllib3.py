@@ -84,6 +84,7 @@ class Urllib3Wire:
 
     errors = ERRORS
     parallel = True
+    ready = False
 
     def __init__(self, pool: Any, method: str, url: str, headers: MutableMapping[str, str], send: Any, options: Any):
         self.method = method
@@ -132,7 +133,8 @@ class _Retrying:
         fields = urllib3.HTTPHeaderDict(self.headers if headers is None else headers)  # type: ignore[attr-defined]
         send = partial(super().urlopen, method, url)  # type: ignore[misc]
         wire = Urllib3Wire(self, method, url, fields, send, {"body": body, **options})
-        reply, exchange = run(self._engine.perform(wire))
+        exchange = self._engine.exchange(wire)
+        reply = run(self._engine.perform(exchange))
         reply.response.oncemore = exchange.story
         reply.response.retries = options.get("retries")  # for the redirects, which are the manager's
         return reply.response

@@ -7,8 +7,12 @@ import signal
 import sys
 from typing import Any
 
+from oncemore.client.entry import Keyring
+from oncemore.client.keyring_ledger import LedgerKeyring
 from oncemore.client.keyring_sqlite import SqliteKeyring
 from oncemore.client.retry import Retry
+from oncemore.core.plan import Plan
+from oncemore.core.urls import connect
 
 from .clients import CLIENTS
 
@@ -42,8 +46,43 @@ class Doomed(SqliteKeyring):
             die()
 
 
-def main(library: str, point: str, url: str, path: str) -> None:
-    client = CLIENTS[library](Retry(base=0.01, budget=None), Doomed(path, point))
+class DoomedStore:
+    """A ledger in whose use the process dies: `before verb 1`, `after verb 1`, and so on."""
+
+    def __init__(self, url: str, point: str) -> None:
+        self.store: Any = connect(url)
+        self.point = point
+        self.count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        plain = getattr(self.store, name)
+        if name not in ("claim", "settle", "release", "hold", "delete"):
+            return plain
+
+        def verb(*arguments: Any, **options: Any) -> Plan[Any]:
+            self.count += 1
+            if self.point == f"before verb {self.count}":
+                die()
+            result = yield from plain(*arguments, **options)
+            if self.point == f"after verb {self.count}":
+                die()
+            return result
+
+        return verb
+
+
+# Long enough for a busy machine to renew it, and short enough to wait for.
+LEASE = 1.0
+
+
+def doomed(place: str, point: str) -> Keyring:
+    if "://" in place:
+        return LedgerKeyring(DoomedStore(place, point), lease=LEASE)  # type: ignore[arg-type]
+    return Doomed(place, point)
+
+
+def main(library: str, point: str, url: str, place: str) -> None:
+    client = CLIENTS[library](Retry(base=0.01, budget=None), doomed(place, point))
     headers = {"Content-Type": "application/json", "X-Pid": str(os.getpid()), "Authorization": "Bearer secret"}
     client.request("POST", f"{url}/refunds", BODY, headers)
 

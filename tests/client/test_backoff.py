@@ -74,10 +74,10 @@ def test_the_matchmaking_schedule() -> None:
 @pytest.mark.parametrize(
     ("preset", "attempts", "deadline"),
     [
-        (Retry.user_facing, 3, 10),
-        (Retry.background_job, 5, 300),
+        (Retry.user_facing, 1 + 3, 10),
+        (Retry.background_job, 1 + 5, 300),
         (Retry.webhook_delivery, 10, 86400),
-        (Retry.scheduled_task, 3, 3600),
+        (Retry.scheduled_task, 1 + 3, 3600),
     ],
 )
 def test_presets_by_operation_type(preset: Any, attempts: int, deadline: int) -> None:

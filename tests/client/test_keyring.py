@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from oncemore import Guard
 from oncemore.client.entry import Entry, Keyring
 from oncemore.client.errors import KeyReused, KeyringError
 from oncemore.client.keyring import MemoryKeyring, open_keyring
@@ -32,9 +33,18 @@ BODY = b'{"amount": 100}'
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "valkey")]
+
+
+@pytest.fixture(params=["memory", "sqlite", "guard", *SERVERS])
 def keyring(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Keyring]:
-    ring = open_keyring("memory://" if request.param == "memory" else f"sqlite:///{tmp_path}/keys.db")
+    if request.param in ("postgres", "valkey"):
+        place = request.getfixturevalue(f"{request.param}_place")
+    else:
+        place = {"memory": "memory://", "sqlite": f"sqlite:///{tmp_path}/keys.db", "guard": Guard("memory://")}[
+            request.param
+        ]
+    ring = open_keyring(place)
     yield ring
     ring.close()
 
@@ -151,7 +161,7 @@ def test_memory_drops_settled_keys_too() -> None:
     assert len(ring._entries) < 2500
 
 
-@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "postgres://x", "keys.db", "sqlite://host/keys.db"])
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "keys.db", "sqlite://host/keys.db"])
 def test_an_unknown_keyring_is_named(url: str) -> None:
     """CASES 34."""
     with pytest.raises(ConfigurationError, match="sqlite:///"):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from oncemore import Guard, Operation
 from oncemore.core.bell import Bell, Wait, Waiter
+from oncemore.core.urls import connect
 
 PATIENCE = 20.0  # a wait that long was not woken
 ID = ("scope", "key")
@@ -192,6 +196,19 @@ def test_listeners_hear_of_every_change() -> None:
     bell.ring(ID)
     bell.ring(OTHER)
     assert heard == [ID, ID, OTHER, OTHER]
+
+
+def test_a_store_keeps_nothing_of_a_guard_that_was_dropped() -> None:
+    store = connect("memory://")
+    caches = [weakref.ref(Guard(store).cache) for _ in range(3)]
+    gc.collect()
+    last = Guard(store)
+    last.run(Operation(*ID), lambda op: 1)
+    assert last.known(Operation(*ID), last.policy) is not None
+    store.bell.ring(ID)
+    assert last.known(Operation(*ID), last.policy) is None  # it was told
+    assert [cache() for cache in caches] == [None] * 3
+    assert len(store.bell._listeners) == 1
 
 
 FORK = """

@@ -12,7 +12,8 @@ import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy
 from oncemore.core.events import Event
-from oncemore.core.plan import run
+from oncemore.core.model import Lease
+from oncemore.core.plan import Call, Plan, run
 from oncemore.errors import (
     ConfigurationError,
     Duplicate,
@@ -337,6 +338,26 @@ def test_a_lost_lease_is_noticed_by_the_heartbeat(guard, events) -> None:
     with pytest.raises(Fenced):
         guard.run(OPERATION, slowly, policy=Policy(lease=0.3))
     assert "fenced" in kinds(events)
+
+
+def test_a_renewal_that_meets_its_own_settling_is_no_alarm(guard, events) -> None:
+    """CASES 24: it was under way when the performer ended, and came second."""
+    sent, settled, plain = threading.Event(), threading.Event(), guard.store.renew
+
+    def slowly(held: Lease, *, lease: float) -> Plan[Lease]:
+        sent.set()
+        yield Call(lambda: settled.wait(20))
+        return (yield from plain(held, lease=lease))
+
+    def perform(op: Op) -> Outcome:
+        assert sent.wait(20)
+        return CREATED
+
+    guard.store.renew = slowly
+    guard.run(OPERATION, perform, policy=Policy(lease=0.3))
+    settled.set()
+    guard.heart.close()  # which waits for the renewal
+    assert kinds(events) == ["claimed", "settled"]
 
 
 # Two clocks

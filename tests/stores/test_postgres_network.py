@@ -131,6 +131,29 @@ def test_a_resolution_whose_answer_was_lost_is_known_for_ones_own(
     assert (record.state, record.outcome, record.note) == ("settled", DONE, "ticket 7")
 
 
+def cut_after_the_first(plan: Plan[bool], proxy: FaultProxy) -> Plan[bool]:
+    """The plan, whose answers are lost from its second effect on."""
+    result = yield next(plan)
+    proxy.cut_answers()
+    try:
+        while True:
+            result = yield plan.send(result)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+def test_a_deletion_whose_answer_was_lost_says_that_there_was_a_record(
+    far: PostgresStore, store: PostgresStore, proxy: FaultProxy, drive: Drive
+) -> None:
+    """CASES 26: the statement that is sent again finds nothing any more."""
+    drive(far.settle(drive(far.claim(Operation("s", "k"), lease=LEASE)), DONE, retention=RETENTION))
+    drive(far.stats())
+    with healed_soon(proxy, 0.5):
+        assert drive(cut_after_the_first(far.delete("s", "k"), proxy)) is True
+    assert run(store.find("s", "k")) is None
+    assert drive(far.delete("s", "k")) is False
+
+
 def test_a_claim_that_was_given_up_is_taken_back_when_the_server_answers_again(
     store: PostgresStore, proxy: FaultProxy, url: str
 ) -> None:

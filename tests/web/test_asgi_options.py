@@ -7,6 +7,7 @@ import logging
 import sqlite3
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import fastapi
 import httpx
@@ -190,6 +191,16 @@ async def test_the_places_of_statuses_and_error_pages_can_be_chosen(guard: Guard
     assert wire.status == 400
     assert json.loads(wire.body)["type"] == "https://docs.example/errors/VALIDATION.idempotency.key_invalid"
     assert (await Wire("/idempotency", method="GET").through(door)).body == b"done"
+
+
+async def test_the_status_of_what_no_rule_declares_names_its_method_and_path(guard: Guard) -> None:
+    """CASES 32."""
+    door = IdempotencyMiddleware(Counted(), guard=guard, contract=Contract(Rule("POST /known", name="known")))
+    for path, operation in [("/things/7", "POST /things/7"), ("/known", "known")]:
+        await Wire(path, key="k1").through(door)
+        query = urlencode({"operation": f"POST {path}", "key": "k1"})
+        wire = await Wire(f"/idempotency?{query}", method="GET").through(door)
+        assert json.loads(wire.body)["operation"] == operation
 
 
 # Where rules come from

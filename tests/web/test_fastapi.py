@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Annotated, Any
 
@@ -221,6 +223,30 @@ class TestWhereverItIs:
         assert (missing.status_code, made) == (400, ["k1"])
         assert found[1].headers["idempotency-status"] == "replayed"
         assert lookup.json()["state"] == "settled"
+
+    def test_the_status_url_has_the_prefix(self, guard: Guard) -> None:
+        """CASES 17."""
+        begun, let_go = threading.Event(), threading.Event()
+        app = FastAPI()
+        app.add_middleware(IdempotencyMiddleware, guard=guard)
+
+        @app.post("/refunds")
+        @idempotent(key="required", in_flight="accepted")
+        def create() -> str:
+            begun.set()
+            let_go.wait(20)
+            return "created"
+
+        with live(app, root_path="/api") as client, ThreadPoolExecutor(1) as threads:
+            first = threads.submit(client.post, "/refunds", json=REFUND, headers=keyed("k1"))
+            assert begun.wait(20)
+            accepted = client.post("/refunds", json=REFUND, headers=keyed("k1"))
+            let_go.set()
+            assert first.result().status_code == 200
+            location = accepted.headers["location"]
+            assert (accepted.status_code, location.partition("?")[0]) == (202, "/api/idempotency")
+            # as the proxy passes it on
+            assert client.get(location.removeprefix("/api")).json()["state"] == "settled"
 
 
 class TestDocument:

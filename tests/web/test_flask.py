@@ -139,6 +139,30 @@ def test_a_mounted_app_is_guarded_by_rules_with_or_without_the_prefix(app: Flask
     assert app.runs == ["order"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("status_path", ["/idempotency", "/shöp/idempotency"])
+def test_the_status_url_of_a_mounted_app_leads_to_it(app: Flask, serve: Serve, guard: Guard, status_path: str) -> None:
+    """CASES 17.  With the prefix that the client needs, once."""
+    begun, let_go = threading.Event(), threading.Event()
+
+    @app.post("/orders")
+    @idempotent(key="required", in_flight="accepted")
+    def create() -> str:
+        begun.set()
+        let_go.wait(20)
+        return "created"
+
+    app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, guard=guard, status_path=status_path)  # type: ignore[method-assign]
+    url = serve(DispatcherMiddleware(Flask("outer", static_folder=None), {"/sh\xc3\xb6p": app}))
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(asked, url, "/shöp/orders", "a")
+        assert begun.wait(20)
+        location = asked(url, "/shöp/orders", "a").headers["location"]
+        let_go.set()
+        assert first.result().status_code == 200
+    assert location.startswith("/sh%C3%B6p/idempotency?")
+    assert asked(url, location, None, method="GET").json()["state"] == "settled"
+
+
 def test_a_route_that_no_rule_can_name_is_an_error_for_all(app: Flask, guard: Guard) -> None:
     """A guard that silently covered less than was asked for would be worse."""
 

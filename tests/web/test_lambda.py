@@ -202,6 +202,21 @@ class TestEverySource:
         assert json.loads(mine["body"])["response"]["status"] == 201
         assert (others["statusCode"], len(function.events)) == (404, 1)
 
+    def test_the_status_url_has_the_stage(self, guard: Guard) -> None:
+        """CASES 17.  The same request comes again while the first is served."""
+        contract, found = Contract(Rule("POST /refunds", in_flight="accepted")), []
+        event = http_api(path="/prod/refunds", idempotency_key="k")
+        event["requestContext"]["stage"] = "prod"
+
+        def answer(event: Event) -> Event:
+            found.append(door(event, CONTEXT))
+            return {"statusCode": 201}
+
+        door = IdempotencyMiddleware(Function(answer), guard=guard, contract=contract)
+        door(event, CONTEXT)
+        assert (found[0]["statusCode"], len(found)) == (202, 1)
+        assert found[0]["headers"]["location"].startswith("/prod/idempotency?")
+
     @every_source
     def test_a_stale_etag_is_refused(self, guard: Guard, shape: Shape) -> None:
         """If-Match: the function's own GET tells the resource's ETag now."""

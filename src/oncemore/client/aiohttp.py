@@ -13,13 +13,15 @@ from yarl import URL
 from ..core.plan import Call, Effect, Plan, arun
 from ..errors import ConfigurationError
 from .bodies import MAX_BODY, manner_by
+from .continuing import AsyncContinuing
 from .deadline import is_distrust
 from .effects import Within
 from .engine import Engine
-from .entry import Entry, Keyring, Resumed, host_of
+from .entry import Entry, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
 from .judge import Fault, Reply
+from .keyring import KeyringPlace
 from .retry import Retry
 
 
@@ -59,6 +61,7 @@ class AiohttpWire:
     """One request of a session, sent by the next middleware or the session itself."""
 
     errors = ERRORS
+    ready = False
     parallel = False  # aiohttp keeps the state of sending in the request itself
 
     def __init__(self, request: ClientRequest, handler: ClientHandlerType) -> None:
@@ -139,20 +142,21 @@ def _cut(response: ClientResponse) -> None:
     response.close()
 
 
-class RetryMiddleware:
+class RetryMiddleware(AsyncContinuing):
     """A client middleware that asks once more, under one key; options are those of `Engine`.
 
     The session's own total timeout (5 minutes, unless you set it) still holds for all attempts together.
     """
 
-    def __init__(self, retry: Retry | None = None, keyring: Keyring | str | None = None, **options: Any) -> None:
+    def __init__(self, retry: Retry | None = None, keyring: KeyringPlace | None = None, **options: Any) -> None:
         self.engine = Engine(retry, keyring, **options)
         if self.engine.retry.hedge is not None:
             raise ConfigurationError("hedge: a request of aiohttp cannot be under way twice; use httpx to hedge")
 
     async def __call__(self, request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
         self._carry_key(request)
-        reply, exchange = await arun(self.engine.perform(AiohttpWire(request, handler)))
+        exchange = self.engine.exchange(AiohttpWire(request, handler))
+        reply = await arun(self.engine.perform(exchange))
         response: Any = reply.response
         response.oncemore = exchange.story
         if response.status in (307, 308) and exchange.key is not None:
@@ -166,10 +170,6 @@ class RetryMiddleware:
         if before and before[:2] == (request.method, request.url):
             request.headers.setdefault(self.engine.header, before[2])
 
-    async def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return await arun(self.engine.ring().pending())
-
     async def resume(self, session: ClientSession, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
@@ -178,12 +178,12 @@ class RetryMiddleware:
             await response.read()
             return response
 
-        return await arun(self.engine.resume(send, opened=opened))
-
-    async def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        await arun(self.engine.ring().forget(entry))
+        return await self._resume(send, opened)
 
     def close(self) -> None:
-        """Let go of the keyring's file."""
+        """Let go of the keyring's files and connections."""
         self.engine.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for what belongs to the running event loop too."""
+        await self.engine.aclose()

@@ -27,9 +27,13 @@ class Work(Protocol):
     name: str  # of the host or the function, in the story and for the budget
     key: str | None
     expires: float  # no attempt may begin later, by the course's clock
-    hedgeable: bool  # two copies may be under way at once
     telling: bool  # the story is told also of a success at the first attempt
     story: Story | None
+
+    @property
+    def hedgeable(self) -> bool:
+        """Whether two copies may be under way at once."""
+        ...
 
     def attempt(self, number: int, limit: float) -> Effect[Any]: ...
     def judge(self, reply: Any) -> Verdict: ...
@@ -77,12 +81,12 @@ class Course:
         "world",
     )
 
-    def __init__(self, work: Work, retry: Retry, world: World, started: float | None) -> None:
+    def __init__(self, work: Work, retry: Retry, world: World, started: float) -> None:
         self.work = work
         self.retry = retry
         self.world = world
         self.host: Host | None = world.hosts.get(work.name, retry.budget, retry.breaker) if world.hosts else None
-        self.started = world.now() if started is None else started
+        self.started = started
         self.ends = self.started + retry.deadline
         self.number = 1
         self.delay = 0.0
@@ -196,20 +200,32 @@ def attempts(work: Work, retry: Retry, world: World = WORLD, started: float | No
 
     The deadline counts from *started*, if that was before now.
     """
-    course = Course(work, retry, world, started)
-    begun = course.started if started is None else world.now()
+    begun = ended = world.now()
+    reply, error, made = None, None, False
+    if started is None and retry.hedge is None and retry.breaker is None:
+        # Mostly the first attempt is also the last, so it is made before there is anything to keep account of.
+        try:
+            reply = yield work.attempt(1, retry.attempt_limit)
+        except Exception as caught:
+            error = caught
+        ended, made = world.now(), True
+        if error is None and (verdict := work.judge(reply)).known == "performed" and not verdict.again:
+            welcome(work, retry, world, verdict, ended - begun)
+            return reply
+    course = Course(work, retry, world, begun if started is None else started)
     if begun >= course.ends:
         return course.give_up("deadline", None, AttemptTimeout("no time was left for a first attempt"))
     while True:
-        reply, error = None, None
-        if retry.breaker is not None:
-            course.check_circuit(begun)
-        try:
-            reply = yield course.next_effect(begun)
-        except Exception as caught:
-            error = caught
+        if not made:
+            if retry.breaker is not None:
+                course.check_circuit(begun)
+            reply, error = None, None
+            try:
+                reply = yield course.next_effect(begun)
+            except Exception as caught:
+                error = caught
+            ended = world.now()
         verdict = work.judge(reply) if error is None else work.judge_error(error)
-        ended = world.now()
         course.note(verdict, begun, ended)
         if not verdict.again:
             return course.end(reply, error)
@@ -222,4 +238,12 @@ def attempts(work: Work, retry: Retry, world: World = WORLD, started: float | No
         if delay:
             yield Pause(delay)
         course.proceed(verdict, delay)
-        begun = world.now()
+        begun, made = world.now(), False
+
+
+def welcome(work: Work, retry: Retry, world: World, verdict: Verdict, took: float) -> None:
+    """Note a success at the first attempt: on the host's account, and in the story where that is told."""
+    if world.hosts and (host := world.hosts.get(work.name, retry.budget, retry.breaker)):
+        host.succeeded()
+    if work.telling:
+        work.story = Story(work.name, work.key, [Attempt(1, 0.0, took, verdict)])

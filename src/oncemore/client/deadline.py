@@ -36,12 +36,12 @@ class Allowance(float):
 
     def left(self) -> float | None:
         """Seconds for the next wait; a TimeoutError if the end has come."""
-        left = self._ends - time.monotonic()
+        left, step = self._ends - time.monotonic(), self._step
+        if step is not None and step <= left:
+            return step
         if left <= 0:
             raise TimeoutError("the deadline has passed")
-        if left == inf:
-            return self._step
-        return left if self._step is None else min(self._step, left)
+        return None if left == inf else left
 
     def lift(self) -> None:
         """Take the end away, for a stream that has none; the step stays."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from ..core.plan import Plan, arun, run
+
+T = TypeVar("T")
 
 
 class Either:
@@ -42,12 +45,17 @@ class Within:
     def run(self) -> Any:
         return run(self.plan)
 
-    async def arun(self) -> Any:
-        timeout = asyncio.timeout(self.limit)
-        try:
-            async with timeout:
-                return await arun(self.plan)
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            raise self.late(f"no answer within {self.limit:.3g} s") from error
+    def arun(self) -> Awaitable[Any]:
+        return within(arun(self.plan), self.limit, self.late)
+
+
+async def within(awaited: Awaitable[T], limit: float, late: type[Exception]) -> T:
+    """What is *awaited*; after *limit* seconds it is cut, and *late* raised."""
+    timeout = asyncio.timeout(limit)
+    try:
+        async with timeout:
+            return await awaited
+    except TimeoutError as error:
+        if not timeout.expired():
+            raise
+        raise late(f"no answer within {limit:.3g} s") from error

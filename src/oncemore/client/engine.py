@@ -14,7 +14,7 @@ from .entry import FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, witho
 from .errors import OutcomeUnknown
 from .exchange import Exchange, Wire
 from .judge import Reply
-from .keyring import open_keyring
+from .keyring import KeyringPlace, open_keyring
 from .keys import new_key
 from .retry import Retry
 from .story import RetryObserver, log
@@ -36,7 +36,7 @@ class Engine:
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         header: str = "Idempotency-Key",
         quoted: bool = False,
@@ -46,7 +46,7 @@ class Engine:
         observers: Sequence[RetryObserver] = (),
     ) -> None:
         self.retry = retry or Retry()
-        self.keyring = open_keyring(keyring) if isinstance(keyring, str) else keyring
+        self.keyring = None if keyring is None else open_keyring(keyring)
         self.header = header
         self.quoted = quoted
         self.make_key = make_key
@@ -54,16 +54,25 @@ class Engine:
         self.timeout_header = timeout_header
         self.world = World(observers=tuple(observers))
 
-    def perform(self, wire: Wire, retry: Retry | None = None) -> Plan[tuple[Reply, Exchange]]:
-        """The final (or the last) answer to the request, and the exchange that tells how it came."""
-        key = self.name(wire.method, wire.headers)
-        exchange = Exchange(wire, retry or self.retry, key, self.timeout_header)
-        body = yield from wire.body()
-        if exchange.key is not None and self.keyring is not None:
-            return (yield from self._written_down(exchange, self.keyring, body)), exchange
-        if exchange.key is not None:
+    def exchange(self, wire: Wire, retry: Retry | None = None) -> Exchange:
+        """The request with its key, if it is to have one."""
+        return Exchange(wire, retry or self.retry, self.name(wire.method, wire.headers), self.timeout_header)
+
+    def perform(self, exchange: Exchange) -> Plan[Reply]:
+        """The final (or the last) answer to the request; the exchange then tells how it came."""
+        key, keyring = exchange.key, self.keyring
+        if key is not None and keyring is None:
             exchange.expires = self.world.now() + exchange.retry.sendable
-        return (yield from attempts(exchange, exchange.retry, self.world)), exchange
+        if exchange.wire.ready and (key is None or keyring is None):
+            return attempts(exchange, exchange.retry, self.world)
+        return self._prepared(exchange)
+
+    def _prepared(self, exchange: Exchange) -> Plan[Reply]:
+        body = yield from exchange.wire.body()
+        if exchange.key is not None and self.keyring is not None:
+            return (yield from self._written_down(exchange, self.keyring, body))
+        reply: Reply = yield from attempts(exchange, exchange.retry, self.world)
+        return reply
 
     def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
         """What came of each interrupted operation, now sent again through *send*, under its own key."""
@@ -157,9 +166,14 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Let go of the keyring's file."""
+        """Let go of the keyring's files and connections."""
         if self.keyring is not None:
             self.keyring.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for what belongs to the running event loop too."""
+        if self.keyring is not None:
+            await self.keyring.aclose()
 
     def ring(self) -> Keyring:
         """The keyring, which must have been given."""

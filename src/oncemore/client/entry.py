@@ -81,7 +81,11 @@ class Keyring(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of files and threads; what was claimed stays."""
+        """Let go of files, threads and connections; what was claimed stays."""
+        ...
+
+    async def aclose(self) -> None:
+        """As `close`, for what belongs to the running event loop too."""
         ...
 
 

@@ -33,6 +33,11 @@ class Wire(Protocol):
     parallel: bool  # two copies may be sent at once
 
     @property
+    def ready(self) -> bool:
+        """Whether the body can be sent as it is, and again: there is no need to ask for it first."""
+        ...
+
+    @property
     def url(self) -> str:
         """Where it goes, in full."""
         ...
@@ -70,10 +75,8 @@ class Exchange:
 
     __slots__ = (
         "expires",
-        "hedgeable",
         "key",
         "name",
-        "repeatable",
         "retry",
         "story",
         "timeout_header",
@@ -86,10 +89,17 @@ class Exchange:
         self.key = key
         self.name = wire.host
         self.expires = NEVER
-        self.repeatable = key is not None or wire.method in IDEMPOTENT_METHODS
-        self.hedgeable = self.repeatable and wire.parallel
         self.story: Story | None = None
         self.timeout_header = timeout_header
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether sending it again is harmless."""
+        return self.key is not None or self.wire.method in IDEMPOTENT_METHODS
+
+    @property
+    def hedgeable(self) -> bool:
+        return self.repeatable and self.wire.parallel
 
     def attempt(self, number: int, limit: float) -> Effect[Reply]:
         # Only a keyed operation can make the server wait, for a twin that is in flight.

@@ -81,6 +81,8 @@ class Host:
 
     def succeeded(self) -> None:
         """An attempt was answered, and the host is well."""
+        if not self._failures and (self.budget is None or self._tokens >= self.budget.tokens):
+            return  # as it was; most calls end here
         with self._lock:
             if self.budget:
                 self._tokens = min(self.budget.tokens, self._tokens + self.budget.ratio)

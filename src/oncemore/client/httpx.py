@@ -7,18 +7,20 @@ from typing import Any
 import httpx
 
 from ..core.plan import arun, run
+from .continuing import AsyncContinuing, Continuing
 from .engine import Engine
-from .entry import Entry, Keyring, Resumed
+from .entry import Entry, Resumed
 from .exchange import Exchange
 from .httpx_bounds import bound
 from .httpx_wire import HttpxWire, RequestExhausted, RequestTimedOut, RequestUnknown
 from .judge import Reply
+from .keyring import KeyringPlace
 from .retry import Retry
 
 __all__ = ["AsyncRetryTransport", "RequestExhausted", "RequestTimedOut", "RequestUnknown", "RetryTransport"]
 
 
-class RetryTransport(httpx.BaseTransport):
+class RetryTransport(Continuing, httpx.BaseTransport):
     """A transport that asks once more, under one key: unsafe requests get one, written down before the first byte.
 
     *transport* does the sending (an `httpx.HTTPTransport` by default); further options are those of `Engine`.  The last
@@ -29,7 +31,7 @@ class RetryTransport(httpx.BaseTransport):
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         transport: httpx.BaseTransport | None = None,
         **options: Any,
@@ -38,12 +40,8 @@ class RetryTransport(httpx.BaseTransport):
         self._transport = bound(transport or httpx.HTTPTransport())
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        wire = HttpxWire(request, self._transport)
-        return told(*run(self.engine.perform(wire, request.extensions.get("retry"))))
-
-    def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return run(self.engine.ring().pending())
+        exchange = self.engine.exchange(HttpxWire(request, self._transport), request.extensions.get("retry"))
+        return told(run(self.engine.perform(exchange)), exchange)
 
     def resume(self, client: httpx.Client | None = None, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind, each asked for again under its own key.
@@ -59,24 +57,20 @@ class RetryTransport(httpx.BaseTransport):
             response.read()
             return response
 
-        return run(self.engine.resume(send, opened=opened))
-
-    def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        run(self.engine.ring().forget(entry))
+        return self._resume(send, opened)
 
     def close(self) -> None:
         self._transport.close()
         self.engine.close()
 
 
-class AsyncRetryTransport(httpx.AsyncBaseTransport):
+class AsyncRetryTransport(AsyncContinuing, httpx.AsyncBaseTransport):
     """The same for `httpx.AsyncClient`; `pending`, `resume` and `forget` are awaited."""
 
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         transport: httpx.AsyncBaseTransport | None = None,
         **options: Any,
@@ -85,12 +79,8 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
         self._transport = transport or httpx.AsyncHTTPTransport()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        wire = HttpxWire(request, self._transport)
-        return told(*await arun(self.engine.perform(wire, request.extensions.get("retry"))))
-
-    async def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return await arun(self.engine.ring().pending())
+        exchange = self.engine.exchange(HttpxWire(request, self._transport), request.extensions.get("retry"))
+        return told(await arun(self.engine.perform(exchange)), exchange)
 
     async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind, each asked for again under its own key."""
@@ -102,15 +92,11 @@ class AsyncRetryTransport(httpx.AsyncBaseTransport):
             await response.aread()
             return response
 
-        return await arun(self.engine.resume(send, opened=opened))
-
-    async def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        await arun(self.engine.ring().forget(entry))
+        return await self._resume(send, opened)
 
     async def aclose(self) -> None:
         await self._transport.aclose()
-        self.engine.close()
+        await self.engine.aclose()
 
 
 def told(reply: Reply, exchange: Exchange) -> httpx.Response:

@@ -22,13 +22,14 @@ class BoundedStream(httpcore.NetworkStream):
         self._stream = stream
         # A SOCKS greeting is read without any timeout: it gets that of the connecting.
         self._opening = opened
+        self.get_extra_info = stream.get_extra_info  # type: ignore[method-assign]  # asked before each request
 
     def _next(self, timeout: float | None, error: type[Exception]) -> float | None:
         if not isinstance(timeout, Allowance):
             timeout = timeout or self._opening
             if not isinstance(timeout, Allowance):
                 return timeout
-        else:
+        elif self._opening is not None:
             self._opening = None
         try:
             return timeout.left()
@@ -36,9 +37,18 @@ class BoundedStream(httpcore.NetworkStream):
             raise error(str(passed)) from None
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._stream.read(max_bytes, self._next(timeout, httpcore.ReadTimeout))
+        if self._opening is not None or not isinstance(timeout, Allowance):
+            return self._stream.read(max_bytes, self._next(timeout, httpcore.ReadTimeout))
+        try:
+            left = timeout.left()
+        except TimeoutError as passed:
+            raise httpcore.ReadTimeout(str(passed)) from None
+        return self._stream.read(max_bytes, left)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        if 0 < len(buffer) <= PIECE:
+            self._stream.write(buffer, self._next(timeout, httpcore.WriteTimeout))
+            return
         for start in range(0, len(buffer), PIECE):
             self._stream.write(buffer[start : start + PIECE], self._next(timeout, httpcore.WriteTimeout))
 
@@ -50,9 +60,6 @@ class BoundedStream(httpcore.NetworkStream):
     ) -> httpcore.NetworkStream:
         left = self._next(timeout, httpcore.ConnectTimeout)
         return BoundedStream(self._stream.start_tls(ssl_context, server_hostname, left), timeout)
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
 
 
 class BoundedBackend(httpcore.NetworkBackend):

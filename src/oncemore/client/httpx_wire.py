@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ import httpx
 from ..core.plan import Effect, Plan
 from .bodies import MAX_BODY, READ_AHEAD, Manner, manner_for
 from .deadline import Allowance, is_distrust
-from .effects import Either, Within
+from .effects import Either, within
 from .entry import host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
@@ -113,6 +114,11 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
         await self._source.aclose()
 
 
+@lru_cache(maxsize=1024)
+def host_named(scheme: str, host: bytes, port: int | None) -> str:
+    return host_of(scheme, host.decode("ascii"), port)
+
+
 class HttpxWire:
     """One request of httpx.Client or httpx.AsyncClient, sent by *transport*."""
 
@@ -124,16 +130,17 @@ class HttpxWire:
         self.transport = transport
         self.method = request.method
         url = request.url
-        self.host = host_of(url.scheme, url.raw_host.decode("ascii"), url.port)
+        self.host = host_named(url.scheme, url.raw_host, url.port)
         self.headers = request.headers
-        self._extensions = request.extensions
+        self.extensions = request.extensions
+        self.ready = isinstance(request.stream, httpx.ByteStream)
 
     @property
     def url(self) -> str:
         return str(self.request.url)
 
     def body(self) -> Plan[bytes | None]:
-        if isinstance(self.request.stream, httpx.ByteStream):
+        if self.ready:
             return self.request.read()  # at hand already, also for async clients
         length = self.headers.get("Content-Length", "")
         if length.isdigit() and int(length) <= MAX_BODY:
@@ -146,52 +153,94 @@ class HttpxWire:
         return not (isinstance(self.request.stream, OnceBody) and self.request.stream.begun)
 
     def send(self, limit: float, keyed: bool) -> Effect[Reply]:
-        return Within(self._sending(limit, keyed), limit, httpx.ReadTimeout)
+        return Sending(self, limit, keyed)
 
     def drop(self, reply: Reply) -> Effect[None]:
         return Either(reply.response, "close", "aclose")
 
-    def _sending(self, limit: float, keyed: bool) -> Plan[Reply]:
-        ends = time.monotonic() + limit
-        allowances = self._allow(limit)
-        try:
-            response: httpx.Response = yield Either(
-                self.transport, "handle_request", "handle_async_request", self.request
-            )
-        finally:
-            self.request.extensions = self._extensions  # the caller may send the same request again
-        status, content = response.status_code, None
-        try:
-            manner = manner_of(response)
-            if manner != "endless":
-                response.stream = body = Body(response.stream, ends)
-                content = (yield body) if keyed or manner == "document" else None
-        except GeneratorExit:
-            raise
-        except BaseException:
-            yield Either(response, "close", "aclose")
-            raise
-        if manner == "endless":
-            for allowance in allowances:
-                allowance.lift()
-        if content is None:
-            return Reply(status, response.headers, b"", response)
-        response.stream = httpx.ByteStream(content)
-        return Reply(status, response.headers, plain(response, content) if status >= 400 else b"", response)
-
-    def _allow(self, limit: float) -> Iterable[Allowance]:
-        """Let the request's timeouts, which are mostly four times the same number, know when the attempt must end."""
-        steps: dict[str, float | None] = self._extensions.get("timeout") or NO_TIMEOUTS
-        made: dict[float | None, Allowance] = {}
-        limits = {}
-        for name in NO_TIMEOUTS:
-            step = steps.get(name)
-            limits[name] = made.get(step) or made.setdefault(step, Allowance.within(limit, step))
-        self.request.extensions = {**self._extensions, "timeout": limits}
-        return made.values()
-
     def fault(self, error: Exception) -> Fault:
         return fault_of(error)
+
+
+class Sending:
+    """One attempt: the request sent in at most *limit* seconds, and so much of the answer read as belongs to it."""
+
+    __slots__ = ("_allowances", "_ends", "_keyed", "_limit", "_wire")
+
+    def __init__(self, wire: HttpxWire, limit: float, keyed: bool) -> None:
+        self._wire = wire
+        self._limit = limit
+        self._keyed = keyed
+        self._ends = 0.0
+        self._allowances: Iterable[Allowance] = ()
+
+    def run(self) -> Reply:
+        wire = self._wire
+        self._begin()
+        try:
+            response = wire.transport.handle_request(wire.request)
+        finally:
+            wire.request.extensions = wire.extensions  # the caller may send the same request again
+        try:
+            body = self._body(response)
+            content = None if body is None else body.run()
+        except BaseException:
+            response.close()
+            raise
+        return reply_of(response, content)
+
+    def arun(self) -> Awaitable[Reply]:
+        return within(self._sent(), self._limit, httpx.ReadTimeout)
+
+    async def _sent(self) -> Reply:
+        wire = self._wire
+        self._begin()
+        try:
+            response = await wire.transport.handle_async_request(wire.request)
+        finally:
+            wire.request.extensions = wire.extensions
+        try:
+            body = self._body(response)
+            content = None if body is None else await body.arun()
+        except BaseException:
+            await response.aclose()
+            raise
+        return reply_of(response, content)
+
+    def _begin(self) -> None:
+        """Let the request's timeouts, which are mostly four times the same number, know when the attempt must end."""
+        wire, limit = self._wire, self._limit
+        self._ends = time.monotonic() + limit
+        steps: dict[str, float | None] = wire.extensions.get("timeout") or NO_TIMEOUTS
+        values = set(steps.values())
+        if len(values) == 1 and len(steps) == len(NO_TIMEOUTS):
+            one = Allowance.within(limit, values.pop())
+            self._allowances = (one,)
+            limits = {"connect": one, "read": one, "write": one, "pool": one}
+        else:
+            limits = {name: Allowance.within(limit, steps.get(name)) for name in NO_TIMEOUTS}
+            self._allowances = limits.values()
+        wire.request.extensions = {**wire.extensions, "timeout": limits}
+
+    def _body(self, response: httpx.Response) -> Body | None:
+        """The body, if reading it belongs to the attempt."""
+        manner = manner_of(response)
+        if manner == "endless":
+            for allowance in self._allowances:
+                allowance.lift()
+            return None
+        response.stream = body = Body(response.stream, self._ends)
+        return body if self._keyed or manner == "document" else None
+
+
+def reply_of(response: httpx.Response, content: bytes | None) -> Reply:
+    """The answer, for judgement and for the caller, who reads what was read once more."""
+    status, complaint = response.status_code, b""
+    if content is not None:
+        response.stream = httpx.ByteStream(content)
+        if status >= 400:
+            complaint = plain(response, content)
+    return Reply(status, response.headers, complaint, response)
 
 
 # The first that fits; "sent" is said of everything after the connection stood.
@@ -218,13 +267,20 @@ def fault_of(error: Exception) -> Fault:
 
 def manner_of(response: httpx.Response) -> Manner:
     """How the body is to be read; one walk over the fields, for httpx looks each name up by walking over all of them."""
-    length = kind = ""
+    length = kind = b""
     for name, value in response.headers.raw:
-        if len(name) == 14 and name.lower() == b"content-length":
-            length = value.decode("latin-1")
-        elif len(name) == 12 and name.lower() == b"content-type":
-            kind = value.decode("latin-1")
-    return manner_for(response.status_code, kind, length)
+        size = len(name)
+        if size == 14 and name.lower() == b"content-length":
+            length = value
+        elif size == 12 and name.lower() == b"content-type":
+            kind = value
+    return manner_of_fields(response.status_code, kind, length)
+
+
+# The same few answers come again and again, also those that differ in their lengths.
+@lru_cache(maxsize=1024)
+def manner_of_fields(status: int, kind: bytes, length: bytes) -> Manner:
+    return manner_for(status, kind.decode("latin-1"), length.decode("latin-1"))
 
 
 def plain(response: httpx.Response, body: bytes) -> bytes:

@@ -3,28 +3,62 @@
 from __future__ import annotations
 
 import threading
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
+from ..core.guard import Guard
 from ..core.plan import Call, Plan
+from ..core.store import Store
+from ..core.urls import connect, hide_password, take_options
 from ..errors import ConfigurationError
 from .entry import Entry, Keyring, check_reuse, is_sendable
 
 # Settled keys are remembered for longer than a server would, so that their reuse is noticed; then they are dropped.
 RETENTION = 7 * 86400.0
 
+# What a transport takes as its keyring.
+KeyringPlace = str | Store | Guard | Keyring
 
-def open_keyring(url: str) -> Keyring:
-    """The keyring behind *url*: `sqlite:///keys.db` (four slashes for an absolute path) or `memory://`."""
-    parts = urlsplit(url)
-    if parts.scheme == "memory":
+
+def open_keyring(place: KeyringPlace) -> Keyring:
+    """The keyring in *place*: a URL, a ledger's store or its guard, or a keyring, which is returned as it is.
+
+    `sqlite:///keys.db` (four slashes for an absolute path) is a file of its own and `memory://` this process; every
+    other URL names a ledger's store, with two more options: `lease=15s` and `retention=7d`.
+    """
+    if isinstance(place, str):
+        return _at_url(place)
+    if isinstance(place, Guard):
+        place = place.store
+    # A store and a keyring have some verbs in common, but only a keyring adopts.
+    return cast("Keyring", place) if hasattr(place, "adopt") else _in_ledger(place)
+
+
+def _at_url(url: str) -> Keyring:
+    scheme, mark, _ = url.partition("://")
+    if scheme == "memory":
         return MemoryKeyring()
-    if parts.scheme == "sqlite" and not parts.netloc and len(parts.path) > 1:
-        from .keyring_sqlite import SqliteKeyring
+    if scheme == "sqlite":
+        parts = urlsplit(url)
+        if not parts.netloc and len(parts.path) > 1:
+            from .keyring_sqlite import SqliteKeyring
 
-        return SqliteKeyring(parts.path[1:])
-    raise ConfigurationError(f"keyring {url!r}: write sqlite:///keys.db, sqlite:////absolute/keys.db, or memory://")
+            return SqliteKeyring(parts.path[1:])
+    elif mark:
+        place, options = take_options(url, {"lease": 15.0, "retention": RETENTION})
+        return _in_ledger(connect(place), own_store=True, **options)
+    raise ConfigurationError(
+        f"keyring {hide_password(url)!r}: write sqlite:///keys.db, sqlite:////absolute/keys.db, memory://, "
+        "or the URL of a ledger such as postgresql://host/database"
+    )
+
+
+def _in_ledger(store: Store, **options: Any) -> Keyring:
+    from .keyring_ledger import LedgerKeyring
+
+    return LedgerKeyring(store, **options)
 
 
 class MemoryKeyring:
@@ -59,6 +93,9 @@ class MemoryKeyring:
         return entries
 
     def close(self) -> None:
+        """Nothing to close."""
+
+    async def aclose(self) -> None:
         """Nothing to close."""
 
     def _claim(self, entry: Entry, oldest: float) -> Entry:

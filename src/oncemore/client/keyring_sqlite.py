@@ -92,6 +92,10 @@ class SqliteKeyring:
                     self._database.close()
         self._begin()
 
+    async def aclose(self) -> None:
+        """As `close`: nothing here belongs to an event loop."""
+        self.close()
+
     def _claim(self, entry: Entry, oldest: float) -> Entry:
         entry = replace(entry, owner=this_process(self._owners))
         # FULL: the key is on the disk before the first byte is on the wire.

@@ -12,11 +12,13 @@ from urllib3.exceptions import HTTPError, MaxRetryError
 
 from ..core.plan import Call, Effect, Plan, run
 from .bodies import MAX_BODY, SentBody, manner_by
+from .continuing import Continuing
 from .engine import Engine
-from .entry import Entry, Keyring, Resumed, host_of
+from .entry import Entry, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
 from .judge import Fault, Reply
+from .keyring import KeyringPlace
 from .retry import Retry
 from .urllib3 import fault_of, limits
 from .urllib3_bounds import BOUNDED_POOLS
@@ -49,6 +51,7 @@ class RequestsWire:
 
     errors = ERRORS
     parallel = True
+    ready = False
 
     def __init__(self, adapter: RetryAdapter, request: requests.PreparedRequest, options: dict[str, Any]) -> None:
         self.adapter = adapter
@@ -110,13 +113,13 @@ def _root(error: BaseException) -> BaseException:
     return _root(inner) if wrapped and inner is not None else error
 
 
-class RetryAdapter(HTTPAdapter):
+class RetryAdapter(Continuing, HTTPAdapter):
     """An adapter that asks once more, under one key; `response.oncemore` is the story.  *pool* is for HTTPAdapter."""
 
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         pool: dict[str, Any] | None = None,
         **options: Any,
@@ -136,7 +139,8 @@ class RetryAdapter(HTTPAdapter):
 
     def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
         options.update(zip(("stream", "timeout", "verify", "cert", "proxies"), arguments, strict=False))
-        reply, exchange = run(self.engine.perform(RequestsWire(self, request, options)))
+        exchange = self.engine.exchange(RequestsWire(self, request, options))
+        reply = run(self.engine.perform(exchange))
         response: Any = reply.response
         response.oncemore = exchange.story
         return response  # type: ignore[no-any-return]
@@ -145,21 +149,13 @@ class RetryAdapter(HTTPAdapter):
         """One attempt, as requests itself makes it."""
         return super().send(request, **options)
 
-    def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return run(self.engine.ring().pending())
-
     def resume(self, session: requests.Session, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
         def send(entry: Entry) -> requests.Response:
             return session.request(entry.method, entry.url, headers=dict(entry.headers), data=entry.body)
 
-        return run(self.engine.resume(send, opened=opened))
-
-    def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        run(self.engine.ring().forget(entry))
+        return self._resume(send, opened)
 
     def close(self) -> None:
         super().close()

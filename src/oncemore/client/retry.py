@@ -80,6 +80,12 @@ class Retry:
             raise ConfigurationError(f"schedule: {self.attempts} attempts need {self.attempts - 1} times")
 
     @property
+    def attempt_limit(self) -> float:
+        """How long a first attempt may take."""
+        limit = self.attempt_timeout
+        return self.deadline if limit is None or limit > self.deadline else limit
+
+    @property
     def sendable(self) -> float:
         """For how long a key may be sent: the last attempt must arrive while the server still knows it."""
         return self.key_lifetime - (self.attempt_timeout or self.deadline)
@@ -113,24 +119,27 @@ class Retry:
 
     @classmethod
     def user_facing(cls, **changes: Any) -> Retry:
-        """For a person who waits: 3 attempts within 10 s."""
-        return cls(**{"attempts": 3, "deadline": 10.0, **changes})
+        """For a person who waits: 3 retries within 10 s."""
+        return cls(**{"attempts": 4, "deadline": 10.0, **changes})
 
     @classmethod
     def background_job(cls, **changes: Any) -> Retry:
-        """For work behind the scenes: 5 attempts within 5 minutes."""
-        return cls(**{"attempts": 5, "deadline": 300.0, "attempt_timeout": 60.0, "base": 1.0, "cap": 30.0, **changes})
+        """For work behind the scenes: 5 retries within 5 minutes."""
+        return cls(**{"attempts": 6, "deadline": 300.0, "attempt_timeout": 60.0, "base": 1.0, "cap": 30.0, **changes})
 
     @classmethod
     def webhook_delivery(cls, **changes: Any) -> Retry:
-        """For deliveries: 10 attempts over 24 hours, from 5 s to 24 h after the first."""
+        """For deliveries: 10 attempts over 24 hours, from 5 s to 24 h after the first.
+
+        Their limit is written as 10 retries, too, but their schedule counts the first attempt, and ends with the window.
+        """
         steps = {"attempts": 10, "deadline": 86400.0, "attempt_timeout": 30.0, "schedule": WEBHOOK_OFFSETS}
         return cls(**{**steps, "key_lifetime": 7 * 86400.0, **changes})
 
     @classmethod
     def scheduled_task(cls, **changes: Any) -> Retry:
-        """For a task that runs by the clock: 3 attempts within an hour."""
-        pace = {"attempts": 3, "deadline": 3600.0, "attempt_timeout": 600.0, "base": 30.0, "cap": 300.0}
+        """For a task that runs by the clock: 3 retries within an hour."""
+        pace = {"attempts": 4, "deadline": 3600.0, "attempt_timeout": 600.0, "base": 30.0, "cap": 300.0}
         return cls(**{**pace, **changes})
 
     @classmethod

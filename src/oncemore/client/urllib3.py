@@ -20,12 +20,14 @@ from urllib3.util import Timeout
 
 from ..core.plan import Call, Effect, Plan, run
 from .bodies import SentBody, manner_by
+from .continuing import Continuing
 from .deadline import Allowance, is_distrust
 from .engine import Engine
-from .entry import Entry, Keyring, Resumed, host_of
+from .entry import Entry, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
 from .judge import Fault, Reply
+from .keyring import KeyringPlace
 from .retry import Retry
 from .urllib3_bounds import BoundedHTTPPool, BoundedHTTPSPool
 
@@ -82,6 +84,7 @@ class Urllib3Wire:
 
     errors = ERRORS
     parallel = True
+    ready = False
 
     def __init__(self, pool: Any, method: str, url: str, headers: MutableMapping[str, str], send: Any, options: Any):
         self.method = method
@@ -130,7 +133,8 @@ class _Retrying:
         fields = urllib3.HTTPHeaderDict(self.headers if headers is None else headers)  # type: ignore[attr-defined]
         send = partial(super().urlopen, method, url)  # type: ignore[misc]
         wire = Urllib3Wire(self, method, url, fields, send, {"body": body, **options})
-        reply, exchange = run(self._engine.perform(wire))
+        exchange = self._engine.exchange(wire)
+        reply = run(self._engine.perform(exchange))
         reply.response.oncemore = exchange.story
         reply.response.retries = options.get("retries")  # for the redirects, which are the manager's
         return reply.response
@@ -144,13 +148,13 @@ class RetryHTTPSPool(_Retrying, BoundedHTTPSPool):  # type: ignore[misc]
     """A pool of TLS connections that asks once more."""
 
 
-class RetryPoolManager(urllib3.PoolManager):
+class RetryPoolManager(Continuing, urllib3.PoolManager):
     """A PoolManager that asks once more, under one key; `response.oncemore` is the story.  *pool* is for PoolManager."""
 
     def __init__(
         self,
         retry: Retry | None = None,
-        keyring: Keyring | str | None = None,
+        keyring: KeyringPlace | None = None,
         *,
         pool: dict[str, Any] | None = None,
         **options: Any,
@@ -169,10 +173,6 @@ class RetryPoolManager(urllib3.PoolManager):
         self.engine.name(method, headers)
         return super().urlopen(method, url, redirect, headers=headers, **options)
 
-    def pending(self) -> list[Entry]:
-        """Operations without a final answer that no living process is working on, oldest first."""
-        return run(self.engine.ring().pending())
-
     def resume(self, *, opened: bool = False, headers: dict[str, str] | None = None) -> list[Resumed]:
         """What came of the operations that a dead process left behind; *headers* are the credentials, kept nowhere."""
 
@@ -180,8 +180,9 @@ class RetryPoolManager(urllib3.PoolManager):
             fields = {**dict(entry.headers), **(headers or {})}
             return self.request(entry.method, entry.url, body=entry.body, headers=fields)
 
-        return run(self.engine.resume(send, opened=opened))
+        return self._resume(send, opened)
 
-    def forget(self, entry: Entry) -> None:
-        """Take a pending operation off the ring: its outcome was found out, or no longer matters."""
-        run(self.engine.ring().forget(entry))
+    def close(self) -> None:
+        """Close the connections, and let go of the keyring."""
+        self.clear()
+        self.engine.close()

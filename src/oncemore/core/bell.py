@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import MethodType
+from typing import Any
 
 from .fork import reset_in_child
 
@@ -89,7 +92,7 @@ class Bell:
     """Who waits for which record in this process, and who wants to hear of every change."""
 
     def __init__(self) -> None:
-        self._listeners: list[Callable[[Id], None]] = []
+        self._listeners: list[tuple[weakref.ref[Any] | None, Callable[..., None]]] = []
         self._reset()
         reset_in_child(self)
 
@@ -98,8 +101,13 @@ class Bell:
         self._waiters: dict[Id, set[Waiter]] = {}
 
     def hear(self, listener: Callable[[Id], None]) -> None:
-        """Call *listener* with the id of every record that changes."""
-        self._listeners.append(listener)
+        """Call *listener* with the id of every record that changes; a method, for as long as its object is in use."""
+        # The dead are removed here, where they are replaced, so that ringing need not change the list.
+        living = [(owner, function) for owner, function in self._listeners if owner is None or owner() is not None]
+        if isinstance(listener, MethodType):
+            self._listeners = [*living, (weakref.ref(listener.__self__), listener.__func__)]
+        else:
+            self._listeners = [*living, (None, listener)]
 
     @contextmanager
     def waiting(self, id: Id) -> Iterator[Waiter]:
@@ -118,8 +126,11 @@ class Bell:
 
     def ring(self, id: Id) -> None:
         """Wake all who wait for the record *id*."""
-        for listener in self._listeners:
-            listener(id)
+        for owner, function in self._listeners:
+            if owner is None:
+                function(id)
+            elif (listener := owner()) is not None:
+                function(listener, id)
         if self._waiters:  # the common case is that nobody waits, and costs no lock
             with self._lock:
                 waiters = tuple(self._waiters.get(id, ()))

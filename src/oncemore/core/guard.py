@@ -267,7 +267,8 @@ class Guard(Ledger):
             yield from self.store.renew(lease, lease=beat.seconds)
         except Fenced as error:
             beat.lost = True
-            self.tell("fenced", lease.operation, token=lease.token, code=error.code)
+            if not beat.over:  # else it is its own settling that it met; where it is not, that is told as fenced itself
+                self.tell("fenced", lease.operation, token=lease.token, code=error.code)
         except StoreError as error:  # the next beat tries again; there are two more before the lease is over
             self.tell("failed", lease.operation, token=lease.token, code=error.code)
         else:

@@ -27,15 +27,16 @@ NEVER = float("inf")
 
 
 class Beat:
-    """A lease to be kept alive; *lost* once the store has refused to renew it."""
+    """A lease to be kept alive; *lost* once the store has refused to renew it, *over* once its performer has ended."""
 
-    __slots__ = ("due", "lease", "lost", "seconds")
+    __slots__ = ("due", "lease", "lost", "over", "seconds")
 
     def __init__(self, lease: Lease, seconds: float, due: float) -> None:
         self.lease = lease
         self.seconds = seconds
         self.due = due
         self.lost = False
+        self.over = False
 
 
 class Heartbeat:
@@ -96,7 +97,7 @@ class Perform(Call):
             threads.add(self.beats)
             return super().run()
         finally:
-            threads.beats.difference_update(self.beats)
+            end(threads.beats, self.beats)
 
     async def arun(self) -> Any:
         loop = self.heart.on_loop()
@@ -104,7 +105,14 @@ class Perform(Call):
             loop.add(self.beats)
             return await super().arun()
         finally:
-            loop.beats.difference_update(self.beats)
+            end(loop.beats, self.beats)
+
+
+def end(kept: set[Beat], beats: tuple[Beat, ...]) -> None:
+    """Take *beats* away from those that are kept alive; a renewal of theirs may still be under way."""
+    kept.difference_update(beats)
+    for beat in beats:
+        beat.over = True
 
 
 class LoopBeats:

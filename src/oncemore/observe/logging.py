@@ -61,12 +61,8 @@ def log_events(
     With `keys="digest"`, keys and scopes, which may name people, appear only as digests: the same one for the same key,
     so that lines can still be found together.  With a *secret*, nobody else can tell which key a digest stands for.
     """
-    if keys not in ("plain", "digest"):
-        raise ConfigurationError(f"keys = {keys!r} is unknown: choose 'plain' or 'digest'")
-    if secret and keys == "plain":
-        raise ConfigurationError("secret: it is for keys = 'digest'; drop one of them")
     to = logging.getLogger(logger) if isinstance(logger, str) else logger
-    shown = plain if keys == "plain" else digest(secret)
+    shown = shown_by(keys, secret)
 
     def observe(event: Event) -> None:
         level = LEVELS.get(event.kind, logging.INFO)
@@ -75,6 +71,15 @@ def log_events(
             to.log(level, f"{event.kind} %s", line(fields), extra=fields)
 
     return observe
+
+
+def shown_by(keys: Keys, secret: bytes) -> Callable[[str], str]:
+    """How keys and scopes are shown."""
+    if keys not in ("plain", "digest"):
+        raise ConfigurationError(f"keys = {keys!r} is unknown: choose 'plain' or 'digest'")
+    if secret and keys == "plain":
+        raise ConfigurationError("secret: it is for keys = 'digest'; drop one of them")
+    return plain if keys == "plain" else digest(secret)
 
 
 def plain(text: str) -> str:

@@ -276,10 +276,14 @@ class PostgresStore:
                 raise not_resolvable(judged)
 
     def delete(self, scope: str, key: str) -> Plan[bool]:
+        # Looked for before: should the answer be lost, the statement that is sent again finds nothing any more.
+        known = (yield from self.find(scope, key)) is not None
         while True:
             rows = yield from self._errand(self._sql.delete, [safe(scope), safe(key), self.shift])
             if not rows:
-                return False
+                if known:
+                    yield from self._tell((scope, key))
+                return known
             removed, state, over = rows[0]
             if removed:
                 yield from self._tell((scope, key))

@@ -113,7 +113,8 @@ class IdempotencyMiddleware:
             if exchange.performed:  # it is the app's own
                 raise
             if not isinstance(error, StoreError) or exchange.match.rule.store_down != "run":
-                return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation))
+                mount = scope.get("root_path", "")
+                return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation, mount))
             log.error("The store is down, and %s runs unguarded: %s", exchange.match.rule.name, error)
             await self.app(scope, receive, exchange.send)
         return None

@@ -18,7 +18,7 @@ from ..core.profiles import DEFAULT
 from ..core.rule import Rule, idempotent, rule_of
 from ..errors import OncemoreError, StoreError
 from .current import current_operation
-from .environ import matched
+from .environ import matched, mount_of
 from .headers import value_of
 from .http import Door, Request, wait_of
 from .lambda_batch import each_message
@@ -36,9 +36,11 @@ Handler = Callable[[Any, Any], Any]
 log = logging.getLogger("oncemore.web")
 
 
-def guarded(**options: Any) -> Callable[[Handler], IdempotencyMiddleware]:
+def guarded(
+    *, guard: Guard, contract: Contract | None = None, profile: str | None = None, **options: Unpack[Options]
+) -> Callable[[Handler], IdempotencyMiddleware]:
     """A decorator: the function behind an `IdempotencyMiddleware` with these options."""
-    return lambda handler: IdempotencyMiddleware(handler, **options)
+    return lambda handler: IdempotencyMiddleware(handler, guard=guard, contract=contract, profile=profile, **options)
 
 
 class IdempotencyMiddleware:
@@ -106,7 +108,9 @@ class IdempotencyMiddleware:
             if invocation.performed:  # it is the function's own
                 raise
             if not isinstance(error, StoreError) or match.rule.store_down != "run":
-                return invocation.source.rendered(event, self.door.refused(error, match, invocation.turn.operation))
+                mount = mount_of(invocation.request.path, invocation.source.inner_path(event))
+                refused = self.door.refused(error, match, invocation.turn.operation, mount)
+                return invocation.source.rendered(event, refused)
             log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
         return self.handler(event, invocation.context)
 

@@ -23,7 +23,7 @@ from .current import current_operation
 from .django_exchange import Exchange, GetResponse, InThread, body_of, made
 from .django_settings import check_place, door_from_settings
 from .django_views import Views, exempt, idempotent, optional, required
-from .environ import headers_of, matched
+from .environ import headers_of, matched, mount_of
 from .http import Request
 from .status import status_plan
 
@@ -90,7 +90,9 @@ class IdempotencyMiddleware:
             if exchange.performed:
                 raise
             if not isinstance(error, StoreError) or exchange.rule.store_down != "run":
-                return made(self.door.refused(error, exchange.match, exchange.operation))
+                native = exchange.request.native
+                mount = mount_of(native.path, native.path_info)
+                return made(self.door.refused(error, exchange.match, exchange.operation, mount))
             log.error("The store is down, and %s runs unguarded: %s", exchange.rule.name, error)
         return (yield Call(self.get_response, exchange.request.native))
 

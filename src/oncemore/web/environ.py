@@ -55,6 +55,11 @@ def matched(contract: Contract, method: str, path: str, inner: str) -> Match | N
     return within if within is not None and within.declared else found
 
 
+def mount_of(path: str, inner: str) -> str:
+    """The prefix that an app is mounted at, which sees *path* as *inner*."""
+    return path.removesuffix(inner) if path.endswith(inner) else ""
+
+
 def read_body(environ: dict[str, Any], rule: Rule, door: Door) -> bytes:
     """The whole body, and not a byte more: a server that cannot tell where it ends would wait for ever."""
     declared = declared_length(environ)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..core.contract import Match
-from ..core.heartbeat import Beat, LoopBeats, Perform
+from ..core.heartbeat import Beat, LoopBeats, Perform, end
 from ..core.judge import Answer, keeps
 from ..core.model import Operation, Outcome
 from ..core.op import Op
@@ -232,7 +232,7 @@ class Exchange:
     def _close(self) -> None:
         """The operation is over, though the app may not be: it may have a stream to send, or tasks to do."""
         self.settled = True
-        self.beating.beats.difference_update(self.beats)  # a renewal after this would be refused, and look like a loss
+        end(self.beating.beats, self.beats)  # a renewal after this would be refused, and look like a loss
 
     # What the client gets
 

@@ -220,9 +220,11 @@ class Door:
             status = outcome.status
         return Response(status, [*outcome.headers, *self.headers(rule, answer)], outcome.body)
 
-    def refused(self, error: OncemoreError, match: Match | None = None, operation: Operation | None = None) -> Response:
-        """The problem document for a refusal or a fault."""
-        return problem(self, error, match, operation)
+    def refused(
+        self, error: OncemoreError, match: Match | None = None, operation: Operation | None = None, mount: str = ""
+    ) -> Response:
+        """The problem document for a refusal or a fault; *mount* is the prefix of the app's own paths."""
+        return problem(self, error, match, operation, mount)
 
 
 def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -40,11 +40,13 @@ class Response(msgspec.Struct, frozen=True):
     body: bytes
 
 
-def problem(door: Door, error: OncemoreError, match: Match | None, operation: Operation | None) -> Response:
-    """The response to an operation that was refused, or could not be looked up."""
+def problem(
+    door: Door, error: OncemoreError, match: Match | None, operation: Operation | None, mount: str = ""
+) -> Response:
+    """The response to an operation that was refused, or could not be looked up; *mount* is where the app is mounted."""
     if match is not None and operation is not None:
         if isinstance(error, InProgress) and match.rule.policy.in_flight == "accepted":
-            return accepted(door, error, match, operation)
+            return accepted(door, error, match, operation, mount)
         if isinstance(error, Duplicate) and match.rule.if_match:
             error = PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
     status = error.status
@@ -74,8 +76,10 @@ def refused_status(match: Match | None) -> list[tuple[str, str]]:
     return [(header.name.lower(), header.refused)] if header and header.name and header.refused else []
 
 
-def accepted(door: Door, error: OncemoreError, match: Match, operation: Operation) -> Response:
+def accepted(door: Door, error: OncemoreError, match: Match, operation: Operation, mount: str) -> Response:
     """202: it is running, and the status URL tells how it goes."""
-    url = f"{door.status_path}?{urlencode({'operation': match.route, 'key': operation.key})}"
+    prefix = mount.rstrip("/")
+    path = door.status_path if door.status_path.startswith(f"{prefix}/") else prefix + door.status_path
+    url = f"{quote(path)}?{urlencode({'operation': match.route, 'key': operation.key})}"
     body: dict[str, Any] = {"state": "running", "operation": match.route, "key": operation.key, "status_url": url}
     return Response(202, [JSON, ("location", url), *retry_after(error, match)], encode_json(body))

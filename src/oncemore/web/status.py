@@ -38,7 +38,9 @@ def status_plan(door: Door, request: Request) -> Plan[Response]:
     record = yield from door.guard.store.find(scope, key)
     if record is None:
         raise NotFound("No operation with this key is known")
-    return Response(200, [JSON, ("cache-control", "no-store")], encode_json(shown(record)))
+    # Of what no rule declares, the ledger has the default rule's name, which is that of a great many operations.
+    name = route if rule is door.contract.default else record.name
+    return Response(200, [JSON, ("cache-control", "no-store")], encode_json(shown(record, name)))
 
 
 def rule_named(contract: Contract, operation: str) -> tuple[Rule, str]:
@@ -56,10 +58,10 @@ def in_one_spelling(rule: Rule, key: str) -> str:
     return check_key(key, max_length=rule.key.max_length, format=rule.key.format)
 
 
-def shown(record: Record) -> dict[str, Any]:
+def shown(record: Record, name: str) -> dict[str, Any]:
     """A record as its owner may see it."""
     found: dict[str, Any] = {
-        "operation": record.name,
+        "operation": name,
         "key": record.key,
         "state": "unknown" if record.state == "held" else record.state,
         "attempts": record.attempts,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core.contract import Match
-from ..core.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats
+from ..core.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats, end
 from ..core.judge import Answer, keeps
 from ..core.model import Operation, Outcome
 from ..core.plan import Effect, Ended, Plan, arun_to, run_to
@@ -141,7 +141,7 @@ class Turn:
 
     def _end(self) -> None:
         self.over = True
-        self._beats.beats.difference_update(self._effect.beats)
+        end(self._beats.beats, self._effect.beats)
 
 
 def matches(wanted: str, status: int, etag: str) -> bool:

@@ -62,7 +62,7 @@ class IdempotencyMiddleware:
             self._declare()
         method, inner = environ["REQUEST_METHOD"], environ.get("PATH_INFO", "")
         if method in SAFE_METHODS:
-            paths = (inner, environ.get("SCRIPT_NAME", "") + inner)
+            paths = (decoded(inner), decoded(environ.get("SCRIPT_NAME", "") + inner))
             if self.door.status_path in paths and method in ("GET", "HEAD"):
                 return self._status(environ, start_response)
             return self.app(environ, start_response)
@@ -99,7 +99,9 @@ class IdempotencyMiddleware:
             if exchange.performed:
                 raise
             if not isinstance(error, StoreError) or exchange.rule.store_down != "run":
-                return respond(exchange.start_response, self.door.refused(error, exchange.match, exchange.operation))
+                mount = decoded(exchange.environ.get("SCRIPT_NAME", ""))
+                refused = self.door.refused(error, exchange.match, exchange.operation, mount)
+                return respond(exchange.start_response, refused)
             log.error("The store is down, and %s runs unguarded: %s", exchange.rule.name, error)
         return self.app(exchange.environ, exchange.start_response)
 

@@ -1,0 +1,300 @@
+"""The keyring in a ledger: any store keeps keys and request bytes, for many machines, and a lease tells who is at work.
+
+Two records stand for one operation.  The *run* is claimed for as long as it is under way: its lease is renewed while the
+process lives, and lapses when it dies.  The *letter* keeps the request.  The first byte is sent when both are durable.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from ..core.clock import SYSTEM
+from ..core.fork import reset_in_child
+from ..core.heartbeat import Beat, Heartbeat, LoopBeats, ThreadBeats, end
+from ..core.judge import is_over
+from ..core.model import Lease, Operation, Outcome, Record
+from ..core.plan import Plan
+from ..core.store import Filter, Store
+from ..errors import Fenced, Refusal, StoreError
+from .entry import Entry, check_reuse, is_sendable
+from .errors import KeyringError
+from .keyring import RETENTION
+from .keyring_letters import FOREVER, RUN, Letters, encode, opened, run_of
+from .story import log
+
+# So long after its process died, an operation can be resumed; it is renewed three times in that span.
+LEASE = 15.0
+
+TOLD = "its caller was told that the outcome is unknown"
+TOO_OLD = "the server may have forgotten the key"
+
+
+class Run:
+    """An operation at work in this process: its lease, kept alive by *beat*, and its letter as it is in the ledger."""
+
+    __slots__ = ("beat", "lease", "letter")
+
+    def __init__(self, lease: Lease, beat: Beat, letter: Entry) -> None:
+        self.lease = lease
+        self.beat = beat
+        self.letter = letter
+
+
+class Turn:
+    """A run that may begin: its lease, and its letter, which may still have to be *written*."""
+
+    __slots__ = ("lease", "letter", "written")
+
+    def __init__(self, lease: Lease, letter: Entry, *, written: bool) -> None:
+        self.lease = lease
+        self.letter = letter
+        self.written = written
+
+
+class LedgerKeyring:
+    """A keyring in *store*.  One that was opened for the keyring alone (*own_store*) is also purged and closed by it."""
+
+    def __init__(
+        self, store: Store, *, lease: float = LEASE, retention: float = RETENTION, own_store: bool = False
+    ) -> None:
+        self.store = store
+        self.lease = lease
+        self.retention = retention
+        self._own_store = own_store
+        self._letters = Letters(store)
+        self._heart = Heartbeat(self._renew, SYSTEM)
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self._runs: dict[int, Run] = {}
+        self._adopted: dict[tuple[str, str], list[int]] = {}
+
+    # The verbs
+
+    def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
+        try:
+            return (yield from self._claim(entry, oldest))
+        except StoreError as error:
+            raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
+
+    def settle(self, entry: Entry, status: int) -> Plan[None]:
+        run = yield from self._end(entry)
+        if run is not None:
+            done = encode(replace(run.letter, state="settled", status=status, body=None))
+            settling = self.store.settle(run.lease, Outcome("value", status, body=done), retention=self.retention)
+            if (yield from self._unless_taken(settling)):
+                yield from self._letters.drop(run.lease.operation)
+
+    def leave(self, entry: Entry) -> Plan[None]:
+        run = yield from self._end(entry)
+        if run is not None:
+            yield from self._unless_taken(self.store.hold(run.lease, note=TOLD))
+
+    def forget(self, entry: Entry) -> Plan[None]:
+        run = yield from self._end(entry)
+        if run is None:
+            yield from self._forget_idle(entry)
+        elif (yield from self._unless_taken(self.store.release(run.lease, retention=0.0))):
+            yield from self._letters.drop(run.lease.operation)
+
+    def _forget_idle(self, entry: Entry) -> Plan[None]:
+        for operation in (run_of(entry), run_of(entry, beside=True)):
+            letter = yield from self._letters.read(operation)
+            if letter is not None and letter.token == entry.token and (yield from self._letters.delete(operation)):
+                yield from self._letters.drop(operation)
+
+    def pending(self) -> Plan[list[Entry]]:
+        found = []
+        for record in (yield from self._idle(opened=True)):
+            letter = yield from self._letters.read(Operation(*record.id))
+            if letter is not None:
+                found.append(replace(letter, state="sending" if record.state == "running" else "open"))
+        return sorted(found, key=lambda entry: entry.created_at)
+
+    def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
+        yield from self._letters.sweep(self.retention)
+        if self._own_store:
+            yield from self.store.purge()
+        adopted = []
+        for record in (yield from self._idle(opened=opened)):
+            entry = yield from self._adopt(record)
+            if entry is not None:
+                adopted.append(entry)
+        return sorted(adopted, key=lambda entry: entry.created_at)
+
+    def close(self) -> None:
+        """End the threads and connections; what is at work here lapses."""
+        self._heart.close()
+        if self._own_store:
+            self.store.close()
+
+    async def aclose(self) -> None:
+        """As `close`, for what belongs to the running event loop too."""
+        self._heart.close()
+        if self._own_store:
+            await self.store.aclose()
+
+    # Claiming
+
+    def _claim(self, entry: Entry, oldest: float) -> Plan[Entry]:
+        run = self._take_adopted(entry)
+        if run is not None:
+            if is_sendable(run.letter, entry, oldest):
+                return replace(entry, created_at=run.letter.created_at)
+            yield from self.leave(entry)
+            return run.letter
+        turn = yield from self._turn(entry, oldest)
+        if isinstance(turn, Entry):
+            return turn
+        try:
+            if not turn.written:
+                yield from self._letters.write(turn.lease.operation, turn.letter)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield from self._letters.give_back(turn.lease)
+            raise
+        yield from self._begin(turn.lease, turn.letter, entry.token)
+        return replace(entry, created_at=turn.letter.created_at)
+
+    def _turn(self, entry: Entry, oldest: float) -> Plan[Turn | Entry]:
+        """The right to send; or the known entry, where that is too old to be sent."""
+        operation = run_of(entry)
+        while True:
+            found = yield from self.store.claim(operation, lease=self.lease)
+            if isinstance(found, Lease):
+                return (yield from self._continued(found, entry, oldest))
+            check_reuse(replace(entry, fingerprint=found.fingerprint), entry)
+            if is_over(found):  # free, but under another fingerprint of the same request
+                operation = replace(operation, fingerprint=found.fingerprint)
+                continue
+            known = opened(found) or (yield from self._letters.read(operation)) or entry
+            if not is_sendable(known, entry, oldest):
+                return known
+            if found.state != "held":
+                return (yield from self._beside(entry, known))
+            yield from self._reopen(found)
+
+    def _continued(self, lease: Lease, entry: Entry, oldest: float) -> Plan[Turn | Entry]:
+        """A new run, or one that goes on where another was interrupted."""
+        known = None
+        if lease.lapsed or lease.attempt > 1:
+            known = yield from self._letters.read(lease.operation)
+        if known is None:
+            return Turn(lease, entry, written=False)
+        if is_sendable(known, entry, oldest):
+            return Turn(lease, known, written=True)
+        yield from self._unless_taken(self.store.hold(lease, note=TOO_OLD))
+        return known
+
+    def _beside(self, entry: Entry, known: Entry) -> Plan[Turn]:
+        """A run beside one that is at work elsewhere or has its answer, with a record and a letter of its own."""
+        lease = yield from self.store.claim(run_of(entry, beside=True), lease=self.lease)
+        if isinstance(lease, Record):
+            raise KeyringError(f"{entry.scope}: this run of key {entry.key} is under way already; nothing was sent")
+        return Turn(lease, replace(entry, created_at=known.created_at), written=False)
+
+    def _take_adopted(self, entry: Entry) -> Run | None:
+        """The run that `adopt` began for this entry; from now on it goes by the entry's token."""
+        for token in self._adopted.get((entry.scope, entry.key), ()):
+            run = self._runs[token]
+            check_reuse(run.letter, entry)
+            self._disown(run.letter, token)
+            self._runs[entry.token] = self._runs.pop(token)
+            return run
+        return None
+
+    def _disown(self, entry: Entry, token: int) -> None:
+        tokens = self._adopted.get((entry.scope, entry.key), [])
+        with suppress(ValueError):
+            tokens.remove(token)
+        if not tokens:
+            self._adopted.pop((entry.scope, entry.key), None)
+
+    # Being at work
+
+    def _begin(self, lease: Lease, letter: Entry, token: int) -> Plan[None]:
+        run = self._runs[token] = Run(lease, self._heart.beat(lease, self.lease), letter)
+        yield Pulse(self._heart, run.beat)
+
+    def _end(self, entry: Entry) -> Plan[Run | None]:
+        run = self._runs.pop(entry.token, None)
+        if run is not None:
+            self._disown(entry, entry.token)
+            yield Pulse(self._heart, run.beat, over=True)
+        return run
+
+    def _renew(self, beat: Beat) -> Plan[None]:
+        try:
+            yield from self.store.renew(beat.lease, lease=beat.seconds)
+        except Fenced:
+            beat.lost = True
+        except StoreError as error:  # the next beat tries again
+            log.info("A claim on the keyring could not be renewed: %s", error)
+
+    def _unless_taken(self, plan: Plan[None]) -> Plan[bool]:
+        """Carry out *plan*, unless another process took over meanwhile: then the rest is its business."""
+        try:
+            yield from plan
+        except Fenced as error:
+            log.info("Another process has taken over: %s", error)
+            return False
+        return True
+
+    # Being left behind
+
+    def _idle(self, *, opened: bool) -> Plan[list[Record]]:
+        """The runs whose process is gone and, with *opened*, those whose callers were told."""
+        found = yield from self._letters.all(Filter(name=RUN, state="running", lapsed=True))
+        if opened:  # "released" lasts from being reopened to being claimed again
+            found += yield from self._letters.all(Filter(name=RUN, state="held"))
+            found += yield from self._letters.all(Filter(name=RUN, state="released"))
+        return found
+
+    def _adopt(self, record: Record) -> Plan[Entry | None]:
+        if record.state == "held":
+            yield from self._reopen(record)
+        operation = Operation(record.scope, record.key, record.fingerprint, RUN)
+        lease = yield from self.store.claim(operation, lease=self.lease)
+        if isinstance(lease, Record):
+            return None  # another process was quicker
+        letter = yield from self._letters.read(operation)
+        if letter is None:
+            yield from self._letters.give_back(lease)
+            return None
+        token = secrets.randbits(62)
+        yield from self._begin(lease, letter, token)
+        self._adopted.setdefault((letter.scope, letter.key), []).append(token)
+        return replace(letter, state="sending", token=token)
+
+    def _reopen(self, record: Record) -> Plan[None]:
+        """Make a held run claimable, unless another process was quicker."""
+        with suppress(Refusal):
+            yield from self.store.resolve(*record.id, None, retention=FOREVER, note="continued")
+
+
+class Pulse:
+    """Keep a run's lease alive from now on, or no longer (*over*): by a thread, or by the loop it runs on."""
+
+    __slots__ = ("beat", "heart", "over")
+
+    def __init__(self, heart: Heartbeat, beat: Beat, *, over: bool = False) -> None:
+        self.heart = heart
+        self.beat = beat
+        self.over = over
+
+    def run(self) -> None:
+        self._change(self.heart.threads)
+
+    async def arun(self) -> None:
+        self._change(self.heart.on_loop())
+
+    def _change(self, beats: ThreadBeats | LoopBeats) -> None:
+        if self.over:
+            end(beats.beats, (self.beat,))
+        else:
+            beats.add((self.beat,))

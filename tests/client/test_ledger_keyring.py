@@ -1,0 +1,504 @@
+"""The keyring in a ledger, on real servers: killed at any point, the client is continued by the next, with one effect."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from oncemore import Guard
+from oncemore.client.entry import Entry
+from oncemore.client.errors import KeyReused, KeyringError, OutcomeUnknown, RetriesExhausted
+from oncemore.client.exchange import Exchange
+from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
+from oncemore.client.httpx_wire import HttpxWire
+from oncemore.client.keyring import open_keyring
+from oncemore.client.keyring_ledger import LedgerKeyring
+from oncemore.client.keyring_letters import LETTER, RUN
+from oncemore.client.pause import no_sleeping
+from oncemore.client.retry import Retry
+from oncemore.core.plan import run
+from oncemore.core.store import Filter
+from oncemore.core.urls import connect
+from oncemore.encryption import Seal
+from oncemore.errors import StoreUnavailable
+
+from .clients import CLIENTS, Httpx
+from .killed import BODY, LEASE
+from .server import Server, Visit, answer, effect, hang, performed, reset, then
+from .test_keyring import claim, entry
+
+RETRY = Retry(base=0.01, budget=None)
+JSON = {"Content-Type": "application/json"}
+
+
+def briefly(place: str) -> str:
+    """The ledger's URL, with a lease that tests can wait for."""
+    return f"{place}&lease={LEASE}s"
+
+
+def kill(visit: Visit) -> None:
+    os.kill(int(visit.headers["x-pid"]), signal.SIGKILL)
+
+
+def run_killed(library: str, point: str, url: str, place: str) -> None:
+    command = [sys.executable, "-m", "tests.client.killed", library, point, url, place]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    time.sleep(LEASE + 0.2)
+
+
+def resumed(library: str, place: str) -> tuple[list[Entry], list[Any]]:
+    client = CLIENTS[library](RETRY, briefly(place))
+    before = client.pending()
+    results = client.resume()
+    assert client.pending() == []
+    assert client.resume() == []
+    return before, results
+
+
+def letters(place: str) -> int:
+    with closing(connect(place)) as store:
+        return len(run(store.list(Filter(name=LETTER))).records)
+
+
+def assert_one_operation(server: Server) -> None:
+    assert list(server.effects.values()) == [1]
+    assert {(visit.key, visit.body, visit.headers["content-type"]) for visit in server.visits} == {
+        (server.visits[0].key, BODY, "application/json")
+    }
+
+
+# The verbs of one call: 1 claims the run, 2 and 3 write its letter, then it is sent; 4 settles, 5 drops the letter.
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("point", ["before verb 1", "after verb 1", "after verb 2"])
+def test_a_client_killed_before_all_is_written_has_sent_nothing_and_leaves_nothing(point: str, ledger: str) -> None:
+    """CASES 34."""
+    with Server() as server:
+        run_killed("httpx", point, server.url, ledger)
+        assert resumed("httpx", ledger) == ([], [])
+    assert not server.visits
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(("point", "effects"), [("after verb 3", 0), ("before verb 4", 1)])
+@pytest.mark.parametrize("library", ["httpx", "aiohttp"])
+def test_a_client_killed_before_it_settled_is_continued_by_the_next(
+    library: str, point: str, effects: int, ledger: str
+) -> None:
+    """CASES 34, 26."""
+    with Server() as server:
+        run_killed(library, point, server.url, ledger)
+        assert len(server.effects) == effects
+        before, results = resumed(library, ledger)
+    assert [one.state for one in before] == ["sending"]
+    assert [result.error for result in results] == [None]
+    assert_one_operation(server)
+    assert letters(ledger) == 0
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("point", ["after verb 4", "after verb 5"])
+def test_a_client_killed_after_it_settled_leaves_nothing_to_resume(point: str, ledger: str) -> None:
+    """CASES 34."""
+    with Server() as server:
+        run_killed("httpx", point, server.url, ledger)
+        assert resumed("httpx", ledger) == ([], [])
+    assert_one_operation(server)
+    # Nor do the bytes of the request stay for ever, where it was killed before it dropped them.
+    ring = LedgerKeyring(connect(ledger), retention=0.0, own_store=True)
+    with closing(ring):
+        assert run(ring.adopt()) == []
+    assert letters(ledger) == 0
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("moment", ["before the effect", "after the effect", "between two attempts"])
+def test_a_client_killed_on_the_wire_is_continued_by_the_next(moment: str, ledger: str) -> None:
+    """CASES 34, 26."""
+    acts = {
+        "before the effect": [kill],
+        "after the effect": [then(effect, kill)],
+        "between two attempts": [answer(503), then(answer(503), kill)],
+    }[moment]
+    with Server(*acts, default=performed()) as server:
+        run_killed("httpx", "on the wire", server.url, ledger)
+        _, results = resumed("httpx", ledger)
+    assert [result.error for result in results] == [None]
+    assert_one_operation(server)
+
+
+# Many processes
+
+
+def resume_in_a_process(place: str, begin: Any) -> int:
+    client = Httpx(RETRY, briefly(place))
+    begin.wait(30)
+    return len(client.resume())
+
+
+@pytest.mark.chaos
+def test_of_processes_that_resume_at_once_each_operation_is_sent_by_one(ledger: str) -> None:
+    """CASES 52."""
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def slowly(visit: Visit) -> None:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(2 * LEASE)  # its lease is renewed meanwhile
+        performed()(visit)
+        with lock:
+            at_once -= 1
+
+    context = multiprocessing.get_context("spawn")
+    with Server(kill, default=slowly) as server, context.Manager() as manager:
+        run_killed("httpx", "on the wire", server.url, ledger)
+        begin = manager.Barrier(3)
+        with context.Pool(3) as pool:
+            counts = pool.starmap(resume_in_a_process, [(ledger, begin)] * 3)
+        assert resumed("httpx", ledger) == ([], [])
+    assert sorted(counts) == [0, 0, 1]
+    assert most == 1
+    assert len(server.visits) == 2
+    assert_one_operation(server)
+
+
+@pytest.mark.chaos
+def test_what_a_living_process_is_working_on_is_left_to_it(ledger: str) -> None:
+    """CASES 34, 24.  Also for much longer than its lease."""
+    looked: list[Any] = []
+
+    def look(visit: Visit) -> None:
+        time.sleep(2 * LEASE)
+        looked.append(resumed("httpx", ledger))
+
+    with Server(then(look, performed())) as server:
+        command = [sys.executable, "-m", "tests.client.killed", "httpx", "never", server.url, ledger]
+        subprocess.run(command, timeout=60, check=True)
+    assert looked == [([], [])]
+    assert len(server.visits) == 1
+
+
+def test_the_letter_is_in_the_ledger_before_the_first_byte_is_sent(ledger: str) -> None:
+    """CASES 34."""
+    seen = []
+
+    def look(visit: Visit) -> None:
+        with closing(open_keyring(ledger)) as other:
+            store: Any = other.store  # type: ignore[attr-defined]
+            for name in (RUN, LETTER):
+                seen.extend(record.state for record in run(store.list(Filter(name=name))).records)
+
+    with Server(then(look, performed())) as server:
+        Httpx(RETRY, ledger).request("POST", server.url, BODY, JSON)
+    assert seen == ["running", "settled"]
+    assert letters(ledger) == 0
+
+
+# States, through the transports
+
+
+def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library: Any, ledger: str) -> None:
+    """CASES 34."""
+    client = library(RETRY, ledger)
+    with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
+        with pytest.raises(RetriesExhausted) as caught:
+            client.request("POST", server.url, BODY, JSON)
+        assert [(one.key, one.state, one.body) for one in client.pending()] == [(caught.value.key, "open", BODY)]
+        assert client.resume() == []
+        assert [result.error for result in client.resume(opened=True)] == [None]
+        assert client.pending() == []
+    assert list(server.effects.values()) == [1]
+
+
+def test_a_key_reused_for_another_request_is_refused_before_it_is_sent(library: Any, ledger: str) -> None:
+    """CASES 14."""
+    client = library(RETRY, ledger)
+    own = {"Idempotency-Key": "order-17", **JSON}
+    with Server() as server:
+        client.request("POST", server.url, b'{"amount": 100}', own)
+        client.request("POST", server.url, b'{ "amount": 100.0 }', own)  # the same request, spelt differently
+        with pytest.raises(KeyReused, match="order-17"):
+            client.request("POST", server.url, b'{"amount": 101}', own)
+    assert len(server.visits) == 2
+
+
+def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(ledger: str) -> None:
+    """CASES 41."""
+    short = Retry(base=0.001, attempts=2, deadline=1.0, key_lifetime=2.0, budget=None)
+    own = {"Idempotency-Key": "order-17"}
+    with Server(*[then(effect, reset)] * 2) as server:
+        with pytest.raises(RetriesExhausted):
+            Httpx(short, ledger).request("POST", server.url, BODY, own)
+        time.sleep(1.1)
+        with pytest.raises(OutcomeUnknown):
+            Httpx(short, ledger).request("POST", server.url, BODY, own)
+        client = Httpx(short, ledger)
+        assert isinstance(client.resume(opened=True)[0].error, OutcomeUnknown)
+        assert [one.state for one in client.pending()] == ["open"]
+        client.transport.forget(client.pending()[0])
+        assert client.pending() == []
+    assert len(server.visits) == 2
+    assert letters(ledger) == 0
+
+
+def test_a_caller_that_knows_its_key_does_not_wait_for_the_dead_ones_lease(ledger: str) -> None:
+    """CASES 34.  It goes beside what the dead one left, which can still be resumed."""
+    own = {"Idempotency-Key": "order-17", **JSON}
+    place = briefly(ledger)
+    ring = open_keyring(place)
+    with Server() as server:
+        client = Httpx(RETRY, ring)
+        with pytest.raises(KeyboardInterrupt):
+            run(claimed_and_interrupted(client.transport, server.url))
+        ring._heart.close()  # type: ignore[attr-defined]  # as if its process had died
+        assert Httpx(RETRY, place).request("POST", f"{server.url}/", BODY, own).status == 201
+        time.sleep(LEASE + 0.2)
+        assert [one.key for one in Httpx(RETRY, place).pending()] == ["order-17"]
+        results = Httpx(RETRY, place).resume()
+    assert [result.error for result in results] == [None]
+    assert list(server.effects.values()) == [1]
+    assert letters(ledger) == 0
+
+
+def claimed_and_interrupted(transport: RetryTransport, url: str) -> Iterator[Any]:
+    """Written down, and never heard of again."""
+    headers = {"Idempotency-Key": "order-17", **JSON}
+    request = httpx.Request("POST", f"{url}/", content=BODY, headers=headers)
+    exchange = Exchange(HttpxWire(request, None), RETRY, "order-17", None)
+    one = transport.engine._entry(exchange, BODY)
+    yield from transport.engine.keyring.claim(one, oldest=0)  # type: ignore[union-attr]
+    raise KeyboardInterrupt
+
+
+async def test_a_cancelled_request_ends_at_once_and_stays_open(ledger: str) -> None:
+    """CASES 37."""
+    transport = AsyncRetryTransport(RETRY, ledger)
+    with Server(then(effect, hang)) as server:
+        async with httpx.AsyncClient(transport=transport, timeout=30) as client:
+            task = asyncio.create_task(client.post(server.url, content=BODY))
+            while not server.effects:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert [one.state for one in await transport.pending()] == ["open"]
+
+
+async def test_one_cancelled_while_it_is_written_down_leaves_nothing(ledger: str) -> None:
+    """CASES 37."""
+    transport = AsyncRetryTransport(RETRY, ledger)
+    with Server() as server:
+        async with httpx.AsyncClient(transport=transport, timeout=30) as client:
+            await client.post(server.url, content=BODY)  # opens the connections
+            for steps in range(0, 30, 3):
+                task = asyncio.create_task(client.post(server.url, content=b"%d" % steps))
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                sent = len(server.visits)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                if len(server.visits) == sent:
+                    assert all(one.state == "open" for one in await transport.pending())
+            assert await transport.resume() == []
+
+
+# Failures of the ledger
+
+
+def test_a_ledger_that_cannot_be_reached_sends_nothing() -> None:
+    """CASES 27."""
+    with Server() as server, pytest.raises(KeyringError, match=r"127\.0\.0\.1:9"):
+        Httpx(RETRY, "postgresql://me:hidden@127.0.0.1:9/x?timeout=0.2s").request("POST", server.url, BODY)
+    assert not server.visits
+
+
+class Failing:
+    """A store whose named verbs fail from the *after*-th call on."""
+
+    def __init__(self, store: Any, *verbs: str, after: int = 0) -> None:
+        self.store, self.verbs, self.left = store, verbs, after
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.verbs:
+            self.left -= 1
+            if self.left < 0:
+                raise StoreUnavailable("the ledger is gone")
+        return getattr(self.store, name)
+
+
+def test_a_ledger_that_fails_afterwards_does_not_lose_the_answer(caplog: Any) -> None:
+    """CASES 27."""
+    store: Any = Failing(connect("memory://"), "settle", after=1)
+    with Server() as server:
+        assert Httpx(RETRY, store).request("POST", server.url, BODY).status == 201
+    assert "stays pending" in caplog.text
+
+
+def test_a_letter_that_cannot_be_written_gives_the_claim_back() -> None:
+    """CASES 27."""
+    inner = connect("memory://")
+    with pytest.raises(KeyringError):
+        claim(LedgerKeyring(Failing(inner, "settle")), entry())  # type: ignore[arg-type]
+    inner.shift = 2.0  # beyond the letter's own brief lease
+    assert claim(LedgerKeyring(inner), entry(body=b"other", token=2)).body == b"other"
+
+
+def test_where_giving_back_fails_too_the_claim_lapses_and_was_never_sent() -> None:
+    """CASES 27."""
+    inner = connect("memory://")
+    with pytest.raises(KeyringError):
+        claim(LedgerKeyring(Failing(inner, "settle", "release")), entry())  # type: ignore[arg-type]
+    inner.shift = 60.0
+    ring = LedgerKeyring(inner)
+    assert run(ring.pending()) == run(ring.adopt()) == []
+
+
+def test_a_letter_that_is_just_being_written_by_another_is_not_overwritten() -> None:
+    """CASES 27.  The last try failed half-way, a moment ago."""
+    inner = connect("memory://")
+    with pytest.raises(KeyringError):
+        claim(LedgerKeyring(Failing(inner, "settle")), entry())  # type: ignore[arg-type]
+    with pytest.raises(KeyringError, match="written down by another"):
+        claim(LedgerKeyring(inner), entry(token=2))
+
+
+def test_a_renewal_that_fails_is_tried_again(caplog: Any) -> None:
+    """CASES 24."""
+    store = Failing(connect("memory://"), "renew")
+    ring = LedgerKeyring(store, lease=0.15)  # type: ignore[arg-type]
+    with caplog.at_level("INFO", "oncemore.client"), closing(ring):
+        held = claim(ring, entry())
+        eventually(lambda: "could not be renewed" in caplog.text)
+        run(ring.settle(held, 201))
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+# One's own run, and those of others
+
+
+def test_one_that_was_taken_over_leaves_the_rest_to_the_other(ledger: str) -> None:
+    """CASES 24.  Frozen for longer than its lease, it comes back with an answer."""
+    with closing(connect(ledger)) as store:
+        frozen, other = LedgerKeyring(store, lease=0.2), LedgerKeyring(store, lease=30.0)
+        held = claim(frozen, entry())
+        frozen._heart.close()
+        frozen._heart.threads.beats.clear()
+        time.sleep(0.3)
+        (adopted,) = run(other.adopt())
+        for verb in (frozen.settle(held, 201), frozen.leave(held), frozen.forget(replace(held, token=99))):
+            run(verb)
+        again = claim(other, entry(token=3))
+        assert again.created_at == adopted.created_at
+        assert run(other.pending()) == []
+        run(other.settle(again, 201))
+        assert run(other.adopt(opened=True)) == []
+
+
+def test_a_forgotten_one_is_as_if_it_had_never_been(ledger: str) -> None:
+    """CASES 34."""
+    with closing(open_keyring(ledger)) as ring:
+        run(ring.forget(claim(ring, entry())))
+        assert run(ring.pending()) == []
+        assert claim(ring, entry(body=b"other", token=2)).body == b"other"
+
+
+def test_what_was_adopted_and_then_forgotten_is_not_continued(ledger: str) -> None:
+    """CASES 34."""
+    with closing(open_keyring(ledger)) as ring:
+        run(ring.leave(claim(ring, entry())))
+        (adopted,) = run(ring.adopt(opened=True))
+        run(ring.forget(adopted))
+        assert claim(ring, entry(body=b"other", token=2)).body == b"other"
+
+
+def test_one_reopened_by_a_process_that_died_at_once_is_still_there(ledger: str) -> None:
+    """CASES 34."""
+    with closing(connect(ledger)) as store:
+        ring = LedgerKeyring(store)
+        run(ring.leave(claim(ring, entry())))
+        (held,) = run(store.list(Filter(name=RUN, state="held"))).records
+        run(ring._reopen(held))
+        assert [one.state for one in run(ring.pending())] == ["open"]
+        assert run(ring.adopt()) == []
+        assert claim(ring, entry(token=2, created_at=time.time())).token == 2
+        run(ring.settle(entry(token=2), 201))
+        assert run(ring.adopt(opened=True)) == []
+
+
+def test_many_at_once_are_all_settled(ledger: str) -> None:
+    """CASES 52."""
+    with Server() as server, closing(RetryTransport(RETRY, ledger)) as transport:
+        with httpx.Client(transport=transport, timeout=30) as client, ThreadPoolExecutor(8) as threads:
+            statuses = list(threads.map(lambda n: client.post(server.url, content=b"%d" % n).status_code, range(40)))
+        assert statuses == [201] * 40
+        assert transport.pending() == []
+    assert letters(ledger) == 0
+
+
+def test_more_than_a_page_can_be_pending() -> None:
+    """CASES 34."""
+    store = connect("memory://")
+    ring = LedgerKeyring(store)
+    for number in range(120):
+        run(ring.leave(claim(ring, entry(f"k{number}", token=number + 1))))
+    assert len(run(ring.pending())) == 120
+    assert len(run(ring.adopt(opened=True))) == 120
+
+
+def test_a_guards_seal_also_covers_what_is_to_be_sent() -> None:
+    """CASES 34."""
+    guard = Guard("memory://", seal=Seal([b"k" * 32]))
+    ring = open_keyring(guard)
+    run(ring.leave(claim(ring, entry())))
+    assert [one.body for one in run(ring.pending())] == [entry().body]
+    inner: Any = guard.store.inner  # type: ignore[attr-defined]
+    assert all(b"amount" not in (record.outcome.body if record.outcome else b"") for record in inner._records.values())
+
+
+def test_a_store_that_others_use_is_neither_closed_nor_purged() -> None:
+    """CASES 29."""
+    closed: list[str] = []
+    store: Any = connect("memory://")
+    store.close = lambda: closed.append("close")
+    store.purge = lambda: closed.append("purge")
+    ring = open_keyring(store)
+    run(ring.adopt())
+    ring.close()
+    asyncio.run(ring.aclose())
+    assert closed == []
+
+
+def test_a_forked_child_does_not_continue_what_its_parent_has_adopted() -> None:
+    """CASES 54."""
+    ring = LedgerKeyring(connect("memory://"))
+    run(ring.leave(claim(ring, entry())))
+    run(ring.adopt(opened=True))
+    child = os.fork()
+    if child == 0:
+        os._exit(int(bool(ring._runs or ring._adopted)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert claim(ring, entry(token=2)).token == 2

@@ -33,13 +33,31 @@ class Measured:
 
 STORES = {
     "sqlite": Measured(
-        kept=(566, 866, 2212, 4106, 4786, 17000),
-        kept_per_name_byte=2.2,
-        written=(11133, 12000, 15096, 18000, 20000, 40000),
-        written_per_name_byte=54.6,
+        kept=(565, 864, 2214, 4265, 4798, 17086),
+        kept_per_name_byte=2.5,
+        written=(11128, 11845, 14996, 19561, 20126, 45754),
+        written_per_name_byte=53.5,
         connections=2,
         writers=None,
         where="disk",
+    ),
+    "postgresql": Measured(
+        kept=(1285, 1587, 2344, 4076, 6841, 18552),
+        kept_per_name_byte=6.9,
+        written=(1495, 1767, 2541, 3854, 6044, 19176),
+        written_per_name_byte=5.0,
+        connections=4,
+        writers=2,
+        where="disk",
+    ),
+    "redis": Measured(
+        kept=(515, 772, 1541, 2567, 4621, 16914),
+        kept_per_name_byte=1.3,
+        written=(802, 1060, 1829, 2853, 4901, 17190),
+        written_per_name_byte=2.0,
+        connections=4,
+        writers=None,
+        where="memory",
     ),
 }
 

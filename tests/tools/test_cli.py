@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,23 @@ def test_a_reader_that_has_left_is_no_accident(words: list[str]) -> None:
     ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (141, "")
+
+
+def test_ctrl_c_at_a_prompt_changes_nothing(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/once.db"
+    guard = Guard(url)
+    guard.run(Operation("s", "k"), lambda op: None)
+    command = [sys.executable, "-m", "oncemore.tools.cli", "keys", "delete", "k", "--store", url]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    asked = process.stderr.read(len("Forget k of s (settled)?"))
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate()
+    assert asked == b"Forget k of s (settled)?"
+    assert process.returncode == 130
+    assert b"Traceback" not in rest
+    assert guard.find("s", "k") is not None
+    guard.close()
 
 
 def test_every_exit_code_is_documented() -> None:

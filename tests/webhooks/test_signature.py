@@ -193,6 +193,13 @@ def test_a_secret_that_is_none_is_refused_and_not_shown(secret: str | bytes) -> 
         Signing()
 
 
+def test_a_secret_may_come_without_prefix_and_padding() -> None:
+    whole = "whsec_" + base64.b64encode(b"x" * 25).decode()
+    headers = signing(whole).sign(BODY)
+    for secret in (whole.rstrip("="), whole.removeprefix("whsec_"), b"x" * 25):
+        assert signing(secret).verify(headers, BODY)
+
+
 def test_the_secret_is_not_in_the_repr() -> None:
     assert "MfKQ" not in repr(signing())
     assert "2 secrets" in repr(signing(SECRET, OTHER))

@@ -43,7 +43,9 @@ idempotent = false               # said, not forgotten
 
 @click.command()
 @click.argument("path", default="oncemore.toml", type=click.Path(path_type=Path))
-@click.option("--profile", type=click.Choice(sorted(PROFILES)), default="default", show_default=True)
+@click.option(
+    "--profile", type=click.Choice(sorted(PROFILES)), default="default", show_default=True, help="The set of defaults."
+)
 @click.option("--print-schema", is_flag=True, help="Only print the script that makes the tables; change nothing.")
 @store_option
 @json_option

@@ -26,6 +26,9 @@ Every command has `--help`, and `--json` for programs. The ledger is named by `-
 
 A password on a command line can be seen by everyone on the machine: put such a URL into `ONCEMORE_STORE`.
 
+Where [outcomes are encrypted](../howto/encryption.md), give the keys by `ONCEMORE_SEAL_KEYS`, in base64, the one that seals first, with blanks between them. `keys show --outcome` then opens what
+is stored, and `keys resolve` seals what it writes; without them, what it writes would not open.
+
 *This page is made from the commands: `python docs/_generate/cli.py`.*
 
 ## Exit codes

@@ -111,6 +111,7 @@ def test_each_header_must_be_there_and_once(name: str) -> None:
 def test_headers_come_in_any_spelling_and_as_pairs_of_bytes() -> None:
     raw = [(name.title().encode(), value.encode()) for name, value in VECTOR.items()]
     assert signing().verify([(b"x-other", b"\xff"), *raw], BODY).id == VECTOR[ID]
+    assert signing().verify((pair for pair in raw), BODY).id == VECTOR[ID]
 
 
 @pytest.mark.parametrize(

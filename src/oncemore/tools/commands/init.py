@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ...core.contract import Contract
 from ...core.profiles import PROFILES
 from ...core.urls import hide_password, schema
 from ...errors import ConfigurationError
+from .contract import load
 from .options import NO_STORE, json_option, ledger, store_option
 from .screen import Screen
 
@@ -81,7 +81,7 @@ def write(path: Path, profile: str) -> bool:
         with path.open("x", encoding="utf-8") as file:
             file.write(FIRST.format(path=path, profile=profile))
     except FileExistsError:
-        Contract.load(path)
+        load(str(path))
         return False
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from error

@@ -6,7 +6,19 @@ import subprocess
 import sys
 import time
 
-ALL = ("fingerprint", "sqlite", "postgres", "redis", "scale", "retry", "web", "memory", "transaction")
+ALL = (
+    "fingerprint",
+    "sqlite",
+    "postgres",
+    "redis",
+    "transaction",
+    "scale",
+    "storage",
+    "spread",
+    "retry",
+    "web",
+    "memory",
+)
 ARGUMENTS = {"web": ["--plot", "docs/bench-web.svg"]}
 
 

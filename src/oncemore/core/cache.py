@@ -56,12 +56,14 @@ class Cache:
     def put(self, id: Id, fingerprint: str, outcome: Outcome, *, remaining: float, expires_at: float | None) -> None:
         """Remember *outcome* for as long as it is kept in the store, or for a minute, whichever is shorter."""
         kept = Kept(fingerprint, outcome, self._monotonic() + min(remaining, LONGEST), expires_at)
+        size = kept.size
         with self._lock:
-            self._forget(id)
-            if kept.size > self._most // 16:
+            if id in self._entries:
+                self._forget(id)
+            if size > self._most // 16:
                 return
             self._entries[id] = kept
-            self._size += kept.size
+            self._size += size
             while self._size > self._most:
                 self._forget(next(iter(self._entries)))
 

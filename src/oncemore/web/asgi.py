@@ -5,24 +5,21 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from functools import partial
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Unpack
 
 from ..core.contract import Contract, Match
 from ..core.guard import Guard
 from ..core.match import SAFE_METHODS
-from ..core.model import Operation
 from ..core.rule import idempotent
 from ..errors import OncemoreError, StoreError
 from .current import current_operation
 from .documented import document, outermost
 from .environ import matched
-from .exchange import TASKS, Exchange, respond
+from .exchange import Exchange, respond
 from .headers import value_of
-from .http import Door, Request, wait_of
+from .http import Door, Request
 from .options import Options
 from .routes import declare
 from .status import status_response
@@ -55,10 +52,12 @@ class IdempotencyMiddleware:
     ) -> None:
         self.app = app
         self.door = Door(guard, contract, profile=profile, **options)
-        self._declared = False
+        self._passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._declared:  # not before: routes may be added after the middleware
+        if scope.get("method") in self._passed and not scope["path"].endswith(self.door.status_path):
+            return await self.app(scope, receive, send)
+        if not self._passed:  # not before: routes may be added after the middleware
             self._declare(scope)
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
@@ -84,10 +83,10 @@ class IdempotencyMiddleware:
         self.door.declared()
         app = scope.get("app") or outermost(self.app) or self.app
         document(app, self.door.contract, status_path=self.door.status_path, problem_base=self.door.problem_base)
-        self._declared = True
+        self._passed = SAFE_METHODS
 
     async def _guard(self, match: Match, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
-        operation: Operation | None = None
+        """Name what is asked, and let it happen once."""
         try:
             self.door.check_length(match.rule, declared_length(request))
             body = await read_body(receive, match, self.door)
@@ -95,28 +94,24 @@ class IdempotencyMiddleware:
                 return None  # the client went away before it had asked for anything
             request = Request(request.method, request.path, request.query, request.headers, body, scope)
             operation = self.door.operation(match, request)
-            known = self.door.guard.known(operation, self.door.policy(match.rule)) if operation is not None else None
         except OncemoreError as error:
-            return await respond(send, self.door.refused(error, match, operation))
-        if known is not None:
-            return await respond(send, self.door.replayed(match.rule, known))
-        receive = body_first(request.body, receive)
+            return await respond(send, self.door.refused(error, match))
         if operation is None:
-            return await self.app(scope, receive, send)
+            return await self.app(scope, body_first(body, receive), send)
         exchange = Exchange(self.door, self.app, match, operation, request, receive, send)
-        return await protect(exchange, self._run(exchange, scope, receive))
-
-    async def _run(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         try:
-            await exchange.run(wait_of(exchange.request.headers))
+            return await exchange.run()
         except OncemoreError as error:
             if exchange.performed:  # it is the app's own
                 raise
-            if not isinstance(error, StoreError) or exchange.match.rule.store_down != "run":
-                return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation))
-            log.error("The store is down, and %s runs unguarded: %s", exchange.match.rule.name, error)
-            await self.app(scope, receive, exchange.send)
-        return None
+            return await self._refused(error, exchange, scope, body_first(body, receive))
+
+    async def _refused(self, error: OncemoreError, exchange: Exchange, scope: Scope, receive: Receive) -> None:
+        """Nothing has happened: say why; or, where the rule prefers that to an operation which is not done, do it."""
+        if not isinstance(error, StoreError) or exchange.rule.store_down != "run":
+            return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation))
+        log.error("The store is down, and %s runs unguarded: %s", exchange.rule.name, error)
+        return await self.app(scope, receive, exchange.send)
 
 
 def inner_path(scope: Scope) -> str:
@@ -124,34 +119,6 @@ def inner_path(scope: Scope) -> str:
     path: str = scope["path"]
     below = path.removeprefix(scope["root_path"].rstrip("/"))
     return below if below.startswith("/") else path
-
-
-async def protect(exchange: Exchange, coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run until the outcome is kept, also when the server or an outer middleware gives up on the client before that."""
-    loop = asyncio.get_running_loop()
-    task, waiter = loop.create_task(coroutine), loop.create_future()  # as asyncio.shield does, with less ado
-    TASKS.add(task)
-    task.add_done_callback(partial(done, waiter))
-    try:
-        await waiter
-    except asyncio.CancelledError:
-        if exchange.abandon():
-            task.cancel()
-        task.add_done_callback(report)
-        raise
-    task.result()
-
-
-def done(waiter: asyncio.Future[None], task: asyncio.Task[None]) -> None:
-    TASKS.discard(task)
-    if not waiter.done():
-        waiter.set_result(None)
-
-
-def report(task: asyncio.Task[None]) -> None:
-    """Tell of a failure after everyone who would have heard of it had left."""
-    if not task.cancelled() and task.exception() is not None:
-        log.error("A guarded request failed after it was abandoned", exc_info=task.exception())
 
 
 async def read_body(receive: Receive, match: Match, door: Door) -> bytes | None:

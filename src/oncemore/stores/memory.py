@@ -84,9 +84,10 @@ class MemoryStore:
 
     @at_once
     def claim(self, operation: Operation, *, lease: float) -> Lease | Record:
+        id = operation.id
         with self._lock:
             now = self._now()
-            record, state = self._state(operation.id, now)
+            record, state = self._state(id, now)
             attempts, created_at = 1, now
             if record is not None and state != "absent":
                 if follows(state, "claim") is None or record.fingerprint != operation.fingerprint:
@@ -94,20 +95,10 @@ class MemoryStore:
                 attempts, created_at = record.attempts + 1, record.created_at
             elif record is not None:
                 self._archive(record)
-            claimed = self._records[operation.id] = Record(
-                scope=operation.scope,
-                key=operation.key,
-                name=operation.name,
-                fingerprint=operation.fingerprint,
-                state=RUNNING,
-                token=next(self._tokens),
-                holder=self.holder.next(),
-                attempts=attempts,
-                created_at=created_at,
-                lease_until=now + lease,
-                now=now,
-            )
-        return Lease(operation, claimed.token, claimed.lease_until, attempts, lapsed=state == "lapsed")
+            token, until = next(self._tokens), now + lease
+            names = (*id, operation.name, operation.fingerprint)
+            self._records[id] = Record(*names, RUNNING, token, self.holder.next(), attempts, created_at, until, now)
+        return Lease(operation, token, until, attempts, state == "lapsed")
 
     def _archive(self, record: Record) -> None:
         """Keep an expired record for the audit, where its rule says so."""
@@ -117,12 +108,14 @@ class MemoryStore:
 
     def _own(self, held: Lease, verb: Verb, **changes: Any) -> Record:
         """The record after its owner's *verb*; anyone else's is refused, and the same said again changes nothing."""
-        record, state = self._state(held.operation.id, self._now())
-        if record is None or record.token != held.token or follows(state, verb) is None:
+        id = held.operation.id
+        record, state = self._state(id, self._now())
+        after = follows(state, verb)
+        if record is None or record.token != held.token or after is None:
             raise fenced(held)
-        if state == follows(state, verb) != RUNNING:
+        if state == after != RUNNING:
             return record
-        changed = self._records[record.id] = replace(record, **changes)
+        changed = self._records[id] = replace(record, **changes)
         return changed
 
     @at_once

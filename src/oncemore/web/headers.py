@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 Headers = Sequence[tuple[str, str]]  # names in lower case, in the order they came
 
@@ -51,8 +52,9 @@ def lines(headers: Headers, name: str) -> list[str]:
 
 def kept_headers(headers: Headers, allowed: frozenset[str] | None = None) -> tuple[tuple[str, str], ...]:
     """Those headers of a response that a replay repeats; with an allow-list, at most those on it."""
-    return tuple(
-        (name, value)
-        for name, value in headers
-        if name not in NEVER_KEPT and not name.startswith(NEVER_KEPT_PREFIXES) and (allowed is None or name in allowed)
-    )
+    return tuple([(name, value) for name, value in headers if is_kept(name) and (allowed is None or name in allowed)])
+
+
+@lru_cache(maxsize=1024)
+def is_kept(name: str) -> bool:
+    return name not in NEVER_KEPT and not name.startswith(NEVER_KEPT_PREFIXES)

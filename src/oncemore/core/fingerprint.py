@@ -155,7 +155,7 @@ def algorithm_for(media_type: str) -> str:
 
 def head(method: str, path: str, query: str, media_type: str) -> bytes:
     """All that counts besides the body, each part after its length."""
-    query = respell(query)
+    query = respell(query) if query else ""
     parts = f"{len(method)}:{method}{len(path)}:{path}{len(query)}:{query}{len(media_type)}:{media_type}"
     return parts.encode("utf-8", "surrogatepass")
 

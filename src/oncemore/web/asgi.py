@@ -18,7 +18,7 @@ from .current import current_operation
 from .documented import document, outermost
 from .environ import matched
 from .exchange import Exchange, respond
-from .headers import value_of
+from .headers import Fields, value_of
 from .http import Door, Request
 from .options import Options
 from .routes import declare
@@ -65,12 +65,13 @@ class IdempotencyMiddleware:
         inner = inner_path(scope) if scope.get("root_path") else path
         if method in SAFE_METHODS and not (self.door.status_path in (path, inner) and method in ("GET", "HEAD")):
             return await self.app(scope, receive, send)
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        headers = Fields(scope["headers"])
         request = Request(method, path, scope["query_string"].decode("latin-1"), headers, native=scope)
         try:
             if method in SAFE_METHODS:
                 return await respond(send, await status_response(self.door, request))
-            match = self.door.match(method, path, headers, matched(self.door.contract, method, path, inner))
+            found = matched(self.door.contract, method, path, inner) if path != inner else None
+            match = self.door.match(method, path, headers, found)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error))
         if match is None:
@@ -134,7 +135,7 @@ async def read_body(receive: Receive, match: Match, door: Door) -> bytes | None:
         door.check_length(match.rule, length)
         chunks.append(chunk)
         if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            return chunk if len(chunks) == 1 else b"".join(chunks)
 
 
 def body_first(body: bytes, receive: Receive) -> Receive:

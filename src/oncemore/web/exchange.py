@@ -37,6 +37,7 @@ log = logging.getLogger("oncemore.web")
 class Exchange:
     """The app's messages on one side, the client's on the other, and the guard's plan between them."""
 
+    begun = False  # the task that performs is under way
     performed = False
     settled = False
     passing = False  # a stream, or too large: each message goes straight to the client
@@ -87,28 +88,30 @@ class Exchange:
                     effect = plan.send(answer)
         except StopIteration as end:
             return await respond(self.send, self.door.replayed(self.rule, end.value))
-        return await self._protect(self._go_on(effect))
-
-    async def _protect(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run until the outcome is kept, also when the server or an outer middleware gives up on the client before that.
-
-        In a task of its own from the start: what the app has begun (a timeout, a task group) belongs to the task it
-        began in, and could not be carried over when the time comes.
-        """
+        # From here on the outcome is to be kept, also when the server or an outer middleware gives up on the client.  In a
+        # task from the start: what the app begins there (a timeout, a task group) could not be carried over to one later.
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()  # as asyncio.shield does, with less ado
-        task = loop.create_task(coroutine)
+        task = loop.create_task(self._go_on(effect))
         TASKS.add(task)
         task.add_done_callback(partial(ended, waiter))
         try:
             await waiter
         except asyncio.CancelledError:
-            self.send, self.abandoned = nowhere, True  # whoever has given up may say other things on its channel
-            if self.over:  # nothing is left to be kept
-                task.cancel()
-            task.add_done_callback(self._report)
+            await self._abandon(task, effect)
             raise
-        task.result()
+        return task.result()
+
+    async def _abandon(self, task: asyncio.Task[None], effect: Effect[Any]) -> None:
+        """Whoever asked has given up, and may say other things on its channel; what has begun goes on without it."""
+        self.send, self.abandoned = nowhere, True
+        if self.over or not self.begun:  # nothing is left to be kept, or nothing has happened yet
+            task.cancel()
+        task.add_done_callback(self._report)
+        if not self.begun:
+            error = SentElsewhere() if isinstance(effect, Perform) else asyncio.CancelledError()
+            with suppress(SentElsewhere, asyncio.CancelledError):
+                await arun_to(Perform, self.plan, lambda: self.plan.throw(error))
 
     def _report(self, task: asyncio.Task[None]) -> None:
         """Tell of a failure after everyone who would have heard of it had left; a refusal is none."""
@@ -118,6 +121,7 @@ class Exchange:
 
     async def _go_on(self, effect: Effect[Any]) -> None:
         """Perform, when it is our turn; until then the guard may have to wait, or to look twice."""
+        self.begun = True
         if not isinstance(effect, Perform):
             found = await arun_to(Perform, self.plan, lambda: effect)
             if isinstance(found, Ended):
@@ -130,7 +134,8 @@ class Exchange:
             if self.rule.rate is not None or self.rule.if_match:
                 await self._check(effect.op)
             self.performed = True
-            await self.app(self._app_scope(), self._heard, self._from_app)
+            scope = self.request.native
+            await self.app(without_ways_around(scope) if "extensions" in scope else scope, self._heard, self._from_app)
             if not self.settled:
                 raise RuntimeError("The application ended without a complete response")
         except BaseException as error:
@@ -168,15 +173,6 @@ class Exchange:
         ]
         await self.app(scope, receive, send)
         return found.get("status", 500), found.get(b"etag", b"").decode("latin-1")
-
-    def _app_scope(self) -> MutableMapping[str, Any]:
-        """The scope without those extensions by which a response would go around us."""
-        scope: MutableMapping[str, Any] = self.request.native
-        extensions = scope.get("extensions")
-        if extensions:
-            kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
-            scope = {**scope, "extensions": kept}
-        return scope
 
     # What the app hears and sends
 
@@ -303,9 +299,16 @@ class Exchange:
         return {**self.start, "headers": [*self.start.get("headers", ()), *encoded(tuple(added))]}
 
 
+def without_ways_around(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """The scope without those extensions by which a response would go around us."""
+    extensions = scope["extensions"] or {}
+    kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
+    return {**scope, "extensions": kept}
+
+
 def decoded(start: Message) -> list[tuple[str, str]]:
     """The headers that the app's response starts with."""
-    return [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in start.get("headers", ())]
+    return [(str(name, "latin-1").lower(), str(value, "latin-1")) for name, value in start.get("headers", ())]
 
 
 @lru_cache(maxsize=1024)

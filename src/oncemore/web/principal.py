@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidPrincipal, PrincipalFailed
-from .headers import Headers
+from .headers import Fields, Headers
 
 if TYPE_CHECKING:
     from .http import Request
@@ -70,6 +70,8 @@ def user_of(native: Any) -> str:
 
 def credentials_of(headers: Headers) -> str:
     """A digest of the headers by which the caller proves its identity."""
+    if isinstance(headers, Fields) and CREDENTIALS.isdisjoint(headers.first):
+        return ""
     found = [field for field in headers if field[0] in CREDENTIALS]
     return digest(tuple(found)) if found else ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 
 import msgspec
 
@@ -41,7 +42,7 @@ class Cache:
     def _reset(self) -> None:
         self._size = 0
         self._lock = threading.Lock()
-        self._entries: dict[Id, Kept] = {}
+        self._entries: OrderedDict[Id, Kept] = OrderedDict()  # a plain dict takes long to find its oldest entry
 
     def get(self, id: Id) -> Kept | None:
         """The outcome of the operation *id*, where it is known and has not expired."""
@@ -65,7 +66,7 @@ class Cache:
             self._entries[id] = kept
             self._size += size
             while self._size > self._most:
-                self._forget(next(iter(self._entries)))
+                self._size -= self._entries.popitem(last=False)[1].size
 
     def drop(self, id: Id) -> None:
         """Forget the operation *id*."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from hashlib import sha256
 from typing import Any
 
@@ -21,7 +22,7 @@ class Fingerprints:
     def __init__(self, secrets: tuple[bytes, ...]) -> None:
         self._secrets = secrets
         self._rules: dict[int, tuple[Rule, Fingerprinter]] = {}
-        self._latest: dict[object, str] = {}
+        self._latest: OrderedDict[object, str] = OrderedDict()  # a plain dict takes long to find its oldest entry
 
     def of(self, rule: Rule, parts: Parts) -> str:
         """The fingerprint of a request under *rule*."""
@@ -31,7 +32,7 @@ class Fingerprints:
         if found is None:
             found = self._latest[request] = self.fingerprinter(rule).fingerprint(*parts)
             if len(self._latest) > MOST_REMEMBERED:
-                self._latest.pop(next(iter(self._latest)), None)
+                self._latest.popitem(last=False)
         return found
 
     def matches(self, rule: Rule, parts: Parts, stored: str) -> bool:

@@ -18,7 +18,7 @@ from .current import current_operation
 from .documented import document, outermost
 from .environ import matched
 from .exchange import Exchange, respond
-from .headers import Fields, value_of
+from .headers import Fields
 from .http import Door, Request
 from .options import Options
 from .routes import declare
@@ -66,17 +66,16 @@ class IdempotencyMiddleware:
         if method in SAFE_METHODS and not (self.door.status_path in (path, inner) and method in ("GET", "HEAD")):
             return await self.app(scope, receive, send)
         headers = Fields(scope["headers"])
-        request = Request(method, path, scope["query_string"].decode("latin-1"), headers, native=scope)
         try:
             if method in SAFE_METHODS:
-                return await respond(send, await status_response(self.door, request))
+                return await respond(send, await status_response(self.door, request_of(scope, headers)))
             found = matched(self.door.contract, method, path, inner) if path != inner else None
             match = self.door.match(method, path, headers, found)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error))
         if match is None:
             return await self.app(scope, receive, send)
-        return await self._guard(match, request, scope, receive, send)
+        return await self._guard(match, headers, scope, receive, send)
 
     def _declare(self, scope: Scope) -> None:
         """Find the rules on the app's endpoints, and show the whole contract in the app's own document, if it has one."""
@@ -86,14 +85,13 @@ class IdempotencyMiddleware:
         document(app, self.door.contract, status_path=self.door.status_path, problem_base=self.door.problem_base)
         self._passed = SAFE_METHODS
 
-    async def _guard(self, match: Match, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _guard(self, match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
         """Name what is asked, and let it happen once."""
         try:
-            self.door.check_length(match.rule, declared_length(request))
-            body = await read_body(receive, match, self.door)
+            body = await read_body(receive, match, self.door, headers)
             if body is None:
                 return None  # the client went away before it had asked for anything
-            request = Request(request.method, request.path, request.query, request.headers, body, scope)
+            request = request_of(scope, headers, body)
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error, match))
@@ -122,8 +120,14 @@ def inner_path(scope: Scope) -> str:
     return below if below.startswith("/") else path
 
 
-async def read_body(receive: Receive, match: Match, door: Door) -> bytes | None:
+def request_of(scope: Scope, headers: Fields, body: bytes = b"") -> Request:
+    query = scope["query_string"]
+    return Request(scope["method"], scope["path"], str(query, "latin-1") if query else "", headers, body, scope)
+
+
+async def read_body(receive: Receive, match: Match, door: Door, headers: Fields) -> bytes | None:
     """The whole body; None where the client went away in the middle of it."""
+    door.check_length(match.rule, declared_length(headers))
     chunks: list[bytes] = []
     length = 0
     while True:
@@ -152,6 +156,6 @@ def body_first(body: bytes, receive: Receive) -> Receive:
     return receive_again
 
 
-def declared_length(request: Request) -> int:
-    text = value_of(request.headers, "content-length")
+def declared_length(headers: Fields) -> int:
+    text = headers.first.get("content-length", "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0

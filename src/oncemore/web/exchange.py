@@ -228,7 +228,8 @@ class Exchange:
         if self.answer.how == "replayed":  # a late owner: what counts is what the other one settled
             await respond(self.send, self.door.replayed(self.rule, self.answer))
             return
-        await self.send(self._start(self.door.headers(self.rule, self.answer)))
+        added = encoded(tuple(self.door.headers(self.rule, self.answer)))
+        await self.send({**start, "headers": [*start.get("headers", ()), *added]})
         await self.send({"type": "http.response.body", "body": body})
 
     def _can_wait(self) -> bool:

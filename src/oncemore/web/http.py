@@ -40,6 +40,8 @@ from .problem import Response, problem
 
 log = logging.getLogger("oncemore.web")
 
+MOST_SCOPES = 4096
+
 
 class Request(msgspec.Struct, frozen=True, eq=False):
     """A request as every door can tell it: names of headers in lower case, *path* decoded, *body* whole."""
@@ -88,6 +90,7 @@ class Door:
         self.status_path = status_path
         self.problem_base = problem_base
         self._fingerprints = Fingerprints(tuple(secrets))
+        self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         for name in self.contract.unscoped:
             warnings.warn(f"The rule {name!r} has no principal: whoever knows a key sees its outcome", stacklevel=3)
@@ -149,8 +152,16 @@ class Door:
 
     def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:
         """Who owns the key, by the rule's scope."""
-        custom = principal_of(rule.scope, request) if callable(rule.scope) else ""
-        return rule.scope_of(principal=principal, tenant=tenant, custom=custom, route=route)
+        if callable(rule.scope):
+            return rule.scope_of(tenant=tenant, custom=principal_of(rule.scope, request), route=route)
+        asked = (id(rule), route, principal, tenant)
+        found = self._scopes.get(asked)
+        if found is None:
+            if len(self._scopes) >= MOST_SCOPES:
+                self._scopes.clear()
+            # With the rule, so that its identity is not used again.
+            found = self._scopes[asked] = (rule.scope_of(principal=principal, tenant=tenant, route=route), rule)
+        return found[0]
 
     def _context(self, match: Match, request: Request, principal: str, tenant: str) -> dict[str, Any]:
         """What templates may name."""

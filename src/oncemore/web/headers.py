@@ -58,6 +58,11 @@ def value_of(headers: Headers, name: str) -> str:
     return ""
 
 
+def is_sent(headers: Headers, name: str) -> bool:
+    """Whether the header *name* came at all, be it empty."""
+    return name in headers.first if isinstance(headers, Fields) else bool(lines(headers, name))
+
+
 def lines(headers: Headers, name: str) -> list[str]:
     """Each value that the header *name* came with."""
     if isinstance(headers, Fields) and name not in headers.first:

@@ -34,7 +34,7 @@ from ..errors import (
 )
 from .admission import Admission, Rates, default_rates
 from .fingerprints import Fingerprints
-from .headers import Headers, kept_headers, lines, value_of
+from .headers import Headers, is_sent, kept_headers, lines, value_of
 from .principal import Principal, principal_of
 from .problem import Response, problem
 
@@ -106,7 +106,7 @@ class Door:
         if match is None or not match.rule.idempotent:
             return None
         key = match.rule.key
-        keyed = key.source != "header" or key.required or bool(lines(headers, key.name.lower()))
+        keyed = key.source != "header" or key.required or is_sent(headers, key.name.lower())
         if not match.declared:
             if self.contract.undeclared == "refuse":
                 raise Undeclared(f"No rule of the contract matches {method} {path}")

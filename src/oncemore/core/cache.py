@@ -59,8 +59,7 @@ class Cache:
         kept = Kept(fingerprint, outcome, self._monotonic() + min(remaining, LONGEST), expires_at)
         size = kept.size
         with self._lock:
-            if id in self._entries:
-                self._forget(id)
+            self._forget(id)
             if size > self._most // 16:
                 return
             self._entries[id] = kept

@@ -8,6 +8,7 @@ import time
 
 ALL = (
     "fingerprint",
+    "inside",
     "sqlite",
     "postgres",
     "redis",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from oncemore.core.lane import Ask, Lane
+from oncemore.core.lane import Ask, Lane, Tell
 from oncemore.core.plan import Call, Plan, arun
 from oncemore.errors import StoreError, StoreUnavailable
 
@@ -384,7 +384,10 @@ async def test_a_lane_is_drained_when_nothing_is_in_flight() -> None:
     assert await asyncio.gather(*tasks) == ["<1>", "<2>"]
 
 
-async def test_an_answer_that_meets_a_cancellation_is_abandoned() -> None:
+@pytest.mark.parametrize(("kind", "expected"), [(Ask, [(1, "answer to 1")]), (Tell, [])])
+async def test_an_answer_that_meets_a_cancellation_is_abandoned_unless_it_leaves_nothing_behind(
+    kind: type[Ask[int]], expected: list[tuple[int, str]]
+) -> None:
     """The answer is there, and its caller is cancelled before it has resumed: nobody else could give it back."""
     abandoned: list[tuple[int, str]] = []
 
@@ -404,10 +407,10 @@ async def test_an_answer_that_meets_a_cancellation_is_abandoned() -> None:
             return future
 
     async def caller() -> Any:
-        return await Ask(lane, 1).arun()
+        return await kind(lane, 1).arun()
 
     lane = Cancelling(fly, abandoned=gone)
     task = asyncio.create_task(caller())
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert abandoned == [(1, "answer to 1")]
+    assert abandoned == expected

@@ -297,3 +297,18 @@ async def test_a_long_stream_is_not_taken_for_a_lost_lease() -> None:
     contract = Contract(Rule("POST /things", lease="90ms"))
     await Wire().through(IdempotencyMiddleware(app, guard=guard, contract=contract))
     assert events == ["claimed", "settled"]
+
+
+async def test_a_loop_that_is_shut_down_before_the_app_has_begun_leaves_the_key_free(guard: Guard) -> None:
+    """CASES 23: the lease is there, but nothing has happened under it; to hold it would be to doubt for nothing."""
+    app = Counted()
+    door = IdempotencyMiddleware(app, guard=guard)
+    task = asyncio.create_task(Wire().through(door))
+    await asyncio.sleep(0)
+    assert await state(guard) == "running"
+    for each in asyncio.all_tasks() - {asyncio.current_task()}:  # as asyncio.run does
+        each.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert app.runs == 0
+    assert ((await Wire().through(door)).said, app.runs) == ("stored", 1)

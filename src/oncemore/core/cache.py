@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 
 import msgspec
 
@@ -41,7 +42,7 @@ class Cache:
     def _reset(self) -> None:
         self._size = 0
         self._lock = threading.Lock()
-        self._entries: dict[Id, Kept] = {}
+        self._entries: OrderedDict[Id, Kept] = OrderedDict()  # a plain dict takes long to find its oldest entry
 
     def get(self, id: Id) -> Kept | None:
         """The outcome of the operation *id*, where it is known and has not expired."""
@@ -56,14 +57,15 @@ class Cache:
     def put(self, id: Id, fingerprint: str, outcome: Outcome, *, remaining: float, expires_at: float | None) -> None:
         """Remember *outcome* for as long as it is kept in the store, or for a minute, whichever is shorter."""
         kept = Kept(fingerprint, outcome, self._monotonic() + min(remaining, LONGEST), expires_at)
+        size = kept.size
         with self._lock:
             self._forget(id)
-            if kept.size > self._most // 16:
+            if size > self._most // 16:
                 return
             self._entries[id] = kept
-            self._size += kept.size
+            self._size += size
             while self._size > self._most:
-                self._forget(next(iter(self._entries)))
+                self._size -= self._entries.popitem(last=False)[1].size
 
     def drop(self, id: Id) -> None:
         """Forget the operation *id*."""

@@ -45,15 +45,17 @@ def canonical_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> bytes:
 
 def read_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> tuple[Any, bytes]:
     """The value of the JSON text *data*, its numbers exact, and its form; raises InvalidPayload where it has none."""
-    if deeper_than(max_depth, data):
+    if data.count(b"[") + data.count(b"{") > max_depth and deeper_than(max_depth, data):
         raise InvalidPayload(f"The JSON is nested deeper than {max_depth} levels")
     try:
-        value = DECODER.decode(with_long_integers_as_decimals(data))
+        long = LONG_RUN in data.translate(DIGITS_AS_ZEROS)
+        value = DECODER.decode(with_long_integers_as_decimals(data) if long else data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidPayload(f"The body is not JSON: {error}") from error
     text = write_json(value)
+    quotes = count_quotes(data) if b"\\" in data else data.count(b'"')
     # The decoder keeps the last of two equal members; each one that it drops takes the quotes of its name along.
-    if text.count(b'"') != count_quotes(data):
+    if text.count(b'"') != quotes:
         raise InvalidPayload("The JSON has an object that names a member twice")
     return value, text
 
@@ -105,8 +107,6 @@ def layout(sign: str, digits: str, power: int) -> str:
 
 def deeper_than(limit: int, data: bytes) -> bool:
     """Whether the brackets of *data* nest deeper than *limit*; asked before decoding, which would recurse."""
-    if data.count(b"[") + data.count(b"{") <= limit:
-        return False
     outside_strings = b"".join(STRING_ESCAPE.sub(b"", data).split(b'"')[::2])
     brackets = outside_strings.translate(None, NOT_BRACKETS)
     return max(accumulate(map(STEP.__getitem__, brackets)), default=0) > limit
@@ -115,15 +115,13 @@ def deeper_than(limit: int, data: bytes) -> bool:
 def count_quotes(data: bytes) -> int:
     """How many quotes the form has if no member is lost: those of *data*, and those that it spells by number."""
     count = data.count(b'"')
-    if b"\\" in data and b"\\u0022" in data:
+    if b"\\u0022" in data:
         count += STRING_ESCAPE.findall(data).count(b"\\u0022")
     return count
 
 
 def with_long_integers_as_decimals(data: bytes) -> bytes:
     """*data* with `.0` after each long integer, so that it is read by its digits and not by int(), which has limits."""
-    if LONG_RUN not in data.translate(DIGITS_AS_ZEROS):
-        return data
     return STRING_OR_NUMBER.sub(_long_integer_as_decimal, data)
 
 

@@ -27,6 +27,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigurationError, InvalidPayload
@@ -139,10 +140,12 @@ def fingerprint_of(value: Any) -> str:
     return sign("v1", "", b"", b"", write_json(exact_value(value)))
 
 
+@lru_cache(maxsize=256)
 def media_type_of(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
+@lru_cache(maxsize=256)
 def algorithm_for(media_type: str) -> str:
     """The id of the algorithm that reads bodies of *media_type* today."""
     if media_type.startswith("application/") and media_type.endswith("+json"):
@@ -152,7 +155,7 @@ def algorithm_for(media_type: str) -> str:
 
 def head(method: str, path: str, query: str, media_type: str) -> bytes:
     """All that counts besides the body, each part after its length."""
-    query = respell(query)
+    query = respell(query) if query else ""
     parts = f"{len(method)}:{method}{len(path)}:{path}{len(query)}:{query}{len(media_type)}:{media_type}"
     return parts.encode("utf-8", "surrogatepass")
 

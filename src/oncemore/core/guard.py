@@ -82,14 +82,17 @@ class Guard(Ledger):
         if policy.effect != "lease":
             raise ConfigurationError(f"effect = {policy.effect!r} is not available yet")
         try:
-            found = yield from self.turn(operation, policy, wait)
+            found = yield from self.store.claim(operation, lease=policy.lease)
+            if not isinstance(found, Lease):
+                found = yield from self._stopped(found, operation, policy, wait)
             if isinstance(found, Lease):
                 return (yield from self.own(found, perform, policy))
             answer = yield from self.repeat(found, policy)
         except OncemoreError as error:
             self._refused(operation, error)
             raise
-        self.tell("replayed", operation, status=answer.outcome.status)
+        if self.observers:
+            self.tell("replayed", operation, status=answer.outcome.status)
         return answer
 
     def known(self, operation: Operation, policy: Policy) -> Answer | None:
@@ -103,14 +106,22 @@ class Guard(Ledger):
         except OncemoreError as error:
             self._refused(operation, error)
             raise
-        self.tell("replayed", operation, status=answer.outcome.status)
+        if self.observers:
+            self.tell("replayed", operation, status=answer.outcome.status)
         return answer
 
     # Getting a turn
 
     def turn(self, operation: Operation, policy: Policy, wait: float | None = None) -> Plan[Lease | Record]:
         """A lease, or the settled record; what is running is waited for, and everything else refused."""
-        found = yield from self._claim(operation, policy)
+        found = yield from self.store.claim(operation, lease=policy.lease)
+        return found if isinstance(found, Lease) else (yield from self._stopped(found, operation, policy, wait))
+
+    def _stopped(
+        self, record: Record, operation: Operation, policy: Policy, wait: float | None
+    ) -> Plan[Lease | Record]:
+        """As `turn`, for a claim that met a *record*."""
+        found = yield from self._judge(record, operation, policy)
         if isinstance(found, Lease) or found.state == "settled":
             return found
         limit = policy.wait if wait is None else min(wait, policy.wait)
@@ -124,7 +135,9 @@ class Guard(Ledger):
         delay = FIRST_POLL
         with self.store.bell.waiting(operation.id) as waiter:
             while True:  # the store is asked after the waiter is known to the bell, so that no ring is missed
-                found = yield from self._claim(operation, policy)
+                found = yield from self.store.claim(operation, lease=policy.lease)
+                if not isinstance(found, Lease):
+                    found = yield from self._judge(found, operation, policy)
                 if isinstance(found, Lease) or found.state == "settled":
                     return found
                 left = ends - self.clock.monotonic()
@@ -134,11 +147,8 @@ class Guard(Ledger):
                 yield waiter.wait(min(delay, left, max(found.lease_until - found.now, FIRST_POLL)))
                 delay = min(delay * 2, self.store.poll)
 
-    def _claim(self, operation: Operation, policy: Policy) -> Plan[Lease | Record]:
-        """One claim, judged: a lease, or the record of the same request, settled or running."""
-        found = yield from self.store.claim(operation, lease=policy.lease)
-        if isinstance(found, Lease):
-            return found
+    def _judge(self, found: Record, operation: Operation, policy: Policy) -> Plan[Lease | Record]:
+        """What a claim that met the record *found* comes to: a lease, or that record, settled or running."""
         check(operation, found.fingerprint)
         if is_over(found):  # free, but fingerprinted by an older algorithm or secret: take it over under its own
             operation = msgspec.structs.replace(operation, fingerprint=found.fingerprint)
@@ -195,8 +205,9 @@ class Guard(Ledger):
 
     def _perform(self, op: Op, perform: Performer, policy: Policy, beats: tuple[Beat, ...]) -> Plan[Answer]:
         lease = op.lease
-        former = "lapsed" if lease.lapsed else ""
-        self.tell("claimed", lease.operation, token=lease.token, attempt=lease.attempt, from_state=former)
+        if self.observers:
+            former = "lapsed" if lease.lapsed else ""
+            self.tell("claimed", lease.operation, token=lease.token, attempt=lease.attempt, from_state=former)
         beats = (self.heart.beat(lease, policy.lease), *beats)
         try:
             if lease.operation.unique is not None:
@@ -219,9 +230,9 @@ class Guard(Ledger):
         try:
             value = yield Perform(self.heart, beats, perform, op)
         except policy.errors as error:
-            return Answer(error_outcome(error), "stored", attempt=op.attempt, value=error)
+            return Answer(error_outcome(error), "stored", None, op.lease.attempt, error)
         outcome = value if isinstance(value, Outcome) else value_outcome(value)
-        return Answer(outcome, "stored", attempt=op.attempt, value=value)
+        return Answer(outcome, "stored", None, op.lease.attempt, value)
 
     def settle(self, op: Op, answer: Answer, policy: Policy) -> Plan[Answer]:
         """Make the outcome durable, and only then the caller's."""
@@ -239,8 +250,9 @@ class Guard(Ledger):
         expires_at = self.clock.time() + policy.ttl  # for the caller to read; the store's own clock is what counts
         if policy.ttl_from == "creation":
             self.cache.put(operation.id, operation.fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
-        self.tell("settled", operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
-        return msgspec.structs.replace(answer, expires_at=expires_at)
+        if self.observers:
+            self.tell("settled", operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
+        return Answer(outcome, answer.how, expires_at, answer.attempt, answer.value)
 
     def _after_all(self, operation: Operation, policy: Policy, error: Fenced) -> Plan[Answer]:
         """A late owner answers with what the one who took over has settled, where it has."""

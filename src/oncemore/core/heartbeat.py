@@ -51,13 +51,19 @@ class Heartbeat:
     def _reset(self) -> None:
         self.threads = ThreadBeats(self)
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBeats] = weakref.WeakKeyDictionary()
+        self._latest: tuple[Callable[[], object], LoopBeats] = (lambda: None, LoopBeats(self))
 
     def beat(self, lease: Lease, seconds: float) -> Beat:
         return Beat(lease, seconds, self.now() + seconds / 3)
 
     def on_loop(self) -> LoopBeats:
+        """The beats of the running loop."""
         loop = asyncio.get_running_loop()
-        return self._loops.get(loop) or self._loops.setdefault(loop, LoopBeats(self))
+        known, beats = self._latest  # nearly always there is one loop, and a look into the dictionary takes longer
+        if known() is not loop:
+            beats = self._loops.get(loop) or self._loops.setdefault(loop, LoopBeats(self))
+            self._latest = (weakref.ref(loop), beats)
+        return beats
 
     def due(self, beats: set[Beat]) -> list[Beat]:
         """Those to be renewed now, with their next time set; the lost are dropped."""
@@ -86,7 +92,8 @@ class Perform(Call):
     __slots__ = ("beats", "heart", "op")
 
     def __init__(self, heart: Heartbeat, beats: tuple[Beat, ...], function: Callable[[Op], Any], op: Op) -> None:
-        super().__init__(function, op)
+        self.function = function
+        self.args = (op,)
         self.heart = heart
         self.beats = beats
         self.op = op
@@ -103,7 +110,8 @@ class Perform(Call):
         loop = self.heart.on_loop()
         try:
             loop.add(self.beats)
-            return await super().arun()
+            result = self.function(self.op)
+            return await result if hasattr(result, "__await__") else result
         finally:
             end(loop.beats, self.beats)
 

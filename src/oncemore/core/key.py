@@ -37,6 +37,9 @@ ESCAPED = re.compile(r"\\(.)")
 BARE = re.compile(r"[ !#-+\--~]*", re.ASCII)
 ROOM_FOR_PARAMETERS = 256
 
+# What nearly all keys look like; where any format will do, there is nothing more to ask of one.
+SIMPLE = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
+
 
 def parse_key(
     values: Sequence[str | bytes], *, strict: bool = False, max_length: int = MAX_LENGTH, format: KeyFormat = "any"
@@ -46,7 +49,16 @@ def parse_key(
         raise MissingKey("No idempotency key was sent; send a unique one, and the same one when you retry.")
     if len(values) > 1:
         raise InvalidKey(f"The idempotency key was sent {len(values)} times; send the header once.")
-    text = field_text(values[0], max_length)
+    value = values[0]
+    if (
+        format == "any"
+        and not strict
+        and isinstance(value, str)
+        and SIMPLE.fullmatch(value)
+        and len(value) <= max_length
+    ):
+        return value
+    text = field_text(value, max_length)
     key = unquoted(text) if text.startswith('"') else bare(text, strict)
     return check_key(key, max_length=max_length, format=format)
 

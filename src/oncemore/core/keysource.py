@@ -58,13 +58,11 @@ class KeySource:
 
         *lines* are the header's field lines; *context* is what `Template.render` takes.
         """
+        if self.source == "header":
+            return self.from_header(lines) if lines or self.required else None
         if self.template:
             return self.template.render(**context)
-        if self.source == "body":
-            return self.from_body(context.get("body"))
-        if self.source == "header" and (lines or self.required):
-            return self.from_header(lines)
-        return None
+        return self.from_body(context.get("body")) if self.source == "body" else None
 
     def from_header(self, lines: Sequence[str | bytes]) -> str:
         if not lines:

@@ -52,6 +52,15 @@ class Ask(Generic[Item]):
             raise
 
 
+class Tell(Ask[Item]):
+    """An Ask whose answer gives the caller nothing that it could leave behind: a settle, a release."""
+
+    __slots__ = ()
+
+    def arun(self) -> Awaitable[Any]:
+        return self.lane.enqueue(self.item)
+
+
 class Lane(Generic[Item]):
     """A queue whose items *fly* together.  *abandoned* is told of each answer whose caller has gone away."""
 
@@ -69,6 +78,7 @@ class Lane(Generic[Item]):
         self._waiting: deque[Seat[Item]] = deque()
         self._leader: Seat[Item] | None = None
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLane[Item]] = weakref.WeakKeyDictionary()
+        self._latest: tuple[Callable[[], object], LoopLane[Item]] = (lambda: None, LoopLane(self))
 
     # Threads: the caller at the front of the queue flies the group, then hands the lead to the next one waiting.
     # An interruption (a signal, mostly) may come between any two steps, so each step leaves what _leave can mend.
@@ -129,7 +139,10 @@ class Lane(Generic[Item]):
     def enqueue(self, item: Item) -> asyncio.Future[Any]:
         """A future for the answer to *item*, on the running loop."""
         loop = asyncio.get_running_loop()
-        lane = self._loops.get(loop) or self._on_loop(loop)
+        known, lane = self._latest  # nearly always there is one loop, and a look into the dictionary takes longer
+        if known() is not loop:
+            lane = self._loops.get(loop) or self._on_loop(loop)
+            self._latest = (weakref.ref(loop), lane)
         return lane.enqueue(loop, item)
 
     def _on_loop(self, loop: asyncio.AbstractEventLoop) -> LoopLane[Item]:
@@ -239,10 +252,8 @@ class LoopLane(Generic[Item]):
             for _, future in group:
                 tell(future, interrupted())
             raise
-        left = [
-            (item, answer) for (item, future), answer in zip(group, answers, strict=True) if not tell(future, answer)
-        ]
-        for item, answer in left:
+        left = [entry for entry in zip(group, answers, strict=True) if not tell(entry[0][1], entry[1])]
+        for (item, _), answer in left:
             await arun(self.lane.abandon(item, answer))
 
 

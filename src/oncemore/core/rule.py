@@ -98,11 +98,11 @@ class Rule:
         *custom* is what the rule's own scope function returned.  *route* is the rule's name, unless given.
         """
         kind = self.scope if isinstance(self.scope, str) else "custom"
-        owners = {"principal": principal, "tenant": tenant, "custom": custom, "resource": "*", "global": "*"}
-        if not owners[kind]:
+        owner = {"principal": principal, "tenant": tenant, "custom": custom}.get(kind, "*")
+        if not owner:
             raise InvalidPrincipal(f"The {kind} that owns the key is empty, and keys without an owner are not accepted")
         route = "*" if kind == "global" or self.across_routes == "conflict" else route or self.name
-        return join(route, kind, *([tenant] if kind == "principal" and tenant else []), owners[kind])
+        return join(route, kind, tenant, owner) if kind == "principal" and tenant else join(route, kind, owner)
 
     def row(self) -> dict[str, Any]:
         """Every setting that holds, in plain values, as one row of the contract's table."""

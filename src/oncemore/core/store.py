@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from .bell import Bell
+from .fork import reset_in_child
 from .lending import Lender
 from .model import Lease, Operation, Outcome, Record
 from .plan import Plan
@@ -86,13 +87,15 @@ class Holder:
     """Names each claim of this process: one whose answer was lost can be sent again, and is still its own."""
 
     def __init__(self) -> None:
-        self._pid = 0
-        self._prefix = ""
+        self._reset()
+        reset_in_child(self)  # which must not repeat its parent's names
+
+    def _reset(self) -> None:
+        self._prefix = ""  # not yet: a process that has just been forked has other things to do
         self._count = itertools.count(1)
 
     def next(self) -> str:
         """A name that no other claim has, nor will have."""
-        if self._pid != os.getpid():  # a forked child must not repeat its parent's names
+        if not self._prefix:
             self._prefix = f"{platform.node()[:40]}:{os.getpid()}:{secrets.token_hex(4)}:"
-            self._pid = os.getpid()
-        return self._prefix + str(next(self._count))
+        return f"{self._prefix}{next(self._count)}"

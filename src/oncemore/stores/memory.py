@@ -83,11 +83,13 @@ class MemoryStore:
         expired = record.expires_at is not None and record.expires_at <= now
         return record, read(record.state, expired=expired, lapsed=record.lease_until <= now)
 
-    @at_once
-    def claim(self, operation: Operation, *, lease: float) -> Lease | Record:
+    # Every operation is claimed and settled, so these two are plans as they stand: each wrapper costs them dearly.
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        id = operation.id
         with self._lock:
             now = self._now()
-            record, state = self._state(operation.id, now)
+            record, state = self._state(id, now)
             attempts, created_at = 1, now
             if record is not None and state != "absent":
                 if follows(state, "claim") is None or record.fingerprint != operation.fingerprint:
@@ -95,20 +97,24 @@ class MemoryStore:
                 attempts, created_at = record.attempts + 1, record.created_at
             elif record is not None:
                 self._archive(record)
-            claimed = self._records[operation.id] = Record(
-                scope=operation.scope,
-                key=operation.key,
-                name=operation.name,
-                fingerprint=operation.fingerprint,
-                state=RUNNING,
-                token=next(self._tokens),
-                holder=self.holder.next(),
-                attempts=attempts,
-                created_at=created_at,
-                lease_until=now + lease,
-                now=now,
-            )
-        return Lease(operation, claimed.token, claimed.lease_until, attempts, lapsed=state == "lapsed")
+            token, until = next(self._tokens), now + lease
+            names = (*id, operation.name, operation.fingerprint)
+            self._records[id] = Record(*names, RUNNING, token, self.holder.next(), attempts, created_at, until, now)
+        return Lease(operation, token, until, attempts, state == "lapsed")
+        yield
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        id = held.operation.id
+        with self._lock:
+            now = self._now()
+            self._own(held, "settle", now, note=note, **settled(outcome, now, retention))
+            if audit:
+                self._audited.add(id)
+        self.bell.ring(id)
+        return
+        yield
 
     def _archive(self, record: Record) -> None:
         """Keep an expired record for the audit, where its rule says so."""
@@ -116,41 +122,36 @@ class MemoryStore:
             self._audited.discard(record.id)
             self.archive.append(record)
 
-    def _own(self, held: Lease, verb: Verb, **changes: Any) -> Record:
+    def _own(self, held: Lease, verb: Verb, now: float, **changes: Any) -> Record:
         """The record after its owner's *verb*; anyone else's is refused, and the same said again changes nothing."""
-        record, state = self._state(held.operation.id, self._now())
-        if record is None or record.token != held.token or follows(state, verb) is None:
+        id = held.operation.id
+        record, state = self._state(id, now)
+        after = follows(state, verb)
+        if record is None or record.token != held.token or after is None:
             raise fenced(held)
-        if state == follows(state, verb) != RUNNING:
+        if state == after != RUNNING:
             return record
-        changed = self._records[record.id] = replace(record, **changes)
+        changed = self._records[id] = replace(record, **changes)
         return changed
 
     @at_once
     def renew(self, held: Lease, *, lease: float) -> Lease:
         with self._lock:
-            record = self._own(held, "renew", lease_until=self._now() + lease)
-        return replace(held, expires_at=record.lease_until)
-
-    @at_once
-    def settle(self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = "") -> None:
-        with self._lock:
             now = self._now()
-            self._own(held, "settle", **settled(outcome, now, retention), note=note)
-            if audit:
-                self._audited.add(held.operation.id)
-        self.bell.ring(held.operation.id)
+            record = self._own(held, "renew", now, lease_until=now + lease)
+        return replace(held, expires_at=record.lease_until)
 
     @at_once
     def release(self, held: Lease, *, retention: float) -> None:
         with self._lock:
-            self._own(held, "release", state=RELEASED, expires_at=self._now() + retention)
+            now = self._now()
+            self._own(held, "release", now, state=RELEASED, expires_at=now + retention)
         self.bell.ring(held.operation.id)
 
     @at_once
     def hold(self, held: Lease, *, note: str = "") -> None:
         with self._lock:
-            self._own(held, "hold", state=HELD, note=note)
+            self._own(held, "hold", self._now(), state=HELD, note=note)
         self.bell.ring(held.operation.id)
 
     @at_once

@@ -26,14 +26,14 @@ class ExpressLane(Lane[Any]):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Queue] = weakref.WeakKeyDictionary()
-        self._latest: tuple[Callable[[], object], Queue] = (lambda: None, Queue(self))
+        self._newest: tuple[Callable[[], object], Queue] = (lambda: None, Queue(self))
 
     def enqueue(self, item: Any) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
-        known, queue = self._latest  # nearly always there is one loop, and a look into the dictionary takes longer
+        known, queue = self._newest  # nearly always there is one loop, and a look into the dictionary takes longer
         if known() is not loop:
             queue = self._queues.get(loop) or self._queue(loop)
-            self._latest = (weakref.ref(loop), queue)
+            self._newest = (weakref.ref(loop), queue)
         return queue.enqueue(loop, item)
 
     def _queue(self, loop: asyncio.AbstractEventLoop) -> Queue:

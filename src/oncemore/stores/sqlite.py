@@ -28,7 +28,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from ..core.bell import Bell, Id
-from ..core.lane import Ask, Lane
+from ..core.lane import Ask, Lane, Tell
 from ..core.lending import Lender
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan, Sleep
@@ -152,7 +152,7 @@ class SqliteStore:
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        yield Ask(self._lane, Settle(held, outcome, retention, audit, note))
+        yield Tell(self._lane, Settle(held, outcome, retention, audit, note))
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         yield from self._change(held.operation.id, lambda flight: flight.release(held, retention), rings=True)

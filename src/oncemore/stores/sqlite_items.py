@@ -46,7 +46,8 @@ class Settle(Item):
     def __init__(self, held: Lease, outcome: Outcome, retention: float, audit: bool, note: str) -> None:
         super().__init__(held.operation.id, rings=True)
         self.held = held
-        self.row: Row = (held.token, *held.operation.id, retention, *kept(outcome).values(), note, audit)
+        status, data, digest = outcome.status, encode_outcome(outcome), outcome.digest()
+        self.row: Row = (held.token, *self.id, retention, status, data, digest, note, audit)
 
 
 class Change(Item):

@@ -5,24 +5,21 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from functools import partial
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Unpack
 
 from ..core.contract import Contract, Match
 from ..core.guard import Guard
 from ..core.match import SAFE_METHODS
-from ..core.model import Operation
 from ..core.rule import idempotent
 from ..errors import OncemoreError, StoreError
 from .current import current_operation
 from .documented import document, outermost
 from .environ import matched
-from .exchange import TASKS, Exchange, respond
-from .headers import value_of
-from .http import Door, Request, wait_of
+from .exchange import Exchange, respond
+from .headers import Fields
+from .http import Door, Request
 from .options import Options
 from .routes import declare
 from .status import status_response
@@ -55,10 +52,12 @@ class IdempotencyMiddleware:
     ) -> None:
         self.app = app
         self.door = Door(guard, contract, profile=profile, **options)
-        self._declared = False
+        self._passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._declared:  # not before: routes may be added after the middleware
+        if scope.get("method") in self._passed and not scope["path"].endswith(self.door.status_path):
+            return await self.app(scope, receive, send)
+        if not self._passed:  # not before: routes may be added after the middleware
             self._declare(scope)
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
@@ -66,17 +65,17 @@ class IdempotencyMiddleware:
         inner = inner_path(scope) if scope.get("root_path") else path
         if method in SAFE_METHODS and not (self.door.status_path in (path, inner) and method in ("GET", "HEAD")):
             return await self.app(scope, receive, send)
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        request = Request(method, path, scope["query_string"].decode("latin-1"), headers, native=scope)
+        headers = Fields(scope["headers"])
         try:
             if method in SAFE_METHODS:
-                return await respond(send, await status_response(self.door, request))
-            match = self.door.match(method, path, headers, matched(self.door.contract, method, path, inner))
+                return await respond(send, await status_response(self.door, request_of(scope, headers)))
+            found = matched(self.door.contract, method, path, inner) if path != inner else None
+            match = self.door.match(method, path, headers, found)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error))
         if match is None:
             return await self.app(scope, receive, send)
-        return await self._guard(match, request, scope, receive, send)
+        return await self._guard(match, headers, scope, receive, send)
 
     def _declare(self, scope: Scope) -> None:
         """Find the rules on the app's endpoints, and show the whole contract in the app's own document, if it has one."""
@@ -84,40 +83,35 @@ class IdempotencyMiddleware:
         self.door.declared()
         app = scope.get("app") or outermost(self.app) or self.app
         document(app, self.door.contract, status_path=self.door.status_path, problem_base=self.door.problem_base)
-        self._declared = True
+        self._passed = SAFE_METHODS
 
-    async def _guard(self, match: Match, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
-        operation: Operation | None = None
+    async def _guard(self, match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
+        """Name what is asked, and let it happen once."""
         try:
-            self.door.check_length(match.rule, declared_length(request))
-            body = await read_body(receive, match, self.door)
+            body = await read_body(receive, match, self.door, headers)
             if body is None:
                 return None  # the client went away before it had asked for anything
-            request = Request(request.method, request.path, request.query, request.headers, body, scope)
+            request = request_of(scope, headers, body)
             operation = self.door.operation(match, request)
-            known = self.door.guard.known(operation, self.door.policy(match.rule)) if operation is not None else None
         except OncemoreError as error:
-            return await respond(send, self.door.refused(error, match, operation))
-        if known is not None:
-            return await respond(send, self.door.replayed(match.rule, known))
-        receive = body_first(request.body, receive)
+            return await respond(send, self.door.refused(error, match))
         if operation is None:
-            return await self.app(scope, receive, send)
+            return await self.app(scope, body_first(body, receive), send)
         exchange = Exchange(self.door, self.app, match, operation, request, receive, send)
-        return await protect(exchange, self._run(exchange, scope, receive))
-
-    async def _run(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         try:
-            await exchange.run(wait_of(exchange.request.headers))
+            return await exchange.run()
         except OncemoreError as error:
             if exchange.performed:  # it is the app's own
                 raise
-            if not isinstance(error, StoreError) or exchange.match.rule.store_down != "run":
-                mount = scope.get("root_path", "")
-                return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation, mount))
-            log.error("The store is down, and %s runs unguarded: %s", exchange.match.rule.name, error)
-            await self.app(scope, receive, exchange.send)
-        return None
+            return await self._refused(error, exchange, scope, body_first(body, receive))
+
+    async def _refused(self, error: OncemoreError, exchange: Exchange, scope: Scope, receive: Receive) -> None:
+        """Nothing has happened: say why; or, where the rule prefers that to an operation which is not done, do it."""
+        if not isinstance(error, StoreError) or exchange.rule.store_down != "run":
+            mount = scope.get("root_path", "")
+            return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation, mount))
+        log.error("The store is down, and %s runs unguarded: %s", exchange.rule.name, error)
+        return await self.app(scope, receive, exchange.send)
 
 
 def inner_path(scope: Scope) -> str:
@@ -127,36 +121,14 @@ def inner_path(scope: Scope) -> str:
     return below if below.startswith("/") else path
 
 
-async def protect(exchange: Exchange, coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run until the outcome is kept, also when the server or an outer middleware gives up on the client before that."""
-    loop = asyncio.get_running_loop()
-    task, waiter = loop.create_task(coroutine), loop.create_future()  # as asyncio.shield does, with less ado
-    TASKS.add(task)
-    task.add_done_callback(partial(done, waiter))
-    try:
-        await waiter
-    except asyncio.CancelledError:
-        if exchange.abandon():
-            task.cancel()
-        task.add_done_callback(report)
-        raise
-    task.result()
+def request_of(scope: Scope, headers: Fields, body: bytes = b"") -> Request:
+    query = scope["query_string"]
+    return Request(scope["method"], scope["path"], str(query, "latin-1") if query else "", headers, body, scope)
 
 
-def done(waiter: asyncio.Future[None], task: asyncio.Task[None]) -> None:
-    TASKS.discard(task)
-    if not waiter.done():
-        waiter.set_result(None)
-
-
-def report(task: asyncio.Task[None]) -> None:
-    """Tell of a failure after everyone who would have heard of it had left."""
-    if not task.cancelled() and task.exception() is not None:
-        log.error("A guarded request failed after it was abandoned", exc_info=task.exception())
-
-
-async def read_body(receive: Receive, match: Match, door: Door) -> bytes | None:
+async def read_body(receive: Receive, match: Match, door: Door, headers: Fields) -> bytes | None:
     """The whole body; None where the client went away in the middle of it."""
+    door.check_length(match.rule, declared_length(headers))
     chunks: list[bytes] = []
     length = 0
     while True:
@@ -168,7 +140,7 @@ async def read_body(receive: Receive, match: Match, door: Door) -> bytes | None:
         door.check_length(match.rule, length)
         chunks.append(chunk)
         if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            return chunk if len(chunks) == 1 else b"".join(chunks)
 
 
 def body_first(body: bytes, receive: Receive) -> Receive:
@@ -185,6 +157,6 @@ def body_first(body: bytes, receive: Receive) -> Receive:
     return receive_again
 
 
-def declared_length(request: Request) -> int:
-    text = value_of(request.headers, "content-length")
+def declared_length(headers: Fields) -> int:
+    text = headers.first.get("content-length", "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0

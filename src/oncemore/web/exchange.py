@@ -7,8 +7,10 @@ second runs inside the app's own last `send`, so that background tasks start onl
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 from ..core.contract import Match
@@ -20,7 +22,7 @@ from ..core.plan import Effect, Ended, Plan, arun, arun_to
 from ..errors import OncemoreError, PreconditionFailed
 from .current import CURRENT
 from .headers import value_of
-from .http import Door, Request
+from .http import Door, Request, wait_of
 from .problem import Response
 from .turn import ELSEWHERE, NotKept, SentElsewhere, matches, never_called
 
@@ -28,9 +30,23 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
+log = logging.getLogger("oncemore.web")
+
 
 class Exchange:
     """The app's messages on one side, the client's on the other, and the guard's plan between them."""
+
+    begun = False  # the task that performs is under way
+    performed = False
+    settled = False
+    passing = False  # a stream, or too large: each message goes straight to the client
+    over = False  # the client's leaving can no longer change what is kept
+    abandoned = False
+    told = False  # the app has been told of the request's body
+    farewell: Message | None = None
+    answer: Answer | None = None
+    size = 0
+    _leaving: asyncio.Event | None = None  # set when it is over, where the app waits for that
 
     def __init__(
         self,
@@ -50,52 +66,82 @@ class Exchange:
         self.request = request
         self.receive = receive
         self.send = send
-        self.performed = False
-        self.settled = False
-        self.passing = False  # a stream, or too large: each message goes straight to the client
-        self.over = asyncio.Event()  # set when the client's leaving can no longer change what is kept
-        self.abandoned = False
-        self.farewell: Message | None = None
         self.start: Message = {}
-        self.headers: list[tuple[str, str]] = []
         self.chunks: list[bytes] = []
-        self.size = 0
-        self.answer: Answer | None = None
         self.plan: Plan[Answer]
         self.beating: LoopBeats
         self.beats: tuple[Beat, ...]
 
-    async def run(self, wait: float | None) -> None:
+    async def run(self) -> None:
         """Claim, let the app perform, settle, answer; or answer from the ledger."""
-        policy = self.door.policy(self.rule)
-        self.plan = self.door.guard.guarded(self.operation, never_called, policy, wait)
-        found = await arun_to(Perform, self.plan, lambda: next(self.plan))
-        if isinstance(found, Ended):
-            return await respond(self.send, self.door.replayed(self.rule, found.value))
-        return await self._perform(found)
+        wait = wait_of(self.request.headers)
+        plan = self.plan = self.door.guard.guarded(self.operation, never_called, self.door.policy(self.rule), wait)
+        try:
+            effect = next(plan)
+            if not isinstance(effect, Perform):  # it is the claim; whoever gives up before its answer has none
+                try:
+                    answer = await effect.arun()
+                except BaseException as error:
+                    effect = plan.throw(error)
+                else:
+                    effect = plan.send(answer)
+        except StopIteration as end:
+            return await respond(self.send, self.door.replayed(self.rule, end.value))
+        # From here on the outcome is to be kept, also when the server or an outer middleware gives up on the client.  In a
+        # task from the start: what the app begins there (a timeout, a task group) could not be carried over to one later.
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()  # as asyncio.shield does, with less ado
+        task = loop.create_task(self._go_on(effect))
+        TASKS.add(task)
+        task.add_done_callback(partial(ended, waiter))
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            await self._abandon(task, effect)
+            raise
+        return task.result()
 
-    async def _perform(self, effect: Perform) -> None:
-        token = CURRENT.set(effect.op)
+    async def _abandon(self, task: asyncio.Task[None], effect: Effect[Any]) -> None:
+        """Whoever asked has given up, and may say other things on its channel; what has begun goes on without it."""
+        self.send, self.abandoned = nowhere, True
+        if self.over or not self.begun:  # nothing is left to be kept, or nothing has happened yet
+            task.cancel()
+        task.add_done_callback(self._report)
+        if not self.begun:
+            error = SentElsewhere() if isinstance(effect, Perform) else asyncio.CancelledError()
+            with suppress(SentElsewhere, asyncio.CancelledError):
+                await arun_to(Perform, self.plan, lambda: self.plan.throw(error))
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        """Tell of a failure after everyone who would have heard of it had left; a refusal is none."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and (self.performed or not isinstance(error, OncemoreError)):
+            log.error("A guarded request failed after it was abandoned", exc_info=error)
+
+    async def _go_on(self, effect: Effect[Any]) -> None:
+        """Perform, when it is our turn; until then the guard may have to wait, or to look twice."""
+        self.begun = True
+        if not isinstance(effect, Perform):
+            found = await arun_to(Perform, self.plan, lambda: effect)
+            if isinstance(found, Ended):
+                return await respond(self.send, self.door.replayed(self.rule, found.value))
+            effect = found
+        CURRENT.set(effect.op)  # in this task, and those that it starts
         self.beating, self.beats = effect.heart.on_loop(), effect.beats
         self.beating.add(self.beats)
         try:
             if self.rule.rate is not None or self.rule.if_match:
                 await self._check(effect.op)
             self.performed = True
-            await self.app(self._app_scope(), self._heard, self._from_app)
+            scope = self.request.native
+            await self.app(without_ways_around(scope) if "extensions" in scope else scope, self._heard, self._from_app)
             if not self.settled:
                 raise RuntimeError("The application ended without a complete response")
         except BaseException as error:
             if not self.settled:
                 await self._throw(NotKept() if self.passing else error)
             raise
-        finally:
-            CURRENT.reset(token)
-
-    def abandon(self) -> bool:
-        """Whoever asked has given up, and may say other things on its channel.  True where nothing is left to be kept."""
-        self.send, self.abandoned = nowhere, True
-        return self.over.is_set()
+        return None
 
     async def _check(self, op: Op) -> None:
         """What the rule asks before the app is called: the rate of new keys, and the state of the resource."""
@@ -127,61 +173,67 @@ class Exchange:
         await self.app(scope, receive, send)
         return found.get("status", 500), found.get(b"etag", b"").decode("latin-1")
 
-    def _app_scope(self) -> MutableMapping[str, Any]:
-        """The scope without those extensions by which a response would go around us."""
-        scope: MutableMapping[str, Any] = self.request.native
-        extensions = scope.get("extensions")
-        if extensions:
-            kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
-            scope = {**scope, "extensions": kept}
-        return scope
-
     # What the app hears and sends
 
     async def _heard(self) -> Message:
-        """What the client says; that it has left only at the end, or the app might not give its whole response."""
+        """The body, and then what the client says; that it has left only at the end, or the app might not finish."""
+        if not self.told:
+            self.told = True
+            return {"type": "http.request", "body": self.request.body, "more_body": False}
         message = self.farewell or await self.receive()
         if message["type"] == "http.disconnect":
             self.farewell = message
-            await self.over.wait()
+            if not self.over:
+                self._leaving = self._leaving or asyncio.Event()
+                await self._leaving.wait()
         return message
 
     async def _from_app(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
+        kind = message["type"]
+        if kind == "http.response.body":
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            if self.passing:
+                await self._pass(chunk, more=more)
+            elif more or self.chunks:
+                await self._piece(chunk, more=more)
+            else:
+                await self._whole(chunk)
+        elif kind == "http.response.start":
             self.start = message
-            self.headers = [
-                (name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in message.get("headers", ())
-            ]
             if self.settled:  # cut off while it was being settled; what the app says instead is not the outcome
                 await self._start_passing()
-        elif message["type"] == "http.response.body":
-            await self._body(message.get("body", b""), more=message.get("more_body", False))
         else:
             await self.send(message)
 
-    async def _body(self, chunk: bytes, *, more: bool) -> None:
-        if self.passing:
-            await self._pass(chunk, more=more)
-            return
+    async def _piece(self, chunk: bytes, *, more: bool) -> None:
         self.chunks.append(chunk)
         self.size += len(chunk)
         if not more:
-            body = self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
-            outcome = self.door.outcome(self.rule, self.start["status"], self.headers, body)
-            if (
-                self.start["status"] in ELSEWHERE
-            ):  # the same request, with the same key, is about to come by another path
-                await self._throw(SentElsewhere())
-                self.answer = Answer(outcome, "released")
-            else:
-                await self._settle(outcome)
-            await self._send_whole(body)
+            await self._whole(b"".join(self.chunks))
         elif not self._can_wait():
             await self._begin_passing()
 
+    async def _whole(self, body: bytes) -> None:
+        """Settle, and send.  What the client gets is the app's own response, with all of its headers."""
+        start = self.start
+        outcome = self.door.outcome(self.rule, start["status"], decoded(start), body)
+        if start["status"] in ELSEWHERE:  # the same request, with the same key, is about to come by another path
+            await self._throw(SentElsewhere())
+            self.answer = Answer(outcome, "released")
+        else:
+            await self._settle(outcome)
+        if self.answer is None:
+            return
+        if self.answer.how == "replayed":  # a late owner: what counts is what the other one settled
+            await respond(self.send, self.door.replayed(self.rule, self.answer))
+            return
+        added = encoded(tuple(self.door.headers(self.rule, self.answer)))
+        await self.send({**start, "headers": [*start.get("headers", ()), *added]})
+        await self.send({"type": "http.response.body", "body": body})
+
     def _can_wait(self) -> bool:
         """Whether the response may be held back until it is whole: its length is known, or the rule buffers streams."""
-        length = value_of(self.headers, "content-length")
+        length = value_of(decoded(self.start), "content-length")
         if length.isdecimal():
             return int(length) <= self.rule.max_response and self.size <= self.rule.max_response
         return self.rule.streams == "store" and self.size <= self.rule.max_response
@@ -192,7 +244,7 @@ class Exchange:
         if self.rule.streams != "release" and keeps(self.door.policy(self.rule), tombstone):
             await self._settle(tombstone)
         body, self.chunks = b"".join(self.chunks), []
-        self.over.set()
+        self._end()
         await self._start_passing()
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -211,12 +263,14 @@ class Exchange:
         """Drive the plan to its end: when this returns, the outcome is durable (or said not to be)."""
         self._close()
         try:
-            self.answer = await finish(self.plan, lambda: self.plan.send(outcome))
+            self.answer = await finish(self.plan, self.plan.send(outcome))
+        except StopIteration as end:  # a store that answers at once
+            self.answer = end.value
         except OncemoreError as error:  # taken over by another, whose outcome counts: this one reaches nobody
             await respond(self.send, self.door.refused(error, self.match, self.operation))
             self.send = nowhere
         finally:
-            self.over.set()
+            self._end()
 
     async def _throw(self, error: BaseException) -> None:
         """End the plan by *error*, which it passes on once the ledger knows of it."""
@@ -227,44 +281,55 @@ class Exchange:
             if passed is not error:
                 raise
         finally:
-            self.over.set()
+            self._end()
 
     def _close(self) -> None:
         """The operation is over, though the app may not be: it may have a stream to send, or tasks to do."""
         self.settled = True
         end(self.beating.beats, self.beats)  # a renewal after this would be refused, and look like a loss
 
-    # What the client gets
-
-    async def _send_whole(self, body: bytes) -> None:
-        if self.answer is None:
-            return
-        if self.answer.how == "replayed":  # a late owner: what counts is what the other one settled
-            await respond(self.send, self.door.replayed(self.rule, self.answer))
-            return
-        await self.send(self._start(self.door.headers(self.rule, self.answer)))
-        await self.send({"type": "http.response.body", "body": body})
+    def _end(self) -> None:
+        """Nothing is left to be kept: the app may hear that its client has left."""
+        self.over = True
+        if self._leaving is not None:
+            self._leaving.set()
 
     def _start(self, added: list[tuple[str, str]]) -> Message:
-        """The app's own start of the response, with ours added; the first client gets all of its headers."""
-        extra = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in added if name and value]
-        return {**self.start, "headers": [*self.start.get("headers", ()), *extra]}
+        """The app's own start of the response, with ours added."""
+        return {**self.start, "headers": [*self.start.get("headers", ()), *encoded(tuple(added))]}
+
+
+def without_ways_around(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """The scope without those extensions by which a response would go around us."""
+    extensions = scope["extensions"] or {}
+    kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
+    return {**scope, "extensions": kept}
+
+
+def decoded(start: Message) -> list[tuple[str, str]]:
+    """The headers that the app's response starts with."""
+    return [(str(name, "latin-1").lower(), str(value, "latin-1")) for name, value in start.get("headers", ())]
+
+
+@lru_cache(maxsize=1024)
+def encoded(headers: tuple[tuple[str, str], ...]) -> list[tuple[bytes, bytes]]:
+    """Headers of ours; within a second, they are the same for all responses of a rule."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers if name and value]
 
 
 async def nowhere(message: Message) -> None:
     """A send for an app whose client has had its answer."""
 
 
-async def finish(plan: Plan[Answer], resume: Callable[[], Effect[Any]]) -> Answer:
+async def finish(plan: Plan[Answer], effect: Effect[Any]) -> Answer:
     """The plan's end.  Cancelled on the way, a task of its own goes on from there: the outcome is known, and is kept."""
     try:
-        effect = resume()
         while True:
             try:
                 result = await effect.arun()
             except asyncio.CancelledError:
                 with suppress(OncemoreError):  # the same effect again: every verb may safely be sent twice
-                    await asyncio.shield(lasting(finish(plan, lambda: effect)))  # noqa: B023 (this loop is over)
+                    await asyncio.shield(lasting(finish(plan, effect)))
                 raise
             except Exception as error:
                 effect = plan.throw(error)
@@ -283,6 +348,12 @@ def lasting(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     TASKS.add(task)
     task.add_done_callback(TASKS.discard)
     return task
+
+
+def ended(waiter: asyncio.Future[None], task: asyncio.Task[None]) -> None:
+    TASKS.discard(task)
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 async def respond(send: Send, response: Response) -> None:

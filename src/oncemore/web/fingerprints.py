@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from hashlib import sha256
 from typing import Any
 
@@ -11,30 +12,32 @@ from ..core.rule import Rule
 Parts = tuple[str, str, str, str, bytes]  # method, path, query, media type, body
 
 MOST_REMEMBERED = 2048
+# A request up to this size is remembered as it is, which is faster than its digest; the rest would take too much room.
+SMALL = 1024
 
 
 class Fingerprints:
-    """One fingerprinter for each rule.  What is remembered is a digest of the bytes, never the bytes."""
+    """One fingerprinter for each rule, and the fingerprints of the latest requests."""
 
     def __init__(self, secrets: tuple[bytes, ...]) -> None:
         self._secrets = secrets
         self._rules: dict[int, tuple[Rule, Fingerprinter]] = {}
-        self._latest: dict[bytes, str] = {}
+        self._latest: OrderedDict[object, str] = OrderedDict()  # a plain dict takes long to find its oldest entry
 
     def of(self, rule: Rule, parts: Parts) -> str:
         """The fingerprint of a request under *rule*."""
-        bytes_ = self._digest(rule, parts)
-        found = self._latest.get(bytes_)
+        small = len(parts[1]) + len(parts[2]) + len(parts[3]) + len(parts[4]) <= SMALL
+        request = (id(rule), parts) if small else digest(rule, parts)
+        found = self._latest.get(request)
         if found is None:
-            found = self._latest[bytes_] = self.fingerprinter(rule).fingerprint(*parts)
+            found = self._latest[request] = self.fingerprinter(rule).fingerprint(*parts)
             if len(self._latest) > MOST_REMEMBERED:
-                self._latest.pop(next(iter(self._latest)), None)
+                self._latest.popitem(last=False)
         return found
 
-    def _digest(self, rule: Rule, parts: Parts) -> bytes:
-        method, path, query, media_type, body = parts
-        head = f"{id(rule)} {len(method)} {len(path)} {len(query)} {len(media_type)} {method}{path}{query}{media_type}"
-        return sha256(head.encode("utf-8", "surrogatepass") + body).digest()
+    def matches(self, rule: Rule, parts: Parts, stored: str) -> bool:
+        """Whether a *stored* fingerprint is of the same request."""
+        return self.fingerprinter(rule).matches(stored, *parts)
 
     def fingerprinter(self, rule: Rule) -> Fingerprinter:
         """The rule's own; kept by identity, since to hash a rule takes longer than all the rest."""
@@ -46,3 +49,9 @@ class Fingerprints:
             )
             found = self._rules[id(rule)] = (rule, made)  # with the rule, so that its identity is not used again
         return found[1]
+
+
+def digest(rule: Rule, parts: Parts) -> bytes:
+    method, path, query, media_type, body = parts
+    head = f"{id(rule)} {len(method)} {len(path)} {len(query)} {len(media_type)} {method}{path}{query}{media_type}"
+    return sha256(head.encode("utf-8", "surrogatepass") + body).digest()

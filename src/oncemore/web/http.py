@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from email.utils import formatdate, parsedate_to_datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -34,11 +34,13 @@ from ..errors import (
 )
 from .admission import Admission, Rates, default_rates
 from .fingerprints import Fingerprints
-from .headers import Headers, kept_headers, lines, value_of
+from .headers import Headers, is_sent, kept_headers, lines, value_of
 from .principal import Principal, principal_of
 from .problem import Response, problem
 
 log = logging.getLogger("oncemore.web")
+
+MOST_SCOPES = 4096
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
@@ -88,6 +90,7 @@ class Door:
         self.status_path = status_path
         self.problem_base = problem_base
         self._fingerprints = Fingerprints(tuple(secrets))
+        self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         for name in self.contract.unscoped:
             warnings.warn(f"The rule {name!r} has no principal: whoever knows a key sees its outcome", stacklevel=3)
@@ -103,7 +106,7 @@ class Door:
         if match is None or not match.rule.idempotent:
             return None
         key = match.rule.key
-        keyed = key.source != "header" or key.required or bool(lines(headers, key.name.lower()))
+        keyed = key.source != "header" or key.required or is_sent(headers, key.name.lower())
         if not match.declared:
             if self.contract.undeclared == "refuse":
                 raise Undeclared(f"No rule of the contract matches {method} {path}")
@@ -122,35 +125,43 @@ class Door:
 
     def operation(self, match: Match, request: Request) -> Operation | None:
         """The operation that the request asks for; None where an optional key was not sent."""
-        rule = match.rule
+        rule, headers = match.rule, request.headers
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
-        named = lines(request.headers, rule.key.name.lower())
+        named = lines(headers, rule.key.name.lower())
+        unique: str | None = None
         if rule.key.source == "header" and rule.unique_by is None:  # the common case names nothing else of the request
-            context: dict[str, Any] = {}
             key = rule.key.read(named)
         else:
             context = self._context(match, request, principal, tenant)
             key = rule.key.read(named, **context)
+            unique = rule.unique_by.render(**context) if rule.unique_by is not None and key is not None else None
         if key is None:
             return None
-        scope = self.scope(rule, match.route, request, principal, tenant)
         path = request.path.rstrip("/") or "/"  # as rules are matched: an app may redirect from one to the other
-        parts = (request.method, path, request.query, value_of(request.headers, "content-type"), request.body)
+        parts = (request.method, path, request.query, value_of(headers, "content-type"), request.body)
         return Operation(
-            scope=scope,
-            key=key,
-            fingerprint=self._fingerprints.of(rule, parts),
-            name=rule.name,
-            matches=lambda stored: self._fingerprints.fingerprinter(rule).matches(stored, *parts),
-            issued_at=issued_at(rule, request.headers, key),
-            unique=self._unique(rule, request, context),
+            self.scope(rule, match.route, request, principal, tenant),
+            key,
+            self._fingerprints.of(rule, parts),
+            rule.name,
+            partial(self._fingerprints.matches, rule, parts),
+            issued_at(rule, headers, key) if rule.policy.late == "refuse" else None,
+            path if rule.if_match else unique,
         )
 
     def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:
         """Who owns the key, by the rule's scope."""
-        custom = principal_of(rule.scope, request) if callable(rule.scope) else ""
-        return rule.scope_of(principal=principal, tenant=tenant, custom=custom, route=route)
+        if callable(rule.scope):
+            return rule.scope_of(tenant=tenant, custom=principal_of(rule.scope, request), route=route)
+        asked = (id(rule), route, principal, tenant)
+        found = self._scopes.get(asked)
+        if found is None:
+            if len(self._scopes) >= MOST_SCOPES:
+                self._scopes.clear()
+            # With the rule, so that its identity is not used again.
+            found = self._scopes[asked] = (rule.scope_of(principal=principal, tenant=tenant, route=route), rule)
+        return found[0]
 
     def _context(self, match: Match, request: Request, principal: str, tenant: str) -> dict[str, Any]:
         """What templates may name."""
@@ -163,11 +174,6 @@ class Door:
             "body": request.json() if request.body else None,
             "now": self.guard.clock.time(),
         }
-
-    def _unique(self, rule: Rule, request: Request, context: Mapping[str, Any]) -> str | None:
-        if rule.if_match:
-            return request.path.rstrip("/") or "/"
-        return rule.unique_by.render(**context) if rule.unique_by is not None else None
 
     def policy(self, rule: Rule) -> Policy:
         """The rule's policy as HTTP needs it: conditional updates of one resource take turns."""
@@ -229,8 +235,6 @@ class Door:
 
 def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
     """When the key was made, where the request tells: by a header, or by the key itself (UUIDv7)."""
-    if rule.policy.late != "refuse":
-        return None
     if not rule.first_sent:
         return uuid7_time(key)
     text = value_of(headers, rule.first_sent.lower())

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidPrincipal, PrincipalFailed
-from .headers import Headers
+from .headers import Fields, Headers
 
 if TYPE_CHECKING:
     from .http import Request
@@ -20,7 +20,7 @@ log = logging.getLogger("oncemore.web")
 Principal = Callable[[Any], Any]  # from the framework's own request (ASGI scope, WSGI environ, ...) to a name
 
 # Not cookies: they change between two attempts (the first response may set one), and a retry would then be a stranger's.
-CREDENTIALS = ("authorization", "proxy-authorization", "x-api-key", "api-key")
+CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "api-key"})
 ANONYMOUS = "anonymous"
 
 
@@ -70,8 +70,10 @@ def user_of(native: Any) -> str:
 
 def credentials_of(headers: Headers) -> str:
     """A digest of the headers by which the caller proves its identity."""
-    found = tuple((name, value) for name, value in headers if name in CREDENTIALS)
-    return digest(found) if found else ""
+    if isinstance(headers, Fields) and CREDENTIALS.isdisjoint(headers.first):
+        return ""
+    found = [field for field in headers if field[0] in CREDENTIALS]
+    return digest(tuple(found)) if found else ""
 
 
 @lru_cache(maxsize=4096)

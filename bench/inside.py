@@ -1,0 +1,137 @@
+"""What a guarded request costs the processor, without a server or sockets around it: `python -m bench.inside [store ...]`.
+
+Each figure is the process's own time per call, all threads together, the least of several rounds: what else the machine
+does meanwhile makes them slower, but hardly ever dearer.  As under a server, each request has a task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import runpy
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from oncemore import Guard
+from oncemore.core.model import Operation, Outcome
+
+from .load import post
+
+CALLERS, CALLS, ROUNDS = 32, 640, 60  # short rounds, and many: some of them are left alone
+APPS = Path(__file__).parent / "apps" / "web_apps.py"
+OUTCOME = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_9ab12cd34ef"}' * 9)
+
+Call = Callable[[], Awaitable[Any]]
+COUNTER = itertools.count()
+
+
+def app(contender: str, store: str = "") -> Any:
+    """The app of the benchmarks over sockets, as *contender* has it."""
+    os.environ.update(CONTENDER=contender, STORE=store)
+    return runpy.run_path(str(APPS))["app"]
+
+
+def request(app: Any, method: str, path: str, key: Callable[[], int]) -> Call:
+    """Ask *app*, as a server would: a scope, the body in one message, and what is sent goes nowhere."""
+
+    async def call() -> None:
+        number = key()
+        head, _, body = post(b"key-%d" % number, number).partition(b"\r\n\r\n")
+        lines = [line.split(b": ", 1) for line in head.split(b"\r\n")[1:]]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(name, value) for name, value in lines],
+            "client": ("127.0.0.1", 50000),
+            "server": ("127.0.0.1", 8000),
+            "state": {},
+        }
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            assert message.get("status", 200) < 300
+
+        await asyncio.get_running_loop().create_task(app(scope, receive, send))
+
+    return call
+
+
+def awaited(guard: Guard) -> Call:
+    """A new operation each time, through `arun` alone."""
+
+    async def perform(op: object) -> Outcome:
+        return OUTCOME
+
+    async def call() -> None:
+        await guard.arun(Operation("scope", str(next(COUNTER)), "c1:ff", "refunds.create"), perform)
+
+    return call
+
+
+async def cost(call: Call, callers: int) -> float:
+    """Microseconds of the processor per call, in a round of so many callers at once."""
+
+    async def caller() -> None:
+        for _ in range(CALLS // callers):
+            await call()
+
+    began = time.process_time()
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    return (time.process_time() - began) / (CALLS // callers * callers) * 1e6
+
+
+def blocking(guard: Guard) -> float:
+    """As `cost`, of one caller of `run`."""
+    began = time.process_time()
+    for _ in range(CALLS):
+        guard.run(Operation("scope", str(next(COUNTER)), "c1:ff", "refunds.create"), lambda op: OUTCOME)
+    return (time.process_time() - began) / CALLS * 1e6
+
+
+async def measured(url: str) -> dict[str, float]:
+    """The least that each kind of call took."""
+    bare, door, guard = app("bare"), app("oncemore", url), Guard(url)
+    new, same = COUNTER.__next__, lambda: -1
+    calls: dict[str, Call] = {
+        "bare POST": request(bare, "POST", "/refunds", new),
+        "new key": request(door, "POST", "/refunds", new),
+        "replay": request(door, "POST", "/refunds", same),
+        "bare GET": request(bare, "GET", "/look", new),
+        "GET": request(door, "GET", "/look", new),
+        "Guard.arun": awaited(guard),
+    }
+    found: dict[str, list[float]] = {name: [] for name in calls} | {"Guard.run": []}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            found[name].append(await cost(call, CALLERS))
+        found["Guard.run"].append(blocking(guard))
+    await guard.aclose()
+    return {name: min(each) for name, each in found.items()}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        urls = {"memory": "memory://", "sqlite": f"sqlite:///{folder}/once.db"}
+        for name in sys.argv[1:] or urls:
+            figures = uvloop.run(measured(urls.get(name, name)))
+            print(f"{name:10}" + "  ".join(f"{kind} {figure:.1f}" for kind, figure in figures.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

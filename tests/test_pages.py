@@ -139,14 +139,6 @@ def test_json_is_json(block: Block) -> None:
     assert json.loads(block.code)
 
 
-@pytest.mark.parametrize("block", the("http"))
-def test_a_message_of_http_is_one(block: Block) -> None:
-    head, _, _ = block.code.partition("\n\n")
-    first, *headers = head.splitlines()
-    assert re.fullmatch(r"[A-Z]+ /\S*( HTTP/1\.1)?|HTTP/1\.1 \d{3} .+", first)
-    assert all(re.fullmatch(r"[A-Za-z-]+: .+", line) for line in headers)
-
-
 @pytest.mark.parametrize("block", the("sql"))
 def test_sql_runs_on_the_tables_of_a_ledger(block: Block, postgres_url: str, postgres_schema: str) -> None:
     guard = Guard(f"{postgres_url}?schema={postgres_schema}")

@@ -172,8 +172,8 @@ class Driven:
 
 def shown(plan: Plan[Answer], op: Op) -> Plan[Answer]:
     """The plan, with whatever it performs shown *op*: the one that has the steps."""
-    effect = next(plan)
     try:
+        effect = next(plan)
         while True:
             if isinstance(effect, Perform):
                 effect.op = op

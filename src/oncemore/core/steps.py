@@ -140,7 +140,7 @@ class Steps:
             yield from self.ours()
             called = step.called(key, value)
             try:
-                return kept((yield from self.guard.guarded(operation, called, policy)), step.name)
+                answer = yield from self.guard.guarded(operation, called, policy)
             except PayloadMismatch as error:
                 if called.began:  # it is the function's own
                     raise
@@ -150,6 +150,8 @@ class Steps:
                 if delay is None:
                     raise
                 yield Sleep(delay)
+            else:
+                return kept(answer, step.name)
 
     def _changed(self, operation: Operation, step: Step) -> Plan[StepsChanged]:
         record = yield from self.guard.store.find(*operation.id)

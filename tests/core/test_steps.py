@@ -346,7 +346,7 @@ def test_what_cannot_be_checkpointed_is_told_at_once_rather_than_after_a_crash(g
 def test_an_async_step_of_a_blocking_performer_says_what_to_do(guard: Guard) -> None:
     async def charge() -> None: ...
 
-    with pytest.raises(ConfigurationError, match="step 'charge'.* is async"):
+    with pytest.raises(ConfigurationError, match=r"step 'charge'.* is async"):
         guard.run(ASKED, lambda op: op.step("charge", charge), policy=POLICY)
 
 
@@ -512,9 +512,13 @@ def test_the_lease_is_kept_while_steps_run(call: Caller) -> None:
     guard = Guard("memory://")
     shop = Shop()
 
+    def slowly(name: str) -> str:
+        time.sleep(0.2)
+        return shop.do(name)
+
     def slow(op: Op) -> Performing:
         for name in ("a", "b", "c"):
-            yield take(op, name, lambda name=name: (time.sleep(0.2), shop.do(name)) and None)
+            yield take(op, name, lambda name=name: slowly(name))
 
     call(guard, slow, policy=dataclasses.replace(POLICY, lease=0.3))
     assert shop.log == ["a", "b", "c"]
@@ -690,4 +694,3 @@ def test_a_request_that_is_too_large_or_strange_is_not_kept(guard: Guard, call: 
     kept = [record.outcome for record in guard.list().records if record.name == "orders.pay/request"]
     assert all(b"request\xc0" in outcome.body for outcome in kept if outcome is not None)
     assert len(kept) == 2
-

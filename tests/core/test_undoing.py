@@ -165,7 +165,7 @@ def test_an_undo_that_cannot_be_done_is_held_and_says_which(guard: Guard, call: 
         yield take(op, "charge", lambda: shop.do("charge"), undo=undo)
         shop.may_fail("after charge")
 
-    with pytest.raises(UnknownOutcome, match="the undoing of 'charge' failed: .*the provider says no"):
+    with pytest.raises(UnknownOutcome, match=r"the undoing of 'charge' failed: .*the provider says no"):
         call(guard, pay)
     record = guard.find(*ASKED.id)
     assert record is not None

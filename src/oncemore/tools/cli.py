@@ -10,6 +10,7 @@ from importlib.metadata import version
 from ..core.faults import did_you_mean
 
 COMMANDS = {
+    "complete": ("oncemore.tools.complete", "finish the operations in steps that were left unfinished"),
     "simulate": ("oncemore.tools.simulate", "compare retry policies under a brownout, in virtual time"),
 }
 

@@ -653,6 +653,12 @@ def test_business_uniqueness_goes_with_steps(guard: Guard, call: Caller) -> None
     assert shop.log == ["reserve", "charge", "ship"]
 
 
+def test_what_must_be_unique_is_taken_over_from_one_that_vanished(guard: Guard, call: Caller) -> None:
+    run(guard.store.claim(Operation("unique|orders.pay", "order-1", name="orders.pay"), lease=0.1))
+    operation = Operation("customer-1", "k", "f", "orders.pay", unique="order-1")
+    assert call(guard, Shop().pay, operation).value == DONE
+
+
 def test_a_door_that_leaves_a_unique_operation_leaves_the_ledger_in_order(guard: Guard) -> None:
     operation = Operation("customer-1", "k", "f", "orders.pay", unique="order-1")
     plan = guard.guarded(operation, lambda op: None, POLICY)
@@ -679,6 +685,26 @@ def test_a_store_that_is_down_at_the_end_leaves_it_to_the_lease(call: Caller, ev
         call(Guard(broken, observers=[events.append]), Shop("after charge").pay)
     assert events[-1].kind == "failed"
     assert guard.find(*ASKED.id).state == "running"  # type: ignore[union-attr]
+
+
+def test_what_could_not_be_opened_is_left_as_it_was(guard: Guard, call: Caller) -> None:
+    """CASES 27."""
+    with pytest.raises(RuntimeError):
+        call(guard, Shop("after charge").pay)
+
+    class Blind:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(guard.store, name)
+
+        def find(self, *id: str) -> Any:
+            raise StoreError("down")
+            yield
+
+    with pytest.raises(StoreError):
+        call(Guard(Blind()), Shop().pay)
+    record = guard.find(*ASKED.id)
+    assert record is not None
+    assert (record.state, record.lease_until <= record.now) == ("running", True)
 
 
 def test_a_plan_that_is_dropped_takes_no_further_step(guard: Guard) -> None:

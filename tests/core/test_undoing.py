@@ -227,6 +227,23 @@ def test_a_late_owner_that_is_about_to_take_a_step_finds_it_closed() -> None:
     assert other.log == ["undo reserve done"]
 
 
+def test_a_late_owner_that_fails_like_its_successor_undoes_nothing_twice() -> None:
+    """CASES 24."""
+    guard = Guard("memory://")
+    late, other = Shop(), Shop("after reserve", error=LookupError)
+
+    def frozen(op: Op) -> Any:
+        op.step("reserve", lambda: late.do("reserve"), undo=lambda value: late.do("undo"))
+        guard.store.shift += 31
+        Guard(guard.store).run(ASKED, lambda op: run(other.pay(op)), policy=POLICY)
+        raise LookupError("late")
+
+    answer = guard.run(ASKED, frozen, policy=POLICY)
+    assert (answer.how, answer.outcome.kind) == ("replayed", "error")
+    assert b"late" not in answer.outcome.body
+    assert (late.log, other.log) == (["reserve"], ["undo reserve done"])
+
+
 def test_a_plan_that_is_dropped_while_undoing_changes_nothing(guard: Guard) -> None:
     shop = Shop()
     plan = guard.guarded(ASKED, lambda op: None, POLICY)

@@ -112,8 +112,9 @@ class Perform(Call):
             loop.beats.difference_update(self.beats)
 
     def _existing(self, duplicate: ProviderDuplicate) -> Any:
-        """The provider's existing result, where it is told; a transaction that was left in the middle is not committed."""
-        if self.op.transaction is not None or not duplicate.told:
+        """The provider's existing result, where it is told: but what was left in the middle of a transaction is not
+        committed, nor what was left between two steps finished."""
+        if self.op.transaction is not None or self.op.steps is not None or not duplicate.told:
             raise duplicate
         return duplicate.result
 

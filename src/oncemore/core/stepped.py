@@ -58,8 +58,8 @@ class Stepped:
         former = "lapsed" if lease.lapsed else ""
         self.guard.tell("claimed", self.operation, token=lease.token, attempt=lease.attempt, from_state=former)
         answer = yield from self._performed(wait)
-        if answer is not None and self.steps.lost is not None:
-            return answer
+        if self.steps.lost is not None:  # a late owner, also one that went on regardless
+            return (yield from self.guard._after_all(self.operation, policy, self.steps.lost))
         if answer is None or self.steps.closed or self._failed_for_good(answer):
             return (yield from self._undone(answer))
         if keeps(policy, answer.outcome):
@@ -68,20 +68,16 @@ class Stepped:
         return msgspec.structs.replace(answer, how="released")
 
     def _performed(self, wait: float | None) -> Plan[Answer | None]:
-        """What the performer gives; None where it gave nothing, because all is to be undone."""
+        """What the performer gives; None where it gave nothing, because all is to be undone, or another's."""
         try:
             self.op.deadline = yield from self.steps.open(wait)
             answer = yield from self._called((self.steps.beat,))
             yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
-            if self.steps.lost is not None:  # it went on regardless
-                raise self.steps.lost
             return answer
         except GeneratorExit:
             raise
         except BaseException as error:
-            if self.steps.lost is not None:
-                return (yield from self.guard._after_all(self.operation, self.policy, self.steps.lost))
-            if self.steps.closed or (self.operation.giving_up and may_give_up(error)):
+            if self.steps.lost or self.steps.closed or (self.operation.giving_up and may_give_up(error)):
                 return None
             yield from self._leave(forget=isinstance(error, Refusal))
             raise

@@ -77,6 +77,18 @@ def test_a_failure_without_a_step_costs_nothing(guard: Guard, call: Caller) -> N
     assert guard.stats().settled == 2
 
 
+def test_an_undo_may_be_any_function_of_the_value(guard: Guard, call: Caller) -> None:
+    """Also a built-in one, whose parameters have no names to call them by."""
+    stock = ["book"]
+
+    def pay(op: Op) -> Performing:
+        yield take(op, "reserve", lambda: stock.pop(), undo=stock.append)
+        raise LookupError("declined")
+
+    call(guard, pay)
+    assert stock == ["book"]
+
+
 def test_an_undo_is_tried_again(guard: Guard, call: Caller) -> None:
     shop = Shop("after reserve", "undo reserve done", error=LookupError)
 

@@ -10,7 +10,7 @@ import pytest
 HOWTO = Path(__file__).parents[2] / "docs" / "howto"
 EXAMPLES = [
     pytest.param(example, id=f"{name}-{number}")
-    for name in ("fastapi", "lambda", "encryption")
+    for name in ("fastapi", "lambda", "encryption", "steps", "unknown-outcomes")
     for number, example in enumerate(re.findall(r"```python\n(.*?)```", (HOWTO / f"{name}.md").read_text(), re.DOTALL))
 ]
 

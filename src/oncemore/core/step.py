@@ -74,13 +74,14 @@ class Step:
         self.name = name
         self.function = function
         self.takes = taken_by(function, name, takes_value=takes_value)
-        self.effect: StepEffect = effect or ("transaction" if BORROWED.intersection(self.takes) else "lease")
+        borrows = any(each.name in BORROWED for each in self.takes)
+        self.effect: StepEffect = effect or ("transaction" if borrows else "lease")
         # A transaction that the database refused is run again anyway, and nothing else is cured by time alone.
         usual = ONCE if self.effect == "transaction" else EXTERNAL
         self.retry: Retrying = usual if retry is None else StepRetry(retry) if isinstance(retry, int) else retry
         self.on_unknown = on_unknown
         self.resolver = resolver
-        if self.effect == "lease" and BORROWED.intersection(self.takes):
+        if self.effect == "lease" and borrows:
             raise ConfigurationError(f"step {name!r} takes a connection, which effect = 'lease' does not have")
         if on_unknown == "resolve" and resolver is None:
             raise ConfigurationError(f"step {name!r}: on_unknown = 'resolve' needs a resolver")
@@ -110,8 +111,11 @@ class Called:
 
     def __call__(self, op: Op) -> Any:
         self.began = True
-        given = {name: self._given(name, op) for name in self.step.takes}
-        return self.step.function(**given)
+        first = [self._given(each.name, op) for each in self.step.takes if each.kind is each.POSITIONAL_ONLY]
+        rest = {
+            each.name: self._given(each.name, op) for each in self.step.takes if each.kind is not each.POSITIONAL_ONLY
+        }
+        return self.step.function(*first, **rest)
 
     def __repr__(self) -> str:  # where it is named in an error
         return f"{self.step.function!r} of step {self.step.name!r}"
@@ -124,26 +128,21 @@ class Called:
         return self.key if name == "key" else self.value
 
 
-def taken_by(function: Callable[..., Any], name: str, *, takes_value: bool) -> tuple[str, ...]:
-    """The names of those parameters that are given: of an undo, one may have any name, and gets the step's value."""
+def taken_by(function: Callable[..., Any], name: str, *, takes_value: bool) -> tuple[inspect.Parameter, ...]:
+    """Those parameters that are given: of an undo, the first that is nothing else gets the step's value."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some built-in functions do not tell
         return ()
-    known = [each.name for each in parameters if each.name in GIVEN and each.kind not in VARIADIC]
-    others = [
-        each.name
-        for each in parameters
-        if each.name not in GIVEN and each.default is each.empty and each.kind not in VARIADIC
-    ]
-    if takes_value and others:
-        known.append(others.pop(0))
+    named = [each for each in parameters if each.kind not in VARIADIC]
+    others = [each for each in named if each.name not in GIVEN and each.default is each.empty]
+    value = others.pop(0) if takes_value and others else None
     if others:
         raise ConfigurationError(
-            f"step {name!r}: its function takes {', '.join(others)}; a step is given a connection, a session or a key, "
-            "so bind the rest with a lambda or functools.partial"
+            f"step {name!r}: its function takes {', '.join(each.name for each in others)}; a step is given a connection, "
+            "a session or a key, so bind the rest with a lambda or functools.partial"
         )
-    return tuple(known)
+    return tuple(each for each in named if each.name in GIVEN or each is value)
 
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

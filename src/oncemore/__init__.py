@@ -2,6 +2,7 @@
 
 from .client.function import retry
 from .client.retry import Retry
+from .core.completer import Completer
 from .core.contract import Contract
 from .core.guard import Guard
 from .core.judge import Answer
@@ -16,6 +17,7 @@ from .stores import connect
 
 __all__ = [
     "Answer",
+    "Completer",
     "Contract",
     "Guard",
     "OncemoreError",

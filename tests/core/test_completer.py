@@ -272,6 +272,21 @@ class Down:
         return getattr(self.inner, name)
 
 
+def test_what_must_be_unique_stays_so(guard: Guard, call: Caller) -> None:
+    """Another key for the same order is not let in because a completer has finished the first one."""
+
+    def order(key: str) -> Operation:
+        return Operation("customer-1", key, key, "orders.pay", unique="order-1", request=lambda: "the request")
+
+    shop = Shop("after charge")
+    leave(guard, call, shop, order("k1"))
+    assert Round(guard, call, shop.pay)() == Tally(completed=1)
+    first = guard.find("customer-1", "k1")
+    assert first is not None
+    assert call(guard, shop.pay, order("k2")).outcome == first.outcome
+    assert shop.log == ["reserve", "charge", "ship"]
+
+
 # ── Functions
 
 

@@ -1,12 +1,13 @@
 """Steps behind the HTTP doors: a request that failed half-way is gone on with by its retry, or by the completer."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
+import sqlite3
+from pathlib import Path
+from typing import Annotated, Any
 
 import httpx
 import pytest
+from fastapi import Depends, FastAPI
 from flask import Flask
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from oncemore import Contract, Guard, Rule
 from oncemore.core.backoff import Backoff
 from oncemore.core.completer import Completer, Tally
-from oncemore.web import asgi, wsgi
+from oncemore.web import asgi, fastapi, wsgi
 from oncemore.web.redrive import RedriveAsgi, RedriveWsgi
 
 from .live import keyed, live
@@ -149,6 +150,30 @@ def test_it_is_given_up_after_so_many_attempts(shop: Shop, kind: str) -> None:
         answer = post(client)
     assert (answer.status_code, answer.json()["error_code"]) == (409, "CONFLICT.idempotency.outcome_unknown")
     assert shop.log == ["reserve", "undo reserve"]
+
+
+def test_a_blocking_endpoint_of_an_async_app_takes_steps_on_its_thread(shop: Shop, tmp_path: Path) -> None:
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
+    app = FastAPI()
+    app.add_middleware(fastapi.IdempotencyMiddleware, guard=guard, contract=shop.contract)
+
+    def insert(connection: Any) -> str:
+        connection.execute("CREATE TABLE IF NOT EXISTS orders (id TEXT)")
+        connection.execute("INSERT INTO orders VALUES ('7')")
+        return shop.do("reserve")
+
+    @app.post("/orders/{id}")
+    def pay(id: str, op: Annotated[fastapi.Op, Depends(fastapi.current_operation)]) -> list[str]:
+        reserved = op.step("reserve", insert)
+        shop.fail("after reserve")
+        return [reserved, op.step("charge", lambda key: shop.do("charge"))]
+
+    shop.fails = ["after reserve"]
+    with live(app) as client:
+        assert [post(client).status_code for _ in range(3)] == [500, 200, 200]
+    assert shop.log == ["reserve", "charge"]
+    with sqlite3.connect(tmp_path / "once.db") as connection:
+        assert connection.execute("SELECT count(*) FROM orders").fetchone() == (1,)
 
 
 def test_a_client_cannot_say_that_it_is_the_completer(shop: Shop) -> None:

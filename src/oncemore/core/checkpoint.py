@@ -84,11 +84,12 @@ def closed_with(outcome: Outcome | None) -> Outcome | None:
 
 
 def request_outcome(operation: Operation, deadline: float | None) -> Outcome:
-    """Step 0: what was asked, as far as it can be kept, and until when its first caller meant to wait."""
+    """Step 0: what was asked, as far as it can be kept, and all that whoever goes on with it could not tell from that."""
     request = None if operation.request is None else operation.request()
-    outcome = value_outcome({"deadline": deadline, "request": request})
+    kept = {"deadline": deadline, "request": request, "unique": operation.unique}
+    outcome = value_outcome(kept)
     if outcome.kind == "tombstone" or len(outcome.body) > LARGEST:
-        return value_outcome({"deadline": deadline, "request": None})
+        return value_outcome({**kept, "request": None})
     return outcome
 
 

@@ -140,10 +140,10 @@ class Completer:
     def _finished(self, record: Record) -> Plan[End]:
         """What came of going on with it; whatever goes wrong with one, the others must not suffer."""
         try:
-            request = yield from self._request(record)
-            if request is None:
+            kept = yield from self._kept(record)
+            if kept["request"] is None:
                 return "unreadable"
-            yield from self._driven(record, request)
+            yield from self._driven(record, kept)
         except Exception as error:
             log.warning("%s %r is not finished yet: %r", record.name, record.key, error)
         try:
@@ -153,17 +153,19 @@ class Completer:
         state = found.state if found is not None else "settled"
         return "completed" if state == "settled" else "held" if state == "held" else "failing"
 
-    def _request(self, record: Record) -> Plan[Any]:
-        """What was asked, from step 0; None where nobody wrote it down, or it was too large."""
+    def _kept(self, record: Record) -> Plan[dict[str, Any]]:
+        """What was kept of the request, from step 0; no request where nobody wrote it down, or it was too large."""
         zero = step_operation(identity(record), life_of(record), 0, "")
         found = yield from self.guard.store.find(*zero.id)
         if found is None or found.state != "settled":
-            return None
-        return replayed(found.outcome or Outcome("tombstone"))["request"]
+            return {"request": None}
+        kept: dict[str, Any] = replayed(found.outcome or Outcome("tombstone"))
+        return kept
 
-    def _driven(self, record: Record, request: Any) -> Plan[Any]:
-        performer = self.performers[record.name]
-        operation = msgspec.structs.replace(identity(record), giving_up=record.attempts >= self.attempts)
+    def _driven(self, record: Record, kept: dict[str, Any]) -> Plan[Any]:
+        performer, request = self.performers[record.name], kept["request"]
+        giving_up = record.attempts >= self.attempts
+        operation = msgspec.structs.replace(identity(record), unique=kept["unique"], giving_up=giving_up)
         drive = getattr(performer, "drive", None)
         if drive is not None:
             return (yield from drive(operation, request))

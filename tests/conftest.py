@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 
 import psycopg
@@ -19,6 +20,9 @@ from psycopg import sql
 from oncemore.testing.servers import PgBouncer, PostgresServer, ValkeyCluster, ValkeySentinel, ValkeyServer
 
 SERVERS = {"postgres_url", "valkey_url", "pgbouncer_url", "cluster_url", "own_postgres", "own_valkey", "own_sentinel"}
+
+# Whoever runs the tests in the background may ignore interrupts, and so would every process that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The machine's pace is not under test, so no example is too slow.
 settings.register_profile("oncemore", deadline=None, print_blob=True)

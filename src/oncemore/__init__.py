@@ -2,6 +2,7 @@
 
 from .client.function import retry
 from .client.retry import Retry
+from .core.completer import Completer
 from .core.contract import Contract
 from .core.guard import Guard
 from .core.judge import Answer
@@ -17,6 +18,7 @@ from .stores import connect
 
 __all__ = [
     "Answer",
+    "Completer",
     "Contract",
     "Guard",
     "Inbox",

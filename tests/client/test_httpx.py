@@ -11,7 +11,6 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -245,16 +244,8 @@ def test_a_handshake_that_hangs_is_cut(library: Any) -> None:
     assert time.monotonic() - begun < 3
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """An interrupt is one, also where whoever started the tests ignores them, as a shell does for what it runs behind."""
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, former)
-
-
 @pytest.mark.parametrize("hangs", [True, False], ids=["in an attempt", "in a pause"])
-def test_an_interrupt_ends_it_at_once(hangs: bool, interruptible: None) -> None:
+def test_an_interrupt_ends_it_at_once(hangs: bool) -> None:
     """CASES 37."""
 
     def act(visit: Visit) -> None:

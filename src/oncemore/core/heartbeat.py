@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
+from ..errors import ProviderDuplicate
 from .clock import Clock
 from .events import log
 from .fork import reset_in_child
@@ -103,6 +104,8 @@ class Perform(Call):
         try:
             threads.add(self.beats)
             return super().run()
+        except ProviderDuplicate as duplicate:
+            return self._existing(duplicate)
         finally:
             end(threads.beats, self.beats)
 
@@ -112,8 +115,17 @@ class Perform(Call):
             loop.add(self.beats)
             result = self.function(self.op)
             return await result if hasattr(result, "__await__") else result
+        except ProviderDuplicate as duplicate:
+            return self._existing(duplicate)
         finally:
             end(loop.beats, self.beats)
+
+    def _existing(self, duplicate: ProviderDuplicate) -> Any:
+        """The provider's existing result, where it is told: but what was left in the middle of a transaction is not
+        committed, nor what was left between two steps finished."""
+        if self.op.transaction is not None or self.op.steps is not None or not duplicate.told:
+            raise duplicate
+        return duplicate.result
 
 
 def end(kept: set[Beat], beats: tuple[Beat, ...]) -> None:

@@ -37,6 +37,7 @@ from .fingerprints import Fingerprints
 from .headers import Headers, is_sent, kept_headers, lines, value_of
 from .principal import Principal, principal_of
 from .problem import Response, problem
+from .redrive import kept_request, redriven
 
 log = logging.getLogger("oncemore.web")
 
@@ -126,6 +127,9 @@ class Door:
     def operation(self, match: Match, request: Request) -> Operation | None:
         """The operation that the request asks for; None where an optional key was not sent."""
         rule, headers = match.rule, request.headers
+        steps = rule.policy.effect == "steps"
+        if steps and (resumed := redriven(request.native)) is not None:
+            return resumed
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
         named = lines(headers, rule.key.name.lower())
@@ -148,6 +152,9 @@ class Door:
             partial(self._fingerprints.matches, rule, parts),
             issued_at(rule, headers, key) if rule.policy.late == "refuse" else None,
             path if rule.if_match else unique,
+            partial(kept_request, request.method, request.path, request.query, headers, request.body)
+            if steps
+            else None,
         )
 
     def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:

@@ -16,13 +16,13 @@ from ...core.faults import did_you_mean
 from .screen import Screen
 
 # The module beside this one, and what the list of commands says.
-# (`complete`, which drives unfinished operations on, belongs here as soon as effect = "steps" is there to make any.)
 COMMANDS = {
     "init": ("init", "write a first contract, and create the ledger's tables"),
     "contract": ("contract", "check a contract, or show what it says"),
     "keys": ("keys", "list, show, resolve and delete the records of operations"),
     "stats": ("ledger", "count the records, by state"),
     "purge": ("ledger", "remove records whose retention is over"),
+    "complete": ("complete", "finish the operations in steps that were left unfinished"),
     "capacity": ("capacity", "how much storage, and how many connections, a load needs"),
     "simulate": ("simulate", "compare retry policies under a brownout, in virtual time"),
     "demo": ("demo", "play the everyday accidents against a ledger on SQLite"),

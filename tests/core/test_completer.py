@@ -1,0 +1,380 @@
+"""What is left unfinished is finished from the request that was kept, by whoever looks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Op, Operation, once
+from oncemore.core.backoff import Backoff
+from oncemore.core.completer import Completer, Tally
+from oncemore.core.current import current_operation
+from oncemore.core.plan import arun, run
+from oncemore.errors import ConfigurationError, StoreUnavailable, UnknownOutcome
+
+from .stepping import ASKED, POLICY, Caller, Performing, Shop, take
+
+NO_PAUSE = Backoff(base=0.0, cap=0.0)
+
+
+@pytest.fixture(params=["sync", "async"])
+def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
+    if request.param == "sync":
+        yield Caller(None)
+    else:
+        with asyncio.Runner() as runner:
+            yield Caller(runner)
+
+
+def asked(key: str = "k", request: Any = "the request") -> Operation:
+    return Operation("customer-1", key, "same", "orders.pay", request=lambda: request)
+
+
+def leave(guard: Guard, call: Caller, shop: Shop, operation: Operation | None = None) -> None:
+    with pytest.raises(RuntimeError):
+        call(guard, shop.pay, operation or asked())
+
+
+class Round:
+    """A completer of a shop's, and its rounds."""
+
+    def __init__(self, guard: Guard, call: Caller, perform: Any, **options: Any) -> None:
+        self.call = call
+        self.requests: list[Any] = []
+        options = {"policy": POLICY, "pace": NO_PAUSE, **options}
+        self.completer = Completer(Guard(guard.store), {"orders.pay": self._perform(perform)}, **options)
+
+    def _perform(self, perform: Any) -> Any:
+        def performer(op: Op, request: Any) -> Any:
+            self.requests.append(request)
+            return run(perform(op)) if self.call.runner is None else arun(perform(op))
+
+        return performer
+
+    def __call__(self) -> Tally:
+        if self.call.runner is None:
+            return self.completer.run_once()
+        return self.call.runner.run(self.completer.arun_once())
+
+
+def test_it_goes_on_behind_the_last_checkpoint_with_the_request_that_was_kept(guard: Guard, call: Caller) -> None:
+    shop = Shop("after charge")
+    leave(guard, call, shop)
+    round = Round(guard, call, shop.pay)
+    assert round() == Tally(completed=1)
+    assert shop.log == ["reserve", "charge", "ship"]
+    assert round.requests == ["the request"]
+    assert call(guard, shop.pay, asked()).how == "replayed"
+    assert round() == Tally()
+
+
+def test_what_is_running_settled_or_of_another_level_is_left_alone(guard: Guard, call: Caller) -> None:
+    run(guard.store.claim(asked("running"), lease=30))
+    run(guard.store.claim(asked("a lease"), lease=0))
+    call(guard, Shop().pay, asked("settled"))
+    shop = Shop()
+    assert Round(guard, call, shop.pay)() == Tally(unreadable=1)
+    assert shop.log == []
+
+
+def test_a_request_that_was_never_written_down_is_left_to_its_caller(guard: Guard, call: Caller) -> None:
+    """Its holder vanished between the claim and the first note of it: nothing has happened."""
+    lease = run(guard.store.claim(asked(), lease=0))
+    record = guard.find(*asked().id)
+    assert record is not None
+    zero = Operation("step|customer-1", f"k:{record.created_at:.6f}:0", "request")
+    run(guard.store.claim(zero, lease=0))
+    assert lease
+    assert Round(guard, call, Shop().pay)() == Tally(unreadable=1)
+
+
+def test_one_that_fails_does_not_stop_the_others(guard: Guard, call: Caller) -> None:
+    for key in ("a", "b", "c"):
+        leave(guard, call, Shop("after charge"), asked(key))
+
+    def perform(op: Op) -> Performing:
+        if op.key == "b":
+            raise RuntimeError("still no luck")
+        return (yield from Shop().pay(op))
+
+    ends: list[tuple[str, str]] = []
+    round = Round(guard, call, perform, progress=lambda record, end: ends.append((record.key, end)))
+    assert round() == Tally(completed=2, failing=1)
+    assert sorted(ends) == [("a", "completed"), ("b", "failing"), ("c", "completed")]
+    assert round() == Tally(failing=1)
+
+
+def test_only_so_many_run_at_once(guard: Guard, call: Caller) -> None:
+    for number in range(9):
+        leave(guard, call, Shop("after charge"), asked(str(number)))
+    now, most = 0, 0
+    lock = threading.Lock()
+
+    class Rest:
+        def run(self) -> None:
+            time.sleep(0.03)
+
+        def arun(self) -> Any:
+            return asyncio.sleep(0.03)
+
+    def perform(op: Op) -> Performing:
+        nonlocal now, most
+        with lock:
+            now, most = now + 1, max(most, now + 1)
+        yield Rest()
+        with lock:
+            now -= 1
+        return (yield from Shop().pay(op))
+
+    assert Round(guard, call, perform, at_once=3)() == Tally(completed=9)
+    assert most == 3
+
+
+def test_all_pages_are_read(guard: Guard, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oncemore.core.completer.PAGE", 2)
+    for number in range(5):
+        leave(guard, call, Shop("after charge"), asked(str(number)))
+    assert Round(guard, call, Shop().pay)().completed == 5
+
+
+def test_each_attempt_is_given_more_time_than_the_last(guard: Guard, call: Caller) -> None:
+    leave(guard, call, Shop("after charge"))
+    round = Round(guard, call, Shop(*["ship"] * 99).pay, pace=Backoff(base=10, cap=600, jitter="none"))
+    assert round() == Tally()
+    guard.store.shift += 11
+    assert round() == Tally(failing=1)
+    guard.store.shift += 11
+    assert round() == Tally()
+    guard.store.shift += 11
+    assert round() == Tally(failing=1)
+
+
+def test_it_is_given_up_after_so_many_attempts_undone_and_held(guard: Guard, call: Caller) -> None:
+    shop = Shop("after charge", *["ship"] * 99)
+    leave(guard, call, shop)
+    round = Round(guard, call, shop.pay, attempts=3)
+    assert [round(), round(), round()] == [Tally(failing=1), Tally(failing=1), Tally(held=1)]
+    assert [entry for entry in shop.log if entry != "ship"] == [
+        "reserve",
+        "charge",
+        "undo charge done",
+        "undo reserve done",
+    ]
+    assert shop.log.count("ship") == 6  # three tries in each of two attempts; the last one tries nothing new
+    record = guard.find(*asked().id)
+    assert record is not None
+    assert record.note == "given up after 4 attempts, and undone"
+    with pytest.raises(UnknownOutcome, match="given up"):
+        call(guard, shop.pay, asked())
+
+
+def test_a_last_attempt_with_nothing_left_to_do_completes_it(guard: Guard, call: Caller) -> None:
+    shop = Shop("after ship")
+    leave(guard, call, shop)
+    assert Round(guard, call, shop.pay, attempts=1)() == Tally(completed=1)
+    assert shop.log == ["reserve", "charge", "ship"]
+
+
+def test_a_last_attempt_that_fails_between_two_steps_is_given_up_too(guard: Guard, call: Caller) -> None:
+    shop = Shop("after charge", "after charge")
+    leave(guard, call, shop)
+    assert Round(guard, call, shop.pay, attempts=1)() == Tally(held=1)
+    assert shop.log == ["reserve", "charge", "undo charge done", "undo reserve done"]
+
+
+def test_a_last_attempt_that_takes_other_steps_undoes_nothing(guard: Guard, call: Caller) -> None:
+    leave(guard, call, Shop("after charge"))
+    shop = Shop()
+
+    def changed(op: Op) -> Performing:
+        yield take(op, "reserve", lambda: None, undo=lambda value: shop.do("undo"))
+        raise RuntimeError("a new check")
+
+    assert Round(guard, call, changed, attempts=1)() == Tally(held=1)
+    record = guard.find(*asked().id)
+    assert record is not None
+    assert "failed after 1 steps, and a former attempt had finished step 2, 'charge'" in record.note
+    assert shop.log == []
+
+
+def test_a_failure_that_is_already_being_undone_is_finished(guard: Guard, call: Caller) -> None:
+    shop = Shop("undo reserve done", error=KeyboardInterrupt)
+
+    def pay(op: Op) -> Performing:
+        yield from shop.pay(op)
+        raise LookupError("out of stock")
+
+    with pytest.raises(KeyboardInterrupt):
+        call(guard, pay, asked())
+    assert Round(guard, call, pay, attempts=1)() == Tally(completed=1)
+    assert guard.find(*asked().id).outcome.kind == "error"  # type: ignore[union-attr]
+
+
+def test_a_last_attempt_may_find_a_sleep_that_is_not_over(guard: Guard, call: Caller) -> None:
+    leave(guard, call, Shop("after reserve"))
+    shop = Shop()
+
+    def dozes(op: Op) -> Performing:
+        yield take(op, "reserve", lambda: None, undo=lambda value: shop.do("undo"))
+        op_sleep = op.sleep("doze", 1)
+        if hasattr(op_sleep, "__await__"):
+            yield Awaited(op_sleep)
+
+    assert Round(guard, call, dozes, attempts=1)() == Tally(held=1)
+    assert shop.log == ["undo"]
+
+
+class Awaited:
+    def __init__(self, awaitable: Any) -> None:
+        self.awaitable = awaitable
+
+    def arun(self) -> Any:
+        return self.awaitable
+
+
+def test_one_that_is_gone_when_it_is_looked_at_again_counts_as_done(guard: Guard, call: Caller) -> None:
+    leave(guard, call, Shop("after charge"))
+
+    def deletes(op: Op) -> Performing:
+        guard.store.shift += 31
+        guard.delete(*asked().id)
+        guard.store.shift -= 31
+        raise RuntimeError
+        yield
+
+    assert Round(guard, call, deletes)() == Tally(completed=1)
+
+
+def test_a_store_that_fails_in_the_middle_leaves_it_for_the_next_round(guard: Guard, call: Caller) -> None:
+    leave(guard, call, Shop("after charge"))
+    round = Round(guard, call, Shop().pay)
+
+    def down(*args: Any) -> Any:
+        raise StoreUnavailable
+        yield
+
+    round.completer.guard.store = Down(guard.store, down)  # type: ignore[assignment]
+    assert round() == Tally(failing=1)
+
+
+class Down:
+    def __init__(self, inner: Any, find: Any) -> None:
+        self.inner = inner
+        self.find = find
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_what_must_be_unique_stays_so(guard: Guard, call: Caller) -> None:
+    """Another key for the same order is not let in because a completer has finished the first one."""
+
+    def order(key: str) -> Operation:
+        return Operation("customer-1", key, key, "orders.pay", unique="order-1", request=lambda: "the request")
+
+    shop = Shop("after charge")
+    leave(guard, call, shop, order("k1"))
+    assert Round(guard, call, shop.pay)() == Tally(completed=1)
+    first = guard.find("customer-1", "k1")
+    assert first is not None
+    assert call(guard, shop.pay, order("k2")).outcome == first.outcome
+    assert shop.log == ["reserve", "charge", "ship"]
+
+
+# ── Functions
+
+
+def test_a_function_is_finished_with_the_arguments_it_was_called_with(guard: Guard) -> None:
+    shop = Shop("after")
+    calls: list[Any] = []
+
+    @once(guard, key="order:{order}", effect="steps", ignore=("mailer",))
+    def pay(order: int, *items: str, mailer: object = None, **more: int) -> Any:
+        op = current_operation()
+        op.step("charge", lambda: shop.do("charge"))
+        calls.append((order, items, mailer, more))
+        shop.may_fail("after")
+        return [order, items]
+
+    with pytest.raises(RuntimeError):
+        pay(7, "a", "b", mailer=object(), size=3)
+    completer = Completer(guard, {pay.operation(7).name: pay}, pace=NO_PAUSE)  # type: ignore[attr-defined]
+    assert completer.run_once() == Tally(completed=1)
+    assert calls[1] == (7, ("a", "b"), None, {"size": 3})
+    assert pay(7, "a", "b", size=3) == [7, ("a", "b")]
+    assert shop.log == ["charge"]
+
+
+async def test_an_async_function_is_finished_too(guard: Guard) -> None:
+    shop = Shop("after")
+
+    @once(guard, key="order:{order}", effect="steps", name="pay")
+    async def pay(order: int) -> Any:
+        await current_operation().step("charge", lambda: shop.do("charge"))
+        shop.may_fail("after")
+        return order
+
+    with pytest.raises(RuntimeError):
+        await pay(7)
+    assert await Completer(guard, {"pay": pay}, pace=NO_PAUSE).arun_once() == Tally(completed=1)
+    assert await pay(7) == 7
+    assert shop.log == ["charge"]
+
+
+def test_outside_of_an_operation_there_is_no_current_one() -> None:
+    with pytest.raises(ConfigurationError, match="No operation is running"):
+        current_operation()
+
+
+# ── As a loop
+
+
+def test_it_goes_round_until_it_is_stopped(guard: Guard) -> None:
+    call = Caller(None)
+    stop = threading.Event()
+    leave(guard, call, Shop("after charge"))
+    round = Round(guard, call, Shop().pay, every=0.01, progress=lambda record, end: stop.set())
+    round.completer.run(stop)
+    assert guard.find(*asked().id).state == "settled"  # type: ignore[union-attr]
+
+
+def test_a_store_that_is_down_does_not_end_it(guard: Guard) -> None:
+    stop = threading.Event()
+    looks: list[int] = []
+
+    def down(*args: Any, **options: Any) -> Any:
+        looks.append(1)
+        if len(looks) == 3:
+            stop.set()
+        raise StoreUnavailable
+        yield
+
+    completer = Completer(guard, {"orders.pay": lambda op, request: None}, every=0.01)
+    completer.guard.store.list = down  # type: ignore[method-assign]
+    completer.run(stop)
+    assert len(looks) == 3
+
+
+async def test_it_goes_round_until_it_is_cancelled() -> None:
+    guard = Guard("memory://", policy=dataclasses.replace(POLICY))
+    shop = Shop("after charge")
+    with pytest.raises(RuntimeError):
+        await guard.arun(asked(), lambda op: arun(shop.pay(op)))
+    completer = Completer(guard, {"orders.pay": lambda op, _: arun(shop.pay(op))}, pace=NO_PAUSE, every=0.01)
+    task = asyncio.create_task(completer.arun())
+    while guard.find(*asked().id).state != "settled":  # type: ignore[union-attr]
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_completer_without_a_policy_has_the_guards(guard: Guard) -> None:
+    assert Completer(guard, {}).policy is guard.policy
+    assert ASKED.request is None

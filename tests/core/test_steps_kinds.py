@@ -1,0 +1,276 @@
+"""What a step may be, and how it goes with time and the other settings."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Op, Operation, Outcome
+from oncemore.core.events import Event
+from oncemore.core.plan import Call, run
+from oncemore.errors import (
+    ConfigurationError,
+    StoreError,
+)
+
+from .stepping import ASKED, POLICY, Broken, Caller, Performing, Shop, take
+
+
+@pytest.fixture(params=["sync", "async"])
+def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
+    if request.param == "sync":
+        yield Caller(None)
+    else:
+        with asyncio.Runner() as runner:
+            yield Caller(runner)
+
+
+DONE = ["reserve done", "charge done", "ship done"]
+
+
+def steps_of(guard: Guard) -> list[tuple[str, str]]:
+    """Each step in the ledger, by name, with its state."""
+    records = guard.list().records
+    return [(record.name, record.state) for record in records if record.scope.startswith("step|")]
+
+
+def test_a_step_needs_the_level() -> None:
+    guard = Guard("memory://")
+    for step in (lambda op: op.step("a", print), lambda op: op.sleep("a", 1)):
+        with pytest.raises(ConfigurationError, match="effect = 'steps'"):
+            guard.run(Operation("s", "k"), step)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"function": lambda order: order}, "takes order"),
+        ({"function": lambda connection: None, "effect": "lease"}, "takes a connection"),
+        ({"function": print, "on_unknown": "resolve"}, "needs a resolver"),
+        ({"function": print, "retry": 0}, "at least the first attempt"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused_before_anything_happens(guard: Guard, options: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        guard.run(ASKED, lambda op: op.step("charge", **options), policy=POLICY)
+
+
+def test_functions_that_do_not_tell_what_they_take_take_nothing(guard: Guard) -> None:
+    assert guard.run(ASKED, lambda op: op.step("dict", dict), policy=POLICY).value == {}
+
+
+def test_what_cannot_be_checkpointed_is_told_at_once_rather_than_after_a_crash(guard: Guard, call: Caller) -> None:
+    def perform(op: Op) -> Performing:
+        yield take(op, "lock", object)
+
+    with pytest.raises(ConfigurationError, match="'lock' gave what cannot be checkpointed"):
+        call(guard, perform)
+
+
+def test_an_async_step_of_a_blocking_performer_says_what_to_do(guard: Guard) -> None:
+    async def charge() -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"step 'charge'.* is async"):
+        guard.run(ASKED, lambda op: op.step("charge", charge), policy=POLICY)
+
+
+async def test_a_step_of_an_async_performer_may_be_async_or_not() -> None:
+    async def charge(key: str) -> str:
+        await asyncio.sleep(0)
+        return key
+
+    async def pay(op: Op) -> Any:
+        return [await op.step("charge", charge), await op.step("ship", lambda: "shipped")]
+
+    guard = Guard("memory://", policy=POLICY)
+    answer = await guard.arun(ASKED, pay)
+    assert answer.value[1] == "shipped"
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'arun' was never awaited")
+async def test_a_step_that_is_not_awaited_is_told() -> None:
+    guard = Guard("memory://", policy=POLICY)
+    unawaited: list[Any] = []
+
+    async def forgets(op: Op) -> None:
+        unawaited.append(op.step("charge", lambda: None))
+
+    async def hurries(op: Op) -> None:
+        await asyncio.gather(op.step("charge", lambda: None), op.step("ship", lambda: None))
+
+    with pytest.raises(ConfigurationError, match="'charge' was never awaited"):
+        await guard.arun(ASKED, forgets)
+    unawaited[0].close()
+    with pytest.raises(ConfigurationError, match="'ship' begins, and 'charge' has not ended"):
+        await guard.arun(Operation("s", "2"), hurries)
+
+
+# ── Time
+
+
+def test_a_sleep_is_over_when_its_time_has_passed_whoever_slept(guard: Guard, call: Caller) -> None:
+    def perform(op: Op) -> Performing:
+        yield Call(lambda: op.sleep("settle down", "100ms" if op.attempt == 1 else "9d"))
+        if op.attempt == 1:
+            raise RuntimeError
+        return "rested"
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        call(guard, perform)
+    assert time.monotonic() - began >= 0.1
+    assert call(guard, perform).value == "rested"
+
+
+async def test_what_is_left_of_a_sleep_is_slept_by_the_next_attempt() -> None:
+    guard = Guard("memory://", policy=POLICY)
+
+    async def perform(op: Op) -> int:
+        await op.sleep("wait", 0.6)
+        return op.attempt
+
+    began = time.monotonic()
+    first = asyncio.create_task(guard.arun(ASKED, perform))
+    await asyncio.sleep(0.3)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert (await guard.arun(ASKED, perform)).value == 2
+    assert 0.6 <= time.monotonic() - began < 0.88
+
+
+def test_a_sleep_that_outlasts_the_checkpoints_is_refused(guard: Guard, call: Caller) -> None:
+    def perform(op: Op) -> Performing:
+        yield Call(lambda: op.sleep("hibernate", "31d"))
+
+    with pytest.raises(ConfigurationError, match="30 days"):
+        call(guard, perform)
+
+
+def test_the_deadline_is_that_of_the_first_attempt(guard: Guard, call: Caller) -> None:
+    deadlines: list[float | None] = []
+
+    def perform(op: Op) -> Performing:
+        deadlines.append(op.deadline)
+        yield take(op, "look", lambda: None)
+        if op.attempt == 1:
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        call(guard, perform, wait=5)
+    call(guard, perform, wait=50)
+    first, second = deadlines
+    assert first == second
+    assert first is not None
+    assert abs(first - time.time() - 5) < 4
+
+
+# ── With the other settings
+
+
+def test_what_is_not_kept_is_gone_on_with(guard: Guard, call: Caller) -> None:
+    """CASES 20."""
+    shop = Shop()
+
+    def respond(op: Op) -> Performing:
+        yield take(op, "reserve", lambda: shop.do("reserve"))
+        return Outcome("response", 503 if op.attempt == 1 else 201)
+
+    assert call(guard, respond).how == "released"
+    assert call(guard, respond).outcome.status == 201
+    assert shop.log == ["reserve"]
+
+
+def test_twins_are_suspected_and_answered_as_at_other_levels(guard: Guard, call: Caller) -> None:
+    policy = dataclasses.replace(POLICY, suspect="replay")
+    shop = Shop()
+    first = call(guard, shop.pay, policy=policy)
+    twin = call(guard, shop.pay, Operation("customer-1", "k2", "same", "orders.pay"), policy=policy)
+    assert twin.outcome == first.outcome
+    assert shop.log == ["reserve", "charge", "ship"]
+
+
+def test_business_uniqueness_goes_with_steps(guard: Guard, call: Caller) -> None:
+    def asked(key: str) -> Operation:
+        return Operation("customer-1", key, key, "orders.pay", unique="order-1")
+
+    shop = Shop("after charge")
+    with pytest.raises(RuntimeError):
+        call(guard, shop.pay, asked("k1"))
+    assert call(guard, shop.pay, asked("k1")).value == DONE
+    assert call(guard, shop.pay, asked("k2")).outcome == call(guard, shop.pay, asked("k1")).outcome
+    assert shop.log == ["reserve", "charge", "ship"]
+
+
+def test_what_must_be_unique_is_taken_over_from_one_that_vanished(guard: Guard, call: Caller) -> None:
+    run(guard.store.claim(Operation("unique|orders.pay", "order-1", name="orders.pay"), lease=0.1))
+    operation = Operation("customer-1", "k", "f", "orders.pay", unique="order-1")
+    assert call(guard, Shop().pay, operation).value == DONE
+
+
+def test_a_door_that_leaves_a_unique_operation_leaves_the_ledger_in_order(guard: Guard) -> None:
+    operation = Operation("customer-1", "k", "f", "orders.pay", unique="order-1")
+    plan = guard.guarded(operation, lambda op: None, POLICY)
+    effect: Any = next(plan)
+    assert effect.op.key == "k"
+    plan.close()
+    assert guard.find(*operation.id).state == "running"  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_that_cannot_be_stored_ends_the_attempt(call: Caller) -> None:
+    """CASES 27."""
+    guard = Guard("memory://")
+    shop = Shop()
+    broken = Broken(guard.store, "settle", "orders.pay/charge")
+    with pytest.raises(StoreError, match="'charge' was performed, but its checkpoint"):
+        call(Guard(broken), shop.pay)
+    assert shop.log == ["reserve", "charge"]
+
+
+def test_a_store_that_is_down_at_the_end_leaves_it_to_the_lease(call: Caller, events: list[Event]) -> None:
+    guard = Guard("memory://")
+    broken = Broken(guard.store, "renew", "orders.pay")
+    with pytest.raises(RuntimeError):
+        call(Guard(broken, observers=[events.append]), Shop("after charge").pay)
+    assert events[-1].kind == "failed"
+    assert guard.find(*ASKED.id).state == "running"  # type: ignore[union-attr]
+
+
+def test_what_could_not_be_opened_is_left_as_it_was(guard: Guard, call: Caller) -> None:
+    """CASES 27."""
+    with pytest.raises(RuntimeError):
+        call(guard, Shop("after charge").pay)
+
+    class Blind:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(guard.store, name)
+
+        def find(self, *id: str) -> Any:
+            raise StoreError("down")
+            yield
+
+    with pytest.raises(StoreError):
+        call(Guard(Blind()), Shop().pay)
+    record = guard.find(*ASKED.id)
+    assert record is not None
+    assert (record.state, record.lease_until <= record.now) == ("running", True)
+
+
+def test_a_plan_that_is_dropped_takes_no_further_step(guard: Guard) -> None:
+    plan = guard.guarded(ASKED, lambda op: None, POLICY)
+    next(plan)
+    plan.close()
+    assert [name for name, _ in steps_of(guard)] == ["orders.pay/request"]
+
+
+def test_a_request_that_is_too_large_or_strange_is_not_kept(guard: Guard, call: Caller) -> None:
+    for key, request in (("large", lambda: "x" * 2_000_000), ("strange", object)):
+        call(guard, Shop().pay, Operation("s", key, "f", "orders.pay", request=request))
+    kept = [record.outcome for record in guard.list().records if record.name == "orders.pay/request"]
+    assert all(b"request\xc0\xa6unique" in outcome.body for outcome in kept if outcome is not None)
+    assert len(kept) == 2

@@ -1,0 +1,106 @@
+"""Steps on every store: what they need of a ledger, each ledger has."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Op, Operation, Policy
+from oncemore.core.backoff import Backoff
+from oncemore.core.completer import Completer, Tally
+from oncemore.errors import StepsChanged
+
+from .conftest import emptied
+
+ASKED = Operation("customer-1", "k", "same", "orders.pay", request=lambda: {"order": 7})
+POLICY = Policy(effect="steps", errors=(LookupError,))
+
+
+@pytest.fixture(
+    params=[
+        "memory",
+        "sqlite",
+        pytest.param("postgres", marks=pytest.mark.server),
+        pytest.param("redis", marks=pytest.mark.server),
+    ]
+)
+async def guard(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Guard]:
+    if request.param == "postgres":
+        url = emptied(request.getfixturevalue("shops_url"))
+    elif request.param == "redis":
+        prefix = request.getfixturevalue("redis_prefix")
+        url = f"{request.getfixturevalue('valkey_url')}?prefix={prefix}"
+    else:
+        url = {"memory": "memory://", "sqlite": f"sqlite:///{tmp_path / 'once.db'}"}[request.param]
+    guard = Guard(url, policy=POLICY)
+    yield guard
+    await guard.aclose()
+
+
+class Order:
+    def __init__(self, *fails: BaseException) -> None:
+        self.log: list[str] = []
+        self.fails = list(fails)
+
+    def do(self, what: str) -> str:
+        self.log.append(what)
+        return what
+
+    async def pay(self, op: Op, request: Any = None) -> Any:
+        await op.step("reserve", lambda: self.do("reserve"), undo=lambda value: self.do(f"undo {value}"))
+        await op.sleep("breathe", 0.01)
+        receipt = await op.step("charge", lambda key: self.do(key), undo=lambda value: self.do("undo charge"))
+        if self.fails:
+            raise self.fails.pop(0)
+        return receipt
+
+
+async def test_it_goes_on_behind_the_last_checkpoint(guard: Guard) -> None:
+    order = Order(RuntimeError())
+    with pytest.raises(RuntimeError):
+        await guard.arun(ASKED, order.pay)
+    guard.cache = Guard("memory://").cache  # another process
+    answer = await guard.arun(ASKED, order.pay)
+    assert answer.value == order.log[1]
+    assert order.log == ["reserve", order.log[1]]
+
+
+async def test_a_completer_finds_and_finishes_it(guard: Guard) -> None:
+    order = Order(RuntimeError())
+    with pytest.raises(RuntimeError):
+        await guard.arun(ASKED, order.pay)
+    completer = Completer(guard, {"orders.pay": order.pay}, pace=Backoff(base=0, cap=0))
+    assert await completer.arun_once() == Tally(completed=1)
+    assert await completer.arun_once() == Tally()
+    assert len(order.log) == 2
+
+
+async def test_a_failure_is_undone_once(guard: Guard) -> None:
+    order = Order(LookupError("declined"))
+    assert (await guard.arun(ASKED, order.pay)).outcome.kind == "error"
+    guard.cache = Guard("memory://").cache
+    assert (await guard.arun(ASKED, order.pay)).how == "replayed"
+    assert order.log[2:] == ["undo charge", "undo reserve"]
+
+
+async def test_changed_steps_are_refused(guard: Guard) -> None:
+    with pytest.raises(RuntimeError):
+        await guard.arun(ASKED, Order(RuntimeError()).pay)
+
+    async def changed(op: Op) -> None:
+        await op.step("bill", lambda: None)
+
+    with pytest.raises(StepsChanged, match="step 1 was 'reserve' and is now 'bill'"):
+        await guard.arun(ASKED, changed)
+
+
+async def test_a_deleted_operation_begins_anew(guard: Guard) -> None:
+    order = Order()
+    await guard.arun(ASKED, order.pay)
+    await guard.adelete(*ASKED.id)
+    guard.cache = Guard("memory://").cache
+    await guard.arun(ASKED, order.pay)
+    assert len(order.log) == 4

@@ -1,0 +1,182 @@
+"""Steps behind the HTTP doors: a request that failed half-way is gone on with by its retry, or by the completer."""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import Depends, FastAPI
+from flask import Flask
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from oncemore import Contract, Guard, Rule
+from oncemore.core.backoff import Backoff
+from oncemore.core.completer import Completer, Tally
+from oncemore.web import asgi, fastapi, wsgi
+from oncemore.web.redrive import RedriveAsgi, RedriveWsgi
+
+from .live import keyed, live
+
+NO_PAUSE = Backoff(base=0.0, cap=0.0)
+
+
+class Shop:
+    """Orders, by either kind of app.  *fails* are the places where it goes wrong, once each."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fails: list[str] = []
+        self.answer = 201
+        self.guard = Guard("memory://")
+        self.contract = Contract(Rule("POST /orders/{id}", name="orders.pay", key="required", effect="steps"))
+
+    def do(self, what: str) -> str:
+        self.log.append(what)
+        return what
+
+    def fail(self, where: str) -> None:
+        if where in self.fails:
+            self.fails.remove(where)
+            raise RuntimeError(where)
+
+    def asgi(self) -> Any:
+        async def pay(request: Request) -> JSONResponse:
+            op = asgi.current_operation()
+            body = await request.json()
+            seen = request.headers.get("authorization", "nobody")
+            await op.step("reserve", lambda: self.do("reserve"), undo=lambda value: self.do(f"undo {value}"))
+            self.fail("after reserve")
+            await op.step("charge", lambda: self.do(f"charge {body['amount']} by {seen}"))
+            self.fail("after charge")
+            return JSONResponse({"order": request.path_params["id"], "q": str(request.query_params)}, self.answer)
+
+        app = Starlette(routes=[Route("/orders/{id}", pay, methods=["POST"])])
+        app.add_middleware(asgi.IdempotencyMiddleware, guard=self.guard, contract=self.contract)
+        return app
+
+    def wsgi(self) -> Any:
+        app = Flask("shop")
+
+        @app.post("/orders/<id>")
+        def pay(id: str) -> Any:
+            import flask
+
+            op = wsgi.current_operation()
+            seen = flask.request.headers.get("authorization", "nobody")
+            op.step("reserve", lambda: self.do("reserve"), undo=lambda value: self.do(f"undo {value}"))
+            self.fail("after reserve")
+            op.step("charge", lambda: self.do(f"charge {flask.request.json['amount']} by {seen}"))
+            self.fail("after charge")
+            return {"order": id, "q": flask.request.query_string.decode()}, self.answer
+
+        app.wsgi_app = wsgi.IdempotencyMiddleware(  # type: ignore[method-assign]
+            app.wsgi_app, guard=self.guard, contract=self.contract
+        )
+        return app
+
+
+@pytest.fixture
+def shop() -> Shop:
+    return Shop()
+
+
+def post(client: httpx.Client, amount: int = 5) -> httpx.Response:
+    """A server closes the connection on which an app failed, so each request has its own."""
+    return client.post("/orders/å7?x=1", json={"amount": amount}, headers=keyed("k", Connection="close"))
+
+
+def served(shop: Shop, kind: str) -> Any:
+    return live(shop.asgi()) if kind == "asgi" else live(shop.wsgi(), interface="wsgi")
+
+
+def completed(shop: Shop, kind: str, **options: Any) -> Tally:
+    app: Any = shop.asgi() if kind == "asgi" else shop.wsgi()
+    redrive: Any = RedriveAsgi if kind == "asgi" else RedriveWsgi
+    headers = [("Authorization", "Bearer completer")]
+    completer = Completer(shop.guard, {"orders.pay": redrive(app, headers)}, pace=NO_PAUSE, **options)
+    return asyncio.run(completer.arun_once())
+
+
+KINDS = pytest.mark.parametrize("kind", ["asgi", "wsgi"])
+
+
+@KINDS
+def test_a_retry_goes_on_behind_the_last_checkpoint(shop: Shop, kind: str) -> None:
+    """CASES 20, 25."""
+    shop.fails = ["after reserve", "after charge"]
+    with served(shop, kind) as client:
+        assert [post(client).status_code for _ in range(4)] == [500, 500, 201, 201]
+        assert post(client, 6).status_code == 409
+        assert post(client).headers["idempotency-status"] == "replayed"
+    assert shop.log == ["reserve", "charge 5 by Bearer alice"]
+
+
+@KINDS
+def test_the_completer_calls_the_app_with_the_request_that_was_kept(shop: Shop, kind: str) -> None:
+    """The key stays its owner's, though the owner's credentials are not kept."""
+    shop.fails = ["after reserve"]
+    with served(shop, kind) as client:
+        assert post(client).status_code == 500
+        assert completed(shop, kind) == Tally(completed=1)
+        assert completed(shop, kind) == Tally()
+        answer = post(client)
+    assert answer.headers["idempotency-status"] == "replayed"
+    assert answer.json() == {"order": "å7", "q": "x=1"}
+    assert shop.log == ["reserve", "charge 5 by Bearer completer"]
+    assert not any(b"alice" in record.outcome.body for record in shop.guard.list().records if record.outcome)
+
+
+@KINDS
+def test_a_final_failure_is_undone_before_it_is_answered(shop: Shop, kind: str) -> None:
+    shop.answer = 422
+    with served(shop, kind) as client:
+        assert post(client).status_code == 422
+        assert shop.log == ["reserve", "charge 5 by Bearer alice", "undo reserve"]
+        assert post(client).headers["idempotency-status"] == "replayed"
+    assert len(shop.log) == 3
+
+
+@KINDS
+def test_it_is_given_up_after_so_many_attempts(shop: Shop, kind: str) -> None:
+    shop.fails = ["after reserve"]
+    with served(shop, kind) as client:
+        assert post(client).status_code == 500
+        assert completed(shop, kind, attempts=1) == Tally(held=1)
+        answer = post(client)
+    assert (answer.status_code, answer.json()["error_code"]) == (409, "CONFLICT.idempotency.outcome_unknown")
+    assert shop.log == ["reserve", "undo reserve"]
+
+
+def test_a_blocking_endpoint_of_an_async_app_takes_steps_on_its_thread(shop: Shop, tmp_path: Path) -> None:
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
+    app = FastAPI()
+    app.add_middleware(fastapi.IdempotencyMiddleware, guard=guard, contract=shop.contract)
+
+    def insert(connection: Any) -> str:
+        connection.execute("CREATE TABLE IF NOT EXISTS orders (id TEXT)")
+        connection.execute("INSERT INTO orders VALUES ('7')")
+        return shop.do("reserve")
+
+    @app.post("/orders/{id}")
+    def pay(id: str, op: Annotated[fastapi.Op, Depends(fastapi.current_operation)]) -> list[str]:
+        reserved = op.step("reserve", insert)
+        shop.fail("after reserve")
+        return [reserved, op.step("charge", lambda key: shop.do("charge"))]
+
+    shop.fails = ["after reserve"]
+    with live(app) as client:
+        assert [post(client).status_code for _ in range(3)] == [500, 200, 200]
+    assert shop.log == ["reserve", "charge"]
+    with sqlite3.connect(tmp_path / "once.db") as connection:
+        assert connection.execute("SELECT count(*) FROM orders").fetchone() == (1,)
+
+
+def test_a_client_cannot_say_that_it_is_the_completer(shop: Shop) -> None:
+    with served(shop, "asgi") as client:
+        answer = client.post("/orders/7", json={"amount": 1}, headers={"oncemore.redriven": "k"})
+    assert answer.json()["error_code"] == "VALIDATION.idempotency.key_missing"

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable, Generator
+from functools import cached_property
 from typing import Any
 
+import asyncpg
 import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
@@ -145,6 +147,31 @@ class AsyncPool(Postgres):
         await self.pool.close()
 
 
+class Asyncpg(Postgres):
+    sync = False
+    mark = "$1"
+
+    def made(self) -> Guard:
+        self.pool = asyncpg.create_pool(self.url, min_size=0, max_size=16)
+        return Guard(self.pool, policy=POLICY)
+
+    def sql(self, op: Op, text: str, *values: Any) -> Do[Any]:
+        return Do(None, lambda: op.connection.execute(text, *values))
+
+    async def run(self, *args: Any, **kwargs: Any) -> Answer:
+        async with self.opening:
+            await self.pool
+        return await super().run(*args, **kwargs)
+
+    @cached_property
+    def opening(self) -> asyncio.Lock:
+        return asyncio.Lock()
+
+    async def close(self) -> None:
+        await super().close()
+        await self.pool.close()
+
+
 ON_SQLITE: dict[str, type[Shop]] = {"sqlite3": Sqlite, "aiosqlite": Aiosqlite}
 ON_POSTGRES: dict[str, type[Shop]] = {
     "psycopg": Postgres,
@@ -153,4 +180,5 @@ ON_POSTGRES: dict[str, type[Shop]] = {
     "pool-autocommit": AutocommitPool,
     "pool-under-a-loop": PoolUnderLoop,
     "pool-async": AsyncPool,
+    "asyncpg": Asyncpg,
 }

@@ -7,12 +7,12 @@ finds the outcome or takes its place.  It goes with the BEGIN, and the outcome w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import astuple
 
-from ..core.lending import Again
+from ..core.lending import Again, Transaction, ended, over
 from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..core.plan import Effect, Plan
 from ..core.states import RELEASED, SETTLED, State
@@ -23,6 +23,9 @@ from .postgres_flights import is_expired
 from .postgres_link import Rejected
 from .postgres_rows import Claimed, Moved, Named, encode_rows, read_record, safe
 from .postgres_sql import Statement, Statements
+
+if TYPE_CHECKING:
+    from .postgres import PostgresStore
 
 Rows = Sequence[Sequence[Any]]
 Ask = tuple[Statement, Sequence[Any]]
@@ -41,8 +44,30 @@ class Wire(Protocol):
     def rows(self, ask: Ask) -> Effect[Rows]: ...
     def commit(self, asks: Sequence[Ask]) -> Effect[None]: ...  # these statements and COMMIT; one that fails stops it
     def roll_back(self) -> Effect[None]: ...
-    def end(self, *, healthy: bool) -> Effect[None]: ...  # give the connection back, once
+    def end(self, *, healthy: bool, committed: bool) -> Effect[None]: ...  # give the connection back, once
     def drop(self) -> None: ...
+
+
+class Enlisted:
+    """Lends the user's own connections: *wire* makes the wire of one transaction."""
+
+    def __init__(self, store: PostgresStore, wire: Callable[[], Wire]) -> None:
+        self.store = store
+        self.wire = wire
+
+    def open(self) -> Plan[Transaction]:
+        store = self.store
+        yield from store.ready()
+        return PostgresTransaction(self.wire(), store.database.sql, shift=store.shift, holder=store.holder)
+
+    def again(self, error: BaseException) -> bool:
+        return again(error)
+
+    def close(self) -> None:
+        """Nothing here is ours to close."""
+
+    async def aclose(self) -> None:
+        """Nothing here is ours to close."""
 
 
 class PostgresTransaction:
@@ -59,9 +84,13 @@ class PostgresTransaction:
 
     @property
     def connection(self) -> Any:
+        if not self._open:
+            raise over()
         return self._wire.connection
 
     def session(self) -> Any:
+        if not self._open:
+            raise over()
         return self._wire.session()
 
     def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
@@ -144,7 +173,7 @@ class PostgresTransaction:
         except Exception as error:
             raise told(error, committing=True) from error
         self._open = False
-        yield self._wire.end(healthy=True)
+        yield self._wire.end(healthy=True, committed=True)
 
     def abort(self) -> Plan[None]:
         if not self._open:
@@ -155,7 +184,7 @@ class PostgresTransaction:
             yield self._wire.roll_back()
             healthy = True
         with contextlib.suppress(Exception):
-            yield self._wire.end(healthy=healthy)
+            yield self._wire.end(healthy=healthy, committed=False)
 
     def drop(self) -> None:
         if self._open:
@@ -207,10 +236,3 @@ def told(error: Exception, *, committing: bool = False) -> Exception:
 
 class Misuse(Exception):
     """Raised by a wire that finds no open transaction where it left one."""
-
-
-def ended() -> TransactionEnded:
-    return TransactionEnded(
-        "The transaction that the guard lent was committed or rolled back by the code that borrowed it; leave both to the "
-        "guard: it commits when the code returns, and rolls back when it raises"
-    )

@@ -14,6 +14,8 @@ from typing import Any
 import asyncpg
 import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
+from sqlalchemy import create_engine, event
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from oncemore import Guard, Operation, Policy
 from oncemore.core.judge import Answer
@@ -172,7 +174,95 @@ class Asyncpg(Postgres):
         await self.pool.close()
 
 
-ON_SQLITE: dict[str, type[Shop]] = {"sqlite3": Sqlite, "aiosqlite": Aiosqlite}
+class OnEngine(Shop):
+    """SQLAlchemy's: *dialect* and driver, and how the engine is made."""
+
+    dialect = ""
+
+    def made(self) -> Guard:
+        make = create_engine if self.sync else create_async_engine
+        place = self.url.partition("://")[2]
+        self.engine: Any = make(f"{self.dialect}://{place}", **self.pooled)
+        return Guard(self.engine, policy=POLICY)
+
+    @property
+    def pooled(self) -> dict[str, Any]:
+        return {"pool_size": 16}
+
+    def sql(self, op: Op, text: str, *values: Any) -> Do[Any]:
+        def plain() -> None:
+            op.connection.exec_driver_sql(text, values or None)
+
+        async def awaited() -> None:
+            await op.connection.exec_driver_sql(text, values or None)
+
+        return Do(plain, awaited)
+
+    async def close(self) -> None:
+        await super().close()
+        if self.sync:
+            await asyncio.to_thread(self.engine.dispose)
+        else:
+            await self.engine.dispose()
+
+
+class AlchemyPsycopg(OnEngine, Postgres):
+    dialect = "postgresql+psycopg"
+
+
+class AlchemyPsycopg2(OnEngine, Postgres):
+    dialect = "postgresql+psycopg2"
+
+
+class AlchemyPsycopgAsync(OnEngine, Postgres):
+    dialect = "postgresql+psycopg"
+    sync = False
+
+
+class AlchemyAsyncpg(OnEngine, Postgres):
+    dialect = "postgresql+asyncpg"
+    sync = False
+    mark = "$1"
+
+
+class AlchemySqlite(OnEngine, Sqlite):
+    dialect = "sqlite"
+
+
+class AlchemyAiosqlite(OnEngine, Sqlite):
+    dialect = "sqlite+aiosqlite"
+    sync = False
+
+
+class AlchemyBeginning(AlchemySqlite):
+    """One that begins its transactions itself, as SQLAlchemy's documentation advises for savepoints."""
+
+    def made(self) -> Guard:
+        guard = super().made()
+        event.listen(self.engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
+        event.listen(self.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN") and None)
+        return guard
+
+
+class AlchemyUnderLoop(AlchemyPsycopg):
+    """A sync engine under an async door: its work is done in threads."""
+
+    async def run(
+        self, operation: Operation, perform: Performer, guard: Guard | None = None, **settings: Any
+    ) -> Answer:
+        return await (guard or self.guard).arun(operation, lambda op: arun(perform(op)), **settings)
+
+    def sql(self, op: Op, text: str, *values: Any) -> Do[Any]:
+        return Do(lambda: op.connection.exec_driver_sql(text, values or None) and None, None)
+
+
+ON_SQLITE: dict[str, type[Shop]] = {
+    "sqlite3": Sqlite,
+    "aiosqlite": Aiosqlite,
+    "alchemy-pysqlite": AlchemySqlite,
+    "alchemy-pysqlite-beginning": AlchemyBeginning,
+    "alchemy-aiosqlite": AlchemyAiosqlite,
+}
 ON_POSTGRES: dict[str, type[Shop]] = {
     "psycopg": Postgres,
     "psycopg-async": AsyncPostgres,
@@ -181,4 +271,9 @@ ON_POSTGRES: dict[str, type[Shop]] = {
     "pool-under-a-loop": PoolUnderLoop,
     "pool-async": AsyncPool,
     "asyncpg": Asyncpg,
+    "alchemy-psycopg": AlchemyPsycopg,
+    "alchemy-psycopg2": AlchemyPsycopg2,
+    "alchemy-under-a-loop": AlchemyUnderLoop,
+    "alchemy-psycopg-async": AlchemyPsycopgAsync,
+    "alchemy-asyncpg": AlchemyAsyncpg,
 }

@@ -38,7 +38,8 @@ def enlist(pool: Any, options: Mapping[str, str]) -> Store:
 def settings_of(pool: Any, options: Mapping[str, str]) -> dict[str, Any]:
     """libpq's settings for the address that the pool connects to."""
     said: dict[str, Any] = {}
-    dsn, *_ = (*getattr(pool, "_connect_args", ()), None)
+    args = getattr(pool, "_connect_args", None)
+    dsn = args[0] if args else None
     if dsn is not None:
         said = {name: value for name, value in conninfo_to_dict(address(dsn)).items() if value is not None}
     known = getattr(pool, "_connect_kwargs", {})

@@ -6,13 +6,19 @@ A performer is written once, as a plan over `shop.insert` and `shop.sql`, and ru
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sqlite3
 from collections.abc import Callable, Generator
 from functools import cached_property
 from typing import Any
 
 import asyncpg
+import django
 import psycopg
+from asgiref.sync import ThreadSensitiveContext, sync_to_async
+from django.conf import settings
+from django.db import connections
+from psycopg.conninfo import conninfo_to_dict
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -23,6 +29,7 @@ from oncemore.core.lending import Do
 from oncemore.core.op import Op
 from oncemore.core.plan import arun, run
 
+numbers = itertools.count()
 TABLE = "CREATE TABLE IF NOT EXISTS refunds (id text PRIMARY KEY, made_in text)"
 Performer = Callable[[Op], Generator[Any, Any, Any]]
 
@@ -256,12 +263,77 @@ class AlchemyUnderLoop(AlchemyPsycopg):
         return Do(lambda: op.connection.exec_driver_sql(text, values or None) and None, None)
 
 
+class OnDjango(Shop):
+    """A database of Django's, by an alias of its own."""
+
+    mark = "%s"
+
+    def made(self) -> Guard:
+        if not settings.configured:
+            settings.configure(USE_TZ=True, LOGGING_CONFIG=None)
+            django.setup()
+        self.alias = f"shop{next(numbers)}"
+        said = connections.configure_settings({"default": {}, self.alias: self.database()})
+        connections.settings[self.alias] = said[self.alias]
+        return Guard(f"django:{self.alias}", policy=POLICY)
+
+    def database(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def sql(self, op: Op, text: str, *values: Any) -> Do[Any]:
+        def plain() -> None:
+            with op.connection.cursor() as cursor:
+                cursor.execute(text, values or None)
+
+        return Do(plain, sync_to_async(plain))
+
+    async def run(
+        self, operation: Operation, perform: Performer, guard: Guard | None = None, **settings: Any
+    ) -> Answer:
+        guard = guard or self.guard
+        if self.sync:
+            return await asyncio.to_thread(self._in_thread, guard, operation, perform, settings)
+        async with ThreadSensitiveContext():  # as each request has one
+            try:
+                return await guard.arun(operation, lambda op: arun(perform(op)), **settings)
+            finally:
+                await sync_to_async(lambda: connections[self.alias].close())()
+
+    def _in_thread(self, guard: Guard, operation: Operation, perform: Performer, settings: dict[str, Any]) -> Answer:
+        try:
+            return guard.run(operation, lambda op: run(perform(op)), **settings)
+        finally:
+            connections[self.alias].close()
+
+
+class DjangoSqlite(OnDjango, Sqlite):
+    def database(self) -> dict[str, Any]:
+        return {"ENGINE": "django.db.backends.sqlite3", "NAME": self.url.removeprefix("sqlite:///")}
+
+
+class DjangoPostgres(OnDjango, Postgres):
+    def database(self) -> dict[str, Any]:
+        said = conninfo_to_dict(self.url)
+        names = {"NAME": "dbname", "USER": "user", "PASSWORD": "password", "HOST": "host", "PORT": "port"}
+        return {"ENGINE": "django.db.backends.postgresql", **{ours: said.get(name, "") for ours, name in names.items()}}
+
+
+class AsyncDjangoSqlite(DjangoSqlite):
+    sync = False
+
+
+class AsyncDjangoPostgres(DjangoPostgres):
+    sync = False
+
+
 ON_SQLITE: dict[str, type[Shop]] = {
     "sqlite3": Sqlite,
     "aiosqlite": Aiosqlite,
     "alchemy-pysqlite": AlchemySqlite,
     "alchemy-pysqlite-beginning": AlchemyBeginning,
     "alchemy-aiosqlite": AlchemyAiosqlite,
+    "django-sqlite": DjangoSqlite,
+    "django-sqlite-async": AsyncDjangoSqlite,
 }
 ON_POSTGRES: dict[str, type[Shop]] = {
     "psycopg": Postgres,
@@ -276,4 +348,6 @@ ON_POSTGRES: dict[str, type[Shop]] = {
     "alchemy-under-a-loop": AlchemyUnderLoop,
     "alchemy-psycopg-async": AlchemyPsycopgAsync,
     "alchemy-asyncpg": AlchemyAsyncpg,
+    "django-postgres": DjangoPostgres,
+    "django-postgres-async": AsyncDjangoPostgres,
 }

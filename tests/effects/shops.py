@@ -68,6 +68,23 @@ class Shop:
 
         return Do(plain, awaited)
 
+    def ask(self, op: Op, text: str) -> Do[Any]:
+        """The one value that a question has."""
+
+        def plain() -> Any:
+            return value_of(self.asked(op.connection, text))
+
+        async def awaited() -> Any:
+            found = self.asked(op.connection, text)
+            cursor = await found
+            row = cursor.fetchone()
+            return (row if isinstance(row, tuple) or not hasattr(row, "__await__") else await row)[0]
+
+        return Do(plain, awaited)
+
+    def asked(self, connection: Any, text: str) -> Any:
+        return connection.execute(text)
+
     async def run(
         self, operation: Operation, perform: Performer, guard: Guard | None = None, **settings: Any
     ) -> Answer:
@@ -83,6 +100,10 @@ class Shop:
 
     def execute(self, text: str) -> list[Any]:
         raise NotImplementedError
+
+
+def value_of(cursor: Any) -> Any:
+    return cursor.fetchone()[0]
 
 
 class Sqlite(Shop):
@@ -205,6 +226,9 @@ class OnEngine(Shop):
 
         return Do(plain, awaited)
 
+    def asked(self, connection: Any, text: str) -> Any:
+        return connection.exec_driver_sql(text)
+
     async def close(self) -> None:
         await super().close()
         if self.sync:
@@ -258,6 +282,9 @@ class AlchemyUnderLoop(AlchemyPsycopg):
         self, operation: Operation, perform: Performer, guard: Guard | None = None, **settings: Any
     ) -> Answer:
         return await (guard or self.guard).arun(operation, lambda op: arun(perform(op)), **settings)
+
+    def ask(self, op: Op, text: str) -> Do[Any]:
+        return Do(super().ask(op, text).plain, None)
 
     def sql(self, op: Op, text: str, *values: Any) -> Do[Any]:
         return Do(lambda: op.connection.exec_driver_sql(text, values or None) and None, None)

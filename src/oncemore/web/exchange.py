@@ -17,12 +17,12 @@ from ..core.judge import Answer, keeps
 from ..core.model import Operation, Outcome
 from ..core.op import Op
 from ..core.plan import Effect, Ended, Plan, arun, arun_to
-from ..errors import OncemoreError, PreconditionFailed
+from ..errors import OncemoreError, PreconditionFailed, StoreError
 from .current import CURRENT
 from .headers import value_of
 from .http import Door, Request
 from .problem import Response
-from .turn import ELSEWHERE, NotKept, SentElsewhere, matches, never_called
+from .turn import ELSEWHERE, NotKept, RunAgain, SentElsewhere, matches, never_called
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -61,6 +61,13 @@ class Exchange:
         self.chunks: list[bytes] = []
         self.size = 0
         self.answer: Answer | None = None
+        self.transacted = door.policy(match.rule).effect == "transaction"
+        self.untouched: dict[str, Any] = {}  # the scope as it was, before the app wrote into it
+        self.again: Perform | None = None  # the database refused the transaction, and the app must perform once more
+        self.reruns = 0
+        self.retell = False
+        self.failure: Outcome | None = None  # a 5xx that may yet turn out to be the database's refusal
+        self.failure_body = b""
         self.plan: Plan[Answer]
         self.beating: LoopBeats
         self.beats: tuple[Beat, ...]
@@ -72,9 +79,14 @@ class Exchange:
         found = await arun_to(Perform, self.plan, lambda: next(self.plan))
         if isinstance(found, Ended):
             return await respond(self.send, self.door.replayed(self.rule, found.value))
-        return await self._perform(found)
+        self.untouched = dict(self.request.native) if self.transacted else {}
+        performing: Perform | None = found
+        while performing is not None:
+            performing = await self._perform(performing)
+        return None
 
-    async def _perform(self, effect: Perform) -> None:
+    async def _perform(self, effect: Perform) -> Perform | None:
+        """Have the app perform; what it is to perform again, where the database refused the whole transaction."""
         token = CURRENT.set(effect.op)
         self.beating, self.beats = effect.heart.on_loop(), effect.beats
         self.beating.add(self.beats)
@@ -83,14 +95,35 @@ class Exchange:
                 await self._check(effect.op)
             self.performed = True
             await self.app(self._app_scope(), self._heard, self._from_app)
-            if not self.settled:
+            if self.failure is not None:
+                await self._settle(self.failure)
+                await self._send_whole(self.failure_body)
+            if not self.settled and self.again is None:
                 raise RuntimeError("The application ended without a complete response")
         except BaseException as error:
-            if not self.settled:
-                await self._throw(NotKept() if self.passing else error)
-            raise
+            try:
+                if not self.settled and self.again is None:
+                    await self._throw(NotKept() if self.passing else error)
+            except StoreError as given_up:
+                await respond(self.send, self.door.refused(given_up, self.match, self.operation))
+                return None
+            if self.again is None:
+                if self.failure is not None and self.answer is None:
+                    self.answer = Answer(self.failure, "released")
+                    await self._send_whole(self.failure_body)
+                raise
         finally:
             CURRENT.reset(token)
+        return self._afresh()
+
+    def _afresh(self) -> Perform | None:
+        """What is to be performed again, with the same request, and a response of which nothing is left."""
+        again, self.again = self.again, None
+        if again is not None:
+            self.performed, self.retell, self.reruns = False, True, self.reruns + 1
+            self.start, self.headers, self.chunks, self.size = {}, [], [], 0
+            self.failure, self.failure_body = None, b""
+        return again
 
     def abandon(self) -> bool:
         """Whoever asked has given up, and may say other things on its channel.  True where nothing is left to be kept."""
@@ -99,7 +132,8 @@ class Exchange:
 
     async def _check(self, op: Op) -> None:
         """What the rule asks before the app is called: the rate of new keys, and the state of the resource."""
-        await arun(self.door.admit(self.rule, op, self.request))
+        if not self.reruns:
+            await arun(self.door.admit(self.rule, op, self.request))
         if self.rule.if_match and not matches(value_of(self.request.headers, "if-match"), *await self._look()):
             raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
 
@@ -129,7 +163,7 @@ class Exchange:
 
     def _app_scope(self) -> MutableMapping[str, Any]:
         """The scope without those extensions by which a response would go around us."""
-        scope: MutableMapping[str, Any] = self.request.native
+        scope: MutableMapping[str, Any] = dict(self.untouched) if self.reruns else self.request.native
         extensions = scope.get("extensions")
         if extensions:
             kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
@@ -140,6 +174,9 @@ class Exchange:
 
     async def _heard(self) -> Message:
         """What the client says; that it has left only at the end, or the app might not give its whole response."""
+        if self.retell:
+            self.retell = False
+            return {"type": "http.request", "body": self.request.body, "more_body": False}
         message = self.farewell or await self.receive()
         if message["type"] == "http.disconnect":
             self.farewell = message
@@ -173,6 +210,9 @@ class Exchange:
             ):  # the same request, with the same key, is about to come by another path
                 await self._throw(SentElsewhere())
                 self.answer = Answer(outcome, "released")
+            elif self.transacted and self.start["status"] >= 500:
+                self.failure, self.failure_body = outcome, body  # the app may raise what led to it in a moment
+                return
             else:
                 await self._settle(outcome)
             await self._send_whole(body)
@@ -191,6 +231,8 @@ class Exchange:
         tombstone = Outcome("tombstone", self.start["status"])
         if self.rule.streams != "release" and keeps(self.door.policy(self.rule), tombstone):
             await self._settle(tombstone)
+        elif self.transacted:
+            await self._throw(NotKept())  # rolled back before the client hears a word
         body, self.chunks = b"".join(self.chunks), []
         self.over.set()
         await self._start_passing()
@@ -210,24 +252,33 @@ class Exchange:
     async def _settle(self, outcome: Outcome) -> None:
         """Drive the plan to its end: when this returns, the outcome is durable (or said not to be)."""
         self._close()
+        found: Answer | Perform | None = None
         try:
-            self.answer = await finish(self.plan, lambda: self.plan.send(outcome))
+            found = await finish(self.plan, lambda: self.plan.send(outcome), lasts=not self.transacted)
         except OncemoreError as error:  # taken over by another, whose outcome counts: this one reaches nobody
             await respond(self.send, self.door.refused(error, self.match, self.operation))
             self.send = nowhere
         finally:
-            self.over.set()
+            if not isinstance(found, Perform):
+                self.over.set()
+        if isinstance(found, Perform):
+            self.again, self.settled = found, False
+            raise RunAgain
+        self.answer = found
 
     async def _throw(self, error: BaseException) -> None:
         """End the plan by *error*, which it passes on once the ledger knows of it."""
         self._close()
         try:
-            await arun_to(Perform, self.plan, lambda: self.plan.throw(error))
+            found = await arun_to(Perform, self.plan, lambda: self.plan.throw(error))
+            if isinstance(found, Perform):  # it was the database's refusal
+                self.again, self.settled = found, False
         except BaseException as passed:
             if passed is not error:
                 raise
         finally:
-            self.over.set()
+            if self.again is None:
+                self.over.set()
 
     def _close(self) -> None:
         """The operation is over, though the app may not be: it may have a stream to send, or tasks to do."""
@@ -255,14 +306,21 @@ async def nowhere(message: Message) -> None:
     """A send for an app whose client has had its answer."""
 
 
-async def finish(plan: Plan[Answer], resume: Callable[[], Effect[Any]]) -> Answer:
-    """The plan's end.  Cancelled on the way, a task of its own goes on from there: the outcome is known, and is kept."""
+async def finish(plan: Plan[Answer], resume: Callable[[], Effect[Any]], *, lasts: bool = True) -> Answer | Perform:
+    """The plan's end, or what is to be performed once more.
+
+    Cancelled on the way, a task of its own goes on from there: the outcome is known, and is kept.  Unless nothing *lasts*
+    of what was done without it, as in a transaction: that is rolled back.
+    """
     try:
         effect = resume()
-        while True:
+        while not isinstance(effect, Perform):
             try:
                 result = await effect.arun()
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
+                if not lasts:
+                    effect = plan.throw(error)
+                    continue
                 with suppress(OncemoreError):  # the same effect again: every verb may safely be sent twice
                     await asyncio.shield(lasting(finish(plan, lambda: effect)))  # noqa: B023 (this loop is over)
                 raise
@@ -272,6 +330,7 @@ async def finish(plan: Plan[Answer], resume: Callable[[], Effect[Any]]) -> Answe
                 effect = plan.send(result)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
+    return effect
 
 
 TASKS: set[asyncio.Task[Any]] = set()  # the loop's own references to them are weak

@@ -16,11 +16,12 @@ from ..core.contract import Match
 from ..core.judge import Answer
 from ..core.model import Operation
 from ..core.plan import Call, Plan, run
-from ..errors import Fenced, OncemoreError
+from ..errors import Fenced, OncemoreError, StoreError
+from .environ import put_back
 from .headers import Headers, value_of
 from .http import Door, Request, wait_of
 from .problem import Response
-from .turn import NotKept, Turn
+from .turn import NotKept, RunAgain, Turn
 
 Environ = dict[str, Any]
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -64,13 +65,36 @@ class Exchange:
         known = run(self.turn.begin(wait_of(self.request.headers)))
         if known is not None:
             return respond(self.start_response, self.door.replayed(self.rule, known))
+        untouched = dict(self.environ)
+        while True:
+            try:
+                return self._attempt()
+            except RunAgain:
+                self._afresh(untouched)
+
+    def _afresh(self, untouched: Environ) -> None:
+        """The database refused the transaction: the same request once more, and nothing left of the response."""
+        self._close_result()
+        self.environ.clear()
+        self.environ.update(untouched)
+        put_back(self.environ, self.request.body)
+        self.performed = self.closed = False
+        self.line, self.headers, self.lowered, self.chunks, self.size = "", [], (), [], 0
+        self.result, self.iterator = (), iter(())
+
+    def _attempt(self) -> Iterable[bytes]:
         try:
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
             with self.turn.current():
                 is_whole = self._perform()
+        except RunAgain:
+            raise
         except BaseException as error:
-            self._fail(error)
+            try:
+                self._fail(error)
+            except StoreError as given_up:
+                return respond(self.start_response, self.door.refused(given_up, self.match, self.operation))
             raise
         return self._answer(is_whole)
 
@@ -169,6 +193,8 @@ class Exchange:
         except OncemoreError as error:
             self.close()
             return respond(self.start_response, self.door.refused(error, self.match, self.operation))
+        except RunAgain:
+            raise
         except BaseException:
             self.close()
             raise

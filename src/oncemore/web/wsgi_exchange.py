@@ -18,6 +18,7 @@ from ..core.model import Operation
 from ..core.plan import Call, Plan, run
 from ..errors import Fenced, OncemoreError, StoreError
 from .environ import put_back
+from .flask_errors import NOTED
 from .headers import Headers, value_of
 from .http import Door, Request, wait_of
 from .problem import Response
@@ -88,6 +89,7 @@ class Exchange:
             self.performed = True
             with self.turn.current():
                 is_whole = self._perform()
+            self._look_behind()
         except RunAgain:
             raise
         except BaseException as error:
@@ -97,6 +99,12 @@ class Exchange:
                 return respond(self.start_response, self.door.refused(given_up, self.match, self.operation))
             raise
         return self._answer(is_whole)
+
+    def _look_behind(self) -> None:
+        """Where a framework made an error page of the database's refusal, the page is not what came of it."""
+        error = self.environ.get(NOTED)
+        if error is not None and self.status >= 500 and self.turn.refuses(error):
+            raise error
 
     def _look(self) -> tuple[int, str]:
         """The status and ETag of the resource now, from the app's own answer to a GET."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from msgspec.structs import astuple
 
@@ -31,6 +31,7 @@ Rows = Sequence[Sequence[Any]]
 Ask = tuple[Statement, Sequence[Any]]
 
 LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
+DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
 NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE = "55P03", "22012", "25P02"
 
 
@@ -99,7 +100,7 @@ class PostgresTransaction:
         try:
             rows = yield self._wire.begin(ask)
         except Exception as error:
-            raise told(error) from error
+            retell(error)
         return (yield from self._claimed(operation, lease, rows))
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
@@ -171,7 +172,7 @@ class PostgresTransaction:
         try:
             yield self._wire.commit(self._writes)
         except Exception as error:
-            raise told(error, committing=True) from error
+            retell(error, committing=True)
         self._open = False
         yield self._wire.end(healthy=True, committed=True)
 
@@ -195,17 +196,25 @@ class PostgresTransaction:
         try:
             return (yield self._wire.rows(ask))  # type: ignore[no-any-return]
         except Exception as error:
-            raise told(error) from error
+            retell(error)
 
 
 def sqlstate_of(error: BaseException | None) -> str:
     """The server's code for an error of any driver, also where a library has wrapped it; or nothing."""
-    while error is not None:
+    for _ in range(DEEPEST):
         state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
         if isinstance(state, str):
             return state
-        error = getattr(error, "orig", None) or error.__cause__
+        error = getattr(error, "orig", None) or getattr(error, "__cause__", None)
     return ""
+
+
+def retell(error: Exception, *, committing: bool = False) -> NoReturn:
+    """Raise what a driver's error means to the guard."""
+    meant = told(error, committing=committing)
+    if meant is error:
+        raise error
+    raise meant from error
 
 
 def again(error: BaseException) -> bool:

@@ -28,6 +28,8 @@ T = TypeVar("T")
 # Between two tries for a file that another process is writing.
 SHORTEST, LONGEST = 0.0005, 0.01
 
+DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
+
 MARK, MARKED = "SAVEPOINT oncemore_mark", "RELEASE oncemore_mark"
 
 
@@ -177,10 +179,12 @@ def roll_back(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
 
 
-def again(error: BaseException) -> bool:
+def again(error: BaseException | None) -> bool:
     """Whether the same transaction may work next time: another process had the lock that it wanted."""
-    while error is not None:
+    for _ in range(DEEPEST):
+        if error is None:
+            return False
         if is_busy(error) or isinstance(error, Again):
             return True
-        error = getattr(error, "orig", None) or error.__cause__  # type: ignore[assignment]
+        error = getattr(error, "orig", None) or error.__cause__
     return False

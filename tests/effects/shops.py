@@ -294,6 +294,7 @@ class OnDjango(Shop):
     """A database of Django's, by an alias of its own."""
 
     mark = "%s"
+    persistent = False  # whether a thread's connection outlives its operation
 
     def made(self) -> Guard:
         if not settings.configured:
@@ -330,7 +331,8 @@ class OnDjango(Shop):
         try:
             return guard.run(operation, lambda op: run(perform(op)), **settings)
         finally:
-            connections[self.alias].close()
+            if not self.persistent:
+                connections[self.alias].close()
 
 
 class DjangoSqlite(OnDjango, Sqlite):

@@ -66,7 +66,7 @@ class ThreadWire:
             if raw.autocommit:
                 raw.execute(begin_of(raw))
             cursor = self._sent(ask)
-            rows: Rows = cursor.fetchall()
+        rows: Rows = cursor.fetchall()  # not before: to look for them within the pipeline is a round trip more
         raw.lent = True
         return rows
 
@@ -93,7 +93,7 @@ class ThreadWire:
         with raw.pipeline():
             for ask in asks:
                 self._sent(ask)
-            raw.commit()
+            raw.execute("COMMIT")  # its own commit() would wait for what is before it
 
     def roll_back(self) -> Do[None]:
         return self.loan.do(self._roll_back)
@@ -140,7 +140,7 @@ class LoopWire:
             if raw.autocommit:
                 await raw.execute(begin_of(raw))
             cursor = await self._sent(ask)
-            rows: Rows = await cursor.fetchall()
+        rows: Rows = await cursor.fetchall()
         raw.lent = True
         return rows
 
@@ -167,7 +167,7 @@ class LoopWire:
         async with raw.pipeline():
             for ask in asks:
                 await self._sent(ask)
-            await raw.commit()
+            await raw.execute("COMMIT")
 
     def roll_back(self) -> Do[None]:
         return Do(None, self._roll_back)

@@ -32,6 +32,7 @@ Ask = tuple[Statement, Sequence[Any]]
 
 LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
 DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
+VIOLATION = "23"
 NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE = "55P03", "22012", "25P02"
 
 
@@ -236,6 +237,8 @@ def told(error: Exception, *, committing: bool = False) -> Exception:
             "A statement failed in the transaction that the guard lent, and the code went on; let the error out, or use a "
             "savepoint: PostgreSQL commits nothing after a failure"
         )
+    if committing and state.startswith(VIOLATION):  # of the borrower's own constraint, which waited for the commit
+        return error
     if state and not state.startswith(("08", "57")):
         return translated(Rejected(str(error), state))
     if committing:  # whether it was committed is for whoever claims the key next to see

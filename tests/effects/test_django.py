@@ -89,9 +89,14 @@ def test_a_request_and_its_effects_are_one(caller: Caller) -> None:
     assert len(caller.seen()["refunds"]) == 5
 
 
-def test_to_end_the_transaction_behind_the_guards_back_is_noticed(caller: Caller) -> None:
+def test_to_end_the_transaction_behind_the_guards_back_is_noticed(
+    caller: Caller, request: pytest.FixtureRequest
+) -> None:
+    """With ATOMIC_REQUESTS, Django itself misses its savepoint first, and answers with its own page."""
     ended = caller.ask("refund", commit=True)
-    assert (ended.status_code, ended.json()["error_code"]) == (500, "CONFIGURATION.transaction_ended")
+    assert (ended.status_code, said(ended) == "stored") == (500, False)
+    if "requests" not in request.node.callspec.params["caller"]:
+        assert ended.json()["error_code"] == "CONFIGURATION.transaction_ended"
 
 
 def test_what_is_marked_for_rollback_is_no_success(caller: Caller, request: pytest.FixtureRequest) -> None:

@@ -21,12 +21,14 @@ from oncemore.errors import (
     Duplicate,
     InProgress,
     KeyExpired,
+    OncemoreError,
     PayloadMismatch,
     StoreUnavailable,
     Suspected,
     TransactionEnded,
     UnknownOutcome,
 )
+from oncemore.stores.postgres_transaction import sqlstate_of
 
 from .shops import POLICY, Performer, Shop
 
@@ -399,6 +401,23 @@ async def test_a_cancelled_performer_is_rolled_back(shop: Shop) -> None:
             await task
     assert shop.refunds() == []
     assert (await shop.run(asked(), refund(shop))).value == {"refund": "k", "attempt": 1}
+
+
+async def test_a_constraint_that_waits_for_the_commit_fails_as_the_performer_would(postgres_shop: Shop) -> None:
+    """It is no fault of the store's, and to try again would not help."""
+    shop = postgres_shop
+    shop.execute("ALTER TABLE refunds ADD CONSTRAINT one UNIQUE (made_in) DEFERRABLE INITIALLY DEFERRED")
+
+    def perform(op: Op) -> Performing:
+        yield shop.insert(op, "first")
+        yield shop.insert(op, "second")
+        return "done"
+
+    with pytest.raises(Exception) as raised:
+        await shop.run(asked(), perform)
+    assert sqlstate_of(raised.value) == "23505"
+    assert not isinstance(raised.value, OncemoreError)
+    assert shop.refunds() == []
 
 
 class Refused(Exception):

@@ -98,7 +98,9 @@ class Process(Server):
         return f"http://127.0.0.1:{self.port}"
 
     def command(self) -> list[str]:
-        settings = [f"{name}={value}" for name, value in {"PYTHONPATH": str(ROOT), **self.environment}.items()]
+        settings = [
+            f"{name}={value}" for name, value in {"PYTHONPATH": f"{ROOT}:{ROOT}/src", **self.environment}.items()
+        ]
         return ["env", *settings, sys.executable, "-m", *(part.format(port=self.port) for part in self.arguments)]
 
     def is_ready(self) -> bool:

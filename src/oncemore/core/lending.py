@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, TransactionEnded
 from .model import Lease, Operation, Outcome, Record
 from .plan import Plan
 
@@ -78,6 +78,26 @@ class Do(Generic[T]):
             return self.awaited()
         assert self.plain is not None, "an effect can be had in one way at least"
         return in_thread(self.plain)
+
+
+def ended() -> TransactionEnded:
+    """The error for a borrower that has ended the transaction itself."""
+    return TransactionEnded(
+        "The transaction that the guard lent was committed or rolled back by the code that borrowed it; leave both to the "
+        "guard: it commits when the code returns, and rolls back when it raises"
+    )
+
+
+def over() -> TransactionEnded:
+    """The error for a borrower that comes back for the connection too late."""
+    return TransactionEnded(
+        "The transaction is over: its outcome was committed before the first byte of the response was sent; do on "
+        "op.connection what must be done before that"
+    )
+
+
+def no_session() -> ConfigurationError:
+    return ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")
 
 
 async def in_thread(function: Callable[[], T]) -> T:

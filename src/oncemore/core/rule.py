@@ -191,6 +191,11 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
         yield f"resolver: it is never asked with on_unknown = {values['on_unknown']!r}; write on_unknown = 'resolve'"
     if "wait" in given and values["in_flight"] != "wait":
         yield f"wait: nobody waits with in_flight = {values['in_flight']!r}; drop one of them"
+    if values["effect"] == "transaction" and values["streams"] == "release":
+        yield (
+            "streams: 'release' forgets what a transaction has committed, so that a retry would repeat it; with effect = "
+            "'transaction' write 'refuse' or 'store'"
+        )
     if "on_unique" in given and values["unique_by"] is None:
         yield "on_unique: it needs unique_by, the template of what must be unique"
     if values["fingerprint"].mode == "none":

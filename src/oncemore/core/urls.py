@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, cast
@@ -28,7 +29,18 @@ SCHEMES = {
 GROUP = "oncemore.stores"
 
 # What to install where a store's module cannot be imported.
-EXTRAS = {"psycopg": "postgres", "psycopg_pool": "postgres", "redis": "redis", "hiredis": "redis"}
+EXTRAS = {
+    "psycopg": "postgres",
+    "psycopg_pool": "postgres",
+    "redis": "redis",
+    "hiredis": "redis",
+    "asyncpg": "asyncpg",
+    "sqlalchemy": "sqlalchemy",
+    "greenlet": "sqlalchemy",
+    "aiosqlite": "aiosqlite",
+    "django": "django",
+    "asgiref": "django",
+}
 
 
 # What else a guard can be given: the user's own pools and engines, by the package that they are from.  The module's
@@ -54,7 +66,8 @@ def connect(source: Any, **options: str) -> Store:
         raise ConfigurationError(
             f"{source!r} is no ledger: give a URL, a pool of psycopg_pool or asyncpg, an engine of SQLAlchemy, or 'django:alias'"
         )
-    return cast("Store", importlib.import_module(module).enlist(source, options))
+    with naming_extras(f"The ledger in a database of {package}'s"):
+        return cast("Store", importlib.import_module(module).enlist(source, options))
 
 
 def with_options(url: str, options: Mapping[str, str]) -> str:
@@ -82,13 +95,20 @@ def store_module(url: str) -> ModuleType:
 
 
 def _our_module(scheme: str) -> ModuleType:
-    try:
+    with naming_extras(f"{scheme}://"):
         return importlib.import_module(SCHEMES[scheme])
+
+
+@contextmanager
+def naming_extras(what: str) -> Iterator[None]:
+    """Where a driver is missing, the error is the command that installs it."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        raise MissingDriver(f"{scheme}:// needs a driver; install it with: pip install 'oncemore[{extra}]'") from error
+        raise MissingDriver(f"{what} needs a driver; install it with: pip install 'oncemore[{extra}]'") from error
 
 
 def hide_password(url: str) -> str:

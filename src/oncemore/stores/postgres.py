@@ -44,10 +44,11 @@ from . import postgres_schema as tables
 from .postgres_database import Database
 from .postgres_ear import Ear
 from .postgres_flights import Flights, is_expired
-from .postgres_lender import PostgresLender
+from .postgres_lender import PostgresLender, wire_of
 from .postgres_link import Rows
 from .postgres_rows import Claimed, Found, Item, Moved, Touched, Watched, encode_rows, read_record, safe
 from .postgres_sql import Statement
+from .postgres_transaction import Enlisted
 
 OPTIONS: dict[str, Any] = {
     "schema": "public",
@@ -91,7 +92,7 @@ def enlist(pool: Any, options: Mapping[str, str]) -> Store:
         )
     kwargs = {name: value for name, value in (pool.kwargs or {}).items() if name not in CLIENT_SIDE}
     store = PostgresStore(url_of(conninfo_to_dict(pool.conninfo, **kwargs), options))
-    store.lender = PostgresLender(store, "", most=0, pool=pool)
+    store.lender = Enlisted(store, lambda: wire_of(pool, store.database.timeout))
     return store
 
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
-from psycopg.pq import TransactionStatus
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from ..core.fork import reset_in_child
-from ..core.lending import Do, Transaction
+from ..core.lending import Do, Transaction, ended, no_session
 from ..core.plan import Plan
-from ..errors import ConfigurationError, StoreTimeout
-from .postgres_transaction import Misuse, PostgresTransaction, Wire, again, ended
-from .postgres_trip import COMMIT, Ask, Rows, begin, trip
+from ..errors import StoreTimeout
+from .postgres_transaction import PostgresTransaction, Wire, again
+from .postgres_wires import LoopWire, ThreadWire
 
 if TYPE_CHECKING:
     from .postgres import PostgresStore
 
-Pool = ConnectionPool[Any] | AsyncConnectionPool[Any]
+T = TypeVar("T")
 
 
 class Lent(psycopg.Connection[Any]):
@@ -58,13 +56,12 @@ class AsyncLent(psycopg.AsyncConnection[Any]):
 
 
 class PostgresLender:
-    """Lends connections to *store*'s database: from *pool*, or from pools of our own, up to *most* at a time."""
+    """Lends connections to *store*'s database from pools of our own, up to *most* at a time."""
 
-    def __init__(self, store: PostgresStore, conninfo: str, *, most: int, pool: Pool | None = None) -> None:
+    def __init__(self, store: PostgresStore, conninfo: str, *, most: int) -> None:
         self.store = store
         self.conninfo = conninfo
         self.most = most
-        self.pool = pool
         self._reset()
         reset_in_child(self)
 
@@ -77,23 +74,17 @@ class PostgresLender:
     def open(self) -> Plan[Transaction]:
         store = self.store
         yield from store.ready()
-        wire: Wire = yield Do(self._for_thread, None if isinstance(self.pool, ConnectionPool) else self._for_loop)
+        wire: Wire = yield Do(self._for_thread, self._for_loop)
         return PostgresTransaction(wire, store.database.sql, shift=store.shift, holder=store.holder)
 
     def _for_thread(self) -> Wire:
-        if isinstance(self.pool, AsyncConnectionPool):
-            raise ConfigurationError("This guard's pool is async: await it, or hand the guard a ConnectionPool")
-        if self.pool is not None:
-            return ThreadWire(self.pool, self.store.database.timeout)
         if self._threads is None:
             self._threads = ConnectionPool(
                 self.conninfo, connection_class=Lent, min_size=0, max_size=self.most, open=True, name="oncemore"
             )
-        return ThreadWire(self._threads, self.store.database.timeout)
+        return ThreadWire(PoolLoan(self._threads, self.store.database.timeout))
 
     async def _for_loop(self) -> Wire:
-        if isinstance(self.pool, AsyncConnectionPool):
-            return LoopWire(self.pool, self.store.database.timeout)
         loop = asyncio.get_running_loop()
         pool = self._loops.get(loop)
         if pool is None:
@@ -101,13 +92,13 @@ class PostgresLender:
                 self.conninfo, connection_class=AsyncLent, min_size=0, max_size=self.most, open=False, name="oncemore"
             )
             await pool.open()
-        return LoopWire(pool, self.store.database.timeout)
+        return LoopWire(AsyncPoolLoan(pool, self.store.database.timeout))
 
     def again(self, error: BaseException) -> bool:
         return again(error)
 
     def close(self) -> None:
-        """End our own pool of the threads; one that was handed to us is its owner's."""
+        """End our own pool of the threads."""
         if self._threads is not None:
             self._threads.close()
             self._threads = None
@@ -119,8 +110,8 @@ class PostgresLender:
         await asyncio.to_thread(self.close)
 
 
-class ThreadWire:
-    """A sync connection of psycopg's."""
+class PoolLoan:
+    """A connection of a ConnectionPool's."""
 
     def __init__(self, pool: ConnectionPool[Any], timeout: float) -> None:
         self.pool = pool
@@ -130,61 +121,27 @@ class ThreadWire:
     def session(self) -> Any:
         raise no_session()
 
-    def begin(self, ask: Ask) -> Do[Rows]:
-        return Do(lambda: self._begin(ask), None)
+    def do(self, work: Callable[[], T]) -> Do[T]:
+        return Do(work, None)
 
-    def _begin(self, ask: Ask) -> Rows:
+    def take(self) -> Any:
         try:
-            connection = self.connection = self.pool.getconn(self.timeout)
+            self.connection = self.pool.getconn(self.timeout)
         except PoolTimeout as error:
             raise busy(error) from error
-        _, rows = self._sent((begin(connection), ()), ask)
-        connection.lent = True
-        return rows
+        return self.connection
 
-    def _sent(self, *asks: Ask) -> list[Rows]:
-        connection = self.connection
-        with connection.lock:
-            sent: list[Rows] = connection.wait(trip(connection, asks, prepare=prepares(connection)))
-        return sent
+    def finish(self) -> None:
+        """Nothing can be left open but the transaction itself."""
 
-    def rows(self, ask: Ask) -> Do[Rows]:
-        return Do(lambda: self._sent(ask)[0], None)
-
-    def commit(self, asks: Sequence[Ask]) -> Do[None]:
-        return Do(lambda: self._commit(asks), None)
-
-    def _commit(self, asks: Sequence[Ask]) -> None:
-        connection = self.connection
-        check(connection)
-        connection.lent = False
-        self._sent(*asks, (COMMIT, ()))
-
-    def roll_back(self) -> Do[None]:
-        return Do(self._roll_back, None)
-
-    def _roll_back(self) -> None:
-        if self.connection is not None:
-            self.connection.lent = False
-            self.connection.rollback()
-
-    def end(self, *, healthy: bool) -> Do[None]:
-        return Do(lambda: self._end(healthy), None)
-
-    def _end(self, healthy: bool) -> None:
-        if self.connection is not None:
-            if not healthy:
-                self.connection.close()
-            self.pool.putconn(self.connection)
-            self.connection = None
-
-    def drop(self) -> None:
-        with suppress(Exception):
-            self._end(False)
+    def give(self, *, healthy: bool, committed: bool) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            self.pool.putconn(connection)
 
 
-class LoopWire:
-    """An async connection of psycopg's."""
+class AsyncPoolLoan:
+    """A connection of an AsyncConnectionPool's."""
 
     def __init__(self, pool: AsyncConnectionPool[Any], timeout: float) -> None:
         self.pool = pool
@@ -194,80 +151,30 @@ class LoopWire:
     def session(self) -> Any:
         raise no_session()
 
-    def begin(self, ask: Ask) -> Do[Rows]:
-        return Do(None, lambda: self._begin(ask))
-
-    async def _begin(self, ask: Ask) -> Rows:
+    async def take(self) -> Any:
         try:
-            connection = self.connection = await self.pool.getconn(self.timeout)
+            self.connection = await self.pool.getconn(self.timeout)
         except PoolTimeout as error:
             raise busy(error) from error
-        _, rows = await self._sent((begin(connection), ()), ask)
-        connection.lent = True
-        return rows
+        return self.connection
 
-    async def _sent(self, *asks: Ask) -> list[Rows]:
-        connection = self.connection
-        async with connection.lock:
-            sent: list[Rows] = await connection.wait(trip(connection, asks, prepare=prepares(connection)))
-        return sent
+    async def finish(self) -> None:
+        """Nothing can be left open but the transaction itself."""
 
-    def rows(self, ask: Ask) -> Do[Rows]:
-        return Do(None, lambda: self._rows(ask))
-
-    async def _rows(self, ask: Ask) -> Rows:
-        return (await self._sent(ask))[0]
-
-    def commit(self, asks: Sequence[Ask]) -> Do[None]:
-        return Do(None, lambda: self._commit(asks))
-
-    async def _commit(self, asks: Sequence[Ask]) -> None:
-        connection = self.connection
-        check(connection)
-        connection.lent = False
-        await self._sent(*asks, (COMMIT, ()))
-
-    def roll_back(self) -> Do[None]:
-        return Do(None, self._roll_back)
-
-    async def _roll_back(self) -> None:
-        if self.connection is not None:
-            self.connection.lent = False
-            await self.connection.rollback()
-
-    def end(self, *, healthy: bool) -> Do[None]:
-        return Do(None, lambda: self._end(healthy))
-
-    async def _end(self, healthy: bool) -> None:
+    async def give(self, *, healthy: bool, committed: bool) -> None:
         connection, self.connection = self.connection, None
         if connection is not None:
-            if not healthy:
-                await connection.close()
             await self.pool.putconn(connection)
 
-    def drop(self) -> None:
-        if self.connection is not None:
-            self.connection.pgconn.finish()
-            with suppress(RuntimeError):  # without a loop there is no pool to go back to
-                asyncio.get_running_loop().create_task(self._end(False))
 
-
-def prepares(connection: Any) -> bool:
-    """Whether our statements are prepared: not where the pool says that nothing is, as behind a pooler."""
-    return connection.prepare_threshold is not None
-
-
-def check(connection: Any) -> None:
-    """Refuse to settle on a connection whose transaction is over."""
-    if connection.info.transaction_status == TransactionStatus.IDLE:
-        raise Misuse
+def wire_of(pool: ConnectionPool[Any] | AsyncConnectionPool[Any], timeout: float) -> Wire:
+    """The wire of one transaction on a connection of the user's pool."""
+    if isinstance(pool, AsyncConnectionPool):
+        return LoopWire(AsyncPoolLoan(pool, timeout))
+    return ThreadWire(PoolLoan(pool, timeout))
 
 
 def busy(error: Exception) -> StoreTimeout:
     return StoreTimeout(
         f"No connection was free in time: {error}; raise pool= in the store's URL, or the pool's max_size"
     )
-
-
-def no_session() -> ConfigurationError:
-    return ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")

@@ -38,7 +38,7 @@ def many(columns: str = "") -> str:
     """The items with these columns, and the time; OFFSET keeps the planner from reading the clock again and again."""
     named = ", ".join(filter(None, ("n int, scope text, key text", columns)))
     return f"""(SELECT w.*, (SELECT clock_timestamp() + make_interval(secs => $2)) AS now
-    FROM json_to_recordset($1) AS w ({named}) OFFSET 0) AS want"""
+    FROM json_to_recordset($1::json) AS w ({named}) OFFSET 0) AS want"""
 
 
 def one(columns: str, more: str = "") -> str:
@@ -235,6 +235,10 @@ class Statement:
 
     text: str
     name: bytes = b""
+
+
+Ask = tuple[Statement, Sequence[Any]]  # a statement and its parameters
+Rows = Sequence[Sequence[Any]]
 
 
 class Statements:

@@ -7,12 +7,12 @@ finds the outcome or takes its place.  It goes with the BEGIN, and the outcome w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from msgspec.structs import astuple
 
-from ..core.lending import Again
+from ..core.lending import Again, Transaction, ended, over
 from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..core.plan import Effect, Plan
 from ..core.states import RELEASED, SETTLED, State
@@ -22,10 +22,14 @@ from .postgres_database import AGAIN, translated
 from .postgres_flights import is_expired
 from .postgres_link import Rejected
 from .postgres_rows import Claimed, Moved, Named, encode_rows, read_record, safe
-from .postgres_sql import Statement, Statements
-from .postgres_trip import Ask, Rows
+from .postgres_sql import Ask, Rows, Statement, Statements
+
+if TYPE_CHECKING:
+    from .postgres import PostgresStore
 
 LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
+DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
+VIOLATION = "23"
 NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE = "55P03", "22012", "25P02"
 
 
@@ -39,8 +43,30 @@ class Wire(Protocol):
     def rows(self, ask: Ask) -> Effect[Rows]: ...
     def commit(self, asks: Sequence[Ask]) -> Effect[None]: ...  # these statements and COMMIT; one that fails stops it
     def roll_back(self) -> Effect[None]: ...
-    def end(self, *, healthy: bool) -> Effect[None]: ...  # give the connection back, once
+    def end(self, *, healthy: bool, committed: bool) -> Effect[None]: ...  # give the connection back, once
     def drop(self) -> None: ...
+
+
+class Enlisted:
+    """Lends the user's own connections: *wire* makes the wire of one transaction."""
+
+    def __init__(self, store: PostgresStore, wire: Callable[[], Wire]) -> None:
+        self.store = store
+        self.wire = wire
+
+    def open(self) -> Plan[Transaction]:
+        store = self.store
+        yield from store.ready()
+        return PostgresTransaction(self.wire(), store.database.sql, shift=store.shift, holder=store.holder)
+
+    def again(self, error: BaseException) -> bool:
+        return again(error)
+
+    def close(self) -> None:
+        """Nothing here is ours to close."""
+
+    async def aclose(self) -> None:
+        """Nothing here is ours to close."""
 
 
 class PostgresTransaction:
@@ -57,9 +83,13 @@ class PostgresTransaction:
 
     @property
     def connection(self) -> Any:
+        if not self._open:
+            raise over()
         return self._wire.connection
 
     def session(self) -> Any:
+        if not self._open:
+            raise over()
         return self._wire.session()
 
     def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
@@ -68,7 +98,7 @@ class PostgresTransaction:
         try:
             rows = yield self._wire.begin(ask)
         except Exception as error:
-            raise told(error) from error
+            retell(error)
         return (yield from self._claimed(operation, lease, rows))
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
@@ -144,9 +174,9 @@ class PostgresTransaction:
         try:
             yield self._wire.commit(self._writes)
         except Exception as error:
-            raise told(error, committing=True) from error
+            retell(error, committing=True)
         self._open = False
-        yield self._wire.end(healthy=True)
+        yield self._wire.end(healthy=True, committed=True)
 
     def abort(self) -> Plan[None]:
         if not self._open:
@@ -157,7 +187,7 @@ class PostgresTransaction:
             yield self._wire.roll_back()
             healthy = True
         with contextlib.suppress(Exception):
-            yield self._wire.end(healthy=healthy)
+            yield self._wire.end(healthy=healthy, committed=False)
 
     def drop(self) -> None:
         if self._open:
@@ -168,17 +198,25 @@ class PostgresTransaction:
         try:
             return (yield self._wire.rows(ask))  # type: ignore[no-any-return]
         except Exception as error:
-            raise told(error) from error
+            retell(error)
 
 
 def sqlstate_of(error: BaseException | None) -> str:
     """The server's code for an error of any driver, also where a library has wrapped it; or nothing."""
-    while error is not None:
+    for _ in range(DEEPEST):
         state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
         if isinstance(state, str):
             return state
-        error = getattr(error, "orig", None) or error.__cause__
+        error = getattr(error, "orig", None) or getattr(error, "__cause__", None)
     return ""
+
+
+def retell(error: Exception, *, committing: bool = False) -> NoReturn:
+    """Raise what a driver's error means to the guard."""
+    meant = told(error, committing=committing)
+    if meant is error:
+        raise error
+    raise meant from error
 
 
 def again(error: BaseException) -> bool:
@@ -200,6 +238,8 @@ def told(error: Exception, *, committing: bool = False) -> Exception:
             "A statement failed in the transaction that the guard lent, and the code went on; let the error out, or use a "
             "savepoint: PostgreSQL commits nothing after a failure"
         )
+    if committing and state.startswith(VIOLATION):  # of the borrower's own constraint, which waited for the commit
+        return error
     if state and not state.startswith(("08", "57")):
         return translated(Rejected(str(error), state))
     if committing:  # whether it was committed is for whoever claims the key next to see
@@ -209,10 +249,3 @@ def told(error: Exception, *, committing: bool = False) -> Exception:
 
 class Misuse(Exception):
     """Raised by a wire that finds no open transaction where it left one."""
-
-
-def ended() -> TransactionEnded:
-    return TransactionEnded(
-        "The transaction that the guard lent was committed or rolled back by the code that borrowed it; leave both to the "
-        "guard: it commits when the code returns, and rolls back when it raises"
-    )

@@ -16,10 +16,8 @@ from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
 from .postgres_link import Lost, dump, failure
-from .postgres_sql import Statement
+from .postgres_sql import Ask, Rows, Statement
 
-Ask = tuple[Statement, Sequence[Any]]
-Rows = Sequence[Sequence[Any]]
 Trip = Generator[Wait, Ready, list[Rows]]
 
 COMMIT = Statement("COMMIT")
@@ -40,12 +38,13 @@ def kit_of(connection: Any) -> Kit:
     return kit
 
 
-def trip(connection: Any, asks: Sequence[Ask], *, prepare: bool) -> Trip:
+def trip(connection: Any, asks: Sequence[Ask]) -> Trip:
     """The rows of each statement; the first that fails is raised, and those behind it are not executed."""
     pgconn, kit = connection.pgconn, kit_of(connection)
+    prepare = connection.prepare_threshold is not None  # else its owner says that nothing is, as behind a pooler
     try:
         pgconn.enter_pipeline_mode()
-        new = {statement.name: statement for statement, _ in asks if prepare and statement.name} if prepare else {}
+        new = {statement.name: statement for statement, _ in asks if prepare and statement.name}
         for name in new.keys() - kit.prepared:
             pgconn.send_prepare(name, new[name].text.encode())
         for statement, values in asks:

@@ -20,10 +20,10 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
@@ -33,7 +33,7 @@ from ..core.lending import Lender
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan, Sleep
 from ..core.store import Filter, Holder, Page, Stats
-from ..core.urls import take_options
+from ..core.urls import take_options, with_options
 from ..errors import ConfigurationError
 from .sqlite_connection import MEMORY, Connection, Use
 from .sqlite_flight import Flight, fly, state_of
@@ -57,6 +57,15 @@ def connect(url: str) -> SqliteStore:
     """The ledger in the file that *url* names; the file is opened, or made, on first use."""
     path, options = read_url(url)
     return SqliteStore(path, url=url, **options)
+
+
+def url_of(path: str, options: Mapping[str, str]) -> str:
+    """The URL of the ledger in a library's database: the file that the library opens at *path*."""
+    if path in ("", MEMORY) or path.startswith("file:"):
+        raise ConfigurationError(
+            f"{path or MEMORY!r} is a database that no other connection can open: the ledger needs a file, named by its path"
+        )
+    return with_options(f"sqlite:///{quote(os.path.abspath(path))}", options)
 
 
 def schema(url: str) -> str:
@@ -112,6 +121,13 @@ class SqliteStore:
         self._reader = self._writer if path == MEMORY else open_file()
         self._lane: Lane[Item] = Lane(self._fly, abandoned=self._give_back)
         self.lender: Lender = SqliteLender(self, prepare)
+        self._ready = False
+
+    def ready(self) -> Plan[None]:
+        """Have the tables made, if they are not."""
+        if not self._ready:
+            yield Use(self._writer, lambda connection: None)
+            self._ready = True
 
     def _fly(self, items: list[Item]) -> Plan[list[Any]]:
         sql, shift = self.sql, self.shift

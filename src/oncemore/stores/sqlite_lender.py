@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.bell import Id
 from ..core.fork import reset_in_child
-from ..core.lending import Do, Transaction
+from ..core.lending import Do, Transaction, ended, no_session
 from ..core.plan import Effect, Plan
-from ..errors import ConfigurationError, InProgress, MissingDriver, StoreTimeout
+from ..errors import ConfigurationError, MissingDriver
 from .sqlite_connection import MEMORY
-from .sqlite_transaction import SqliteTransaction, again, ended
+from .sqlite_desk import Desk, DeskWire, Taken, ThreadDesk, Work
+from .sqlite_transaction import SqliteTransaction, again
 
 if TYPE_CHECKING:
     import aiosqlite
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .sqlite import SqliteStore
 
 T = TypeVar("T")
-Work = Callable[[sqlite3.Connection], T]
 
 
 class Lent(sqlite3.Connection):
@@ -53,7 +53,7 @@ class SqliteLender:
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self.threads = ThreadDesk(self)
+        self.threads = FileDesk(self)
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopDesk] = weakref.WeakKeyDictionary()
 
     def open(self) -> Plan[Transaction]:
@@ -61,7 +61,7 @@ class SqliteLender:
         if store.path == MEMORY:
             raise ConfigurationError("A ledger in memory lends no connection: effect = 'transaction' needs a file")
         desk: Desk = yield Do(lambda: self.threads, self._on_loop)
-        wire = OwnWire(desk, store.timeout)
+        wire = DeskWire(desk, store.timeout)
         return SqliteTransaction(
             wire, store.sql, path=store.path, shift=store.shift, holder=store.holder.next(), timeout=store.timeout
         )
@@ -86,53 +86,26 @@ class SqliteLender:
         self.close()
 
 
-class ThreadDesk:
-    """The threads' connection, and who has it."""
+class FileDesk(ThreadDesk):
+    """The threads' one connection of our own."""
 
     def __init__(self, lender: SqliteLender) -> None:
+        super().__init__(lender.store.path)
         self.lender = lender
-        self.connection: sqlite3.Connection | None = None
-        self.running: Id | None = None
-        self.owner: object = None
-        self.gate = threading.Lock()
 
-    def here(self) -> object:
-        return threading.get_ident()
-
-    def take(self, limit: float) -> bool:
-        """Whether the connection is the caller's now."""
-        if not self.gate.acquire(timeout=limit):
-            return False
+    def take(self) -> None:
         if self.connection is None:
-            try:
-                connection = open_file(self.lender.store.path)
-                self.lender.made_ready(connection)
-            except BaseException:
-                self.gate.release()
-                raise
+            connection = open_file(self.path)
+            self.lender.made_ready(connection)
             self.connection = connection
-        return True
-
-    def call(self, work: Work[T]) -> Effect[T]:
-        connection = self.connection
-        assert connection is not None, "the connection was taken"
-        return Do(lambda: work(connection), None)
-
-    def shut(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
-
-    def close(self) -> None:
-        with self.gate:
-            self.shut()
 
 
 class LoopDesk:
-    """An event loop's connection, and who has it."""
+    """An event loop's one connection of our own."""
 
     def __init__(self, lender: SqliteLender) -> None:
         self.lender = lender
+        self.path = lender.store.path
         self.connection: aiosqlite.Connection | None = None
         self.running: Id | None = None
         self.owner: object = None
@@ -141,24 +114,22 @@ class LoopDesk:
     def here(self) -> object:
         return asyncio.current_task()
 
-    async def take(self, limit: float) -> bool:
-        if self.gate.locked():
-            try:
-                await asyncio.wait_for(self.gate.acquire(), limit)
-            except TimeoutError:
-                return False
-        else:
-            await self.gate.acquire()  # at once: to wait for it would take a task
+    def turn(self, limit: float, taken: Taken) -> Effect[None]:
+        return Do(None, lambda: self._turn(limit, taken))
+
+    async def _turn(self, limit: float, taken: Taken) -> None:
+        if not await passed(self.gate, limit):
+            return
         if self.connection is None:
             try:
-                connection = await open_aiosqlite(self.lender.store.path)
+                connection = await open_aiosqlite(self.path)
                 await connection._execute(self.lender.made_ready, connection._conn)  # type: ignore[no-untyped-call]
             except BaseException:
                 self.gate.release()
                 raise
             self.connection = connection
             weakref.finalize(self, stop, connection)  # its thread would else outlive a loop that nobody closed
-        return True
+        taken()
 
     def call(self, work: Work[T]) -> Effect[T]:
         connection = self.connection
@@ -170,71 +141,40 @@ class LoopDesk:
 
         return Do(None, awaited)
 
+    def session(self) -> Any:
+        raise no_session()
+
+    def finish(self) -> Plan[None]:
+        return
+        yield
+
+    def give(self, *, committed: bool) -> Plan[None]:
+        return
+        yield
+
     def shut(self) -> None:
         if self.connection is not None:
             stop(self.connection)
             self.connection = None
+
+    def leave(self) -> None:
+        self.running = self.owner = None
+        self.gate.release()
 
     async def close(self) -> None:
         async with self.gate:
             self.shut()
 
 
-Desk = ThreadDesk | LoopDesk
-
-
-class OwnWire:
-    """One borrower's turn at a desk."""
-
-    def __init__(self, desk: Desk, timeout: float) -> None:
-        self.desk = desk
-        self.timeout = timeout
-        self.taken = False
-
-    @property
-    def connection(self) -> Any:
-        return self.desk.connection
-
-    def session(self) -> Any:
-        raise ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")
-
-    def open(self, id: Id, wait: float) -> Plan[None]:
-        desk, limit = self.desk, max(wait, self.timeout)
-        if desk.owner is not None and desk.owner == desk.here():
-            raise ConfigurationError(
-                "SQLite has one writer at a time: an operation with effect = 'transaction' cannot run inside another one; "
-                "do its work on op.connection"
-            )
-        same = desk.running == id
-        taken = yield Do(lambda: desk.take(wait if same else limit), lambda: desk.take(wait if same else limit))  # type: ignore[arg-type,return-value]
-        if not taken and same:
-            raise InProgress("The first request with this key is still running; retry later", retry_after=1.0)
-        if not taken:
-            raise StoreTimeout(f"{desk.lender.store.path}: this process has been writing it for {limit:g} s")
-        self.taken = True
-        desk.running, desk.owner = id, desk.here()
-
-    def call(self, work: Work[T]) -> Effect[T]:
-        return self.desk.call(work)
-
-    def end(self, *, healthy: bool) -> Plan[None]:
-        if not healthy:
-            self.drop()
-        else:
-            self._leave()
-        return
-        yield
-
-    def drop(self) -> None:
-        if self.taken:
-            self.desk.shut()
-        self._leave()
-
-    def _leave(self) -> None:
-        if self.taken:
-            self.taken = False
-            self.desk.running = self.desk.owner = None
-            self.desk.gate.release()
+async def passed(gate: asyncio.Lock, limit: float) -> bool:
+    """Whether the gate is the caller's now."""
+    if not gate.locked():
+        return await gate.acquire()  # at once: to wait for it would take a task
+    try:
+        await asyncio.wait_for(gate.acquire(), limit)
+    except TimeoutError:
+        return False
+    return True
 
 
 def open_file(path: str) -> Lent:

@@ -115,6 +115,7 @@ class Statements:
         self.set_version = f"UPDATE {meta} SET version = ?"
         # A harmless change, since SQLite writes no page that stays the same: see Connection.
         self.overwrite = f"UPDATE {meta} SET token = token + 1"
+        self.lock = f"UPDATE {meta} SET token = token WHERE false"  # a write that writes nothing, but takes the lock
         self._change = f"UPDATE {records} SET {{columns}} WHERE token = ?"
 
     def change(self, columns: Iterable[str]) -> str:

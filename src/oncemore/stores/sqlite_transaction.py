@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ..core.bell import Id
-from ..core.lending import Again
+from ..core.lending import Again, ended, over
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Effect, Plan
-from ..errors import ConfigurationError, StoreTimeout, TransactionEnded
+from ..errors import StoreTimeout
 from .sqlite_connection import BAD_VALUES, UNWRITTEN, as_store_error, code, disown, is_busy
 from .sqlite_flight import Flight, refusal, state_of
 from .sqlite_items import Claim, Settle
@@ -30,6 +30,7 @@ T = TypeVar("T")
 SHORTEST, LONGEST = 0.0005, 0.01
 
 PARAMETER = re.compile(r"\$(\d+)")
+DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
 
 MARK, MARKED = "SAVEPOINT oncemore_mark", "RELEASE oncemore_mark"
 
@@ -42,7 +43,8 @@ class Wire(Protocol):
     def open(self, id: Id, wait: float) -> Plan[None]: ...
     def call(self, work: Callable[[sqlite3.Connection], T]) -> Effect[T]: ...
     def session(self) -> Any: ...
-    def end(self, *, healthy: bool) -> Plan[None]: ...  # give the connection back, once
+    def finish(self) -> Plan[None]: ...  # before the outcome is written: what the performer left open is ended
+    def end(self, *, healthy: bool, committed: bool) -> Plan[None]: ...  # give the connection back, once
     def drop(self) -> None: ...
 
 
@@ -61,9 +63,13 @@ class SqliteTransaction:
 
     @property
     def connection(self) -> Any:
+        if not self._open:
+            raise over()
         return self._wire.connection
 
     def session(self) -> Any:
+        if not self._open:
+            raise over()
         return self._wire.session()
 
     def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
@@ -71,7 +77,7 @@ class SqliteTransaction:
         self._open = True
 
         def work(connection: sqlite3.Connection) -> Lease | Record:
-            lock(connection, self._path, max(wait, self._timeout))
+            lock(connection, self._sql.lock, self._path, max(wait, self._timeout))
             found = self._claim(connection, operation, lease)
             connection.execute(MARK)
             return found
@@ -118,9 +124,10 @@ class SqliteTransaction:
         return (yield self._wire.call(lambda connection: connection.execute(text, values).fetchall()))  # type: ignore[no-any-return]
 
     def commit(self) -> Plan[None]:
+        yield from self._wire.finish()
         yield self._wire.call(self._write_and_commit)
         self._open = False
-        yield from self._wire.end(healthy=True)
+        yield from self._wire.end(healthy=True, committed=True)
 
     def _write_and_commit(self, connection: sqlite3.Connection) -> None:
         try:
@@ -146,7 +153,7 @@ class SqliteTransaction:
         with contextlib.suppress(Exception):
             yield self._wire.call(roll_back)
             healthy = True
-        yield from self._wire.end(healthy=healthy)
+        yield from self._wire.end(healthy=healthy, committed=False)
 
     def drop(self) -> None:
         if self._open:
@@ -154,14 +161,17 @@ class SqliteTransaction:
             self._wire.drop()
 
 
-def lock(connection: sqlite3.Connection, path: str, limit: float) -> None:
-    """Begin as the file's one writer; where another process is that, wait."""
-    if connection.in_transaction:
-        raise ConfigurationError("The connection that was lent has an open transaction: end it first, or hand another")
+def lock(connection: sqlite3.Connection, upgrade: str, path: str, limit: float) -> None:
+    """Become the file's one writer; where another process is that, wait.
+
+    A library may have begun already, with a BEGIN that takes no lock before it must: then *upgrade*, which writes nothing,
+    takes it.  Nothing was read before that, so it can wait like a BEGIN IMMEDIATE.
+    """
     ends = time.monotonic() + limit
+    statement = upgrade if connection.in_transaction else "BEGIN IMMEDIATE"
     while True:
         try:
-            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(statement)
             return
         except sqlite3.Error as error:
             if not is_busy(error):
@@ -176,17 +186,12 @@ def roll_back(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
 
 
-def again(error: BaseException) -> bool:
+def again(error: BaseException | None) -> bool:
     """Whether the same transaction may work next time: another process had the lock that it wanted."""
-    while error is not None:
+    for _ in range(DEEPEST):
+        if error is None:
+            return False
         if is_busy(error) or isinstance(error, Again):
             return True
-        error = getattr(error, "orig", None) or error.__cause__  # type: ignore[assignment]
+        error = getattr(error, "orig", None) or error.__cause__
     return False
-
-
-def ended() -> TransactionEnded:
-    return TransactionEnded(
-        "The transaction that the guard lent was committed or rolled back by the code that borrowed it; leave both to the "
-        "guard: it commits when the code returns, and rolls back when it raises"
-    )

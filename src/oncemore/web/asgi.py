@@ -23,6 +23,7 @@ from .http import Door, Request
 from .options import Options
 from .routes import declare
 from .status import status_response
+from .transacted import Transacted
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
 
@@ -97,7 +98,8 @@ class IdempotencyMiddleware:
             return await respond(send, self.door.refused(error, match))
         if operation is None:
             return await self.app(scope, body_first(body, receive), send)
-        exchange = Exchange(self.door, self.app, match, operation, request, receive, send)
+        kind = Transacted if match.rule.policy.effect == "transaction" else Exchange
+        exchange = kind(self.door, self.app, match, operation, request, receive, send)
         try:
             return await exchange.run()
         except OncemoreError as error:

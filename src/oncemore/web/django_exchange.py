@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from io import BytesIO
 from itertools import chain
 from typing import Any
 
 from asgiref.sync import sync_to_async
+from django.core.signals import got_request_exception  # type: ignore[import-untyped]
 from django.http import HttpRequest, HttpResponse  # type: ignore[import-untyped]
 from django.http.response import HttpResponseBase  # type: ignore[import-untyped]
 
@@ -16,17 +18,29 @@ from ..core.judge import Answer
 from ..core.model import Operation
 from ..core.plan import Call, Plan, arun, run
 from ..core.rule import Rule
-from ..errors import ConfigurationError, OncemoreError
+from ..errors import ConfigurationError, OncemoreError, StoreError
 from .environ import put_back, read_body
 from .http import Door, Request, wait_of
 from .problem import Response
-from .turn import NotKept, Turn
+from .turn import NotKept, RunAgain, Turn
 
 GetResponse = Callable[[HttpRequest], Any]  # a response, or a coroutine of it
 # What an inner GET, which asks for the resource's ETag, does not repeat of the request.
 NOT_OF_A_GET = ("CONTENT_LENGTH", "CONTENT_TYPE", "HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH", "HTTP_RANGE")
 # What Django remembers of a request once it has been asked for it.
 REMEMBERED = ("_body", "_post", "_files", "headers")
+
+
+# Where the error is noted that Django made a response of.
+NOTED = "_oncemore_error"
+
+
+def note_error(request: HttpRequest | None = None, **_: Any) -> None:
+    if request is not None:
+        setattr(request, NOTED, sys.exc_info()[1])
+
+
+got_request_exception.connect(note_error, dispatch_uid="oncemore")
 
 
 class Exchange:
@@ -49,6 +63,22 @@ class Exchange:
         known = yield from self.turn.begin(wait_of(self.request.headers))
         if known is not None:
             return made(self.door.replayed(self.rule, known))
+        untouched = dict(vars(self.request.native))
+        while True:
+            try:
+                return (yield from self._attempt())
+            except RunAgain:
+                self._afresh(untouched)
+
+    def _afresh(self, untouched: dict[str, Any]) -> None:
+        """The database refused the transaction: the same request once more, as it was."""
+        request = self.request.native
+        vars(request).clear()
+        vars(request).update(untouched)
+        request._stream, request._read_started = BytesIO(self.request.body), False
+        self.performed = False
+
+    def _attempt(self) -> Plan[HttpResponseBase]:
         try:
             yield from self.turn.check(self.request, Look(self.get_response, self.request.native))
             self.performed = True
@@ -56,17 +86,31 @@ class Exchange:
                 response = yield Call(self.get_response, self.request.native)
                 body = yield from self._body(response)
         except BaseException as error:
-            yield from self.turn.fail(error)
+            try:
+                yield from self.turn.fail(error)
+            except StoreError as given_up:
+                return made(self.door.refused(given_up, self.match, self.operation))
             raise
         try:
+            yield from self._look_behind(response)
             answer = yield from self._settled(response, body)
         except OncemoreError as error:  # another has taken the operation over, and what it came to is not known
             return instead(response, self.door.refused(error, self.match, self.operation))
+        except RunAgain:
+            if response.streaming:
+                response.close()
+            raise
         if answer.how == "replayed":
             return instead(response, self.door.replayed(self.rule, answer))
         for name, value in self.door.headers(self.rule, answer):
             response.headers[name] = value
         return response
+
+    def _look_behind(self, response: HttpResponseBase) -> Plan[None]:
+        """Where Django made an error page of the database's refusal, the page is not what came of it."""
+        error = getattr(self.request.native, NOTED, None)
+        if error is not None and response.status_code >= 500 and self.turn.refuses(error):
+            yield from self.turn.fail(error)
 
     def _body(self, response: HttpResponseBase) -> Plan[bytes | None]:
         """The whole body of the response, or None where it is a stream, or too large to be read in advance."""

@@ -16,6 +16,7 @@ from django.utils.module_loading import import_string  # type: ignore[import-unt
 from ..core.contract import Contract
 from ..core.faults import did_you_mean
 from ..core.guard import Guard
+from ..core.urls import DJANGO
 from ..errors import ConfigurationError
 from .http import Door
 from .principal import Principal
@@ -40,8 +41,9 @@ def door_from_settings() -> Door:
 
 
 def guard_of(said: Any) -> Guard:
-    """The guard at a URL, at a dotted path, or itself."""
-    found = guard_at(said) if isinstance(said, str) and "://" in said else named("guard", said)
+    """The guard at a URL, in a database of Django's (`django:default`), at a dotted path, or itself."""
+    is_url = isinstance(said, str) and ("://" in said or said.startswith(DJANGO))
+    found = guard_at(said) if is_url else named("guard", said)
     if not isinstance(found, Guard):
         raise ConfigurationError(f"ONCEMORE: the guard {said!r} is neither a Guard nor the URL of a store")
     return found

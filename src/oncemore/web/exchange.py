@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 from ..core.contract import Match
 from ..core.heartbeat import Beat, LoopBeats, Perform, end
@@ -37,6 +37,7 @@ class Exchange:
     """The app's messages on one side, the client's on the other, and the guard's plan between them."""
 
     begun = False  # the task that performs is under way
+    admitted = False
     performed = False
     settled = False
     passing = False  # a stream, or too large: each message goes straight to the client
@@ -126,26 +127,39 @@ class Exchange:
             if isinstance(found, Ended):
                 return await respond(self.send, self.door.replayed(self.rule, found.value))
             effect = found
+        return await self._perform(effect)
+
+    async def _perform(self, effect: Perform) -> None:
+        """Have the app perform, while the lease is kept alive."""
         CURRENT.set(effect.op)  # in this task, and those that it starts
         self.beating, self.beats = effect.heart.on_loop(), effect.beats
         self.beating.add(self.beats)
         try:
-            if self.rule.rate is not None or self.rule.if_match:
-                await self._check(effect.op)
-            self.performed = True
-            scope = self.request.native
-            await self.app(without_ways_around(scope) if "extensions" in scope else scope, self._heard, self._from_app)
-            if not self.settled:
-                raise RuntimeError("The application ended without a complete response")
+            await self._call(effect.op)
         except BaseException as error:
             if not self.settled:
                 await self._throw(NotKept() if self.passing else error)
             raise
-        return None
+
+    async def _call(self, op: Op) -> None:
+        """Let the app have the request; when this returns, its response was whole."""
+        if self.rule.rate is not None or self.rule.if_match:
+            await self._check(op)
+        self.performed = True
+        scope = self.request.native
+        await self.app(without_ways_around(scope) if "extensions" in scope else scope, self._heard, self._from_app)
+        await self._returned()
+
+    async def _returned(self) -> None:
+        """The app has returned, and must have said all."""
+        if not self.settled:
+            raise RuntimeError("The application ended without a complete response")
 
     async def _check(self, op: Op) -> None:
         """What the rule asks before the app is called: the rate of new keys, and the state of the resource."""
-        await arun(self.door.admit(self.rule, op, self.request))
+        if not self.admitted:
+            await arun(self.door.admit(self.rule, op, self.request))
+            self.admitted = True
         if self.rule.if_match and not matches(value_of(self.request.headers, "if-match"), *await self._look()):
             raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
 
@@ -222,13 +236,17 @@ class Exchange:
             self.answer = Answer(outcome, "released")
         else:
             await self._settle(outcome)
+        await self._answer(body)
+
+    async def _answer(self, body: bytes) -> None:
+        """Send the app's own response, now that its outcome is known; or what counts instead."""
         if self.answer is None:
             return
         if self.answer.how == "replayed":  # a late owner: what counts is what the other one settled
             await respond(self.send, self.door.replayed(self.rule, self.answer))
             return
         added = encoded(tuple(self.door.headers(self.rule, self.answer)))
-        await self.send({**start, "headers": [*start.get("headers", ()), *added]})
+        await self.send({**self.start, "headers": [*self.start.get("headers", ()), *added]})
         await self.send({"type": "http.response.body", "body": body})
 
     def _can_wait(self) -> bool:
@@ -243,10 +261,15 @@ class Exchange:
         tombstone = Outcome("tombstone", self.start["status"])
         if self.rule.streams != "release" and keeps(self.door.policy(self.rule), tombstone):
             await self._settle(tombstone)
+        else:
+            await self._stay_unsettled()
         body, self.chunks = b"".join(self.chunks), []
         self._end()
         await self._start_passing()
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _stay_unsettled(self) -> None:
+        """A stream that is not to be remembered keeps its lease until it ends."""
 
     async def _start_passing(self) -> None:
         if self.abandoned:
@@ -263,7 +286,7 @@ class Exchange:
         """Drive the plan to its end: when this returns, the outcome is durable (or said not to be)."""
         self._close()
         try:
-            self.answer = await finish(self.plan, self.plan.send(outcome))
+            self.answer = cast("Answer", await finish(self.plan, self.plan.send(outcome)))
         except StopIteration as end:  # a store that answers at once
             self.answer = end.value
         except OncemoreError as error:  # taken over by another, whose outcome counts: this one reaches nobody
@@ -321,13 +344,20 @@ async def nowhere(message: Message) -> None:
     """A send for an app whose client has had its answer."""
 
 
-async def finish(plan: Plan[Answer], effect: Effect[Any]) -> Answer:
-    """The plan's end.  Cancelled on the way, a task of its own goes on from there: the outcome is known, and is kept."""
+async def finish(plan: Plan[Answer], effect: Effect[Any], *, lasts: bool = True) -> Answer | Perform:
+    """The plan's end, or what is to be performed once more.
+
+    Cancelled on the way, a task of its own goes on from there: the outcome is known, and is kept.  Unless nothing *lasts*
+    of what was done without it, as in a transaction: that is rolled back.
+    """
     try:
-        while True:
+        while not isinstance(effect, Perform):
             try:
                 result = await effect.arun()
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
+                if not lasts:
+                    effect = plan.throw(error)
+                    continue
                 with suppress(OncemoreError):  # the same effect again: every verb may safely be sent twice
                     await asyncio.shield(lasting(finish(plan, effect)))
                 raise
@@ -337,6 +367,7 @@ async def finish(plan: Plan[Answer], effect: Effect[Any]) -> Answer:
                 effect = plan.send(result)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
+    return effect
 
 
 TASKS: set[asyncio.Task[Any]] = set()  # the loop's own references to them are weak

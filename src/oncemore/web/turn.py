@@ -32,6 +32,13 @@ class SentElsewhere(Refusal):
     """Thrown into the plan to have the key forgotten, where the app redirects the whole request."""
 
 
+class RunAgain(BaseException):
+    """Raised through the app where the database has refused its transaction: it is to perform once more, afresh.
+
+    Not an Exception, for it is none of the app's business: nobody should report it, or answer with an error page.
+    """
+
+
 class Half:
     """The effect of driving a plan up to where the app performs, or to its end."""
 
@@ -72,6 +79,7 @@ class Turn:
         self.operation = operation
         self.policy = door.policy(match.rule)
         self.over = False
+        self.reruns = 0
         self._plan: Plan[Answer]
         self._effect: Perform
         self._beats: ThreadBeats | LoopBeats
@@ -89,7 +97,8 @@ class Turn:
 
     def check(self, request: Request, look: Effect[tuple[int, str]]) -> Plan[None]:
         """What the rule asks before the app performs: the rate of new keys, and the resource's state, which a *look* tells."""
-        yield from self.door.admit(self.rule, self._effect.op, request)
+        if not self.reruns:
+            yield from self.door.admit(self.rule, self._effect.op, request)
         if self.rule.if_match:
             status, etag = yield look
             if not matches(value_of(request.headers, "if-match"), status, etag):
@@ -115,10 +124,13 @@ class Turn:
     def live(self, status: int, *, stream: bool = True) -> Plan[Answer]:
         """Before the first byte of a *stream*, or of what is too large: that it happened is settled, and no more.
 
-        Where that is not to be remembered, the lease is kept until the response has ended, by `fail(NotKept())`.
+        Where that is not to be remembered, the lease is kept until the response has ended, by `fail(NotKept())`; but a
+        transaction is rolled back at once.
         """
         tombstone = Outcome("tombstone", status)
         if (stream and self.rule.streams == "release") or not keeps(self.policy, tombstone):
+            if self.policy.effect == "transaction":
+                yield from self.fail(NotKept())
             return Answer(tombstone, "unstored")
         return (yield from self._settle(tombstone))
 
@@ -127,17 +139,30 @@ class Turn:
         if self.over:
             return
         self._end()
+        found = None
         try:
-            yield Half(self._plan, lambda: self._plan.throw(error))
+            found = yield Half(self._plan, lambda: self._plan.throw(error))
         except BaseException as passed:
             if passed is not error:
                 raise
+        if isinstance(found, Perform):
+            self._run_again(found)
+
+    def refuses(self, error: BaseException) -> bool:
+        """Whether the error is the database's refusal of a transaction that may work next time."""
+        lender = self.door.guard.store.lender
+        return self.policy.effect == "transaction" and lender is not None and lender.again(error)
 
     def _settle(self, outcome: Outcome) -> Plan[Answer]:
         self._end()
-        ended = yield Half(self._plan, lambda: self._plan.send(outcome))
-        assert isinstance(ended, Ended), "an operation is performed once"
-        return ended.value  # type: ignore[no-any-return]
+        found = yield Half(self._plan, lambda: self._plan.send(outcome))
+        if isinstance(found, Perform):
+            self._run_again(found)
+        return found.value  # type: ignore[no-any-return]
+
+    def _run_again(self, effect: Perform) -> None:
+        self._effect, self.over, self.reruns = effect, False, self.reruns + 1
+        raise RunAgain
 
     def _end(self) -> None:
         self.over = True

@@ -18,6 +18,7 @@ from ..core.rule import idempotent
 from ..errors import OncemoreError, StoreError
 from .current import current_operation
 from .environ import decoded, headers_of, matched, put_back, read_body
+from .flask_errors import note_errors
 from .flask_routes import declare
 from .http import Door, Request
 from .options import Options
@@ -54,6 +55,7 @@ class IdempotencyMiddleware:
         with self._declaring:
             if not self._declared:
                 declare(self.door.contract, self.app)
+                note_errors()
                 self.door.declared()
                 self._declared = True
 

@@ -16,11 +16,13 @@ from ..core.contract import Match
 from ..core.judge import Answer
 from ..core.model import Operation
 from ..core.plan import Call, Plan, run
-from ..errors import Fenced, OncemoreError
+from ..errors import Fenced, OncemoreError, StoreError
+from .environ import put_back
+from .flask_errors import NOTED
 from .headers import Headers, value_of
 from .http import Door, Request, wait_of
 from .problem import Response
-from .turn import NotKept, Turn
+from .turn import NotKept, RunAgain, Turn
 
 Environ = dict[str, Any]
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -64,15 +66,45 @@ class Exchange:
         known = run(self.turn.begin(wait_of(self.request.headers)))
         if known is not None:
             return respond(self.start_response, self.door.replayed(self.rule, known))
+        untouched = dict(self.environ)
+        while True:
+            try:
+                return self._attempt()
+            except RunAgain:
+                self._afresh(untouched)
+
+    def _afresh(self, untouched: Environ) -> None:
+        """The database refused the transaction: the same request once more, and nothing left of the response."""
+        self._close_result()
+        self.environ.clear()
+        self.environ.update(untouched)
+        put_back(self.environ, self.request.body)
+        self.performed = self.closed = False
+        self.line, self.headers, self.lowered, self.chunks, self.size = "", [], (), [], 0
+        self.result, self.iterator = (), iter(())
+
+    def _attempt(self) -> Iterable[bytes]:
         try:
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
             with self.turn.current():
                 is_whole = self._perform()
+            self._look_behind()
+        except RunAgain:
+            raise
         except BaseException as error:
-            self._fail(error)
+            try:
+                self._fail(error)
+            except StoreError as given_up:
+                return respond(self.start_response, self.door.refused(given_up, self.match, self.operation))
             raise
         return self._answer(is_whole)
+
+    def _look_behind(self) -> None:
+        """Where a framework made an error page of the database's refusal, the page is not what came of it."""
+        error = self.environ.get(NOTED)
+        if error is not None and self.status >= 500 and self.turn.refuses(error):
+            raise error
 
     def _look(self) -> tuple[int, str]:
         """The status and ETag of the resource now, from the app's own answer to a GET."""
@@ -169,6 +201,8 @@ class Exchange:
         except OncemoreError as error:
             self.close()
             return respond(self.start_response, self.door.refused(error, self.match, self.operation))
+        except RunAgain:
+            raise
         except BaseException:
             self.close()
             raise

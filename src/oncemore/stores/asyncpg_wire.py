@@ -1,0 +1,97 @@
+"""How asyncpg's connections carry the ledger's statements, from a pool or under SQLAlchemy.
+
+asyncpg sends one statement at a time, and BEGIN is one.  But a script may end with its own COMMIT: the outcome goes with
+it, its values written into the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..core.lending import Do
+from .postgres_literals import inline
+from .postgres_sql import Ask, Rows
+from .postgres_transaction import Misuse
+from .postgres_wires import later
+
+
+class AsyncpgLoan(Protocol):
+    """A connection for one transaction."""
+
+    @property
+    def connection(self) -> Any: ...  # what the performer borrows
+    def session(self) -> Any: ...
+    async def begin(self, ask: Ask) -> tuple[Any, Rows]: ...  # the driver's own connection, and the first rows
+    async def finish(self) -> None: ...  # before the outcome is written: what the performer left open is ended
+    async def commit(self) -> None: ...  # the driver's own way, where it does not let us
+    def committed(self) -> None: ...  # tell the library that its transaction has been committed for it
+    async def roll_back(self) -> None: ...
+    async def give(self, *, healthy: bool, committed: bool) -> None: ...
+
+
+class AsyncpgWire:
+    """A connection of asyncpg's."""
+
+    def __init__(self, loan: AsyncpgLoan) -> None:
+        self.loan = loan
+        self.raw: Any = None
+
+    @property
+    def connection(self) -> Any:
+        return self.loan.connection
+
+    def session(self) -> Any:
+        return self.loan.session()
+
+    def begin(self, ask: Ask) -> Do[Rows]:
+        return Do(None, lambda: self._begin(ask))
+
+    async def _begin(self, ask: Ask) -> Rows:
+        self.raw, rows = await self.loan.begin(ask)
+        return rows
+
+    def rows(self, ask: Ask) -> Do[Rows]:
+        return Do(None, lambda: self._rows(ask))
+
+    async def _rows(self, ask: Ask) -> Rows:
+        statement, values = ask
+        if statement.name:
+            rows: Rows = await self.raw.fetch(statement.text, *values)
+            return rows
+        await self.raw.execute(inline(statement, values))  # whatever codec the user has set for JSON
+        return ()
+
+    def commit(self, asks: Sequence[Ask]) -> Do[None]:
+        return Do(None, lambda: self._commit(asks))
+
+    async def _commit(self, asks: Sequence[Ask]) -> None:
+        await self.loan.finish()
+        raw = self.raw
+        if not raw.is_in_transaction():
+            raise Misuse
+        script = [inline(*ask) for ask in asks]
+        if not hasattr(raw, "_top_xact"):  # another asyncpg than those we know: a round trip more
+            await raw.execute(";\n".join(script))
+            await self.loan.commit()
+            return
+        await raw.execute(";\n".join([*script, "COMMIT"]))
+        raw._top_xact = None  # as its own commit does
+        self.loan.committed()
+
+    def roll_back(self) -> Do[None]:
+        return Do(None, self.loan.roll_back)
+
+    def end(self, *, healthy: bool, committed: bool) -> Do[None]:
+        return Do(None, lambda: self._end(healthy, committed))
+
+    async def _end(self, healthy: bool, committed: bool) -> None:
+        raw, self.raw = self.raw, None
+        if raw is not None and not healthy:
+            raw.terminate()
+        await self.loan.give(healthy=healthy, committed=committed)
+
+    def drop(self) -> None:
+        if self.raw is not None:
+            self.raw.terminate()
+            later(self._end(False, False))

@@ -1,0 +1,56 @@
+"""Django's SQLite connections: one for each thread, and one writer at a time."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ..core.lending import Do
+from ..core.plan import Plan
+from ..core.store import Store
+from .django import AtomicLoan, do
+from .sqlite import connect, url_of
+from .sqlite_desk import Enlisted, ThreadDesk
+
+T = TypeVar("T")
+
+
+def store_of(alias: str, database: Any, options: Mapping[str, str]) -> Store:
+    """The ledger in the file with this alias."""
+    store = connect(url_of(str(database.settings_dict["NAME"]), options))
+    path = store.path
+    store.lender = Enlisted(store, threads=lambda: AtomicDesk(alias, path))
+    return store
+
+
+class AtomicDesk(ThreadDesk):
+    """Where the threads' connections are lent: each its own, one at a time."""
+
+    def __init__(self, alias: str, path: str) -> None:
+        super().__init__(path)
+        self.alias = alias
+        self.loan = AtomicLoan(alias)
+
+    def do(self, work: Callable[[], T]) -> Do[T]:
+        return do(work)
+
+    def take(self) -> None:
+        loan = AtomicLoan(self.alias)
+        loan.take()
+        self.loan, self.connection = loan, loan.connection
+
+    def raw(self) -> sqlite3.Connection:
+        return self.loan.raw  # type: ignore[no-any-return]
+
+    def finish(self) -> Plan[None]:
+        yield self.do(self.loan.finish)
+
+    def give(self, *, committed: bool) -> Plan[None]:
+        yield self.do(lambda: self.loan.give(healthy=True, committed=committed))
+
+    def shut(self) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.connection.close()
+            self.loan.give(healthy=False, committed=False)

@@ -1,0 +1,69 @@
+"""How psycopg2's connections carry the ledger's statements, under SQLAlchemy or Django.
+
+psycopg2 sends text alone, so a statement goes with its values written into it, the claim behind its BEGIN and the
+outcome before its COMMIT, as one message each.  For that the connection must leave its BEGIN to us: it is in autocommit
+mode while it is lent, in which its own commit() and rollback() do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg2.extensions  # type: ignore[import-untyped]
+
+from .postgres_literals import inline
+from .postgres_sql import Ask, Rows
+from .postgres_transaction import Misuse
+from .postgres_wires import ThreadWire
+
+LEVELS = {
+    psycopg2.extensions.ISOLATION_LEVEL_READ_UNCOMMITTED: "READ UNCOMMITTED",
+    psycopg2.extensions.ISOLATION_LEVEL_READ_COMMITTED: "READ COMMITTED",
+    psycopg2.extensions.ISOLATION_LEVEL_REPEATABLE_READ: "REPEATABLE READ",
+    psycopg2.extensions.ISOLATION_LEVEL_SERIALIZABLE: "SERIALIZABLE",
+}
+
+
+class Psycopg2Wire(ThreadWire):
+    """A connection of psycopg2's."""
+
+    former = False  # whether it was in autocommit mode before
+
+    def _begin(self, ask: Ask) -> Rows:
+        raw = self.raw = self.loan.take()
+        self.former, raw.autocommit = raw.autocommit, True
+        return self._run(f"{begin_of(raw)};\n{inline(*ask)}")
+
+    def _rows(self, ask: Ask) -> Rows:
+        return self._run(inline(*ask))
+
+    def _run(self, script: str) -> Rows:
+        with self.raw.cursor(cursor_factory=psycopg2.extensions.cursor) as cursor:
+            cursor.execute(script)
+            rows = cursor.fetchall() if cursor.description else ()
+        return [[bytes(value) if isinstance(value, memoryview) else value for value in row] for row in rows]
+
+    def _commit(self, asks: Sequence[Ask]) -> None:
+        self.loan.finish()
+        if self.raw.info.transaction_status == psycopg2.extensions.TRANSACTION_STATUS_IDLE:
+            raise Misuse
+        self._run(";\n".join([*(inline(*ask) for ask in asks), "COMMIT"]))
+        self.raw.autocommit = self.former
+
+    def _roll_back(self) -> None:
+        if self.raw is not None:
+            self._run("ROLLBACK")
+            self.raw.autocommit = self.former
+
+
+def begin_of(raw: Any) -> str:
+    """The BEGIN that the connection would have sent itself."""
+    words = ["BEGIN"]
+    if raw.isolation_level in LEVELS:
+        words.append(f"ISOLATION LEVEL {LEVELS[raw.isolation_level]}")
+    if raw.readonly is not None:
+        words.append("READ ONLY" if raw.readonly else "READ WRITE")
+    if raw.deferrable is not None:
+        words.append("DEFERRABLE" if raw.deferrable else "NOT DEFERRABLE")
+    return " ".join(words)

@@ -1,0 +1,103 @@
+"""A guarded request whose effect commits with its outcome: what the database refuses, the app performs once more.
+
+With the same request, and a response of which nothing is left.  A 5xx waits until the app has returned: some frameworks
+make an error page first and raise what led to it afterwards, which may be the database's refusal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.heartbeat import Perform
+from ..core.judge import Answer
+from ..core.model import Outcome
+from ..core.plan import arun_to
+from ..errors import OncemoreError, StoreError
+from .current import CURRENT
+from .exchange import Exchange, decoded, finish, nowhere, respond
+from .turn import NotKept, RunAgain
+
+
+class Transacted(Exchange):
+    """An exchange with a transaction around the app."""
+
+    again: Perform | None = None  # what is to be performed once more
+    failure: tuple[Outcome, bytes] | None = None  # a 5xx that may yet turn out to be the database's refusal
+
+    async def _perform(self, effect: Perform) -> None:
+        untouched: dict[str, Any] = dict(self.request.native)  # as it was before the app wrote into it
+        performing: Perform | None = effect
+        while performing is not None:
+            CURRENT.set(performing.op)
+            self.beating, self.beats = performing.heart.on_loop(), performing.beats
+            try:
+                await self._call(performing.op)
+            except BaseException as error:
+                if not await self._was_refused(error):
+                    raise
+            performing, self.again = self.again, None
+            if performing is not None:
+                self.request.native.clear()
+                self.request.native.update(untouched)
+                self.performed = self.told = False
+                self.start, self.chunks, self.size, self.failure = {}, [], 0, None
+
+    async def _was_refused(self, error: BaseException) -> bool:
+        """Whether *error* was the database's, and not the app's own: it is performed again, or the client is told."""
+        if not self.settled and self.again is None:
+            try:
+                await self._throw(NotKept() if self.passing else error)
+            except StoreError as given_up:
+                await respond(self.send, self.door.refused(given_up, self.match, self.operation))
+                return True
+        if self.again is None and self.failure is not None and self.answer is None:
+            outcome, body = self.failure
+            self.answer = Answer(outcome, "released")
+            await self._answer(body)
+        return self.again is not None
+
+    async def _whole(self, body: bytes) -> None:
+        if self.start["status"] < 500:
+            return await super()._whole(body)
+        self.failure = (self.door.outcome(self.rule, self.start["status"], decoded(self.start), body), body)
+        return None
+
+    async def _returned(self) -> None:
+        if self.failure is not None:
+            outcome, body = self.failure
+            await self._settle(outcome)
+            await self._answer(body)
+        elif self.again is None:
+            await super()._returned()
+
+    async def _stay_unsettled(self) -> None:
+        await self._throw(NotKept())  # rolled back before the client hears a word
+
+    async def _settle(self, outcome: Outcome) -> None:
+        self._close()
+        found: Answer | Perform | None = None
+        try:
+            found = await finish(self.plan, self.plan.send(outcome), lasts=False)
+        except OncemoreError as error:
+            await respond(self.send, self.door.refused(error, self.match, self.operation))
+            self.send = nowhere
+        finally:
+            if not isinstance(found, Perform):
+                self._end()
+        if isinstance(found, Perform):
+            self.again, self.settled = found, False
+            raise RunAgain
+        self.answer = found
+
+    async def _throw(self, error: BaseException) -> None:
+        self._close()
+        try:
+            found = await arun_to(Perform, self.plan, lambda: self.plan.throw(error))
+            if isinstance(found, Perform):  # it was the database's refusal
+                self.again, self.settled = found, False
+        except BaseException as passed:
+            if passed is not error:
+                raise
+        finally:
+            if self.again is None:
+                self._end()

@@ -1,0 +1,181 @@
+"""What is SQLAlchemy's own: sessions that join, and engines whose database cannot be shared."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from oncemore import Guard
+from oncemore.core.lending import Do
+from oncemore.core.op import Op
+from oncemore.core.urls import connect
+from oncemore.errors import ConfigurationError, StoreTimeout, TransactionEnded
+
+from .conftest import emptied, opened
+from .shops import ON_POSTGRES, ON_SQLITE, POLICY, Shop
+from .test_transaction import Performing, asked, refund
+
+SQLITE = [name for name in ON_SQLITE if name.startswith("alchemy")]
+POSTGRES = [name for name in ON_POSTGRES if name.startswith("alchemy")]
+
+
+class Table(DeclarativeBase):
+    pass
+
+
+class Refund(Table):
+    __tablename__ = "refunds"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    made_in: Mapped[str]
+
+
+@pytest.fixture(params=[*SQLITE, *(pytest.param(name, marks=pytest.mark.server) for name in POSTGRES)])
+async def shop(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shop]:
+    """A shop on each of SQLAlchemy's drivers."""
+    if request.param in SQLITE:
+        kind, url = ON_SQLITE[request.param], f"sqlite:///{tmp_path / 'shop.db'}"
+    else:
+        kind, url = ON_POSTGRES[request.param], emptied(request.getfixturevalue("shops_url"))
+    async for each in opened(kind, url):
+        yield each
+
+
+def called(shop: Shop, method: Any, *args: Any) -> Do[Any]:
+    """The effect of a session's or connection's method, sync or async."""
+    return Do(lambda: method(*args), None if shop.sync else lambda: method(*args))
+
+
+async def test_a_sessions_own_commit_ends_a_savepoint_alone(shop: Shop) -> None:
+    def perform(op: Op) -> Performing:
+        session = op.session()
+        session.add(Refund(id="kept", made_in="x"))
+        yield called(shop, session.commit)
+        session.add(Refund(id="thought better of", made_in="x"))
+        yield called(shop, session.flush)
+        yield called(shop, session.rollback)
+        assert "kept" not in shop.refunds() if shop.mark != "?" else True  # by another connection: not committed yet
+        return "done"
+
+    assert (await shop.run(asked(), perform)).how == "stored"
+    assert shop.refunds() == ["kept"]
+
+
+async def test_what_a_session_has_not_committed_is_not_committed_for_it(shop: Shop) -> None:
+    def perform(op: Op) -> Performing:
+        session = op.session()
+        session.add(Refund(id="flushed", made_in="x"))
+        yield called(shop, session.flush)
+        yield shop.insert(op, "beside it")
+        return "done"
+
+    await shop.run(asked(), perform)
+    assert shop.refunds() == []
+
+
+async def test_a_failure_takes_back_what_the_session_has_committed(shop: Shop) -> None:
+    def perform(op: Op) -> Performing:
+        session = op.session()
+        session.add(Refund(id="k", made_in="x"))
+        yield called(shop, session.commit)
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        await shop.run(asked(), perform)
+    assert shop.refunds() == []
+
+
+@pytest.mark.parametrize("word", ["commit", "rollback"])
+async def test_to_end_the_connections_transaction_is_noticed(shop: Shop, word: str) -> None:
+    def perform(op: Op) -> Performing:
+        yield shop.insert(op, "before")
+        yield called(shop, getattr(op.connection, word))
+        yield shop.insert(op, "after")
+        return "done"
+
+    with pytest.raises(TransactionEnded, match="leave both to the guard"):
+        await shop.run(asked(), perform)
+    assert "after" not in shop.refunds()
+
+
+async def test_the_connection_is_refused_when_the_transaction_is_over(shop: Shop) -> None:
+    ops: list[Op] = []
+
+    def perform(op: Op) -> Performing:
+        ops.append(op)
+        yield shop.insert(op, op.key)
+        return "done"
+
+    await shop.run(asked(), perform)
+    with pytest.raises(TransactionEnded, match="is over"):
+        _ = ops[0].connection
+    with pytest.raises(TransactionEnded, match="is over"):
+        ops[0].session()
+
+
+async def test_connections_go_back_to_the_pool(shop: Shop) -> None:
+    for number in range(3):
+        await shop.run(asked(f"k{number}"), refund(shop))
+        with pytest.raises(RuntimeError):
+            await shop.run(asked(f"f{number}"), failing)
+    assert shop.engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+
+
+def failing(op: Op) -> Performing:
+    raise RuntimeError
+    yield
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "sqlite:///file:x?mode=memory&uri=true"])
+def test_a_database_in_memory_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="needs a file"):
+        Guard(create_engine(url))
+
+
+@pytest.mark.parametrize(
+    ("engine", "complaint"),
+    [
+        (lambda: create_engine("postgresql+psycopg://"), "names no database"),
+        (lambda: create_engine("postgresql+pg8000://h/d", module=object()), "pg8000 cannot lend"),
+        (lambda: create_async_engine("sqlite+aiosqlite://"), "needs a file"),
+        (lambda: Session(), "no engine"),
+    ],
+)
+def test_what_cannot_lend_its_connections_is_refused(engine: Any, complaint: str) -> None:
+    try:
+        made = engine()
+    except Exception as error:
+        pytest.skip(f"SQLAlchemy cannot make it here: {error}")
+    with pytest.raises(ConfigurationError, match=complaint):
+        Guard(made)
+
+
+def test_options_of_the_store_and_the_address_can_be_given(tmp_path: Path) -> None:
+    store = connect(create_engine(f"sqlite:///{tmp_path / 'a b.db'}"), prefix="mine_")
+    assert (store.path, store.sql.prefix) == (str(tmp_path / "a b.db"), "mine_")  # type: ignore[attr-defined]
+    engine = create_engine("postgresql+psycopg://", creator=lambda: None)
+    assert "host=db&dbname=shop" in connect(engine, host="db", dbname="shop").url
+
+
+def test_an_async_engine_cannot_be_used_without_an_event_loop(tmp_path: Path) -> None:
+    guard = Guard(create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'shop.db'}"), policy=POLICY)
+    with pytest.raises(ConfigurationError, match="is async"):
+        guard.run(asked(), lambda op: None)
+
+
+@pytest.mark.server
+def test_a_pool_that_is_used_up_is_told_of(shops_url: str) -> None:
+    url = emptied(shops_url).replace("postgresql://", "postgresql+psycopg://")
+    engine = create_engine(url, pool_size=1, max_overflow=0, pool_timeout=0.1)
+    guard = Guard(engine, policy=POLICY)
+    with engine.connect() as connection:
+        connection.execute(text("SELECT 1"))
+        with pytest.raises(StoreTimeout, match="pool_size"):
+            guard.run(asked(), lambda op: None)
+    guard.close()
+    engine.dispose()

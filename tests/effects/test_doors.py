@@ -1,0 +1,181 @@
+"""`effect = "transaction"` through the doors, over real sockets: committed before the first byte, or rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from oncemore import Contract, Guard, Rule
+from oncemore.errors import ConfigurationError
+from tests.web.live import keyed
+
+from .conftest import emptied, opened
+from .doors import Work, behind_asgi, behind_wsgi
+from .shops import ON_POSTGRES, ON_SQLITE, POLICY, Shop
+
+DOORS: dict[str, tuple[Callable[..., Any], str]] = {
+    "asgi-psycopg": (behind_asgi, "psycopg-async"),
+    "asgi-around-psycopg": (partial(behind_asgi, outermost=True), "psycopg-async"),
+    "asgi-alchemy": (behind_asgi, "alchemy-under-a-loop"),
+    "asgi-aiosqlite": (behind_asgi, "aiosqlite"),
+    "wsgi-psycopg": (behind_wsgi, "psycopg"),
+    "wsgi-alchemy": (behind_wsgi, "alchemy-psycopg"),
+    "wsgi-sqlite": (behind_wsgi, "sqlite3"),
+}
+NOT_KEPT = "CONFLICT.idempotency.outcome_not_kept"
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[] if "sqlite" in name else [pytest.mark.server]) for name in DOORS])
+async def shop(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shop]:
+    """The shop behind each door."""
+    name = DOORS[request.param][1]
+    if name in ON_SQLITE:
+        kind, url = ON_SQLITE[name], f"sqlite:///{tmp_path / 'shop.db'}"
+    else:
+        kind, url = ON_POSTGRES[name], emptied(request.getfixturevalue("shops_url"))
+    async for each in opened(kind, url):
+        yield each
+
+
+@pytest.fixture
+def work(shop: Shop) -> Work:
+    return Work(shop)
+
+
+@pytest.fixture
+def client(request: pytest.FixtureRequest, shop: Shop, work: Work) -> Iterator[httpx.Client]:
+    """A caller of the shop, through its door."""
+    behind, _ = DOORS[request.node.callspec.params["shop"]]
+    with behind(work, shop.guard) as client:
+        yield client
+
+
+def ask(client: httpx.Client, path: str, key: str = "k", **body: Any) -> httpx.Response:
+    return client.post(path, json={"id": key, **body}, headers=keyed(key))
+
+
+def said(response: httpx.Response) -> str | None:
+    return response.headers.get("idempotency-status")
+
+
+def test_a_success_is_committed_with_its_record_and_replayed(client: httpx.Client, work: Work) -> None:
+    """CASES 16."""
+    first, again = ask(client, "/refund"), ask(client, "/refund")
+    assert (first.status_code, said(first), again.status_code, said(again)) == (201, "stored", 201, "replayed")
+    assert first.json() == again.json() == {"run": 1}
+    assert work.shop.refunds() == ["k, run 1"]
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_what_is_not_final_is_rolled_back_and_a_retry_performs(client: httpx.Client, work: Work, status: int) -> None:
+    """CASES 20, 25."""
+    first = ask(client, "/refund", status=status)
+    assert (first.status_code, said(first)) == (status, "unstored")
+    assert work.shop.refunds() == []
+    assert ask(client, "/refund", status=status).json() == {"run": 2}
+
+
+def test_a_final_refusal_commits_with_its_record(client: httpx.Client, work: Work) -> None:
+    """CASES 20."""
+    first, again = ask(client, "/refund", status=422), ask(client, "/refund", status=422)
+    assert (first.status_code, said(first), again.status_code, said(again)) == (422, "stored", 422, "replayed")
+    assert work.shop.refunds() == ["k, run 1"]
+
+
+def test_a_stream_begins_when_its_transaction_is_over(client: httpx.Client, work: Work) -> None:
+    """CASES 21: behind the first chunk, rows are counted by another connection, and op.connection is asked for."""
+    first = ask(client, "/stream")
+    assert (first.status_code, said(first)) == (201, "unstored")
+    assert first.text.startswith("begun 1 The transaction is over")
+    again = ask(client, "/stream")
+    assert (again.status_code, again.json()["error_code"]) == (409, NOT_KEPT)
+    assert work.shop.refunds() == ["k, run 1"]
+
+
+def test_a_stream_that_is_not_final_is_rolled_back_before_it_begins(client: httpx.Client, work: Work) -> None:
+    """CASES 20, 21."""
+    first = ask(client, "/stream", status=503)
+    assert first.status_code == 503
+    assert first.text.startswith("begun 0 The transaction is over")
+    assert work.shop.refunds() == []
+    assert ask(client, "/stream", status=503).status_code == 503
+
+
+def test_of_ten_at_once_one_performs(client: httpx.Client, work: Work) -> None:
+    """CASES 17."""
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(lambda _: ask(client, "/refund"), range(10)))
+    assert sorted(map(str, map(said, answers))) == ["replayed"] * 9 + ["stored"]
+    assert len(work.shop.refunds()) == 1
+
+
+def test_a_refused_statement_has_the_app_perform_again_with_the_same_request(client: httpx.Client, work: Work) -> None:
+    """CASES 54.  Also where Starlette or Flask has made an error page of it already."""
+    first = ask(client, "/refund", refused=2)
+    assert (first.status_code, said(first), first.json()) == (201, "stored", {"run": 3})
+    assert work.bodies == [{"id": "k", "refused": 2}] * 3
+    assert work.shop.refunds() == ["k, run 3"]
+    assert first.headers.get_list("x-id") == ["k"]
+
+
+def test_what_the_database_goes_on_refusing_is_given_up(client: httpx.Client, work: Work) -> None:
+    first = ask(client, "/refund", refused=99)
+    assert (first.status_code, first.json()["error_code"]) == (503, "DEPENDENCY.unavailable")
+    assert len(work.bodies) == 1 + POLICY.reruns
+    assert work.shop.refunds() == []
+
+
+# ── A real write skew ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def serializing(request: pytest.FixtureRequest, shop: Shop, work: Work) -> Iterator[httpx.Client]:
+    """A caller of a shop whose transactions are SERIALIZABLE, and in which two doctors are on call."""
+    if "sqlite" in type(shop).__name__.lower():
+        pytest.skip("SQLite has one writer at a time")
+    shop.execute("CREATE TABLE doctors (name text PRIMARY KEY, on_call boolean)")
+    shop.execute("INSERT INTO doctors VALUES ('ann', true), ('bob', true)")
+    shop.execute("ALTER DATABASE oncemore_effects SET default_transaction_isolation = serializable")
+    behind, _ = DOORS[request.node.callspec.params["shop"]]
+    try:
+        with behind(work, shop.made()) as client:
+            yield client
+    finally:
+        shop.execute("ALTER DATABASE oncemore_effects RESET default_transaction_isolation")
+
+
+def test_a_write_skew_is_refused_at_the_commit_and_the_app_performs_again(
+    request: pytest.FixtureRequest, serializing: httpx.Client, work: Work
+) -> None:
+    """CASES 54: each sees the other on call and leaves; the one that is refused then sees that it is alone, and stays."""
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda name: ask(serializing, "/leave", name), ("ann", "bob")))
+    assert sorted(answer.status_code for answer in answers) == [200, 409]
+    assert {said(answer) for answer in answers} == {"stored"}
+    assert [name for (name,) in work.shop.execute("SELECT name FROM doctors WHERE on_call")] == [
+        answer.headers["x-id"] for answer in answers if answer.status_code == 409
+    ]
+    assert len(work.bodies) >= 3
+    assert work.bodies[2] in work.bodies[:2]
+    for answer in answers:
+        assert answer.headers.get_list("x-id") == [answer.headers["x-id"]]
+        assert said(ask(serializing, "/leave", answer.headers["x-id"])) == "replayed"
+    if request.node.callspec.params["shop"].startswith("asgi"):  # which has background tasks: one for each answer
+        assert sorted(work.told) == ["ann", "bob"]
+
+
+def test_a_stream_that_is_forgotten_cannot_be_transacted() -> None:
+    with pytest.raises(ConfigurationError, match="'refuse' or 'store'"):
+        Contract(Rule("POST /x", effect="transaction", streams="release"))
+
+
+def test_a_guard_without_transactions_refuses_such_a_rule_when_it_is_asked(shop: Shop, work: Work) -> None:
+    with behind_wsgi(work, Guard("memory://", policy=POLICY)) as client:
+        refused = ask(client, "/refund")
+    assert (refused.status_code, work.bodies) == (500, [])

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
-from collections.abc import Callable, Generator
-from functools import cached_property
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import asyncpg
@@ -53,6 +53,10 @@ class Shop:
 
     async def open(self) -> None:
         """What must be done on the event loop before it opens."""
+
+    def around(self) -> AbstractAsyncContextManager[Any]:
+        """What an operation needs around it, as a request has."""
+        return nullcontext()
 
     async def close(self) -> None:
         await self.guard.aclose()
@@ -190,14 +194,8 @@ class Asyncpg(Postgres):
     def sql(self, op: Op, text: str, *values: Any) -> Do[Any]:
         return Do(None, lambda: op.connection.execute(text, *values))
 
-    async def run(self, *args: Any, **kwargs: Any) -> Answer:
-        async with self.opening:
-            await self.pool
-        return await super().run(*args, **kwargs)
-
-    @cached_property
-    def opening(self) -> asyncio.Lock:
-        return asyncio.Lock()
+    async def open(self) -> None:
+        await self.pool
 
     async def close(self) -> None:
         await super().close()
@@ -323,9 +321,17 @@ class OnDjango(Shop):
         guard = guard or self.guard
         if self.sync:
             return await asyncio.to_thread(self._in_thread, guard, operation, perform, settings)
+        async with self.around():
+            return await guard.arun(operation, lambda op: arun(perform(op)), **settings)
+
+    @asynccontextmanager
+    async def around(self) -> AsyncIterator[None]:
+        if self.sync:
+            yield
+            return
         async with ThreadSensitiveContext():  # as each request has one
             try:
-                return await guard.arun(operation, lambda op: arun(perform(op)), **settings)
+                yield
             finally:
                 await sync_to_async(lambda: connections[self.alias].close())()
 

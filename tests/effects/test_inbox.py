@@ -26,7 +26,8 @@ async def deliver(shop: Shop, inbox: Inbox, handler: Handling, payload: Any = EV
         return await asyncio.to_thread(
             inbox.handle, "ev_001", "payments", payload, lambda op, body: run(handler(op, body)), **more
         )
-    return await inbox.ahandle("ev_001", "payments", payload, lambda op, body: arun(handler(op, body)), **more)
+    async with shop.around():
+        return await inbox.ahandle("ev_001", "payments", payload, lambda op, body: arun(handler(op, body)), **more)
 
 
 def booking(shop: Shop, seconds: float = 0.0) -> Handling:

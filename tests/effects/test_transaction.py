@@ -30,7 +30,8 @@ from oncemore.errors import (
 )
 from oncemore.stores.postgres_transaction import sqlstate_of
 
-from .shops import POLICY, Performer, Shop
+from .conftest import emptied, opened
+from .shops import ON_POSTGRES, POLICY, Performer, Shop
 
 Performing = Generator[Any, Any, Any]
 
@@ -478,3 +479,31 @@ def test_a_store_without_transactions_says_what_is_needed() -> None:
 def test_a_leased_operation_has_no_connection() -> None:
     with pytest.raises(ConfigurationError, match="effect = 'transaction'"):
         Guard("memory://").run(asked(), lambda op: op.connection)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.server) for name in ("psycopg", "psycopg-async", "pool", "pool-async")],
+)
+async def test_prepared_statements_that_the_borrower_has_forgotten_are_prepared_again(
+    name: str, shops_url: str
+) -> None:
+    """CASES 14.  psycopg has them all forgotten after a rollback of its own, also to a savepoint."""
+
+    def forgetful(op: Op) -> Performing:
+        yield shop.insert(op, op.key)
+        yield shop.sql(op, "DEALLOCATE ALL")
+        return "done"
+
+    def failing_so(op: Op) -> Performing:
+        yield shop.sql(op, "DEALLOCATE ALL")
+        raise RuntimeError
+
+    async for shop in opened(ON_POSTGRES[name], emptied(shops_url)):
+        for n in range(3):
+            assert (await shop.run(asked(f"k{n}"), forgetful)).how == "stored"
+        with pytest.raises(RuntimeError):
+            await shop.run(asked("failed"), failing_so)
+        with pytest.raises(PayloadMismatch):
+            await shop.run(asked("failed", fingerprint="other"), refund(shop))
+        assert shop.refunds() == ["k0", "k1", "k2"]

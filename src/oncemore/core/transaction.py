@@ -214,6 +214,12 @@ class Transacted:
 
     def _remember(self) -> Plan[None]:
         """Note what the key stands for, though its effect was rolled back: another request must not have it."""
+        for _ in range(1 + self.policy.reruns):
+            if (yield from self._noted()):
+                return
+
+    def _noted(self) -> Plan[bool]:
+        """Whether there is nothing left to note; else the database has refused it, and it is worth another try."""
         transaction: Transaction = yield from self.lender.open()
         try:
             lease = yield from transaction.begin(self.operation, lease=self.policy.lease, wait=0.0)
@@ -221,13 +227,17 @@ class Transacted:
                 yield from transaction.release(lease, retention=self.policy.ttl)
                 yield from transaction.commit()
                 self.guard.tell("released", self.operation, token=lease.token, attempt=lease.attempt)
-                return
+                return True
         except GeneratorExit:
             transaction.drop()
             raise
-        except (Again, InProgress, StoreError):  # then someone else has it already, or nobody can have it now
+        except Again:
+            yield from transaction.abort()
+            return False
+        except (InProgress, StoreError):  # then someone else has it already, or nobody can have it now
             pass
         yield from transaction.abort()
+        return True
 
 
 def given_up(error: BaseException, runs: int) -> StoreUnavailable:

@@ -35,8 +35,8 @@ class Psycopg2Wire(ThreadWire):
         self.former, raw.autocommit = raw.autocommit, True
         return self._run(f"{begin_of(raw)};\n{inline(*ask)}")
 
-    def _rows(self, ask: Ask) -> Rows:
-        return self._run(inline(*ask))
+    def _sent(self, *asks: Ask) -> list[Rows]:
+        return [self._run(inline(*ask)) for ask in asks]
 
     def _run(self, script: str) -> Rows:
         with self.raw.cursor(cursor_factory=psycopg2.extensions.cursor) as cursor:

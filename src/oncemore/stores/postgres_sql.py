@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ..core.store import Filter
@@ -237,6 +238,12 @@ class Statement:
     name: bytes = b""
 
 
+@lru_cache(maxsize=256)
+def prepared(text: str) -> Statement:
+    """A statement that is worth preparing, by a name that stands for this very text."""
+    return Statement(text, b"oncemore_" + hashlib.sha256(text.encode()).hexdigest()[:24].encode())
+
+
 Ask = tuple[Statement, Sequence[Any]]  # a statement and its parameters
 Rows = Sequence[Sequence[Any]]
 
@@ -272,8 +279,7 @@ class Statements:
         return Statement(template.format(**self.names))
 
     def _prepared(self, template: str, **more: str) -> Statement:
-        text = template.format(**self.names, **more)
-        return Statement(text, b"oncemore_" + hashlib.sha256(text.encode()).hexdigest()[:24].encode())
+        return prepared(template.format(**self.names, **more))
 
     def list(
         self, where: Filter, after: Sequence[str] | None, *, limit: int, shift: float

@@ -22,7 +22,7 @@ from .postgres_database import AGAIN, translated
 from .postgres_flights import is_expired
 from .postgres_link import Rejected
 from .postgres_rows import Claimed, Moved, Named, encode_rows, read_record, safe
-from .postgres_sql import Ask, Rows, Statement, Statements
+from .postgres_sql import Ask, Rows, Statements, prepared
 
 if TYPE_CHECKING:
     from .postgres import PostgresStore
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
 DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
 VIOLATION = "23"
-NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE = "55P03", "22012", "25P02"
+NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE, FORGOTTEN = "55P03", "22012", "25P02", "26000"
 
 
 class Wire(Protocol):
@@ -168,7 +168,7 @@ class PostgresTransaction:
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         """The rows of the user's own statement, whose errors are the user's."""
-        return (yield self._wire.rows((Statement(text), values)))  # type: ignore[no-any-return]
+        return (yield self._wire.rows((prepared(text), values)))  # type: ignore[no-any-return]
 
     def commit(self) -> Plan[None]:
         try:
@@ -227,7 +227,7 @@ def again(error: BaseException) -> bool:
 def told(error: Exception, *, committing: bool = False) -> Exception:
     """What a driver's error means to the guard."""
     state = sqlstate_of(error)
-    if isinstance(error, OncemoreError | Again) or state in AGAIN:
+    if isinstance(error, OncemoreError | Again) or state in AGAIN or state == FORGOTTEN:
         return error if not state else Again(str(error))
     if state == NO_LOCK:
         return InProgress("The first request with this key is still running; retry later", retry_after=1.0)

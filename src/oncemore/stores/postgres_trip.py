@@ -6,6 +6,7 @@ processor time as the statements do.  What waits is psycopg's own, so interrupti
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -15,20 +16,28 @@ from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
-from .postgres_link import Lost, dump, failure
+from .postgres_link import Lost, Rejected, dump, failure
 from .postgres_sql import Ask, Rows, Statement
 
 Trip = Generator[Wait, Ready, list[Rows]]
 
-COMMIT = Statement("COMMIT")
+COMMIT, ROLLBACK = Statement("COMMIT"), Statement("ROLLBACK")
 
 
 class Kit:
-    """What we know of a connection: its prepared statements, and how its rows are read."""
+    """What we know of a connection: its prepared statements, and how its rows are read.
+
+    Whoever shares the connection may have them forgotten (DEALLOCATE ALL, as psycopg does after a rollback of its own).
+    That is noticed by the server's refusal; then they are prepared anew, under names that were never used.
+    """
 
     def __init__(self, connection: Any) -> None:
-        self.prepared: set[bytes] = set()
+        self.names: dict[bytes, bytes] = {}
         self.rows = Transformer(connection)
+        self._count = itertools.count()
+
+    def fresh_name(self, statement: Statement) -> bytes:
+        return b"%s_%d" % (statement.name, next(self._count))
 
 
 def kit_of(connection: Any) -> Kit:
@@ -44,14 +53,15 @@ def trip(connection: Any, asks: Sequence[Ask]) -> Trip:
     prepare = connection.prepare_threshold is not None  # else its owner says that nothing is, as behind a pooler
     try:
         pgconn.enter_pipeline_mode()
-        new = {statement.name: statement for statement, _ in asks if prepare and statement.name}
-        for name in new.keys() - kit.prepared:
-            pgconn.send_prepare(name, new[name].text.encode())
+        names = dict(kit.names)
         for statement, values in asks:
             parameters = [dump(value) for value in values]
             texts, formats = [text for text, _ in parameters], [format for _, format in parameters]
             if prepare and statement.name:
-                pgconn.send_query_prepared(statement.name, texts, formats, 1)
+                if statement.name not in names:
+                    names[statement.name] = kit.fresh_name(statement)
+                    pgconn.send_prepare(names[statement.name], statement.text.encode())
+                pgconn.send_query_prepared(names[statement.name], texts, formats, 1)
             else:
                 pgconn.send_query_params(statement.text.encode(), texts, None, formats, 1)
         pgconn.pipeline_sync()
@@ -61,10 +71,11 @@ def trip(connection: Any, asks: Sequence[Ask]) -> Trip:
         raise Lost(str(error).strip()) from error
     for result in results:
         if result.status == ExecStatus.FATAL_ERROR:
-            kit.prepared.clear()  # it may be one of these that the server does not know (any more)
-            raise failure(pgconn, result)
-    kit.prepared.update(new)
-    return [read(kit, result) for result in results[len(results) - len(asks) :]]
+            kit.names.clear()  # it may be one of these that the server does not know (any more)
+            raise as_drivers(failure(pgconn, result))
+    kit.names = names
+    told = [result for result in results if result.status != ExecStatus.COMMAND_OK or result.command_status]
+    return [read(kit, result) for result in told]
 
 
 def answered(pgconn: Any) -> Generator[Wait, Ready, list[PGresult]]:
@@ -83,6 +94,16 @@ def answered(pgconn: Any) -> Generator[Wait, Ready, list[PGresult]]:
         if result.status == ExecStatus.PIPELINE_SYNC:
             return results
         results.append(result)
+
+
+def as_drivers(error: Exception) -> Exception:
+    """The error as psycopg would have raised it: it may be the borrower's own, of a constraint that waited."""
+    if not isinstance(error, Rejected):
+        return error
+    try:
+        return psycopg.errors.lookup(error.sqlstate)(str(error))
+    except KeyError:
+        return error
 
 
 def read(kit: Kit, result: PGresult) -> Rows:

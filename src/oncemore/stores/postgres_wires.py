@@ -15,7 +15,7 @@ from psycopg.pq import TransactionStatus
 from ..core.lending import Do
 from .postgres_sql import Ask, Rows
 from .postgres_transaction import Misuse
-from .postgres_trip import COMMIT, begin, trip
+from .postgres_trip import COMMIT, ROLLBACK, begin, trip
 
 T = TypeVar("T")
 
@@ -91,7 +91,8 @@ class ThreadWire:
     def _roll_back(self) -> None:
         if self.raw is not None:
             self.raw.lent = False
-            self.raw.rollback()
+            if self.raw.info.transaction_status != TransactionStatus.IDLE:
+                self._sent((ROLLBACK, ()))  # its own rollback() would have our prepared statements forgotten
 
     def end(self, *, healthy: bool, committed: bool) -> Do[None]:
         return self.loan.do(lambda: self._end(healthy, committed))
@@ -158,7 +159,8 @@ class LoopWire:
     async def _roll_back(self) -> None:
         if self.raw is not None:
             self.raw.lent = False
-            await self.raw.rollback()
+            if self.raw.info.transaction_status != TransactionStatus.IDLE:
+                await self._sent((ROLLBACK, ()))
 
     def end(self, *, healthy: bool, committed: bool) -> Do[None]:
         return Do(None, lambda: self._end(healthy, committed))

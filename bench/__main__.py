@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-ALL = ("fingerprint", "sqlite", "postgres", "redis", "scale", "retry", "web", "memory")
+ALL = ("fingerprint", "sqlite", "postgres", "redis", "scale", "storage", "spread", "retry", "web", "memory")
 ARGUMENTS = {"web": ["--plot", "docs/bench-web.svg"]}
 
 

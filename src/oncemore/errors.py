@@ -110,6 +110,14 @@ class PrincipalFailed(Refusal):
     retryable = True
 
 
+class WebhookError(Refusal):
+    """A received webhook is not what its sender signed, or not signed at all, or too old."""
+
+    code = "AUTH.webhook_signature"
+    status = 401
+    title = "The webhook cannot be trusted"
+
+
 class Undeclared(Refusal):
     """The contract does not know this operation, and refuses what it does not know."""
 

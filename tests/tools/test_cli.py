@@ -1,27 +1,246 @@
-"""The `oncemore` command finds its subcommands, and helps who has lost the way."""
+"""The `oncemore` command as a whole: it finds its subcommands, helps who is lost, and ends with the code it promises."""
 
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
 import pytest
 
-from oncemore.tools.cli import COMMANDS, main
+from oncemore.core.contract import Contract
+from oncemore.core.guard import Guard
+from oncemore.core.model import Operation
+from oncemore.core.profiles import PROFILES
+from oncemore.tools.cli import EXIT_CODES, main
+from oncemore.tools.commands.program import COMMANDS, program
+from oncemore.tools.commands.screen import visible
+from tests.tools.command import oncemore
+
+CONTRACT = """
+[[rule]]
+match = "POST /refunds"
+name = "refunds.create"
+key = "required"
+ttl = "30d"
+
+[[rule]]
+match = "POST /auth/refresh"
+idempotent = false
+
+[[rule]]
+match = "POST /broadcast"
+scope = "global"
+"""
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
-def test_help_names_every_command(argv, capsys) -> None:
-    assert main(argv) == 0
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_names_every_command(words: list[str]) -> None:
+    ran = oncemore(*words)
+    assert ran.code == 0
+    assert all(name in ran.out for name in COMMANDS)
+
+
+def every_command(group: click.Group, *before: str) -> list[tuple[str, ...]]:
+    """All commands that do something, each as the words that call it."""
+    found: list[tuple[str, ...]] = []
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        found += every_command(command, *before, name) if isinstance(command, click.Group) else [(*before, name)]
+    return found
+
+
+@pytest.mark.parametrize("words", every_command(program), ids=" ".join)
+def test_every_command_has_help_and_json(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in COMMANDS)
+    assert "--json" in shown
+    assert len(shown.split("\n\n")[1].strip()) > 20
 
 
-def test_an_unknown_command_is_told_the_nearest(capsys) -> None:
-    assert main(["simulat"]) == 2
-    assert "did you mean 'simulate'" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [["keys"], ["contract"], ["simulate"]])
+def test_a_group_without_a_command_shows_its_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert "Commands:" in capsys.readouterr().out
 
 
-def test_the_version_is_the_packages(capsys) -> None:
+def test_an_unknown_command_is_told_the_nearest() -> None:
+    ran = oncemore("simulat")
+    assert ran.code == 2
+    assert "did you mean 'simulate'" in ran.err
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip()[0].isdigit()
 
 
-def test_a_command_gets_the_rest_of_the_words(capsys) -> None:
-    assert main(["simulate", "retries", "--clients", "200", "--policy", "full jitter"]) == 0
-    assert "full jitter" in capsys.readouterr().out
+def test_help_imports_no_driver_and_no_command() -> None:
+    check = (
+        "import sys; from oncemore.tools.cli import main; main(['--help']);"
+        "assert not {'psycopg', 'redis', 'sqlite3', 'rich', 'httpx', 'requests'} & set(sys.modules), sys.modules;"
+        "assert not [name for name in sys.modules if name.startswith('oncemore.stores.')]"
+    )
+    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_without_click_the_command_says_how_to_get_it() -> None:
+    check = "import sys; sys.modules['click'] = None; from oncemore.tools.cli import main; raise SystemExit(main([]))"
+    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "pip install 'oncemore[cli]'" in ran.stderr
+
+
+@pytest.mark.parametrize(("shell", "word"), [("bash", "complete "), ("zsh", "compdef"), ("fish", "complete ")])
+def test_each_shell_gets_its_completion(shell: str, word: str) -> None:
+    ran = oncemore("--completion", shell)
+    assert ran.code == 0
+    assert word in ran.out
+    assert "_ONCEMORE_COMPLETE" in ran.out
+
+
+def test_the_completion_completes() -> None:
+    ran = oncemore(_ONCEMORE_COMPLETE="bash_complete", COMP_WORDS="oncemore keys re", COMP_CWORD="2")
+    assert "resolve" in ran.out
+    ran = oncemore(_ONCEMORE_COMPLETE="bash_complete", COMP_WORDS="oncemore keys list --state h", COMP_CWORD="4")
+    assert ran.out == "plain,held\n"
+
+
+# Exit codes
+
+
+def test_no_store_at_all_is_a_mistake_that_names_the_fix() -> None:
+    ran = oncemore("stats")
+    assert ran.code == 2
+    assert "ONCEMORE_STORE" in ran.err
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:1/0?timeout=1s", "postgresql://me:hidden@127.0.0.1:1/db?timeout=1s"]
+)
+def test_a_store_that_is_down_is_told_apart_and_its_password_is_not_told(url: str) -> None:
+    """CASES 27."""
+    for words in (["stats"], ["keys", "list", "--json"], ["init", "--store", url, "/dev/null"]):
+        ran = oncemore(*words, ONCEMORE_STORE=url)
+        assert ran.code == 3 or words[0] == "init", ran.err
+        assert "127.0.0.1:1" in ran.err
+        assert "hidden" not in ran.err
+
+
+def test_an_error_in_json_is_for_programs_to_read() -> None:
+    ran = oncemore("stats", "--json", "--store", "nosql://x")
+    assert ran.code == 2
+    assert '"error_code": "CONFIGURATION.invalid"' in ran.err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["capacity", "--json"], ["capacity"]])
+def test_a_reader_that_has_left_is_no_accident(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "oncemore.tools.cli", *words]
+    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+def test_every_exit_code_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
+    for code, meaning in EXIT_CODES.items():
+        assert f"| {code} | {meaning} |" in page
+
+
+# What others wrote
+
+
+def test_a_key_cannot_play_tricks_on_the_terminal(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/once.db"
+    guard = Guard(url)
+    guard.run(Operation("\x1b[31mred", "evil\x1b]0;title\x07[bold]key"), lambda op: None)
+    guard.close()
+    shown = oncemore("keys", "list", "--store", url).out
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "[bold]key" in shown
+    assert visible("a\x1bb\nc\u202e") == "a\\x1bb\\nc\\u202e"
+
+
+# Contracts
+
+
+def test_a_contract_without_faults_is_good(tmp_path: Path) -> None:
+    (tmp_path / "oncemore.toml").write_text(CONTRACT)
+    ran = oncemore("contract", "check", folder=tmp_path)
+    assert (ran.code, ran.err) == (0, "")
+    assert "3 rules, no faults" in ran.out
+    assert "POST /broadcast: its scope is shared" in ran.out
+
+
+def test_every_fault_of_a_contract_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text('[[rule]]\nmatch = "POST /a"\ntll = "1d"\n\n[[rule]]\nmatch = "FETCH"\n')
+    ran = oncemore("contract", "check", "bad.toml", folder=tmp_path)
+    assert ran.code == 2
+    assert "did you mean 'ttl'" in ran.err
+    assert "(line 5)" in ran.err
+    assert oncemore("contract", "check", "none.toml", folder=tmp_path).code == 2
+
+
+def test_a_contract_may_name_functions_of_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text("def did_it_happen(op): ...\n")
+    rule = '[[rule]]\nmatch = "POST /a"\non_unknown = "resolve"\nresolver = "shop:did_it_happen"\n'
+    (tmp_path / "oncemore.toml").write_text(rule)
+    assert oncemore("contract", "show", "--json", folder=tmp_path).json["rules"][0]["resolver"] == "shop:did_it_happen"
+
+
+def test_the_rules_are_shown_with_what_holds(tmp_path: Path) -> None:
+    (tmp_path / "oncemore.toml").write_text(CONTRACT)
+    shown = oncemore("contract", "show", folder=tmp_path).out
+    assert "30d" in shown
+    assert "not guarded" in shown
+    one = oncemore("contract", "show", "--rule", "refunds.create", folder=tmp_path).out
+    assert "header Idempotency-Key" in one
+    assert oncemore("contract", "show", "--rule", "refund.create", folder=tmp_path).code == 2
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_first_contract_loads_under_every_profile(profile: str, tmp_path: Path) -> None:
+    assert main(["init", str(tmp_path / "mine.toml"), "--profile", profile]) == 0
+    contract = Contract.load(tmp_path / "mine.toml")
+    contract.check()
+    assert contract.profile == profile
+
+
+def test_init_does_not_write_where_it_cannot(tmp_path: Path) -> None:
+    ran = oncemore("init", tmp_path / "no" / "such" / "folder.toml")
+    assert ran.code == 2
+    assert "cannot be written" in ran.err
+
+
+# Mistakes in the words of a resolution
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ([], "--released"),
+        (["--released", "--status", "200"], "one of"),
+        (["--value", "text"], "needs its quotes"),
+        (["--value", "1", "--header", "a: b"], "--status"),
+        (["--status", "200", "--header", "nonsense"], "Content-Type"),
+        (["--released", "--ttl", "soon"], "not a duration"),
+    ],
+)
+def test_a_resolution_must_say_one_thing(words: list[str], fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "resolve", "k", *words, "--store", "memory://"]) == 2
+    assert fix in capsys.readouterr().err
+
+
+@pytest.mark.chaos
+def test_the_demo_ends_well() -> None:
+    ran = oncemore("demo", "--json")
+    assert ran.code == 0
+    assert ran.json["holds"] is True

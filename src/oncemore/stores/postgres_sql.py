@@ -152,11 +152,14 @@ WITH gone AS (
 INSERT INTO {{archive}} ({ARCHIVED}) SELECT {ARCHIVED} FROM gone ON CONFLICT DO NOTHING"""
 
 # Remove a batch of what has expired.  $1: shift, $2: how many.
+# In a partitioned table, rows of several partitions may have the same ctid; so the partition must be the same, too.
 PURGE = f"""
-WITH {CLOCK.format(shift="$1")}, gone AS (
-    DELETE FROM {{records}} WHERE ctid = ANY (ARRAY(
-        SELECT ctid FROM {{records}} WHERE expires_at <= (SELECT now FROM clock)
-        ORDER BY expires_at LIMIT $2 FOR UPDATE SKIP LOCKED))
+WITH {CLOCK.format(shift="$1")}, old AS MATERIALIZED (
+    SELECT tableoid AS part, ctid AS place FROM {{records}} WHERE expires_at <= (SELECT now FROM clock)
+    ORDER BY expires_at LIMIT $2 FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM {{records}} WHERE ctid = ANY (ARRAY(SELECT place FROM old))
+        AND (tableoid, ctid) IN (SELECT part, place FROM old)
     RETURNING *
 ), kept AS (
     INSERT INTO {{archive}} ({ARCHIVED}) SELECT {ARCHIVED} FROM gone WHERE audit ON CONFLICT DO NOTHING

@@ -1,38 +1,55 @@
-"""The `oncemore` command: each subcommand is a module with a `main(argv)`."""
+"""The `oncemore` command: runs a subcommand, and turns whatever goes wrong into a sentence and an exit code."""
 
 from __future__ import annotations
 
-import importlib
+import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
-from ..core.faults import did_you_mean
+from ..errors import ConfigurationError, OncemoreError, StoreError
 
-COMMANDS = {
-    "simulate": ("oncemore.tools.simulate", "compare retry policies under a brownout, in virtual time"),
+# What a script can rely on; the page docs/reference/cli.md has the same table.
+DONE, REFUSED, WRONG, STORE_FAILED, INTERRUPTED, NOBODY_READS = 0, 1, 2, 3, 130, 141
+EXIT_CODES = {
+    DONE: "done",
+    REFUSED: "refused, and nothing was changed: no such record, not in doubt, still running, or you said no at the prompt",
+    WRONG: "what was written is wrong: the command line, a contract, a store's URL, a driver that is not installed",
+    STORE_FAILED: "the store failed or could not be reached; the same command may work later",
+    INTERRUPTED: "interrupted (Ctrl-C)",
+    NOBODY_READS: "whoever read the output has gone (`| head`)",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of a subcommand: 0 where all is well, 2 where the call's words are off."""
-    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help"):
-        print(usage())
-        return 0
-    if name == "--version":
-        print(version("oncemore"))
-        return 0
-    if name not in COMMANDS:
-        print(f"oncemore: there is no command {name!r}{did_you_mean(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
-        return 2
-    code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+    """The exit code of the command line *argv*."""
+    try:
+        from .commands import program
+        from .commands.screen import Screen
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        print("oncemore: the command line needs click and rich: pip install 'oncemore[cli]'", file=sys.stderr)
+        return WRONG
+    screen = Screen()
+    try:
+        code = program.run(argv, screen)
+        sys.stdout.flush()
+    except OncemoreError as error:
+        screen.failed(error)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it ends
+        return NOBODY_READS
     return code
 
 
-def usage() -> str:
-    lines = "\n".join(f"  {name:12} {what}" for name, (_, what) in COMMANDS.items())
-    return f"usage: oncemore COMMAND ...\n\n{lines}\n\n'oncemore COMMAND --help' tells more."
+def exit_code(error: OncemoreError) -> int:
+    """The exit code that tells what kind of error it was."""
+    if isinstance(error, ConfigurationError):
+        return WRONG
+    return STORE_FAILED if isinstance(error, StoreError) else REFUSED
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
-"""`oncemore simulate retries`: many clients against a server that browns out, in virtual time, under several policies.
+"""The simulation behind `oncemore simulate retries`: clients against a server that browns out, under several policies.
 
-It runs the plans of the client itself, not a model of them: only the sockets, the clock and chance are simulated.
+It runs the plans of the client itself, not a model of them, in virtual time: only sockets, clock and chance are simulated.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..client.attempts import World, attempts
@@ -23,7 +20,7 @@ from ..client.pause import Pause
 from ..client.retry import Retry
 from ..client.story import Story
 from ..core.plan import Effect, Plan
-from .simulated import Brownout, Report, SimulatedServer, render_plot, render_table
+from .simulated import Brownout, Report, SimulatedServer
 
 NEVER = float("inf")
 Progress = Callable[[float], None]
@@ -216,43 +213,3 @@ def compare(
         Simulation(name, retry, brownout, seed, processes).run(partial(progress, name))
         for name, retry in policies.items()
     ]
-
-
-def show_progress(name: str, part: float) -> None:
-    """A bar on the terminal; a line per policy where there is none."""
-    if sys.stderr.isatty():
-        bar = "█" * int(30 * part) + "░" * (30 - int(30 * part))
-        print(f"\r{name:<16}{bar} {part:4.0%}", end="\n" if part == 1 else "", file=sys.stderr, flush=True)
-    elif part == 1:
-        print(f"{name}: done", file=sys.stderr)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare retry policies under a brownout; print a table, and write a plot if asked to."""
-    parser = argparse.ArgumentParser(prog="oncemore simulate", description=main.__doc__)
-    parser.add_argument("what", choices=["retries"])
-    parser.add_argument("--clients", type=int, default=20_000, help="operations in all (20000)")
-    parser.add_argument("--processes", type=int, default=100, help="that share budgets and circuits among them (100)")
-    parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same figures (1)")
-    parser.add_argument("--brownout", type=float, default=5.0, help="how long the server falters, in seconds (5)")
-    parser.add_argument("--remaining", type=float, default=0.2, help="what is left of its capacity meanwhile (0.2)")
-    parser.add_argument("--policy", action="append", choices=list(POLICIES), help="only this one; may be repeated")
-    parser.add_argument("--plot", type=Path, help="write an SVG here")
-    options = parser.parse_args(argv)
-    if options.clients < 1 or options.processes < 1:
-        parser.error("--clients and --processes must be at least 1")
-    if not (0 <= options.brownout <= 40 and 0 <= options.remaining <= 1):
-        parser.error("--brownout is 0 to 40 seconds, --remaining 0 to 1")
-    chosen = {name: POLICIES[name] for name in options.policy or POLICIES}
-    ends = Brownout.begins + options.brownout
-    brownout = Brownout(clients=options.clients, ends=ends, remaining=options.remaining)
-    reports = compare(brownout, chosen, seed=options.seed, processes=options.processes, progress=show_progress)
-    print(render_table(reports))
-    if options.plot:
-        options.plot.write_text(render_plot(reports), encoding="utf-8")
-        print(f"The plot is in {options.plot}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The subcommands of `oncemore`: a file for each group of them."""

@@ -1,0 +1,107 @@
+"""The table of commands.  A command's module is imported when it is called, so that help is there at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import click
+from click.shell_completion import get_completion_class, shell_complete
+
+from ...core.faults import did_you_mean
+from .screen import Screen
+
+# The module beside this one, and what the list of commands says.
+# (`complete`, which drives unfinished operations on, belongs here as soon as effect = "steps" is there to make any.)
+COMMANDS = {
+    "init": ("init", "write a first contract, and create the ledger's tables"),
+    "contract": ("contract", "check a contract, or show what it says"),
+    "keys": ("keys", "list, show, resolve and delete the records of operations"),
+    "stats": ("ledger", "count the records, by state"),
+    "purge": ("ledger", "remove records whose retention is over"),
+    "capacity": ("capacity", "how much storage, and how many connections, a load needs"),
+    "simulate": ("simulate", "compare retry policies under a brownout, in virtual time"),
+    "demo": ("demo", "play the everyday accidents against a ledger on SQLite"),
+}
+SHELLS = ("bash", "zsh", "fish")
+COMPLETE = "_ONCEMORE_COMPLETE"  # set by the shell when it asks what a word could become
+
+
+class Commands(click.Group):
+    """A group whose commands are in the table."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f".{COMMANDS[cmd_name][0]}", __package__)
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"there is no command {args[0]!r}{did_you_mean(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, what) for name, (_, what) in COMMANDS.items()])
+
+
+def show_completion(ctx: click.Context, option: click.Parameter, shell: str | None) -> None:
+    """Print the script that makes *shell* complete our commands, and end."""
+    if shell is None or ctx.resilient_parsing:
+        return
+    kind = get_completion_class(shell)
+    assert kind is not None  # the shells to choose from are those that click knows
+    click.echo(kind(program, {}, "oncemore", COMPLETE).source())
+    ctx.exit()
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(version("oncemore"), message="%(version)s")
+@click.option(
+    "--completion",
+    type=click.Choice(SHELLS),
+    is_eager=True,
+    expose_value=False,
+    callback=show_completion,
+    help='Print the completion script of a shell, as in: eval "$(oncemore --completion bash)"',
+)
+def program() -> None:
+    """Look after a ledger of operations: ask once more, and it happens once.
+
+    The ledger is named by --store or by ONCEMORE_STORE.  Every command has --help, and --json for programs.
+    """
+
+
+def run(argv: Sequence[str] | None, screen: Screen) -> int:
+    """The exit code of the command line, unless an error of ours comes out.
+
+    This is click's own `main`, but for what it does about broken pipes and interruptions, which is ours to say.
+    """
+    if COMPLETE in os.environ:
+        return shell_complete(program, {}, "oncemore", COMPLETE, os.environ[COMPLETE])
+    try:
+        with program.make_context("oncemore", list(sys.argv[1:] if argv is None else argv), obj=screen) as context:
+            code = program.invoke(context)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.Abort as abort:  # at a prompt
+        if isinstance(abort.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        click.echo("Nothing was changed.", err=True)
+        return 1
+    except click.exceptions.NoArgsIsHelpError as error:  # no words at all: help is what was asked for
+        click.echo(error.ctx.get_help() if error.ctx else "")
+        return 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,196 @@
+"""Every code block in README and documentation runs, as it stands or as the comment before it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from oncemore.core.contract import Contract
+from oncemore.core.guard import Guard
+from oncemore.core.model import Operation, Outcome
+from oncemore.core.plan import run
+from oncemore.core.policy import Policy
+from tests.client.server import Server, answer
+from tests.pages import BLOCKS, ROOT, Block, commands
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+LANGUAGES = {"python", "toml", "console", "bash", "json", "sql", "http", "text"}
+COMMANDS = ("oncemore ", "pip install ", "make ", "git ")
+# How many cannot run.  It may fall; whoever lets it rise has a reason, in the comment before the block.
+NOT_RUN = 1
+
+# What pages call the world outside, and what it is here.
+API, FLAKY = "https://api.example.com", "https://flaky.example.com"
+POSTGRES, REDIS = "postgresql://localhost/shop", "redis://localhost:6379/0"
+
+RUN = """\
+import ast, asyncio, inspect, sys
+code = compile(open(sys.argv[1]).read(), sys.argv[1], "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+module = type(sys)("example")
+sys.modules["example"] = module
+module.__file__ = sys.argv[1]
+ran = eval(code, module.__dict__)
+if inspect.iscoroutine(ran):
+    asyncio.run(ran)
+"""
+
+
+def the(*languages: str) -> list[Any]:
+    """The blocks in these languages that can run, as parameters; those that name a server are marked."""
+    found = [block for block in BLOCKS if block.language in languages and not block.not_run]
+    needy = pytest.mark.server
+    return [pytest.param(block, id=str(block), marks=[needy] if uses_server(block) else []) for block in found]
+
+
+def uses_server(block: Block) -> bool:
+    text = block.whole
+    return block.language == "sql" or POSTGRES in text or REDIS in text or "PostgresServer" in text
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def here(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """What to write in place of addresses that only a page has."""
+    block: Block = request.getfixturevalue("block")
+    places: dict[str, str] = {}
+    for name, script in ((API, []), (FLAKY, [answer(503), answer(503)])):
+        if name in block.whole:
+            server = request.getfixturevalue("stack").enter_context(Server(*script))
+            places |= {name: server.url, '"https://"': '"http://"'}
+    if POSTGRES in block.whole:
+        schema = request.getfixturevalue("postgres_schema")
+        places[POSTGRES] = f"{request.getfixturevalue('postgres_url')}?schema={schema}"
+        places[f"{POSTGRES}?"] = f"{places[POSTGRES]}&"
+    if REDIS in block.whole:
+        prefix = request.getfixturevalue("redis_prefix")
+        places[REDIS] = f"{request.getfixturevalue('valkey_url')}?prefix={prefix}"
+        places[f"{REDIS}?"] = f"{places[REDIS]}&"
+    return places
+
+
+def replaced(text: str, places: dict[str, str]) -> str:
+    for name in sorted(places, key=len, reverse=True):
+        text = text.replace(name, places[name])
+    return text
+
+
+@pytest.mark.parametrize("block", the("python"))
+def test_a_program_runs(block: Block, here: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(RUN)
+    (tmp_path / "example.py").write_text(replaced(block.whole, here))
+    command = [sys.executable, "run.py", "example.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    if "sending invoice 42" in ran.stdout:  # the first example of all: called twice, it sends once
+        assert ran.stdout.count("sending invoice 42") == 1
+
+
+@pytest.mark.parametrize("block", the("toml"))
+def test_a_contract_loads(block: Block) -> None:
+    Contract.parse(block.whole).check()
+
+
+@pytest.mark.parametrize("block", the("json"))
+def test_json_is_json(block: Block) -> None:
+    assert json.loads(block.code)
+
+
+@pytest.mark.parametrize("block", the("http"))
+def test_a_message_of_http_is_one(block: Block) -> None:
+    head, _, _ = block.code.partition("\n\n")
+    first, *headers = head.splitlines()
+    assert re.fullmatch(r"[A-Z]+ /\S*( HTTP/1\.1)?|HTTP/1\.1 \d{3} .+", first)
+    assert all(re.fullmatch(r"[A-Za-z-]+: .+", line) for line in headers)
+
+
+@pytest.mark.parametrize("block", the("sql"))
+def test_sql_runs_on_the_tables_of_a_ledger(block: Block, postgres_url: str, postgres_schema: str) -> None:
+    guard = Guard(f"{postgres_url}?schema={postgres_schema}")
+    guard.stats()
+    guard.close()
+    with psycopg.connect(postgres_url, autocommit=True, options=f"-c search_path={postgres_schema}") as server:
+        server.execute(block.code.encode())
+
+
+@pytest.mark.parametrize("block", the("console", "bash"))
+def test_a_command_line_works(block: Block, here: dict[str, str], tmp_path: Path) -> None:
+    """`oncemore` is called, in a folder with a contract and a ledger; of pip and make, what they name is there."""
+    store = furnish(tmp_path)
+    lines = commands(block)
+    assert lines
+    for line in lines:
+        if extras := re.search(r"oncemore\[([\w,]+)\]", line):
+            assert set(extras[1].split(",")) <= set(EXTRAS)
+        if target := re.match(r"make (\w+)", line):
+            assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        if re.search(r"(^|[|($ ])oncemore ", line):
+            call(replaced(line, here), tmp_path, store)
+
+
+def furnish(folder: Path) -> str:
+    """What the pages speak of: a contract, and a ledger with one operation settled, one held and some expired."""
+    (folder / "oncemore.toml").write_text(
+        '[[rule]]\nmatch = "POST /refunds"\nname = "refunds.create"\nkey = "required"\n'
+    )
+    url = f"sqlite:///{folder}/once.db"
+    guard = Guard(url)
+    guard.run(
+        Operation("refunds.create:principal:ann", "8e03978e", name="refunds.create"),
+        lambda op: Outcome("response", 201),
+    )
+    for number in range(3):
+        guard.run(Operation("old", f"expired-{number}"), lambda op: None, policy=Policy(ttl=0.001))
+    lease = run(guard.store.claim(Operation("payments.create:principal:ann", "c0ffee17"), lease=30))
+    run(guard.store.hold(lease))  # type: ignore[arg-type]
+    guard.close()
+    return url
+
+
+def call(line: str, folder: Path, store: str) -> None:
+    """Run the line as a shell would, with our own `oncemore`."""
+    shim = folder / "bin" / "oncemore"
+    shim.parent.mkdir(exist_ok=True)
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m oncemore.tools.cli "$@"\n')
+    shim.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}", "ONCEMORE_STORE": store}
+    line = line.replace("--clients 100000", "--clients 500")  # the page wants a clear picture, the test an answer
+    ran = subprocess.run(
+        ["bash", "-ec", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ran.returncode == 0, f"{line}\n{ran.stderr}"
+
+
+# What is not run
+
+
+def test_every_block_says_its_language_and_every_command_is_one_we_can_check() -> None:
+    assert {block.language for block in BLOCKS} <= LANGUAGES
+    for block in BLOCKS:
+        if block.language in ("console", "bash") and not block.not_run:
+            assert all(re.search(r"(^|\()(oncemore|pip install|make|git clone) ", line) for line in commands(block)), (
+                block
+            )
+
+
+def test_what_cannot_run_says_why_and_there_is_little_of_it() -> None:
+    excused = [block for block in BLOCKS if block.not_run]
+    assert all(len(block.not_run) > 10 for block in excused)
+    assert len(excused) == NOT_RUN, [str(block) for block in excused]
+    marks = {block.mark.partition(":")[0] for block in BLOCKS}
+    assert marks <= {"", "not run", "continues", "with"}

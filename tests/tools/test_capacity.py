@@ -1,0 +1,118 @@
+"""`oncemore capacity`: the arithmetic is right, and what it is based on is still what a record takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bench.storage as bench
+from oncemore.tools.cli import main
+from oncemore.tools.commands.capacity import amount
+from oncemore.tools.storage import NAMES, SIZES, STORES, Load, along, need
+from tests.tools.command import oncemore
+
+LOAD = Load(rate=100, ttl=86400, outcome=1024, names=NAMES, processes=4, sync=0.002)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_storage_is_rate_times_retention_times_bytes(store: str) -> None:
+    found = need(LOAD, STORES[store])
+    assert found.records == 8_640_000
+    assert found.record_bytes == STORES[store].kept[SIZES.index(1024)]
+    assert found.kept_bytes == found.records * found.record_bytes
+    assert found.connections == 4 * STORES[store].connections
+
+
+def test_syncs_are_two_for_each_operation_until_they_are_shared() -> None:
+    slow, fast = (Load(rate=rate, ttl=60, outcome=0, names=80, processes=4, sync=0.01) for rate in (1, 100_000))
+    assert [need(slow, store).syncs_per_second for store in STORES.values()] == [2, 2, 2]
+    assert {name: need(fast, store).syncs_per_second for name, store in STORES.items()} == {
+        "sqlite": 100,  # one writer, whoever it is
+        "postgresql": 800,  # two for each process
+        "redis": 100,  # one thread
+    }
+
+
+@given(size=st.integers(0, 10**7), names=st.integers(0, 600))
+def test_more_to_keep_never_takes_less(size: int, names: int) -> None:
+    for store in STORES.values():
+        for curve in (store.kept, store.written):
+            assert along(curve, size + 1) >= along(curve, size) >= curve[0]
+        smaller, larger = (
+            need(Load(rate=1, ttl=1e6, outcome=size, names=each, processes=1, sync=1), store)
+            for each in (names, names + 9)
+        )
+        assert larger.kept_bytes > smaller.kept_bytes > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_that_was_measured_has_the_figure_that_was_measured(size: int) -> None:
+    for store in STORES.values():
+        assert along(store.kept, size) == store.kept[SIZES.index(size)]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (0.4, "0.4 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (19.1e9, "19.1 GB"),
+        (3e15, "3 PB"),
+        (5e19, "5e+04 PB"),
+    ],
+)
+def test_amounts_are_easy_to_read(count: float, text: str) -> None:
+    assert amount(count) == text
+
+
+def test_the_command_tells_people_and_programs_the_same() -> None:
+    told = oncemore("capacity", "--rate", 100, "--ttl", "24h", "--json").json
+    assert told["stores"]["sqlite"]["kept_bytes"] == need(LOAD, STORES["sqlite"]).kept_bytes
+    shown = oncemore("capacity", "--rate", 100, "--ttl", "24h").out
+    assert "8,640,000" in shown
+    assert "bench.storage" in shown
+
+
+def test_it_can_be_asked_of_one_store_alone() -> None:
+    assert list(oncemore("capacity", "--on", "redis", "--json").json["stores"]) == ["redis"]
+
+
+@pytest.mark.parametrize(
+    "words", [["--rate", "0"], ["--ttl", "soon"], ["--ttl", "0s"], ["--outcome", "much"], ["--on", "paper"]]
+)
+def test_nonsense_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capacity", *words]) == 2
+    assert capsys.readouterr().err
+
+
+# What it is based on
+
+
+SERVED = [pytest.param(name, marks=pytest.mark.server) for name in ("postgresql", "redis")]
+
+
+@pytest.fixture(params=["sqlite", *SERVED])
+def gauge(request: pytest.FixtureRequest) -> Iterator[tuple[str, bench.Gauge]]:
+    kinds: dict[str, Any] = {
+        "sqlite": bench.on_sqlite,
+        "postgresql": lambda: bench.on_postgres(SimpleNamespace(url=request.getfixturevalue("postgres_url"))),  # type: ignore[arg-type]
+        "redis": lambda: bench.on_valkey(request.getfixturevalue("own_valkey")),
+    }
+    with kinds[request.param]() as found:
+        yield request.param, found
+
+
+def test_the_constants_are_what_a_record_takes(gauge: tuple[str, bench.Gauge], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of a store's tables or records that makes the constants wrong is noticed here: run bench/storage.py anew."""
+    monkeypatch.setattr(bench, "RECORDS", 2000)
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    name, ledger = gauge
+    kept, _ = bench.measure(ledger, bench.Case(NAMES, 1024))
+    assert kept == pytest.approx(STORES[name].kept[SIZES.index(1024)], rel=0.25)

@@ -1,0 +1,139 @@
+"""`oncemore keys` on every store, as an operator would use it: the real command, on real servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from oncemore.core.guard import Guard
+from oncemore.core.model import Operation, Outcome
+from oncemore.errors import UnknownOutcome
+from tests.tools.command import oncemore
+from tests.tools.conftest import claim
+
+BOB = "payments:principal:bob"
+
+
+def test_the_list_shows_each_record_and_its_state(filled: Guard, store_url: str) -> None:
+    """CASES 25."""
+    told = oncemore("keys", "list", "--json", "--store", store_url).json
+    states = {record["key"]: record["state"] for record in told["records"]}
+    assert states.items() >= {
+        ("settled-1", "settled"),
+        ("released-1", "released"),
+        ("held-1", "held"),
+        ("running-1", "running"),
+        ("lapsed-1", "lapsed"),
+    }
+    assert "rf_1" not in str(told)
+    table = oncemore("keys", "list", ONCEMORE_STORE=store_url).out
+    assert all(key in table for key in states)
+
+
+def test_the_list_can_be_narrowed(filled: Guard, store_url: str) -> None:
+    for words, expected in (
+        (["--state", "held"], {"held-1"}),
+        (["--lapsed"], {"lapsed-1"}),
+        (["--name", "refunds.create"], {"settled-1", "released-1"}),
+        (["--scope", BOB, "--key", "running-1"], {"running-1"}),
+        (["--key", "nobody's"], set()),
+    ):
+        told = oncemore("keys", "list", *words, "--json", "--store", store_url).json
+        assert {record["key"] for record in told["records"]} == expected, words
+
+
+def test_a_long_list_goes_on_at_its_cursor(filled: Guard, store_url: str) -> None:
+    seen: list[str] = []
+    cursor: list[str] = []
+    while True:
+        page = oncemore(
+            "keys", "list", "--name", "payments.create", "--limit", 1, *cursor, "--json", "--store", store_url
+        )
+        seen += [record["key"] for record in page.json["records"]]
+        if page.json["cursor"] is None:
+            break
+        cursor = ["--cursor", page.json["cursor"]]
+    assert sorted(seen) == ["held-1", "lapsed-1", "running-1"]
+
+
+def test_a_record_is_shown_without_its_outcome_unless_asked_for(filled: Guard, store_url: str) -> None:
+    shown = oncemore("keys", "show", "settled-1", "--store", store_url)
+    assert shown.code == 0
+    assert "refunds:principal:ann" in shown.out
+    assert "rf_1" not in shown.out
+    told = oncemore("keys", "show", "settled-1", "--outcome", "--json", "--store", store_url).json
+    assert told["outcome"]["body"] == '{"id": "rf_1"}'
+    assert told["status"] == 201
+
+
+def test_what_is_not_there_is_refused(filled: Guard, store_url: str) -> None:
+    for words in (["show", "nothing"], ["show", "expired-1"], ["delete", "nothing", "--yes"]):
+        ran = oncemore("keys", *words, "--store", store_url)
+        assert (ran.code, ran.out) == (1, "")
+        assert "oncemore keys list" in ran.err
+
+
+def test_a_key_that_two_own_must_be_told_apart(filled: Guard, store_url: str) -> None:
+    """CASES 8."""
+    claim(filled, "settled-1", scope="elsewhere")
+    ran = oncemore("keys", "show", "settled-1", "--store", store_url)
+    assert ran.code == 2
+    assert "--scope 'elsewhere'" in ran.err
+    assert "--scope 'refunds:principal:ann'" in ran.err
+    found = oncemore("keys", "show", "settled-1", "--scope", "elsewhere", "--json", "--store", store_url)
+    assert found.json["state"] == "running"
+
+
+def test_what_did_not_happen_may_be_performed_again(filled: Guard, store_url: str) -> None:
+    """CASES 25."""
+    operation = Operation(BOB, "held-1", "c1:c", "payments.create")
+    with pytest.raises(UnknownOutcome):
+        filled.run(operation, lambda op: "again")
+    ran = oncemore("keys", "resolve", "held-1", "--released", "--yes", "--note", "asked the bank", "--store", store_url)
+    assert ran.code == 0, ran.err
+    assert filled.run(operation, lambda op: "again").value == "again"
+
+
+def test_what_did_happen_is_answered_with_what_the_operator_said(filled: Guard, store_url: str) -> None:
+    """CASES 25."""
+    response = ["--status", 201, "--header", "Content-Type: application/json", "--body", "-"]
+    words = ["keys", "resolve", "held-1", *response, "--yes", "--ttl", "2h", "--json", "--store", store_url]
+    ran = oncemore(*words, said='{"id": "pay_1"}')
+    assert ran.json["state"] == "settled"
+    answer = filled.run(Operation(BOB, "held-1", "c1:c"), lambda op: pytest.fail("performed again"))
+    expected = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "pay_1"}')
+    assert answer.outcome == expected
+    ran = oncemore("keys", "resolve", "lapsed-1", "--value", '{"paid": true}', "--yes", "--store", store_url)
+    assert ran.code == 0, ran.err
+    record = filled.find(BOB, "lapsed-1")
+    assert record is not None
+    assert record.state == "settled"
+
+
+def test_only_what_is_in_doubt_can_be_resolved(filled: Guard, store_url: str) -> None:
+    for key in ("settled-1", "running-1"):
+        ran = oncemore("keys", "resolve", key, "--released", "--yes", "--store", store_url)
+        assert ran.code == 1
+        assert "only an operation whose outcome is unknown" in ran.err
+
+
+def test_a_deleted_operation_is_performed_as_new_and_a_running_one_is_not_deleted(
+    filled: Guard, store_url: str
+) -> None:
+    assert oncemore("keys", "delete", "settled-1", "--yes", "--json", "--store", store_url).json["deleted"] is True
+    again = filled.run(Operation("refunds:principal:ann", "settled-1", "c1:z"), lambda op: "as new")
+    assert again.value == "as new"
+    ran = oncemore("keys", "delete", "running-1", "--yes", "--store", store_url)
+    assert ran.code == 1
+    assert "It is running" in ran.err
+
+
+def test_nothing_is_deleted_or_decided_without_a_yes(filled: Guard, store_url: str) -> None:
+    before = filled.stats()
+    for words in (["delete", "settled-1"], ["resolve", "held-1", "--released"]):
+        for said in ("n\n", ""):
+            ran = oncemore("keys", *words, "--store", store_url, said=said)
+            assert ran.code == 1
+            assert "Nothing was changed." in ran.err
+    assert filled.stats() == before
+    assert oncemore("keys", "delete", "settled-1", "--store", store_url, said="y\n").code == 0
+    assert filled.find("refunds:principal:ann", "settled-1") is None

@@ -1,0 +1,123 @@
+"""`oncemore init`, `stats` and `purge` on every store: the real command, on real servers."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from oncemore.core.guard import Guard
+from oncemore.core.model import Operation, Outcome
+from oncemore.core.plan import run
+from oncemore.core.policy import Policy
+from tests.tools.command import oncemore
+from tests.tools.conftest import claim
+
+
+def test_stats_count_by_state(filled: Guard, store_url: str) -> None:
+    told = oncemore("stats", "--json", "--store", store_url).json
+    assert (told["released"], told["held"], told["running"], told["lapsed"]) == (1, 1, 2, 1)
+    assert told["settled"] - told["expired"] == 1
+    assert "nobody knows whether it happened" in oncemore("stats", ONCEMORE_STORE=store_url).out
+
+
+def test_a_purge_removes_what_has_expired_and_nothing_else(filled: Guard, store_url: str) -> None:
+    """CASES 29."""
+    brief = Policy(ttl=0.001)
+    for number in range(20):
+        filled.run(Operation("old", f"many-{number}"), lambda op: "gone", policy=brief)
+    kept = {"settled-1", "released-1", "held-1", "running-1", "lapsed-1"}
+    asked = oncemore("purge", "--store", store_url, said="n\n")
+    assert asked.code == 1
+    assert re.search(r"Remove \d+ expired records", asked.err)
+    assert filled.stats().expired > 0
+    ran = oncemore("purge", "--yes", "--batch", 7, "--json", "--store", store_url)
+    assert ran.code == 0, ran.err
+    assert 0 < ran.json["removed"] <= 21
+    assert {record.key for record in filled.list(limit=1000).records} == kept
+    assert filled.stats().expired == 0
+    assert oncemore("purge", "--store", store_url).out == "Removed 0 expired records.\n"
+
+
+def test_init_makes_a_ledger_and_may_be_called_again(store_url: str, tmp_path: Path) -> None:
+    first = oncemore("init", "--store", store_url, folder=tmp_path)
+    assert first.code == 0, first.err
+    assert (tmp_path / "oncemore.toml").exists()
+    guard = Guard(store_url + "&create=false" if "schema=" in store_url else store_url)
+    guard.run(Operation("s", "k"), lambda op: "kept")
+    written = (tmp_path / "oncemore.toml").read_text()
+    again = oncemore("init", "--store", store_url, "--json", folder=tmp_path)
+    assert again.json["written"] is False
+    assert (tmp_path / "oncemore.toml").read_text() == written
+    assert guard.find("s", "k") is not None
+    guard.close()
+
+
+def test_the_schema_is_printed_and_nothing_is_made(store_url: str, tmp_path: Path) -> None:
+    printed = oncemore("init", "--print-schema", "--store", store_url, folder=tmp_path)
+    assert printed.code == 0
+    assert "CREATE TABLE" in printed.out or "ACL SETUSER" in printed.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ledger_that_is_not_there_is_not_made_by_looking(store_url: str, tmp_path: Path) -> None:
+    if store_url.startswith("redis"):
+        pytest.skip("there is nothing to make in Redis: no records are an empty ledger")
+    for words in (["stats"], ["keys", "list"], ["purge", "--yes"]):
+        ran = oncemore(*words, "--store", store_url)
+        assert ran.code == 2
+        assert "oncemore init --store" in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_half_made_file_is_no_ledger(tmp_path: Path) -> None:
+    (tmp_path / "empty.db").touch()
+    ran = oncemore("stats", "--store", f"sqlite:///{tmp_path}/empty.db")
+    assert ran.code == 2
+    assert "oncemore init --store" in ran.err
+    (tmp_path / "text.db").write_text("no database " * 1000)
+    ran = oncemore("stats", "--store", f"sqlite:///{tmp_path}/text.db")
+    assert ran.code in (2, 3)
+    assert ran.err.startswith("oncemore: ")
+
+
+def test_a_ledger_in_memory_is_allowed() -> None:
+    assert oncemore("stats", "--json", "--store", "memory://").json["settled"] == 0
+
+
+def test_on_a_terminal_a_purge_has_a_bar_and_asks(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/once.db"
+    guard = Guard(url)
+    for number in range(30):
+        run(guard.store.settle(claim(guard, f"k{number}"), Outcome(), retention=0.001))
+    guard.close()
+    terminal, other = pty.openpty()
+    command = [sys.executable, "-m", "oncemore.tools.cli", "purge", "--batch", "3", "--store", url]
+    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env={**os.environ, "TERM": "xterm"})
+    os.close(other)
+    shown = read_until(terminal, "[y/N]")
+    os.write(terminal, b"y\n")
+    shown += read_until(terminal, "Removed")
+    assert process.wait() == 0
+    os.close(terminal)
+    assert "━" in shown
+    assert "30/30" in shown or "Removed" in shown
+
+
+def read_until(terminal: int, text: str) -> str:
+    """What the terminal shows until *text* appears."""
+    shown, ends = b"", time.monotonic() + 30
+    while text.encode() not in shown and time.monotonic() < ends:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                shown += os.read(terminal, 65536)
+            except OSError:  # the command has ended
+                break
+    return shown.decode(errors="replace")

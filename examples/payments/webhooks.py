@@ -1,0 +1,37 @@
+"""The provider's webhooks: verified, then handled once each, however often they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import Request
+
+from oncemore import Inbox, Op
+from oncemore.errors import WebhookError
+from oncemore.webhooks.signature import Signing
+
+from . import ledger
+from .problems import BadSignature
+
+
+async def receive(
+    request: Request, inbox: Inbox, signing: Signing, *, name: Callable[[], str] | None = None
+) -> dict[str, Any]:
+    """What became of the delivery: processed now, or known from before.  A *name* takes the place of the event's own id."""
+    body = await request.body()  # the raw bytes, for it is they that are signed
+    try:
+        message = signing.verify(request.headers, body)
+    except WebhookError as error:
+        raise BadSignature(error.detail) from error
+    received = await inbox.ahandle(name() if name else message.id, "provider", json.loads(body), handle)
+    return {"event_id": message.id, "how": received.how}
+
+
+async def handle(op: Op, event: dict[str, Any]) -> str:
+    """Book what the event tells; what this service has no use for is acknowledged, and forgotten."""
+    if event["type"] != "refund.succeeded":
+        return "ignored"
+    await ledger.settle_refund(op.connection, event["data"]["reference"])
+    return "ok"

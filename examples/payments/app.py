@@ -1,6 +1,6 @@
 """The payments service: what it offers over HTTP.  How each operation may be repeated stands in oncemore.toml.
 
-    uvicorn --factory examples.payments.app:create
+uvicorn --factory examples.payments.app:create
 """
 
 from __future__ import annotations

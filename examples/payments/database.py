@@ -1,4 +1,4 @@
-"""The service's tables, and one way to ask SQLite and PostgreSQL: both drivers are awaited, and differ in how a mark is written."""
+"""The service's tables, and one way to ask SQLite and PostgreSQL, whose drivers differ in how they mark a value."""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ async def begin_refund(connection: Any, charge_id: str, amount: int) -> Row:
         *(amount, payment["id"], amount),
     )
     if not left:
-        raise TooMuch(f"{amount} is more than is left of {payment['amount']}: {payment['refunded']} is refunded already")
+        raise TooMuch(
+            f"{amount} is more than is left of {payment['amount']}: {payment['refunded']} is refunded already"
+        )
     made = await rows(
         connection,
         "INSERT INTO refunds (id, payment_id, amount, currency) VALUES (?, ?, ?, ?) RETURNING *",

@@ -73,7 +73,9 @@ class Request(BaseHTTPRequestHandler):
             self.server.quirks = list(body["next"])
             return self.answer(200, {"next": self.server.quirks})
         if self.path == "/admin/replay":
-            return self.answer(200, {"deliveries": self.server.webhooks.replay(body["event"], int(body.get("times", 1)))})
+            return self.answer(
+                200, {"deliveries": self.server.webhooks.replay(body["event"], int(body.get("times", 1)))}
+            )
         return self.answer(404, {"error": "not_found"})
 
     def move(self, kind: str, body: dict[str, Any]) -> None:
@@ -126,7 +128,9 @@ class Request(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(prog="python -m examples.payments.provider", description=(__doc__ or "").partition("\n")[0])
+    options = argparse.ArgumentParser(
+        prog="python -m examples.payments.provider", description=(__doc__ or "").partition("\n")[0]
+    )
     options.add_argument("--port", type=int, default=8010)
     options.add_argument("--database", default="provider.db")
     options.add_argument("--webhooks", default="", help="where events are sent; nowhere if empty")

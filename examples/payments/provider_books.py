@@ -55,7 +55,9 @@ class Books:
         """Everything, for whoever checks: movements, how many per key, and the calls that led to them."""
         with self._lock:
             rows = self._file.execute("SELECT * FROM movements ORDER BY rowid").fetchall()
-            calls = self._file.execute("SELECT kind, key, request_id, traceparent FROM calls ORDER BY number").fetchall()
+            calls = self._file.execute(
+                "SELECT kind, key, request_id, traceparent FROM calls ORDER BY number"
+            ).fetchall()
         movements = [dict(zip(COLUMNS, row, strict=True)) for row in rows if kind in (None, row[1])]
         per_key: dict[str, int] = {}
         for movement in movements:

@@ -43,7 +43,10 @@ class Webhooks:
         return answers
 
     def told(self) -> list[dict[str, Any]]:
-        return [{"id": event, "deliveries": self.statuses[event], **json.loads(body)} for event, body in list(self.events.items())]
+        return [
+            {"id": event, "deliveries": self.statuses[event], **json.loads(body)}
+            for event, body in list(self.events.items())
+        ]
 
     def _deliver(self, event: str) -> None:
         for pause in PAUSES:

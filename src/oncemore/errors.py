@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+UNTOLD: Any = object()  # stands for a result that nobody told
+
 
 class OncemoreError(Exception):
     """The root: *code* is the machine's word, *status* HTTP's; *retryable* says that the same call may work later."""
@@ -52,6 +54,13 @@ class TransactionEnded(ConfigurationError):
 
     code = "CONFIGURATION.transaction_ended"
     title = "The transaction was ended behind the guard's back"
+
+
+class StepsChanged(ConfigurationError):
+    """An operation resumes, and its code now takes other steps than those that are checkpointed; the message names both."""
+
+    code = "CONFIGURATION.steps_changed"
+    title = "The operation's steps have changed since it began"
 
 
 # ── Refusals: the operation was not performed, by rule
@@ -241,11 +250,24 @@ class RateLimited(Refusal):
 
 
 class ProviderDuplicate(Refusal):
-    """The provider says that it has done this already; its existing result is the answer."""
+    """The provider says that it has done this already; its existing *result* is the answer.
+
+    Raised with a result by what is performed under a lease, a step for instance, it is settled as that result: to whoever
+    asked, the operation has succeeded.
+    """
 
     code = "PROVIDER.duplicate"
     status = 409
     title = "The provider had already applied the operation"
+
+    def __init__(self, detail: str = "", *, result: Any = UNTOLD, retry_after: float | None = None) -> None:
+        super().__init__(detail, retry_after=retry_after)
+        self.result = result
+
+    @property
+    def told(self) -> bool:
+        """Whether the existing result is known."""
+        return self.result is not UNTOLD
 
 
 # ── Faults: the ledger could not do its work

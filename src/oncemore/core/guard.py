@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from ..errors import ConfigurationError, Fenced, OncemoreError, Refusal, StoreError
+from ..errors import Fenced, OncemoreError, Refusal, StoreError
 from .cache import Cache
 from .clock import SYSTEM, Clock
 from .defence import screen, unique
@@ -20,6 +20,7 @@ from .op import Op
 from .plan import Plan, arun, run
 from .policy import Policy
 from .sealed import SealedStore, Sealing
+from .stepped import stepped
 from .store import Store
 from .takeover import take_over, vanish
 from .transaction import transacted
@@ -79,11 +80,11 @@ class Guard(Ledger):
             return known
         if policy.effect == "transaction":
             return (yield from transacted(self, operation, perform, policy, wait))
-        if policy.effect != "lease":
-            raise ConfigurationError(f"effect = {policy.effect!r} is not available yet")
         try:
             found = yield from self.turn(operation, policy, wait)
             if isinstance(found, Lease):
+                if policy.effect == "steps":
+                    return (yield from stepped(self, found, perform, policy, wait))
                 return (yield from self.own(found, perform, policy))
             answer = yield from self.repeat(found, policy)
         except OncemoreError as error:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
+from ..errors import ProviderDuplicate
 from .clock import Clock
 from .events import log
 from .fork import reset_in_child
@@ -95,6 +96,8 @@ class Perform(Call):
         try:
             threads.add(self.beats)
             return super().run()
+        except ProviderDuplicate as duplicate:
+            return self._existing(duplicate)
         finally:
             threads.beats.difference_update(self.beats)
 
@@ -103,8 +106,16 @@ class Perform(Call):
         try:
             loop.add(self.beats)
             return await super().arun()
+        except ProviderDuplicate as duplicate:
+            return self._existing(duplicate)
         finally:
             loop.beats.difference_update(self.beats)
+
+    def _existing(self, duplicate: ProviderDuplicate) -> Any:
+        """The provider's existing result, where it is told; a transaction that was left in the middle is not committed."""
+        if self.op.transaction is not None or not duplicate.told:
+            raise duplicate
+        return duplicate.result
 
 
 class LoopBeats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,7 +21,8 @@ class Operation(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     *name* is the kind of operation (`refunds.create`).  *matches* tells whether a fingerprint stored under an older
     algorithm or secret means this same request.  *issued_at* dates the key, where the caller tells.  *unique* is what must
-    happen once whatever the key: one payment per order.
+    happen once whatever the key: one payment per order.  *request* gives what was asked, for those who may have to finish it
+    without the caller; *giving_up* says that they have tried often enough.
     """
 
     scope: str
@@ -31,6 +32,8 @@ class Operation(msgspec.Struct, frozen=True, eq=False, gc=False):
     matches: Callable[[str], bool] | None = None
     issued_at: float | None = None
     unique: str | None = None
+    request: Callable[[], Any] | None = None
+    giving_up: bool = False
 
     @property
     def id(self) -> tuple[str, str]:

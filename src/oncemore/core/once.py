@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from ..errors import ConfigurationError, CorruptRecord, InvalidKey
+from .current import running
 from .fingerprint import fingerprint_of
 from .guard import Guard
 from .judge import Answer
 from .key import check_key
 from .model import Operation
-from .plan import arun, run
+from .op import Op
+from .plan import Plan, arun, run
 from .policy import Policy
 from .template import Template
 from .values import replayed
@@ -71,6 +73,7 @@ class Once(Generic[P, T]):
         # An object or class has no fingerprint of its own: where it matters, the key names it, as in "{self.id}".
         self.compared = tuple(each for each in names if each not in ignore and each not in owner)
         self.key = key if callable(key) else Template(key, names=names)
+        self.awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     def operation(self, *args: P.args, **kwargs: P.kwargs) -> Operation:
         """The operation that a call with these arguments is, to look it up in the ledger."""
@@ -82,17 +85,45 @@ class Once(Generic[P, T]):
         else:
             name = checked(self.key(*args, **kwargs))
         fingerprint = fingerprint_of([arguments[each] for each in self.compared])
-        return Operation(f"once:{self.name}", name, fingerprint, self.name)
+        request = (lambda: self._kept(arguments)) if self.policy.effect == "steps" else None
+        return Operation(f"once:{self.name}", name, fingerprint, self.name, request=request)
+
+    def _kept(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that whoever has to finish the operation calls the function with again."""
+        return {each: arguments[each] for each in self.compared}
+
+    def drive(self, operation: Operation, request: Any) -> Plan[Answer]:
+        """The plan that finishes an operation of this function's, from the arguments that were kept."""
+        bound = self.signature.bind_partial()
+        bound.arguments.update(request)
+        return self.guard.guarded(operation, self._performer(*bound.args, **bound.kwargs), self.policy)
+
+    def _performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
+        """What calls the function, with the operation as the current one."""
+        function = cast("Callable[..., Any]", self.function)
+        if self.awaited:
+
+            async def aperform(op: Op) -> Any:
+                with running(op):
+                    return await function(*args, **kwargs)
+
+            return aperform
+
+        def perform(op: Op) -> Any:
+            with running(op):
+                return function(*args, **kwargs)
+
+        return perform
 
     def wrapped(self) -> Callable[P, T]:
         """The function to call instead."""
-        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__):
+        if self.awaited:
 
             @functools.wraps(self.function)
             async def acall(*args: P.args, **kwargs: P.kwargs) -> Any:
                 operation = self.operation(*args, **kwargs)
-                perform = self.guard.guarded(operation, lambda _: self.function(*args, **kwargs), self.policy)
-                return self._result(operation, await arun(perform))
+                plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
+                return self._result(operation, await arun(plan))
 
             call: Any = acall
         else:
@@ -100,10 +131,11 @@ class Once(Generic[P, T]):
             @functools.wraps(self.function)
             def call(*args: P.args, **kwargs: P.kwargs) -> Any:
                 operation = self.operation(*args, **kwargs)
-                perform = self.guard.guarded(operation, lambda _: self.function(*args, **kwargs), self.policy)
-                return self._result(operation, run(perform))
+                plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
+                return self._result(operation, run(plan))
 
         call.operation = self.operation
+        call.drive = self.drive
         return cast("Callable[P, T]", call)
 
     def _result(self, operation: Operation, answer: Answer) -> Any:

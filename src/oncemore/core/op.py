@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigurationError
 from .model import Lease, Operation
+from .plan import Plan, arun, run
 
 if TYPE_CHECKING:
     from .lending import Transaction
+    from .steps import OnUnknownStep, Retrying, Steps
 
 
 class Op:
     """What performs the operation is given this: its key, which attempt it is, and stable keys for providers."""
 
-    __slots__ = ("deadline", "lease", "note", "transaction")
+    __slots__ = ("deadline", "lease", "note", "steps", "transaction")
 
-    def __init__(self, lease: Lease, *, transaction: Transaction | None = None, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        *,
+        transaction: Transaction | None = None,
+        steps: Steps | None = None,
+        deadline: float | None = None,
+    ) -> None:
         self.lease = lease
         self.transaction = transaction
+        self.steps = steps
         self.deadline = deadline  # when the caller stops waiting, in seconds since 1970; None where it did not say
         self.note = ""  # kept in the record, for whoever reads the ledger
 
@@ -51,9 +63,48 @@ class Op:
             raise ConfigurationError(f"{what} is there with effect = 'transaction' only; say so in the rule or policy")
         return self.transaction
 
+    def step(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        undo: Callable[..., Any] | None = None,
+        retry: Retrying | int | None = None,
+        effect: Literal["lease", "transaction"] | None = None,
+        on_unknown: OnUnknownStep = "retry",
+        resolver: Callable[..., Any] | None = None,
+    ) -> Any:
+        """What *function* gives, checkpointed: once it is, no later attempt calls it again.  To be awaited on an event loop.
+
+        What it takes decides what it is: a `connection` or `session`, and its effect commits with its checkpoint; a `key`,
+        and it gets one for the provider that is the same on every attempt.  *retry* is how often it is tried (3 times; a
+        database step once), *undo* what is called, with the value, when the whole operation fails for good.  *on_unknown*
+        says what to do where a former attempt vanished in this very step; a *resolver*, given the key, asks the provider.
+        """
+        steps = self._stepping("op.step()")
+        return driven(steps.step(name, function, undo, retry, effect, "resolve" if resolver else on_unknown, resolver))
+
+    def sleep(self, name: str, seconds: float) -> Any:
+        """Let *seconds* pass, as a step: a later attempt waits for what is left of them.  To be awaited on an event loop."""
+        return driven(self._stepping("op.sleep()").sleep(name, seconds))
+
+    def _stepping(self, what: str) -> Steps:
+        if self.steps is None:
+            raise ConfigurationError(f"{what} is there with effect = 'steps' only; say so in the rule or policy")
+        return self.steps
+
     def derive(self, name: str) -> str:
         """A key for the provider: the same on every attempt of this operation, and never the caller's own."""
         return derive(self.lease.operation, name)
+
+
+def driven(plan: Plan[Any]) -> Any:
+    """The plan's result; where an event loop runs on this thread, an awaitable of it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run(plan)
+    return arun(plan)
 
 
 def derive(operation: Operation, name: str) -> str:

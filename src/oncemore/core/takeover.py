@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def take_over(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
     """What the former holder's attempt came to, or None where this one may perform; refuses where nobody can tell."""
-    if policy.on_unknown == "retry":
+    if policy.on_unknown == "retry" or policy.effect == "steps":  # steps tell for themselves how far it went
         return None
     if policy.on_unknown == "hold":
         yield from guard.store.hold(op.lease, note="its holder vanished")
@@ -51,7 +51,7 @@ def ask(guard: Guard, op: Op, policy: Policy) -> Plan[Resolution]:
 def vanish(guard: Guard, lease: Lease, policy: Policy, error: BaseException) -> Plan[None]:
     """Cancelled or interrupted in mid-operation: to the ledger that is a holder who vanished, told at once."""
     try:
-        if policy.on_unknown == "retry":
+        if policy.on_unknown == "retry" or policy.effect == "steps":
             yield from guard.give_back(lease, policy)
         elif policy.on_unknown == "hold":
             yield from guard.store.hold(lease, note=f"interrupted by {type(error).__name__}")

@@ -2,20 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+from ..core.current import CURRENT, current_operation
 
-from ..core.op import Op
-from ..errors import ConfigurationError
-
-CURRENT: ContextVar[Op] = ContextVar("oncemore_operation")
-
-
-def current_operation() -> Op:
-    """The running operation: its key, its attempt, and stable keys for providers."""
-    try:
-        return CURRENT.get()
-    except LookupError:
-        raise ConfigurationError(
-            "No operation is running here: the request is not guarded, or came without a key; "
-            "make the key required in the contract, and check that the middleware is installed"
-        ) from None
+__all__ = ["CURRENT", "current_operation"]

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import formatdate, parsedate_to_datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -37,6 +37,7 @@ from .fingerprints import Fingerprints
 from .headers import Headers, kept_headers, lines, value_of
 from .principal import Principal, principal_of
 from .problem import Response, problem
+from .redrive import kept_request, redriven
 
 log = logging.getLogger("oncemore.web")
 
@@ -123,6 +124,8 @@ class Door:
     def operation(self, match: Match, request: Request) -> Operation | None:
         """The operation that the request asks for; None where an optional key was not sent."""
         rule = match.rule
+        if rule.policy.effect == "steps" and (resumed := redriven(request.native)) is not None:
+            return resumed
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
         named = lines(request.headers, rule.key.name.lower())
@@ -136,6 +139,7 @@ class Door:
             return None
         scope = self.scope(rule, match.route, request, principal, tenant)
         path = request.path.rstrip("/") or "/"  # as rules are matched: an app may redirect from one to the other
+        asked = (request.method, request.path, request.query, request.headers, request.body)
         parts = (request.method, path, request.query, value_of(request.headers, "content-type"), request.body)
         return Operation(
             scope=scope,
@@ -145,6 +149,7 @@ class Door:
             matches=lambda stored: self._fingerprints.fingerprinter(rule).matches(stored, *parts),
             issued_at=issued_at(rule, request.headers, key),
             unique=self._unique(rule, request, context),
+            request=partial(kept_request, *asked) if rule.policy.effect == "steps" else None,
         )
 
     def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:

@@ -1,0 +1,195 @@
+"""`effect = "steps"`: the operation is performed under a lease, and whoever comes after a crash goes on behind the last step.
+
+What is left unfinished after the first step stays running, with its lease over: its caller's next attempt claims it at
+once, and so does the completer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..errors import Fenced, Refusal, StoreError, UnknownOutcome
+from .defence import unique
+from .heartbeat import Beat, Perform
+from .judge import Answer, keeps
+from .model import Lease, Outcome
+from .op import Op
+from .plan import Plan, arun, run
+from .policy import Policy
+from .steps import Steps
+from .takeover import lapse
+from .values import error_outcome, value_outcome
+
+if TYPE_CHECKING:
+    from .guard import Guard
+
+
+def stepped(
+    guard: Guard, lease: Lease, perform: Callable[[Op], Any], policy: Policy, wait: float | None = None
+) -> Plan[Answer]:
+    """Perform, or go on, and settle: the plan of `Guard.own` for this level."""
+    return (yield from Stepped(guard, lease, perform, policy).answer(wait))
+
+
+class Stepped:
+    """One attempt at an operation in steps."""
+
+    def __init__(self, guard: Guard, lease: Lease, perform: Callable[[Op], Any], policy: Policy) -> None:
+        self.guard = guard
+        self.lease = lease
+        self.operation = lease.operation
+        self.perform = perform
+        self.policy = policy
+        self.steps = Steps(guard, lease, policy)
+        self.op = Op(lease, steps=self.steps)
+
+    def answer(self, wait: float | None) -> Plan[Answer]:
+        lease, policy, known = self.lease, self.policy, None
+        if lease.lapsed:
+            self.guard.tell("lapsed", self.operation, token=lease.token, attempt=lease.attempt)
+        elif lease.attempt == 1 and (policy.suspect != "off" or policy.late != "run"):
+            known = yield from self.guard._screen(self.op, policy)
+        if known is not None:
+            return (yield from self.guard.settle(self.op, known, policy))
+        former = "lapsed" if lease.lapsed else ""
+        self.guard.tell("claimed", self.operation, token=lease.token, attempt=lease.attempt, from_state=former)
+        answer = yield from self._performed(wait)
+        if answer is not None and self.steps.lost is not None:
+            return answer
+        if answer is None or self.steps.closed or self._failed_for_good(answer):
+            return (yield from self._undone(answer))
+        if keeps(policy, answer.outcome):
+            return (yield from self.guard.settle(self.op, answer, policy))
+        yield from self._leave()
+        return msgspec.structs.replace(answer, how="released")
+
+    def _performed(self, wait: float | None) -> Plan[Answer | None]:
+        """What the performer gives; None where it gave nothing, because all is to be undone."""
+        try:
+            self.op.deadline = yield from self.steps.open(wait)
+            answer = yield from self._called((self.steps.beat,))
+            yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
+            if self.steps.lost is not None:  # it went on regardless
+                raise self.steps.lost
+            return answer
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if self.steps.lost is not None:
+                return (yield from self.guard._after_all(self.operation, self.policy, self.steps.lost))
+            if self.steps.closed or (self.operation.giving_up and may_give_up(error)):
+                return None
+            yield from self._leave(forget=isinstance(error, Refusal))
+            raise
+
+    def _called(self, beats: tuple[Beat, ...]) -> Plan[Answer]:
+        if self.operation.unique is not None:
+            return (yield from shown(unique(self.guard, self.op, self.perform, self.policy, beats), self.op))
+        try:
+            value = yield Perform(self.guard.heart, beats, self.perform, self.op)
+        except self.policy.errors as error:
+            return Answer(error_outcome(error), "stored", attempt=self.op.attempt, value=error)
+        outcome = value if isinstance(value, Outcome) else value_outcome(value)
+        return Answer(outcome, "stored", attempt=self.op.attempt, value=value)
+
+    def _leave(self, *, forget: bool = False) -> Plan[None]:
+        """Unfinished: whoever comes next goes on.  Where no step was begun, the next one begins anew."""
+        try:
+            if not (yield from self.steps.any_taken()):
+                yield from self.guard.give_back(self.lease, self.policy, forget=forget and self.lease.attempt == 1)
+                return
+            yield from lapse(self.guard, self.lease)
+        except (Fenced, StoreError) as error:  # then it lapses by itself, or is another's
+            self.guard.tell("failed", self.operation, token=self.lease.token, code=error.code)
+
+    # Failing for good
+
+    def _failed_for_good(self, answer: Answer) -> bool:
+        """Whether it is a failure, and there is anything to undo, or a former attempt that must be kept from going on."""
+        failed = answer.outcome.kind == "error" or answer.outcome.status >= 400
+        return failed and bool(self.steps.undos or self.op.attempt > 1) and keeps(self.policy, answer.outcome)
+
+    def _undone(self, answer: Answer | None) -> Plan[Answer]:
+        """Undo the steps that were taken, the last one first; then the failure is the outcome, or it is held."""
+        steps = self.steps
+        try:
+            if not steps.closed:
+                yield from steps.close(None if answer is None else answer.outcome)
+            while steps.undos:
+                # Driven apart: to a door, what its own plan performs is the app.
+                yield Driven(partial(steps.perform, *steps.undos[-1]), self.guard, steps.beat)
+                steps.undos.pop()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if not may_give_up(error):
+                yield from self._leave()
+                raise
+            where = f"the undoing of {steps.undos[-1][0].name.removeprefix('undo:')!r}" if steps.undos else "the end"
+            raise (yield from self._held(f"{where} failed: {error!r}")) from error
+        if steps.failure is None:
+            raise (yield from self._held(f"given up after {self.op.attempt} attempts, and undone"))
+        if answer is None or answer.outcome is not steps.failure:  # a former attempt's failure is what counts
+            answer = Answer(steps.failure, "replayed")
+        return (yield from self.guard.settle(self.op, answer, self.policy))
+
+    def _held(self, note: str) -> Plan[UnknownOutcome]:
+        yield from self.guard.store.hold(self.lease, note=note[:500])
+        self.guard.tell("held", self.operation, token=self.lease.token, detail=note)
+        return UnknownOutcome(f"The operation cannot be finished without a decision: {note}")
+
+
+class Driven:
+    """The effect of a whole plan, while the operation's lease is kept alive."""
+
+    __slots__ = ("beat", "guard", "plan")
+
+    def __init__(self, plan: Callable[[], Plan[Any]], guard: Guard, beat: Beat) -> None:
+        self.plan = plan
+        self.guard = guard
+        self.beat = beat
+
+    def run(self) -> Any:
+        beats = self.guard.heart.threads
+        try:
+            beats.add((self.beat,))
+            return run(self.plan())
+        finally:
+            beats.beats.discard(self.beat)
+
+    async def arun(self) -> Any:
+        beats = self.guard.heart.on_loop()
+        try:
+            beats.add((self.beat,))
+            return await arun(self.plan())
+        finally:
+            beats.beats.discard(self.beat)
+
+
+def shown(plan: Plan[Answer], op: Op) -> Plan[Answer]:
+    """The plan, with whatever it performs shown *op*: the one that has the steps."""
+    effect = next(plan)
+    try:
+        while True:
+            if isinstance(effect, Perform):
+                effect.op = op
+            try:
+                result = yield effect
+            except GeneratorExit:
+                plan.close()
+                raise
+            except BaseException as error:
+                effect = plan.throw(error)
+            else:
+                effect = plan.send(result)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+def may_give_up(error: BaseException) -> bool:
+    """Whether the last attempt has failed, rather than been cut off."""
+    return isinstance(error, Exception) and not isinstance(error, Fenced | StoreError)

@@ -1,0 +1,161 @@
+"""Finishes a request in its client's place: the app is called here with the request that was kept, through its door."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+from urllib.parse import quote
+
+from ..core.lending import Do
+from ..core.model import Operation
+from ..core.plan import Plan
+from .headers import Headers
+
+# In a scope or environ, what says which operation this is.  A client cannot say so: what it sends is text.
+REDRIVEN = "oncemore.redriven"
+
+# They let their bearer in, or belong to one connection.  What the app needs of them is given to the one who redrives.
+NOT_KEPT = frozenset(
+    {
+        "authorization",
+        "connection",
+        "cookie",
+        "expect",
+        "keep-alive",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "x-api-key",
+        "x-auth-token",
+        "x-request-timeout",
+    }
+)
+
+
+def redriven(native: Any) -> Operation | None:
+    """The operation that a request in its client's place goes on with; None for a client's own."""
+    found = native.get(REDRIVEN) if isinstance(native, Mapping) else None
+    return found if isinstance(found, Operation) else None
+
+
+def kept_request(method: str, path: str, query: str, headers: Headers, body: bytes) -> dict[str, Any]:
+    """What is written down of a request, in plain values; credentials are not."""
+    kept = [[name, value] for name, value in headers if name not in NOT_KEPT]
+    return {"method": method, "path": path, "query": query, "headers": kept, "body": body}
+
+
+class Redrive:
+    """For a `Completer`: goes on with the requests of *app*, which has the door inside it.
+
+    *headers* are added to each, for instance the credentials by which the app knows the completer.
+    """
+
+    def __init__(self, headers: Iterable[tuple[str, str]] = ()) -> None:
+        self.headers = [(name.lower(), value) for name, value in headers]
+
+    def drive(self, operation: Operation, request: Any) -> Plan[None]:
+        yield self.call(operation, request)
+
+    def call(self, operation: Operation, request: Any) -> Do[None]:
+        raise NotImplementedError
+
+    def _headers(self, request: Mapping[str, Any]) -> list[tuple[str, str]]:
+        added = {name for name, _ in self.headers}
+        return [*((name, value) for name, value in request["headers"] if name not in added), *self.headers]
+
+
+class RedriveAsgi(Redrive):
+    """An ASGI app, called on the completer's own loop: use the awaited forms of the completer."""
+
+    def __init__(
+        self, app: Callable[[Any, Any, Any], Awaitable[None]], headers: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        super().__init__(headers)
+        self.app = app
+
+    def call(self, operation: Operation, request: Any) -> Do[None]:
+        return Do(None, lambda: self._called(operation, request))
+
+    async def _called(self, operation: Operation, request: Mapping[str, Any]) -> None:
+        messages = [{"type": "http.request", "body": request["body"], "more_body": False}]
+
+        async def receive() -> MutableMapping[str, Any]:
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            """Nobody waits for the response: it is in the ledger."""
+
+        await self.app(self._scope(operation, request), receive, send)
+
+    def _scope(self, operation: Operation, request: Mapping[str, Any]) -> dict[str, Any]:
+        path = request["path"]
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": request["method"],
+            "scheme": "http",
+            "path": path,
+            "raw_path": quote(path).encode("ascii"),
+            "query_string": request["query"].encode("latin-1"),
+            "root_path": "",
+            "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers(request)],
+            "client": ("127.0.0.1", 0),
+            "server": ("127.0.0.1", 0),
+            "state": {},
+            REDRIVEN: operation,
+        }
+
+
+class RedriveWsgi(Redrive):
+    """A WSGI app, called on a thread of the completer's."""
+
+    def __init__(self, app: Callable[[Any, Any], Iterable[bytes]], headers: Iterable[tuple[str, str]] = ()) -> None:
+        super().__init__(headers)
+        self.app = app
+
+    def call(self, operation: Operation, request: Any) -> Do[None]:
+        return Do(lambda: self._called(operation, request), None)
+
+    def _called(self, operation: Operation, request: Mapping[str, Any]) -> None:
+        def start_response(status: str, headers: Any, exc_info: Any = None) -> Callable[[bytes], object]:
+            return lambda data: None
+
+        result = self.app(self._environ(operation, request), start_response)
+        try:
+            for _ in result:
+                pass
+        finally:
+            if hasattr(result, "close"):
+                result.close()
+
+    def _environ(self, operation: Operation, request: Mapping[str, Any]) -> dict[str, Any]:
+        body = request["body"]
+        environ: dict[str, Any] = {
+            "REQUEST_METHOD": request["method"],
+            "SCRIPT_NAME": "",
+            "PATH_INFO": request["path"].encode().decode("latin-1"),
+            "QUERY_STRING": request["query"],
+            "SERVER_NAME": "127.0.0.1",
+            "SERVER_PORT": "80",
+            "SERVER_PROTOCOL": "HTTP/1.1",
+            "REMOTE_ADDR": "127.0.0.1",
+            "wsgi.version": (1, 0),
+            "wsgi.url_scheme": "http",
+            "wsgi.input": io.BytesIO(body),
+            "wsgi.errors": sys.stderr,
+            "wsgi.multithread": True,
+            "wsgi.multiprocess": True,
+            "wsgi.run_once": False,
+            REDRIVEN: operation,
+        }
+        for name, value in self._headers(request):
+            field = name.upper().replace("-", "_")
+            environ[field if field in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{field}"] = value
+        environ["CONTENT_LENGTH"] = str(len(body))
+        return environ

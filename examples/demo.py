@@ -66,7 +66,7 @@ def demo(screen: Screen, stack: ExitStack) -> int:
     screen.say(f"\n{verdict}; {len(played)} stories in {seconds:.0f} s.", style="bold green" if holds else "bold red")
     if not holds:
         return 1
-    if not os.environ.get("ONCE"):
+    if os.environ.get("ONCE", "0") in ("", "0"):
         screen.curls(guarded.service.url, guarded.captured("yours"))
         sys.stdout.flush()
         threading.Event().wait()

@@ -89,13 +89,13 @@ def create(settings: Settings | None = None) -> FastAPI:
         return await ledger.one(op.connection, "payments", id)
 
     @app.post("/payments/{id}/capture")
-    async def capture_payment(id: str, op: Running) -> Row:
+    async def capture_payment(id: str, op: Running) -> Any:
         payment = await op.step("begin", partial(ledger.begin_capture, id=id), undo=ledger.cancel_capture)
         charge = await op.step("charge", partial(provider.charge, **order(payment)), retry=1)
         return await op.step("book", partial(ledger.captured, id=id, charge_id=charge))
 
     @app.post("/refunds", status_code=201)
-    async def create_refund(body: NewRefund, op: Running) -> Row:
+    async def create_refund(body: NewRefund, op: Running) -> Any:
         refund = await op.step("begin", partial(ledger.begin_refund, **body.model_dump()), undo=ledger.cancel_refund)
         payout = await op.step("pay out", partial(provider.pay_out, **order(refund)), retry=1)
         return await op.step("book", partial(ledger.refunded, id=refund["id"], payout_id=payout))

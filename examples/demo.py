@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -93,7 +94,9 @@ def both(stack: ExitStack, port: int) -> tuple[World, World]:
         World(port=port, PAYMENTS_GUARD=on, PAYMENTS_PROVIDER_TIMEOUT=TIMEOUT),
     )
     for world in worlds:
-        stack.enter_context(world)
+        stack.callback(world.stop)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(World.start, worlds))
     return worlds
 
 

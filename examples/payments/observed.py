@@ -56,6 +56,8 @@ class Counters:
         self.counts: Counter[str] = Counter()
 
     def __call__(self, event: Event) -> None:
+        if event.operation.scope.startswith("step|"):  # a part of an operation, which counts as a whole
+            return
         if event.kind == "refused" and event.code.startswith("CONFLICT"):
             self.counts["idempotent.conflict"] += 1
         elif event.kind in COUNTED:

@@ -91,7 +91,8 @@ class World:
         settings = {"PAYMENTS_DATABASE": database, "PAYMENTS_PROVIDER": self.provider.url, **settings}
         self.service = Service(port, **settings)
 
-    def __enter__(self) -> Self:
+    def start(self) -> Self:
+        """Both processes, up and answering."""
         try:
             self.provider.settings["PAYMENTS_WEBHOOK_SECRET"] = self.service.settings.setdefault(
                 "PAYMENTS_WEBHOOK_SECRET", new_secret()
@@ -102,6 +103,9 @@ class World:
             self.stop()
             raise
         return self
+
+    def __enter__(self) -> Self:
+        return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -116,6 +120,9 @@ class World:
         """The answer to one request under *key*."""
         named = {"Authorization": "Bearer demo", **({} if key is None else {"Idempotency-Key": key}), **headers}
         return http.post(self.service.url + path, json=body, headers=named)
+
+    def get(self, path: str) -> httpx.Response:
+        return http.get(self.service.url + path)
 
     def captured(self, order: str, amount: int = 10_000) -> str:
         """A captured payment to refund from; its charge's id."""

@@ -23,12 +23,13 @@ class Webhooks:
         self.signing = Signing(secret)
         self.events: dict[str, bytes] = {}
         self.statuses: dict[str, list[int]] = {}
+        self.answers: dict[str, list[Any]] = {}
 
     def tell(self, kind: str, data: dict[str, Any]) -> None:
         """Send an event in the background, until it is acknowledged."""
         event = f"ev_{secrets.token_hex(6)}"
+        self.statuses[event], self.answers[event] = [], []
         self.events[event] = json.dumps({"type": kind, "data": data}).encode()
-        self.statuses[event] = []
         if self.url:
             threading.Thread(target=self._deliver, args=(event,), daemon=True).start()
 
@@ -43,9 +44,11 @@ class Webhooks:
         return answers
 
     def told(self) -> list[dict[str, Any]]:
+        """Every event, with the statuses of its deliveries, and what those that were taken were answered."""
+        events = list(self.events.items())
         return [
-            {"id": event, "deliveries": self.statuses[event], **json.loads(body)}
-            for event, body in list(self.events.items())
+            {"id": id, "deliveries": self.statuses[id], "answers": self.answers[id], **json.loads(body)}
+            for id, body in events
         ]
 
     def _deliver(self, event: str) -> None:
@@ -61,6 +64,7 @@ class Webhooks:
         try:
             with urlopen(Request(self.url, body, headers), timeout=10) as answer:
                 status: int = answer.status
+                self.answers[event].append(json.loads(answer.read()))
         except URLError as error:
             status = getattr(error, "code", 0)
         except OSError:

@@ -23,7 +23,7 @@ RESULTS = {"duplicate": "replayed", "flagged": "flagged", "dead": "dead letter"}
 async def receive(
     request: Request, inbox: Inbox, signing: Signing, *, name: Callable[[], str] | None = None
 ) -> dict[str, Any]:
-    """One row of the seeds' inbox table: when the delivery came, and what became of it.  A *name* takes the place of the event's own id."""
+    """A row of the seeds' inbox table: when the delivery came, and what became of it.  A *name* replaces the event's id."""
     body = await request.body()  # the raw bytes, for it is they that are signed
     try:
         message = signing.verify(request.headers, body)

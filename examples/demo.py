@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -37,7 +37,7 @@ def main() -> int:
         with ExitStack() as stack:
             return demo(screen, stack)
     except KeyboardInterrupt:
-        screen.say("\nEnded; the service and the provider are gone.", style="dim")
+        screen.say("\nInterrupted; the services and the providers are gone.", style="dim")
         return 130
 
 
@@ -49,11 +49,8 @@ def demo(screen: Screen, stack: ExitStack) -> int:
     began = time.monotonic()
     screen.say("Ask once more; it happens once.", style="bold")
     screen.say("A caller who got no answer asks again. What happens then, in a payments service, over real HTTP:")
-    port = PORT if is_free(PORT) else 0
-    if not port:
-        screen.say(f"Port {PORT} is taken, so the service has another one.", style="yellow")
     with screen.doing("starting two services and their providers"):
-        plain, guarded = both(stack, port)
+        plain, guarded = both(screen, stack)
     played = [play(screen, number, story, plain, guarded) for number, story in enumerate(STORIES, 1)]
     plain.stop()
     screen.table(played)
@@ -70,7 +67,9 @@ def demo(screen: Screen, stack: ExitStack) -> int:
     if os.environ.get("ONCE", "0") in ("", "0"):
         screen.curls(guarded.service.url, guarded.captured("yours"))
         sys.stdout.flush()
-        threading.Event().wait()
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        screen.say("\nEnded; the service and the provider are gone.", style="dim")
     return 0
 
 
@@ -86,18 +85,22 @@ def is_free(port: int) -> bool:
     return True
 
 
-def both(stack: ExitStack, port: int) -> tuple[World, World]:
+def both(screen: Screen, stack: ExitStack) -> tuple[World, World]:
     """The service with its guard off, and on, unless somebody wants to see the demo fail."""
     on = os.environ.get("PAYMENTS_GUARD", "on")
-    worlds = (
-        World(PAYMENTS_GUARD="off", PAYMENTS_PROVIDER_TIMEOUT=TIMEOUT),
-        World(port=port, PAYMENTS_GUARD=on, PAYMENTS_PROVIDER_TIMEOUT=TIMEOUT),
-    )
-    for world in worlds:
-        stack.callback(world.stop)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(World.start, worlds))
-    return worlds
+        plain = pool.submit(started, stack, 0, "off")
+        guarded = pool.submit(started, stack, PORT, on) if is_free(PORT) else None
+    if guarded is None or guarded.exception() is not None:  # in the second case, it was taken only just now
+        screen.say(f"Port {PORT} is taken, so the service has another one.", style="yellow")
+        return plain.result(), started(stack, 0, on)
+    return plain.result(), guarded.result()
+
+
+def started(stack: ExitStack, port: int, guard: str) -> World:
+    world = World(port=port, PAYMENTS_GUARD=guard, PAYMENTS_PROVIDER_TIMEOUT=TIMEOUT)
+    stack.callback(world.stop)
+    return world.start()
 
 
 def ledger_of(world: World, stories: dict[str, int]) -> bool:

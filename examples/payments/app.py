@@ -5,6 +5,7 @@ uvicorn --factory examples.payments.app:create
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -117,6 +118,12 @@ def create(settings: Settings | None = None) -> FastAPI:
         async with look() as connection:
             entries = await rows(connection, "SELECT * FROM entries ORDER BY number")
             return {"entries": entries, "balances": await ledger.balances(connection)}
+
+    @app.get("/health")
+    async def show_health() -> Row:
+        async with look() as connection:
+            await rows(connection, "SELECT 1 AS one")
+        return {"pid": os.getpid()}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> str:

@@ -25,7 +25,6 @@ class Program(Server):
     """A module of this package in a process of its own, with its settings in the environment."""
 
     module = ""
-    probe = "/"
 
     def __init__(self, port: int = 0, **settings: str) -> None:
         super().__init__()
@@ -46,8 +45,8 @@ class Program(Server):
 
     def is_ready(self) -> bool:
         try:
-            return http.get(self.url + self.probe).status_code == 200
-        except httpx.TransportError:
+            return bool(http.get(f"{self.url}/health").json()["pid"] == self.pid)
+        except (httpx.HTTPError, ValueError, KeyError):  # nobody is there, or somebody else
             return False
 
     def get(self, path: str) -> Any:
@@ -56,7 +55,6 @@ class Program(Server):
 
 class Provider(Program):
     module = "examples.payments.provider"
-    probe = "/admin/charges"
 
     def __init__(self, webhooks: str) -> None:
         super().__init__()
@@ -78,7 +76,6 @@ class Provider(Program):
 
 class Service(Program):
     module = "examples.payments"
-    probe = "/ledger"
 
 
 class World:

@@ -51,7 +51,9 @@ class Request(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = urlsplit(self.path)
         asked = {name: values[0] for name, values in parse_qs(path.query).items()}
-        if path.path == "/admin/charges":
+        if path.path == "/health":
+            self.answer(200, {"pid": os.getpid()})
+        elif path.path == "/admin/charges":
             self.answer(200, self.server.books.told(asked.get("kind")))
         elif path.path == "/admin/events":
             self.answer(200, {"events": self.server.webhooks.told()})

@@ -101,6 +101,34 @@ def test_a_program_runs(block: Block, here: dict[str, str], tmp_path: Path) -> N
         assert ran.stdout.count("sending invoice 42") == 1
 
 
+DJANGO = """\
+import django
+from django.conf import settings
+from django.http import JsonResponse
+from django.test import Client
+from django.urls import path
+settings.configure(ROOT_URLCONF=__name__, SECRET_KEY="x", ALLOWED_HOSTS=["*"], MIDDLEWARE=MIDDLEWARE, ONCEMORE=ONCEMORE,
+    INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth", "django.contrib.sessions"],
+    SESSION_ENGINE="django.contrib.sessions.backends.signed_cookies", DATABASES={})
+django.setup()
+runs = []
+def refund(request):
+    runs.append(1)
+    return JsonResponse({}, status=201)
+urlpatterns = [path("refunds", refund)]
+for status in ("stored", "replayed"):
+    answer = Client().post("/refunds", headers={"Idempotency-Key": "k", "Authorization": "Bearer t"})
+    assert answer.headers["Idempotency-Status"] == status
+assert len(runs) == 1
+"""
+
+
+def test_the_readmes_settings_guard_a_django_project(tmp_path: Path) -> None:
+    [block] = [block for block in BLOCKS if block.page.name == "README.md" and "ONCEMORE = " in block.code]
+    ran = subprocess.run([sys.executable, "-c", block.code + DJANGO], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
 @pytest.mark.parametrize("block", the("toml"))
 def test_a_contract_loads(block: Block) -> None:
     Contract.parse(block.whole).check()

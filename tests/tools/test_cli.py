@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import secrets
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +15,10 @@ import pytest
 
 from oncemore.core.contract import Contract
 from oncemore.core.guard import Guard
-from oncemore.core.model import Operation
+from oncemore.core.model import Lease, Operation, Outcome
+from oncemore.core.plan import run
 from oncemore.core.profiles import PROFILES
+from oncemore.encryption import Seal
 from oncemore.tools.cli import EXIT_CODES, main
 from oncemore.tools.commands.program import COMMANDS, program
 from oncemore.tools.commands.screen import visible
@@ -148,6 +153,23 @@ def test_a_reader_that_has_left_is_no_accident(words: list[str]) -> None:
     assert (ran.returncode, ran.stderr) == (141, "")
 
 
+def test_ctrl_c_at_a_prompt_changes_nothing(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/once.db"
+    guard = Guard(url)
+    guard.run(Operation("s", "k"), lambda op: None)
+    command = [sys.executable, "-m", "oncemore.tools.cli", "keys", "delete", "k", "--store", url]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    asked = process.stderr.read(len("Forget k of s (settled)?"))
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate()
+    assert asked == b"Forget k of s (settled)?"
+    assert process.returncode == 130
+    assert b"Traceback" not in rest
+    assert guard.find("s", "k") is not None
+    guard.close()
+
+
 def test_every_exit_code_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text()
     for code, meaning in EXIT_CODES.items():
@@ -218,6 +240,34 @@ def test_init_does_not_write_where_it_cannot(tmp_path: Path) -> None:
     ran = oncemore("init", tmp_path / "no" / "such" / "folder.toml")
     assert ran.code == 2
     assert "cannot be written" in ran.err
+
+
+# Sealed ledgers
+
+
+def test_a_sealed_outcome_is_opened_and_a_decision_is_sealed(tmp_path: Path) -> None:
+    keys = [secrets.token_bytes(32) for _ in range(2)]
+    told = " ".join(base64.b64encode(key).decode() for key in keys)
+    url = f"sqlite:///{tmp_path}/once.db"
+    guard = Guard(url, seal=Seal(keys), cache=0)
+    guard.run(Operation("s", "done"), lambda op: Outcome("response", 201, (), b"confidential"))
+    lease = run(guard.store.claim(Operation("s", "lost"), lease=30))
+    assert isinstance(lease, Lease)
+    run(guard.store.hold(lease))
+    show = ["keys", "show", "done", "--outcome", "--json", "--store", url]
+    assert oncemore(*show, ONCEMORE_SEAL_KEYS=told).json["outcome"]["body"] == "confidential"
+    assert "confidential" not in oncemore(*show).out
+    ran = oncemore("keys", "resolve", "lost", "--value", '"paid"', "--yes", "--store", url, ONCEMORE_SEAL_KEYS=told)
+    assert ran.code == 0, ran.err
+    assert guard.run(Operation("s", "lost"), lambda op: pytest.fail("performed")).how == "replayed"
+    guard.close()
+
+
+def test_keys_that_are_none_are_refused_and_not_shown() -> None:
+    for words in ("not-base64!", base64.b64encode(b"short").decode()):
+        ran = oncemore("stats", "--store", "memory://", ONCEMORE_SEAL_KEYS=words)
+        assert ran.code == 2
+        assert words not in ran.err
 
 
 # Mistakes in the words of a resolution

@@ -111,6 +111,7 @@ def test_each_header_must_be_there_and_once(name: str) -> None:
 def test_headers_come_in_any_spelling_and_as_pairs_of_bytes() -> None:
     raw = [(name.title().encode(), value.encode()) for name, value in VECTOR.items()]
     assert signing().verify([(b"x-other", b"\xff"), *raw], BODY).id == VECTOR[ID]
+    assert signing().verify((pair for pair in raw), BODY).id == VECTOR[ID]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,13 @@ def test_a_secret_that_is_none_is_refused_and_not_shown(secret: str | bytes) -> 
     assert len(shown) < 7 or shown not in caught.value.detail
     with pytest.raises(ConfigurationError, match="needs a secret"):
         Signing()
+
+
+def test_a_secret_may_come_without_prefix_and_padding() -> None:
+    whole = "whsec_" + base64.b64encode(b"x" * 25).decode()
+    headers = signing(whole).sign(BODY)
+    for secret in (whole.rstrip("="), whole.removeprefix("whsec_"), b"x" * 25):
+        assert signing(secret).verify(headers, BODY)
 
 
 def test_the_secret_is_not_in_the_repr() -> None:

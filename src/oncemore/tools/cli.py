@@ -16,7 +16,7 @@ EXIT_CODES = {
     WRONG: "what was written is wrong: the command line, a contract, a store's URL, a driver that is not installed",
     STORE_FAILED: "the store failed or could not be reached; the same command may work later",
     INTERRUPTED: "interrupted (Ctrl-C)",
-    NOBODY_READS: "whoever read the output has gone (`| head`)",
+    NOBODY_READS: "whoever read the output has gone, as `head` does",
 }
 
 

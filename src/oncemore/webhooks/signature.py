@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import re
 import secrets as chance
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..core.clock import SYSTEM, Clock
@@ -74,7 +74,8 @@ class Signing:
 
     def verify(self, headers: Headers, body: bytes) -> Message:
         """The message that *headers* and *body* are; a WebhookError where they are not what the sender signed."""
-        id, timestamp, given = (one_header(headers, name) for name in (ID, TIMESTAMP, SIGNATURE))
+        pairs = list(headers.items() if isinstance(headers, Mapping) else headers)
+        id, timestamp, given = (one_header(pairs, name) for name in (ID, TIMESTAMP, SIGNATURE))
         if not GOOD_ID.fullmatch(id):
             raise WebhookError(f"The {ID} header is malformed")
         if not GOOD_TIMESTAMP.fullmatch(timestamp):
@@ -108,9 +109,8 @@ class Signing:
         return any(fits)
 
 
-def one_header(headers: Headers, name: str) -> str:
+def one_header(pairs: Sequence[tuple[str | bytes, str | bytes]], name: str) -> str:
     """The value of the one header of that name, however it is spelt; a WebhookError where there is none, or two."""
-    pairs = headers.items() if isinstance(headers, Mapping) else headers
     found = [value for spelt, value in pairs if text(spelt).lower() == name]
     if len(found) != 1:
         raise WebhookError(f"The {name} header is missing" if not found else f"There are several {name} headers")
@@ -130,8 +130,9 @@ def text(value: object) -> str:
 def read_secret(secret: str | bytes) -> bytes:
     """The bytes of a secret, which must not be guessable; never shown in an error."""
     if isinstance(secret, str):
+        text = secret.removeprefix(PREFIX)
         try:
-            secret = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
+            secret = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)  # some providers leave the = out
         except (binascii.Error, ValueError):
             raise ConfigurationError(
                 f"A webhook secret is not base64: write it as {PREFIX}..., or give raw bytes"

@@ -17,7 +17,7 @@ from .screen import Screen, draw_table
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 HEADS = ("store", "records", "bytes each", "kept", "written", "syncs", "connections")
 MEASURED = (
-    "Computed from what settled records took on SQLite, PostgreSQL and Valkey (python -m bench.storage), with outcomes that\n"
+    "Computed from what settled records took on SQLite, PostgreSQL and Valkey (python -m bench.storage), with outcomes that "
     "do not compress.  Syncs are at most so many: operations that come at the same time share one."
 )
 

@@ -30,7 +30,7 @@ def load(path: str) -> Contract:
     return loaded
 
 
-@contract.command()
+@contract.command(short_help="find every fault in a contract")
 @path_argument
 @json_option
 @click.pass_obj
@@ -57,7 +57,7 @@ def check(screen: Screen, path: str) -> None:
     screen.answer(told, draw)
 
 
-@contract.command()
+@contract.command(short_help="show the rules, and what holds")
 @path_argument
 @click.option("--rule", metavar="NAME", help="Every setting of one rule.")
 @json_option

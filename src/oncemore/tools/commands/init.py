@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ...core.contract import Contract
 from ...core.profiles import PROFILES
 from ...core.urls import hide_password, schema
 from ...errors import ConfigurationError
+from .contract import load
 from .options import NO_STORE, json_option, ledger, store_option
 from .screen import Screen
 
@@ -43,7 +43,9 @@ idempotent = false               # said, not forgotten
 
 @click.command()
 @click.argument("path", default="oncemore.toml", type=click.Path(path_type=Path))
-@click.option("--profile", type=click.Choice(sorted(PROFILES)), default="default", show_default=True)
+@click.option(
+    "--profile", type=click.Choice(sorted(PROFILES)), default="default", show_default=True, help="The set of defaults."
+)
 @click.option("--print-schema", is_flag=True, help="Only print the script that makes the tables; change nothing.")
 @store_option
 @json_option
@@ -79,7 +81,7 @@ def write(path: Path, profile: str) -> bool:
         with path.open("x", encoding="utf-8") as file:
             file.write(FIRST.format(path=path, profile=profile))
     except FileExistsError:
-        Contract.load(path)
+        load(str(path))
         return False
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror}") from error

@@ -32,7 +32,7 @@ def keys() -> None:
     """List, show, resolve and delete the records of operations."""
 
 
-@keys.command("list")
+@keys.command("list", short_help="list records, all or some")
 @click.option("--state", type=click.Choice(STATES), help="Only records in this state.")
 @click.option("--lapsed", is_flag=True, help="Only running ones whose performer has vanished.")
 @click.option("--scope", help="Only those of this scope.")
@@ -67,7 +67,7 @@ def list_keys(
     screen.answer({"records": [fields(record) for record in page.records], "cursor": page.cursor}, draw)
 
 
-@keys.command()
+@keys.command(short_help="show one record")
 @key_argument
 @scope_option
 @click.option("--outcome", is_flag=True, help="Also what it was answered with, which may be confidential.")
@@ -84,7 +84,7 @@ def show(screen: Screen, url: str | None, key: str, scope: str | None, outcome: 
     screen.answer(told, lambda out: draw_pairs(out, ((name, spoken(value)) for name, value in told.items())))
 
 
-@keys.command()
+@keys.command(short_help="decide one whose outcome is unknown")
 @key_argument
 @scope_option
 @click.option("--released", is_flag=True, help="It did not happen: the next request with this key performs it.")
@@ -130,7 +130,7 @@ def resolve(
     screen.answer(fields(decided), lambda out: out.print(f"{visible(key)} is {decided.state} now."))
 
 
-@keys.command()
+@keys.command(short_help="forget one, so that it runs as new")
 @key_argument
 @scope_option
 @yes_option

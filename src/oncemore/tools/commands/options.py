@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,11 +12,13 @@ import click
 
 from ...core.guard import Guard
 from ...core.policy import duration
+from ...core.sealed import Sealing
 from ...core.urls import hide_password, store_module
-from ...errors import ConfigurationError, StoreUnavailable
+from ...errors import ConfigurationError, MissingDriver, StoreUnavailable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+SEAL_KEYS = "ONCEMORE_SEAL_KEYS"
 NO_STORE = "No store is named: say --store sqlite:///once.db (or postgresql://, redis://), or set ONCEMORE_STORE"
 
 
@@ -46,7 +49,7 @@ def ledger(url: str | None, *, create: bool = False) -> Iterator[Guard]:
     """The ledger at *url*, closed at the end.  Unless it is to *create* one, it must be there: a typo makes no new one."""
     if not url:
         raise ConfigurationError(NO_STORE)
-    guard = Guard(url if create else existing(url), cache=0)
+    guard = Guard(url if create else existing(url), seal=seal(), cache=0)
     try:
         path = getattr(guard.store, "path", None)
         if not create and isinstance(path, str) and path != ":memory:" and not os.path.exists(path):
@@ -62,6 +65,22 @@ def ledger(url: str | None, *, create: bool = False) -> Iterator[Guard]:
         raise StoreUnavailable(f"{error.detail}\nIs {where} the right address, and does the server run?") from error
     finally:
         guard.close()
+
+
+def seal() -> Sealing | None:
+    """What opens and seals outcomes, where the environment has the keys: never the command line, which others can see."""
+    words = os.environ.get(SEAL_KEYS, "").split()
+    if not words:
+        return None
+    try:
+        keys = [base64.b64decode(word, validate=True) for word in words]
+    except ValueError:
+        raise ConfigurationError(f"{SEAL_KEYS} is not base64: write each key so, with blanks between them") from None
+    try:
+        from ...encryption import Seal
+    except ModuleNotFoundError as error:
+        raise MissingDriver("Seals need a package; install it with: pip install 'oncemore[cryptography]'") from error
+    return Seal(keys)
 
 
 def existing(url: str) -> str:

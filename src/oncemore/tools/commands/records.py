@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from ...core.model import Outcome, Record
-from .screen import moment
+from .screen import brief_moment, moment
 
-COLUMNS = ("key", "scope", "name", "state", "attempts", "created", "expires", "status", "note")
+COLUMNS = ("key", "scope", "state", "attempts", "created (UTC)", "expires (UTC)", "status", "note")
 
 
 def state_of(record: Record) -> str:
@@ -23,11 +23,10 @@ def cells(record: Record) -> list[object]:
     return [
         record.key,
         record.scope,
-        record.name,
         state_of(record),
         record.attempts,
-        moment(record.created_at),
-        moment(record.expires_at),
+        brief_moment(record.created_at),
+        brief_moment(record.expires_at),
         record.outcome.status or record.outcome.kind if record.outcome else None,
         record.note,
     ]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Where nobody looks at a terminal, a cut-off key is worse than a long line.
 WIDE = 1000
 
+# What needs somebody stands out, on a terminal.
+STYLES = {"held": "bold red", "lapsed": "yellow", "running": "cyan", "settled": "green"}
+
 
 class Screen:
     """What all commands print through; *json* is set by their `--json`."""
@@ -53,12 +56,14 @@ def console(*, stderr: bool = False) -> Console:
 def draw_table(out: Console, heads: Iterable[str], rows: Iterable[Iterable[object]], *, numbers: bool = False) -> None:
     """A plain table; with *numbers*, all columns but the first are set to the right."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for place, head in enumerate(heads):
         table.add_column(head, overflow="fold", justify="right" if numbers and place else "left")
     for row in rows:
-        table.add_row(*("" if value is None else visible(str(value)) for value in row))
+        texts = ("" if value is None else visible(str(value)) for value in row)
+        table.add_row(*(Text(text, STYLES.get(text, "")) for text in texts))
     print_table(out, table)
 
 
@@ -90,3 +95,8 @@ def visible(text: str, *, keep_lines: bool = False) -> str:
 def moment(seconds: float | None) -> str | None:
     """A point in time, as the store's clock has it."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def brief_moment(seconds: float | None) -> str | None:
+    """The same for a column of a table, whose head says that it is UTC."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -19,7 +19,7 @@ def simulate() -> None:
     """Try things out in virtual time."""
 
 
-@simulate.command()
+@simulate.command(short_help="compare retry policies under a brownout")
 @click.option("--clients", type=click.IntRange(1), default=20_000, show_default=True, help="Operations in all.")
 @click.option(
     "--processes", type=click.IntRange(1), default=100, show_default=True, help="That share budgets and circuits."

@@ -20,7 +20,9 @@ from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "demo.py"
+README_TABLE = re.compile(r"^```text\n(story .*?)^```", re.MULTILINE | re.DOTALL)
 STORIES = 6
 
 pytestmark = pytest.mark.chaos
@@ -86,6 +88,7 @@ def test_every_story_happens_once_with_oncemore_and_oftener_without() -> None:
     assert all(int(without) > 1 and int(having) == 1 for _, _, without, having in rows)
     assert len(re.findall(r"^\d+ +(refund|settlement) +rf_\w+ ", played.stdout, re.MULTILINE)) == 2 * STORIES
     assert "together 0.00" in played.stdout
+    assert README_TABLE.search((ROOT / "README.md").read_text())[1] in played.stdout  # type: ignore[index]
     assert "\x1b" not in played.stdout
     assert max(map(len, played.stdout.splitlines())) <= 100
 

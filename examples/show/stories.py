@@ -133,13 +133,17 @@ def killed(world: World, name: str) -> Ending:
 
 
 def duplicate_webhook(world: World, name: str) -> Ending:
-    charge, before = world.captured(name), len(world.entries("settlement"))
+    charge = world.captured(name)
     made = ids([refund(world, charge, name)])
-    until(lambda: len(world.entries("settlement")) > before)
+
+    def booked() -> int:  # for this refund: an event of an earlier story may still be under way
+        return sum(entry["reference"] == made[0] for entry in world.entries("settlement"))
+
+    until(lambda: booked() > 0)
     events = world.provider.get("/admin/events")["events"]
     event = next(event["id"] for event in events if event["data"]["reference"] == made[0])
     answers = world.provider.replay(event, 5)
-    effects = len(world.entries("settlement")) - before
+    effects = booked()
     how = "all six acknowledged, one booked" if effects == 1 else "booked at every delivery"
     return Ending(6, effects, answers == [200] * 5, how, made)
 

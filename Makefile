@@ -18,7 +18,7 @@ help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(READY)  ## play the everyday accidents against the payments example; ONCE=1 ends it after them
-	@ONCE=$(ONCE) $(BIN)/python examples/demo.py
+	@ONCE=$(ONCE) $(BIN)/python examples/demo.py $(STORY)
 
 check: lint types layers quick-tests  ## all that needs no server, in under two minutes
 

@@ -9,6 +9,7 @@ from typing import Any
 import aiosqlite
 import psycopg
 
+# SQLite looks at REFERENCES only where a connection asks it to, which a lent one does not; PostgreSQL always does.
 TABLES = (
     """CREATE TABLE IF NOT EXISTS customers (
         id text PRIMARY KEY, name text NOT NULL DEFAULT '', email text NOT NULL DEFAULT '', version bigint NOT NULL DEFAULT 1
@@ -16,7 +17,7 @@ TABLES = (
     """CREATE TABLE IF NOT EXISTS payments (
         id text PRIMARY KEY,
         order_id text NOT NULL,
-        customer_id text NOT NULL REFERENCES customers (id),
+        customer_id text NOT NULL REFERENCES customers (id) DEFERRABLE INITIALLY DEFERRED,
         amount bigint NOT NULL CHECK (amount > 0),
         currency text NOT NULL CHECK (length(currency) = 3),
         status text NOT NULL DEFAULT 'authorized' CHECK (status IN ('authorized', 'capturing', 'captured', 'voided')),

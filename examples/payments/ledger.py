@@ -39,7 +39,6 @@ async def book(connection: Any, kind: str, reference: str, *, debit: str, credit
 
 async def open_payment(connection: Any, *, order_id: str, customer_id: str, amount: int, currency: str) -> Row:
     """A new payment, authorized; OrderPaid where the order has one."""
-    await rows(connection, "INSERT INTO customers (id) VALUES (?) ON CONFLICT (id) DO NOTHING", customer_id)
     made = await rows(
         connection,
         "INSERT INTO payments (id, order_id, customer_id, amount, currency) VALUES (?, ?, ?, ?, ?)"
@@ -48,6 +47,7 @@ async def open_payment(connection: Any, *, order_id: str, customer_id: str, amou
     )
     if not made:
         raise OrderPaid(f"The order {order_id} has a payment; void it first, or pay another order")
+    await rows(connection, "INSERT INTO customers (id) VALUES (?) ON CONFLICT (id) DO NOTHING", customer_id)
     return made[0]
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .stories import Ending, Story
+from .stories import Ending, Played, Story
 
 WIDTH = 100  # where nobody can tell how wide the paper is
 
@@ -48,14 +48,14 @@ class Screen:
         line = Text.assemble(f"   {label:17}", (f"{mark} {many:12}", style), (f" {ending.how}", "dim"))
         self.out.print(line)
 
-    def table(self, played: Sequence[tuple[Story, Ending, Ending]]) -> None:
+    def table(self, played: Sequence[Played]) -> None:
         """The end of it all, on one screen."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         table.add_column("story")
         for head in ("requests", "effects without", "effects with"):
             table.add_column(head, justify="right")
         table.add_column("verdict")
-        for number, (story, without, ended) in enumerate(played, 1):
+        for number, story, without, ended in played:
             style = "green" if ended.holds else "bold red"
             verdict = Text("✓ once" if ended.holds else "✗ broken", style=style)
             table.add_row(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import httpx
 
@@ -39,6 +40,15 @@ class Story:
     title: str
     effect: str  # what is counted, in the singular
     play: Callable[[World, str], Ending]
+
+
+class Played(NamedTuple):
+    """How a story ended, without the guard and with it."""
+
+    number: int
+    story: Story
+    without: Ending
+    ended: Ending
 
 
 def refund(world: World, charge: str, key: str, amount: int = REFUND) -> httpx.Response:

@@ -93,6 +93,12 @@ def test_every_story_happens_once_with_oncemore_and_oftener_without() -> None:
     assert max(map(len, played.stdout.splitlines())) <= 100
 
 
+def test_a_story_that_there_is_not_is_refused() -> None:
+    ran = subprocess.run([sys.executable, str(DEMO), "7"], capture_output=True, text=True, env=environment())
+    assert ran.returncode == 1
+    assert ran.stderr == "There is no story 7: name one by its number, from 1 to 6\n"
+
+
 def test_a_broken_guarantee_is_told_by_the_exit_code() -> None:
     """The guard is off in both services, so nothing holds."""
     played = play(PAYMENTS_GUARD="off")
@@ -103,9 +109,8 @@ def test_a_broken_guarantee_is_told_by_the_exit_code() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_service_stays_up_and_its_curl_lines_work_until_it_is_told_to_end(how: signal.Signals) -> None:
-    demo = subprocess.Popen(
-        [sys.executable, str(DEMO)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-    )
+    command = [sys.executable, str(DEMO), "1"]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     assert demo.stdout is not None
     lines = []
     for line in demo.stdout:  # it stays open: the demo has not ended
@@ -148,7 +153,12 @@ def test_on_a_terminal_of_a_hundred_columns_it_has_colour_unless_that_is_unwante
     ours, its = pty.openpty()
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     demo = subprocess.Popen(
-        [sys.executable, str(DEMO)], stdin=its, stdout=its, stderr=its, env=environment(**more), start_new_session=True
+        [sys.executable, str(DEMO), "3"],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        env=environment(**more),
+        start_new_session=True,
     )
     os.close(its)
     shown = b""
@@ -163,5 +173,5 @@ def test_on_a_terminal_of_a_hundred_columns_it_has_colour_unless_that_is_unwante
     text = shown.decode()
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", text)) is not plain
     written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert written.count("✓ once") == STORIES
+    assert written.count("✓ once") == 1
     assert all(len(part) <= 100 for line in written.split("\n") for part in line.split("\r"))

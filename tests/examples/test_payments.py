@@ -103,6 +103,8 @@ def test_an_order_is_paid_once_whatever_keys_its_callers_make_up(shop: Shop, nam
     assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409, 409]
     assert {code(answer) for answer in answers if answer.status_code == 409} == {"CONFLICT.order_paid"}
     made = next(answer.json()["id"] for answer in answers if answer.status_code == 201)
+    assert pay(shop, name, f"{name}-other", customer_id=f"new_{name}").status_code == 409
+    assert shop.get(f"/customers/new_{name}").status_code == 404  # a refusal is committed too, and has changed nothing
     assert shop.post(f"/payments/{made}/void", f"{name}-void").status_code == 200
     assert pay(shop, name, f"{name}-anew").status_code == 201
 

@@ -18,8 +18,8 @@ export NO_MKDOCS_2_WARNING := 1
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(READY)  ## play the everyday accidents against a ledger on SQLite
-	$(BIN)/python examples/demo.py
+demo: $(READY)  ## play the everyday accidents against the payments example; ONCE=1 ends it after them
+	@ONCE=$(ONCE) $(BIN)/python examples/demo.py $(STORY)
 
 check: lint types layers quick-tests  ## all that needs no server, in under two minutes
 

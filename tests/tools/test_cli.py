@@ -290,6 +290,7 @@ def test_a_resolution_must_say_one_thing(words: list[str], fix: str, capsys: pyt
 
 
 @pytest.mark.chaos
+@pytest.mark.chaos
 def test_the_demo_ends_well() -> None:
     ran = oncemore("demo", "--json")
     assert ran.code == 0

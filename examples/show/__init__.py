@@ -1,0 +1,1 @@
+"""The demo: its stories, and how they are shown."""

@@ -1,0 +1,103 @@
+"""How the demo is shown: colour and a spinner on a terminal, plain lines anywhere else or with NO_COLOR."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .stories import Ending, Played, Story
+
+WIDTH = 100  # where nobody can tell how wide the paper is
+
+
+class Screen:
+    """Everything that the demo prints."""
+
+    def __init__(self) -> None:
+        width = None if sys.stdout.isatty() else WIDTH
+        self.out = Console(width=width, highlight=False, emoji=False, markup=False)
+
+    def say(self, text: str = "", style: str = "") -> None:
+        self.out.print(text, style=style, soft_wrap=True)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show what is under way, where that can be taken back afterwards."""
+        if not self.out.is_terminal:
+            yield
+            return
+        with self.out.status(Text(what, style="dim")):
+            yield
+
+    def story(self, number: int, story: Story) -> None:
+        self.out.print()
+        self.out.print(Text(f"{number}. {story.title}", style="bold"))
+
+    def ending(self, label: str, story: Story, ending: Ending, *, judged: bool) -> None:
+        """One line: without the guard it is told as it is; with it, it is right or wrong."""
+        many = f"{ending.effects} {story.effect}{'' if ending.effects == 1 else 's'}"
+        style = ("green" if ending.holds else "bold red") if judged else ("red" if ending.effects != 1 else "")
+        mark = ("✓" if ending.holds else "✗") if judged else " "
+        line = Text.assemble(f"   {label:17}", (f"{mark} {many:12}", style), (f" {ending.how}", "dim"))
+        self.out.print(line)
+
+    def table(self, played: Sequence[Played]) -> None:
+        """The end of it all, on one screen."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("story")
+        for head in ("requests", "effects without", "effects with"):
+            table.add_column(head, justify="right")
+        table.add_column("verdict")
+        for number, story, without, ended in played:
+            style = "green" if ended.holds else "bold red"
+            verdict = Text("✓ once" if ended.holds else "✗ broken", style=style)
+            table.add_row(
+                f"{number}. {story.title}", str(ended.requests), str(without.effects), str(ended.effects), verdict
+            )
+        self.out.print()
+        self._print(table)
+
+    def ledger(self, told: dict[str, Any], stories: dict[str, int]) -> None:
+        """The refunds of the stories as they are booked: what they owe, and what the provider has confirmed."""
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for head in ("entry", "kind", "refund", "debit", "credit"):
+            table.add_column(head)
+        table.add_column("amount", justify="right")
+        table.add_column("story", justify="right")
+        for entry in told["entries"]:
+            if entry["reference"] in stories:
+                amount = f"{entry['amount'] / 100:.2f} {entry['currency']}"
+                cells = [entry["kind"], entry["reference"], entry["debit"], entry["credit"], amount]
+                table.add_row(str(entry["number"]), *cells, f"{stories[entry['reference']]}.")
+        self.out.print()
+        self.out.print(Text("The ledger of the service with oncemore (GET /ledger)", style="bold"))
+        self._print(table)
+        balances = ", ".join(f"{account} {amount / 100:+.2f}" for account, amount in told["balances"].items())
+        self.say(f"Balances: {balances}; together {sum(told['balances'].values()) / 100:.2f}")
+
+    def _print(self, table: Table) -> None:
+        """The table, without the blanks that fill its last column."""
+        with self.out.capture() as printed:
+            self.out.print(table)
+        for line in printed.get().splitlines():
+            self.out.file.write(f"{line.rstrip()}\n")
+
+    def curls(self, url: str, charge: str) -> None:
+        """What to try next; each line can be pasted as it is."""
+        body = json.dumps({"charge_id": charge, "amount": 500})
+        ask = f"curl -i {url}/refunds -H 'Authorization: Bearer demo' -H 'Idempotency-Key: try-1'"
+        self.out.print()
+        self.say(f"The service is up at {url}.  Try:", style="bold")
+        self.say(f"  {ask} --json '{body}'")
+        self.say(f"  curl -s {url}/ledger")
+        self.say(f"  curl -s {url}/metrics")
+        self.say(f"  curl -s {url}/openapi.json")
+        self.say("The first line twice: the second answer says `idempotency-status: replayed`.")
+        self.say("Ctrl-C ends the demo, and leaves nothing behind.", style="dim")

@@ -5,6 +5,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.demo-ready
+PIP := $(VENV)/.pip-ready
 WORKERS ?= 2
 PYTEST := -m pytest -q -n $(WORKERS)
 MATRIX := $(CURDIR)/.matrix
@@ -18,7 +20,7 @@ export NO_MKDOCS_2_WARNING := 1
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(READY)  ## play the everyday accidents against the payments example; ONCE=1 ends it after them
+demo: $(DEMO_READY)  ## play the everyday accidents against the payments example; ONCE=1 ends it after them
 	@ONCE=$(ONCE) $(BIN)/python examples/demo.py $(STORY)
 
 check: lint types layers quick-tests  ## all that needs no server, in under two minutes
@@ -59,9 +61,17 @@ all-tests: $(READY)
 	$(BIN)/python docs/_generate/crashes.py --check $(MATRIX)
 
 # Reinstalled only when pyproject.toml changes.  A pip older than 25.1 does not know dependency groups.
-$(READY): pyproject.toml
+$(PIP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --editable ".[all]" --group dev
 	@touch $@
+
+# Whoever wants to see the demo first need not wait for the rest.
+$(DEMO_READY): $(PIP)
+	$(BIN)/python -m pip install --quiet --editable ".[fastapi,httpx,aiosqlite,postgres]" --group examples
+	@touch $@
+
+$(READY): $(PIP)
+	$(BIN)/python -m pip install --quiet --editable ".[all]" --group dev
+	@touch $@ $(DEMO_READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,6 +67,7 @@ class PostgresLender:
         reset_in_child(self)
 
     def _reset(self) -> None:
+        self._making = threading.Lock()  # the first callers may come at once, and one pool is enough
         self._threads: ConnectionPool[Any] | None = None
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncConnectionPool[Any]] = (
             weakref.WeakKeyDictionary()
@@ -78,11 +80,13 @@ class PostgresLender:
         return PostgresTransaction(wire, store.database.sql, shift=store.shift, holder=store.holder)
 
     def _for_thread(self) -> Wire:
-        if self._threads is None:
-            self._threads = ConnectionPool(
-                self.conninfo, connection_class=Lent, min_size=0, max_size=self.most, open=True, name="oncemore"
-            )
-        return ThreadWire(PoolLoan(self._threads, self.store.database.timeout))
+        with self._making:
+            pool = self._threads
+            if pool is None:
+                pool = self._threads = ConnectionPool(
+                    self.conninfo, connection_class=Lent, min_size=0, max_size=self.most, open=True, name="oncemore"
+                )
+        return ThreadWire(PoolLoan(pool, self.store.database.timeout))
 
     async def _for_loop(self) -> Wire:
         loop = asyncio.get_running_loop()
@@ -91,6 +95,7 @@ class PostgresLender:
             pool = self._loops[loop] = AsyncConnectionPool(
                 self.conninfo, connection_class=AsyncLent, min_size=0, max_size=self.most, open=False, name="oncemore"
             )
+        if pool.closed:  # not opened yet; to open it once more, as those do who come meanwhile, is nothing
             await pool.open()
         return LoopWire(AsyncPoolLoan(pool, self.store.database.timeout))
 
@@ -99,9 +104,10 @@ class PostgresLender:
 
     def close(self) -> None:
         """End our own pool of the threads."""
-        if self._threads is not None:
-            self._threads.close()
-            self._threads = None
+        with self._making:
+            pool, self._threads = self._threads, None
+        if pool is not None:
+            pool.close()
 
     async def aclose(self) -> None:
         pool = self._loops.pop(asyncio.get_running_loop(), None)

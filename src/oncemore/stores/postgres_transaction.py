@@ -175,19 +175,30 @@ class PostgresTransaction:
             yield self._wire.commit(self._writes)
         except Exception as error:
             retell(error, committing=True)
-        self._open = False
-        yield self._wire.end(healthy=True, committed=True)
+        yield from self._end(healthy=True, committed=True)
 
     def abort(self) -> Plan[None]:
         if not self._open:
             return
-        self._open = False
         healthy = False
-        with contextlib.suppress(Exception):
-            yield self._wire.roll_back()
-            healthy = True
-        with contextlib.suppress(Exception):
-            yield self._wire.end(healthy=healthy, committed=False)
+        try:
+            with contextlib.suppress(Exception):
+                yield self._wire.roll_back()
+                healthy = True
+        except BaseException:
+            self.drop()
+            raise
+        yield from self._end(healthy=healthy, committed=False)
+
+    def _end(self, *, healthy: bool, committed: bool) -> Plan[None]:
+        """Give the connection back; whoever is cut off meanwhile drops it, for it must not stay anyone's."""
+        self._open = False
+        try:
+            with contextlib.suppress(Exception):
+                yield self._wire.end(healthy=healthy, committed=committed)
+        except BaseException:
+            self._wire.drop()
+            raise
 
     def drop(self) -> None:
         if self._open:

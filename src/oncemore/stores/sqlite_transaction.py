@@ -126,8 +126,7 @@ class SqliteTransaction:
     def commit(self) -> Plan[None]:
         yield from self._wire.finish()
         yield self._wire.call(self._write_and_commit)
-        self._open = False
-        yield from self._wire.end(healthy=True, committed=True)
+        yield from self._end(healthy=True, committed=True)
 
     def _write_and_commit(self, connection: sqlite3.Connection) -> None:
         try:
@@ -148,12 +147,25 @@ class SqliteTransaction:
     def abort(self) -> Plan[None]:
         if not self._open:
             return
-        self._open = False
         healthy = False
-        with contextlib.suppress(Exception):
-            yield self._wire.call(roll_back)
-            healthy = True
-        yield from self._wire.end(healthy=healthy, committed=False)
+        try:
+            with contextlib.suppress(Exception):
+                yield self._wire.call(roll_back)
+                healthy = True
+        except BaseException:
+            self.drop()
+            raise
+        yield from self._end(healthy=healthy, committed=False)
+
+    def _end(self, *, healthy: bool, committed: bool) -> Plan[None]:
+        """Give the connection back; whoever is cut off meanwhile drops it, for it must not stay anyone's."""
+        self._open = False
+        try:
+            with contextlib.suppress(Exception):
+                yield from self._wire.end(healthy=healthy, committed=committed)
+        except BaseException:
+            self._wire.drop()
+            raise
 
     def drop(self) -> None:
         if self._open:

@@ -69,7 +69,7 @@ $(PIP): pyproject.toml
 
 # Whoever wants to see the demo first need not wait for the rest.
 $(DEMO_READY): $(PIP)
-	$(BIN)/python -m pip install --quiet --editable ".[fastapi,httpx,aiosqlite,postgres]" --group examples
+	$(BIN)/python -m pip install --quiet --editable ".[fastapi,httpx,aiosqlite,postgres,cli]" --group examples
 	@touch $@
 
 $(READY): $(PIP)

@@ -29,8 +29,13 @@ class Allowance(float):
     @classmethod
     def within(cls, limit: float, step: float | None = None) -> Allowance:
         """For *limit* seconds from now, and no longer than *step* for each wait."""
+        return cls.until(time.monotonic() + limit, limit, step)
+
+    @classmethod
+    def until(cls, ends: float, limit: float, step: float | None) -> Allowance:
+        """The same, where it is known when *limit* *ends*."""
         allowance = cls(limit if step is None or step > limit else step)
-        allowance._ends = time.monotonic() + limit
+        allowance._ends = ends
         allowance._step = step
         return allowance
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 from ..core.plan import Plan, arun, run
-
-T = TypeVar("T")
+from .watch import within
 
 
 class Either:
@@ -47,15 +45,3 @@ class Within:
 
     def arun(self) -> Awaitable[Any]:
         return within(arun(self.plan), self.limit, self.late)
-
-
-async def within(awaited: Awaitable[T], limit: float, late: type[Exception]) -> T:
-    """What is *awaited*; after *limit* seconds it is cut, and *late* raised."""
-    timeout = asyncio.timeout(limit)
-    try:
-        async with timeout:
-            return await awaited
-    except TimeoutError as error:
-        if not timeout.expired():
-            raise
-        raise late(f"no answer within {limit:.3g} s") from error

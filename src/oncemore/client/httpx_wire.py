@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import Awaitable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
 from ..core.plan import Effect, Plan
 from .bodies import MAX_BODY, READ_AHEAD, Manner, manner_for
 from .deadline import Allowance, is_distrust
-from .effects import Either, within
+from .effects import Either
 from .entry import host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
+from .httpx_bodies import Body, OnceBody
 from .judge import Fault, Reply
+from .watch import within
 
 
 class RequestExhausted(RetriesExhausted, httpx.TransportError):
@@ -35,83 +36,6 @@ class RequestUnknown(OutcomeUnknown, httpx.TransportError):
 
 NO_TIMEOUTS: dict[str, float | None] = dict.fromkeys(("connect", "read", "write", "pool"))
 ERRORS = Errors(RequestExhausted, RequestTimedOut, RequestUnknown)
-
-
-class OnceBody(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A request body that can be sent only once; it knows whether that has begun."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.begun = False
-
-    def __iter__(self) -> Iterator[bytes]:
-        self.begun = True
-        yield from self._stream
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        self.begun = True
-        async for chunk in self._stream:
-            yield chunk
-
-
-class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A response body.  As an effect it is read ahead; as a stream it passes that on, and then the rest until *ends*."""
-
-    def __init__(self, source: Any, ends: float) -> None:
-        self._source = source
-        self._ends = ends
-        self._chunks: list[bytes] = []
-        self._rest: Any = None
-
-    def run(self) -> bytes | None:
-        """The whole body, if it is no longer than what is read ahead."""
-        size = 0
-        self._rest = iter(self._source)
-        for chunk in self._rest:
-            self._chunks.append(chunk)
-            size += len(chunk)
-            if size > READ_AHEAD:
-                return None
-        self._source.close()
-        return b"".join(self._chunks)
-
-    async def arun(self) -> bytes | None:
-        size = 0
-        self._rest = aiter(self._source)
-        async for chunk in self._rest:
-            self._chunks.append(chunk)
-            size += len(chunk)
-            if size > READ_AHEAD:
-                return None
-        await self._source.aclose()
-        return b"".join(self._chunks)
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self._chunks
-        for chunk in self._rest or self._source:
-            if time.monotonic() > self._ends:
-                raise httpx.ReadTimeout("the deadline has passed")
-            yield chunk
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for chunk in self._chunks:
-            yield chunk
-        rest = self._rest or aiter(self._source)
-        while (more := await self._next(rest)) is not None:
-            yield more
-
-    async def _next(self, rest: AsyncIterator[bytes]) -> bytes | None:
-        try:
-            async with asyncio.timeout(self._ends - time.monotonic()):
-                return await anext(rest, None)
-        except TimeoutError:
-            raise httpx.ReadTimeout("the deadline has passed") from None
-
-    def close(self) -> None:
-        self._source.close()
-
-    async def aclose(self) -> None:
-        await self._source.aclose()
 
 
 @lru_cache(maxsize=1024)
@@ -165,25 +89,32 @@ class HttpxWire:
 class Sending:
     """One attempt: the request sent in at most *limit* seconds, and so much of the answer read as belongs to it."""
 
-    __slots__ = ("_allowances", "_ends", "_keyed", "_limit", "_wire")
+    __slots__ = ("_ends", "_keyed", "_limit", "_steps", "_wire")
+
+    _ends: float
+    _steps: dict[str, Allowance]
 
     def __init__(self, wire: HttpxWire, limit: float, keyed: bool) -> None:
         self._wire = wire
         self._limit = limit
         self._keyed = keyed
-        self._ends = 0.0
-        self._allowances: Iterable[Allowance] = ()
 
     def run(self) -> Reply:
         wire = self._wire
-        self._begin()
+        request = wire.request
+        request.extensions = self._begun()
         try:
-            response = wire.transport.handle_request(wire.request)
+            response = wire.transport.handle_request(request)
         finally:
-            wire.request.extensions = wire.extensions  # the caller may send the same request again
+            request.extensions = wire.extensions  # the caller may send the same request again
         try:
-            body = self._body(response)
-            content = None if body is None else body.run()
+            manner = manner_of(response)
+            if manner == "short":
+                content: bytes | None = b"".join(response.stream)
+                response.stream.close()
+            else:
+                body = self._body(response, manner)
+                content = None if body is None else body.run()
         except BaseException:
             response.close()
             raise
@@ -194,39 +125,41 @@ class Sending:
 
     async def _sent(self) -> Reply:
         wire = self._wire
-        self._begin()
+        request = wire.request
+        request.extensions = self._begun()
         try:
-            response = await wire.transport.handle_async_request(wire.request)
+            response = await wire.transport.handle_async_request(request)
         finally:
-            wire.request.extensions = wire.extensions
+            request.extensions = wire.extensions
         try:
-            body = self._body(response)
-            content = None if body is None else await body.arun()
+            manner = manner_of(response)
+            if manner == "short":
+                content: bytes | None = b"".join([chunk async for chunk in response.stream])
+                await response.stream.aclose()
+            else:
+                body = self._body(response, manner)
+                content = None if body is None else await body.arun()
         except BaseException:
             await response.aclose()
             raise
         return reply_of(response, content)
 
-    def _begin(self) -> None:
-        """Let the request's timeouts, which are mostly four times the same number, know when the attempt must end."""
-        wire, limit = self._wire, self._limit
-        self._ends = time.monotonic() + limit
-        steps: dict[str, float | None] = wire.extensions.get("timeout") or NO_TIMEOUTS
+    def _begun(self) -> dict[str, Any]:
+        """The request's extensions, whose timeouts (mostly four times the same number) know when the attempt must end."""
+        extensions, limit = self._wire.extensions, self._limit
+        self._ends = ends = time.monotonic() + limit
+        steps: dict[str, float | None] = extensions.get("timeout") or NO_TIMEOUTS
         values = set(steps.values())
-        if len(values) == 1 and len(steps) == len(NO_TIMEOUTS):
-            one = Allowance.within(limit, values.pop())
-            self._allowances = (one,)
-            limits = {"connect": one, "read": one, "write": one, "pool": one}
+        if len(values) == 1 and len(steps) == 4:
+            self._steps = dict.fromkeys(NO_TIMEOUTS, Allowance.until(ends, limit, values.pop()))
         else:
-            limits = {name: Allowance.within(limit, steps.get(name)) for name in NO_TIMEOUTS}
-            self._allowances = limits.values()
-        wire.request.extensions = {**wire.extensions, "timeout": limits}
+            self._steps = {name: Allowance.until(ends, limit, steps.get(name)) for name in NO_TIMEOUTS}
+        return {**extensions, "timeout": self._steps}
 
-    def _body(self, response: httpx.Response) -> Body | None:
+    def _body(self, response: httpx.Response, manner: Manner) -> Body | None:
         """The body, if reading it belongs to the attempt."""
-        manner = manner_of(response)
         if manner == "endless":
-            for allowance in self._allowances:
+            for allowance in self._steps.values():
                 allowance.lift()
             return None
         response.stream = body = Body(response.stream, self._ends)
@@ -265,7 +198,7 @@ def fault_of(error: Exception) -> Fault:
     return Fault("error", fatal=True, note=name)
 
 
-def manner_of(response: httpx.Response) -> Manner:
+def manner_of(response: httpx.Response) -> Manner | Literal["short"]:
     """How the body is to be read; one walk over the fields, for httpx looks each name up by walking over all of them."""
     length = kind = b""
     for name, value in response.headers.raw:
@@ -279,8 +212,10 @@ def manner_of(response: httpx.Response) -> Manner:
 
 # The same few answers come again and again, also those that differ in their lengths.
 @lru_cache(maxsize=1024)
-def manner_of_fields(status: int, kind: bytes, length: bytes) -> Manner:
-    return manner_for(status, kind.decode("latin-1"), length.decode("latin-1"))
+def manner_of_fields(status: int, kind: bytes, length: bytes) -> Manner | Literal["short"]:
+    """As `manner_for`; a *short* document has said that it is, so that it need not be counted while it is read."""
+    manner = manner_for(status, kind.decode("latin-1"), length.decode("latin-1"))
+    return "short" if manner == "document" and length.isdigit() and int(length) <= READ_AHEAD else manner
 
 
 def plain(response: httpx.Response, body: bytes) -> bytes:

@@ -80,7 +80,7 @@ def test_an_answer_that_is_replaced_is_let_go_of() -> None:
     ("work", "reason"),
     [
         (Scripted(Step(), resendable=False), "body"),
-        (Scripted(Step(), expires=0.05), "key_lifetime"),
+        (Scripted(Step(), lasts=0.05), "key_lifetime"),
         (Scripted(Step(takes=1)), "attempts"),
         (Scripted(Step(takes=9.95)), "deadline"),
     ],

@@ -39,11 +39,11 @@ class Scripted:
     hedgeable = False
     telling = True
 
-    def __init__(self, *script: Step, name: str = "host", expires: float = NEVER, resendable: bool = True) -> None:
+    def __init__(self, *script: Step, name: str = "host", lasts: float = NEVER, resendable: bool = True) -> None:
         self.script = list(script)
         self.name = name
         self.key: str | None = "key"
-        self.expires = expires
+        self.lasts = lasts
         self.can_resend = resendable
         self.story: Story | None = None
         self.limits: list[float] = []

@@ -26,7 +26,7 @@ class Work(Protocol):
 
     name: str  # of the host or the function, in the story and for the budget
     key: str | None
-    expires: float  # no attempt may begin later, by the course's clock
+    lasts: float  # seconds from the first attempt after which no other may begin
     telling: bool  # the story is told also of a success at the first attempt
     story: Story | None
 
@@ -154,7 +154,7 @@ class Course:
             return "attempts"
         if now + delay >= self.ends:
             return "deadline"
-        if now + delay >= self.work.expires:
+        if now + delay >= self.started + self.work.lasts:
             return "key_lifetime"
         if not self.work.resendable():
             return "body"
@@ -243,7 +243,7 @@ def attempts(work: Work, retry: Retry, world: World = WORLD, started: float | No
 
 def welcome(work: Work, retry: Retry, world: World, verdict: Verdict, took: float) -> None:
     """Note a success at the first attempt: on the host's account, and in the story where that is told."""
-    if world.hosts and (host := world.hosts.get(work.name, retry.budget, retry.breaker)):
-        host.succeeded()
+    if world.hosts:
+        world.hosts.succeeded(work.name, retry.budget, retry.breaker)
     if work.telling:
         work.story = Story(work.name, work.key, [Attempt(1, 0.0, took, verdict)])

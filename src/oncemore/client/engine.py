@@ -60,10 +60,7 @@ class Engine:
 
     def perform(self, exchange: Exchange) -> Plan[Reply]:
         """The final (or the last) answer to the request; the exchange then tells how it came."""
-        key, keyring = exchange.key, self.keyring
-        if key is not None and keyring is None:
-            exchange.expires = self.world.now() + exchange.retry.sendable
-        if exchange.wire.ready and (key is None or keyring is None):
+        if exchange.wire.ready and (self.keyring is None or exchange.key is None):
             return attempts(exchange, exchange.retry, self.world)
         return self._prepared(exchange)
 
@@ -95,7 +92,8 @@ class Engine:
         """The operation's key, now on the request: the caller's own, or one made now; none for safe methods."""
         if method not in UNSAFE_METHODS:
             return None
-        own = headers.get(self.header)
+        # Mostly there is none, and to httpx that is quicker said than what it is.
+        own = headers.get(self.header) if self.header in headers else None
         if own is not None:
             if not own.strip('" \t'):
                 raise InvalidKey(f"{self.header} is empty: leave it out, or give the operation a name")
@@ -113,7 +111,7 @@ class Engine:
         held = yield from self._claim(keyring, entry, retry.sendable)
         if held.token != entry.token:
             raise exchange.forgotten(held)
-        exchange.expires = started + retry.sendable - (entry.created_at - held.created_at)
+        exchange.lasts = retry.sendable - (entry.created_at - held.created_at)
         new = held.created_at == entry.created_at
         try:
             reply: Reply = yield from attempts(exchange, retry, self.world, started)

@@ -74,8 +74,8 @@ class Exchange:
     telling = True
 
     __slots__ = (
-        "expires",
         "key",
+        "lasts",
         "name",
         "retry",
         "story",
@@ -88,7 +88,7 @@ class Exchange:
         self.retry = retry
         self.key = key
         self.name = wire.host
-        self.expires = NEVER
+        self.lasts = NEVER if key is None else retry.sendable
         self.story: Story | None = None
         self.timeout_header = timeout_header
 

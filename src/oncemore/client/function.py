@@ -28,7 +28,7 @@ class Calling:
     __slots__ = ("args", "function", "keywords", "limit", "name", "retry", "story")
 
     key: str | None = None
-    expires = NEVER
+    lasts = NEVER
     hedgeable = False  # a function may have effects: it is called again after it failed, but never beside itself
     telling = False
 

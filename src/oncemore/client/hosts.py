@@ -112,6 +112,11 @@ class Hosts:
         known = self._known.get((name, budget, breaker))
         return known or self._meet(name, budget, breaker)
 
+    def succeeded(self, name: str, budget: Budget | None, breaker: Breaker | None) -> None:
+        """Credit the host; one that never failed has nothing to regain, and is not remembered for it."""
+        if self._known and (known := self._known.get((name, budget, breaker))):
+            known.succeeded()
+
     def _meet(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host:
         with self._lock:
             if len(self._known) >= MAX_HOSTS:

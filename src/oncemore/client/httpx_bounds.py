@@ -46,7 +46,9 @@ class BoundedStream(httpcore.NetworkStream):
         return self._stream.read(max_bytes, left)
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        if 0 < len(buffer) <= PIECE:
+        if not buffer:
+            return  # which is how most requests end
+        if len(buffer) <= PIECE:
             self._stream.write(buffer, self._next(timeout, httpcore.WriteTimeout))
             return
         for start in range(0, len(buffer), PIECE):

@@ -52,6 +52,9 @@ class Retry:
     breaker: Breaker | None = None
     hedge: float | None = None
     backoff: Backoff = field(init=False, repr=False, compare=False)
+    attempt_limit: float = field(init=False, repr=False, compare=False)  # how long a first attempt may take
+    # For how long a key may be sent: the last attempt must arrive while the server still knows it.
+    sendable: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -63,6 +66,8 @@ class Retry:
         if isinstance(self.errors, type):
             put("errors", (self.errors,))
         put("backoff", Backoff(**{name: getattr(self, name) for name in ("base", "factor", "cap", "jitter", "spread")}))
+        put("attempt_limit", min(self.deadline, self.attempt_timeout or self.deadline))
+        put("sendable", self.key_lifetime - (self.attempt_timeout or self.deadline))
         self._check()
 
     def _check(self) -> None:
@@ -78,17 +83,6 @@ class Retry:
             raise ConfigurationError("schedule: each time counts from the first attempt, so they must grow")
         if self.schedule and len(self.schedule) < self.attempts - 1:
             raise ConfigurationError(f"schedule: {self.attempts} attempts need {self.attempts - 1} times")
-
-    @property
-    def attempt_limit(self) -> float:
-        """How long a first attempt may take."""
-        limit = self.attempt_timeout
-        return self.deadline if limit is None or limit > self.deadline else limit
-
-    @property
-    def sendable(self) -> float:
-        """For how long a key may be sent: the last attempt must arrive while the server still knows it."""
-        return self.key_lifetime - (self.attempt_timeout or self.deadline)
 
     def wants(self, error: Exception) -> bool:
         """Whether a function's *error* deserves another attempt."""

@@ -56,7 +56,7 @@ class Client:
 
     name = "server"
     key: str | None = "key"
-    expires = NEVER
+    lasts = NEVER
     hedgeable = True
     telling = False
 

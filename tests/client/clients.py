@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import httpx
@@ -26,6 +26,8 @@ class Answer:
 
 
 class Httpx:
+    headers: ClassVar[dict[str, str]] = {}  # added to what is resumed: the keyring keeps no credentials
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self.transport = RetryTransport(*args, **options)
 
@@ -38,7 +40,10 @@ class Httpx:
         return self.transport.pending()
 
     def resume(self, **options: Any) -> list[Resumed]:
-        return self.transport.resume(**options)
+        if not self.headers:
+            return self.transport.resume(**options)
+        with httpx.Client(transport=_Kept(self.transport), timeout=30, headers=self.headers) as client:
+            return self.transport.resume(client, **options)
 
 
 class _Kept(httpx.BaseTransport):
@@ -49,6 +54,8 @@ class _Kept(httpx.BaseTransport):
 
 
 class AsyncHttpx:
+    headers: ClassVar[dict[str, str]] = {}
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self.make = lambda: AsyncRetryTransport(*args, **options)
 
@@ -66,7 +73,7 @@ class AsyncHttpx:
 
     def resume(self, **options: Any) -> list[Resumed]:
         async def go() -> list[Resumed]:
-            async with httpx.AsyncClient(transport=self.make(), timeout=30) as client:
+            async with httpx.AsyncClient(transport=self.make(), timeout=30, headers=self.headers) as client:
                 return await client._transport.resume(client, **options)  # type: ignore[attr-defined, no-any-return]
 
         return asyncio.run(go())
@@ -78,6 +85,8 @@ async def _awaited(body: Any) -> Any:
 
 
 class Requests:
+    headers: ClassVar[dict[str, str]] = {}
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self.adapter = RetryAdapter(*args, **options)
         self.session = requests.Session()
@@ -92,6 +101,7 @@ class Requests:
         return self.adapter.pending()
 
     def resume(self, **options: Any) -> list[Resumed]:
+        self.session.headers.update(self.headers)
         return self.adapter.resume(self.session, **options)
 
 
@@ -111,6 +121,8 @@ class Urllib3:
 
 
 class Aiohttp:
+    headers: ClassVar[dict[str, str]] = {}
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self.make = lambda: RetryMiddleware(*args, **options)
         self.make()
@@ -130,7 +142,7 @@ class Aiohttp:
     def resume(self, **options: Any) -> list[Resumed]:
         async def go() -> list[Resumed]:
             middleware = self.make()
-            async with aiohttp.ClientSession(middlewares=[middleware]) as session:
+            async with aiohttp.ClientSession(middlewares=[middleware], headers=self.headers) as session:
                 return await middleware.resume(session, **options)
 
         return asyncio.run(go())

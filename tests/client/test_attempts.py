@@ -224,3 +224,14 @@ def test_rules_that_cannot_work_are_refused(wrong: Any) -> None:
     """CASES 39."""
     with pytest.raises(ConfigurationError):
         wrong()
+
+
+def test_a_schedule_that_comes_to_its_end_is_given_up_like_any_other() -> None:
+    """CASES 40.  After the tenth delivery there is no eleventh to wait for."""
+    course = Course(Scripted(Step(fault=Fault("connection"))), Retry.webhook_delivery(budget=None))
+    with pytest.raises(RetriesExhausted) as caught:
+        course.run()
+    assert caught.value.story is not None
+    assert caught.value.story.reason == "attempts"
+    assert len(course.begun) == 10
+    assert course.begun[-1] < 86400

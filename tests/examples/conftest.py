@@ -14,6 +14,9 @@ import pytest
 from psycopg import sql
 
 from examples.payments.processes import World
+from oncemore.client.pause import no_sleeping
+
+from .gateway import Road, road_to
 
 STORES = ["sqlite", pytest.param("postgres", marks=pytest.mark.server)]
 
@@ -67,3 +70,17 @@ def shop_database(postgres_url: str) -> Iterator[str]:
 def name() -> str:
     """A word of this test's own, for its orders and keys."""
     return f"t{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def road(shop: Shop) -> Iterator[Road]:
+    """A road to the shop, to be cut and blocked."""
+    with road_to(shop) as road:
+        yield road
+
+
+@pytest.fixture
+def quiet() -> Iterator[list[float]]:
+    """The pauses between attempts, noted and not slept."""
+    with no_sleeping() as slept:
+        yield slept

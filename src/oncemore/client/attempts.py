@@ -229,7 +229,8 @@ def attempts(work: Work, retry: Retry, world: World = WORLD, started: float | No
         course.note(verdict, begun, ended)
         if not verdict.again:
             return course.end(reply, error)
-        delay = course.next_delay(verdict, ended)
+        # After the last attempt there is no next one to wait for; a schedule has no time for it either.
+        delay = course.next_delay(verdict, ended) if course.number < retry.attempts else 0.0
         if reason := course.why_stop(delay, ended):
             return course.give_up(reason, reply, error)
         course.tell("retrying", delay)

@@ -48,8 +48,8 @@ ERRORS = Errors(PoolExhausted, PoolTimedOut, PoolUnknown)
 
 # The first that fits; "sent" is said of everything after the connection stood.
 FAULTS: list[tuple[type[BaseException], Fault]] = [
+    (NewConnectionError, Fault("connection", sent=False)),  # which urllib3 derives from the timeout
     (ConnectTimeoutError, Fault("timeout", sent=False)),
-    (NewConnectionError, Fault("connection", sent=False)),
     (ProxyError, Fault("connection", sent=False)),
     (Urllib3Timeout, Fault("timeout")),
     (TimeoutError, Fault("timeout")),

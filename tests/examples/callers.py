@@ -1,0 +1,118 @@
+"""Callers of the payments service who use the retry client, by whichever library; and what the service did for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from oncemore import Retry
+from oncemore.client.errors import RetriesExhausted
+from oncemore.client.story import RetryEvent, Story
+from tests.client.clients import CLIENTS, Answer
+
+from .conftest import Shop
+from .test_refunds import entries, payouts_of, refunds_of, until
+
+# The two that every row is run with; the others share all but the last inch with them.
+BOTH = ["httpx", "httpx-async"]
+ALL = [*BOTH, "requests", "aiohttp"]
+
+# No budget: what one test has a server get wrong is not held against the next one's.
+PLAYBOOK = Retry.playbook(budget=None, attempt_timeout=5)
+
+# Whose the keys are: a refund that is resumed without them would be somebody else's, and another refund.
+CREDENTIALS = {"Authorization": "Bearer demo"}
+
+
+class Caller:
+    """One client of the service at *url*; *mend* is done before its first retry."""
+
+    def __init__(
+        self,
+        library: str,
+        url: str,
+        retry: Retry = PLAYBOOK,
+        keyring: str | None = None,
+        *,
+        mend: Callable[[], object] | None = None,
+        **options: Any,
+    ) -> None:
+        self.url = url
+        self.events: list[RetryEvent] = []
+        self._mend = mend
+        made: Any = CLIENTS[library]
+        self.client = made(retry, keyring, observers=[self._hear], **options)
+        self.client.headers = CREDENTIALS
+
+    def _hear(self, event: RetryEvent) -> None:
+        self.events.append(event)
+        if event.kind == "retrying" and self._mend is not None:
+            mend, self._mend = self._mend, None
+            mend()
+
+    def ask(self, method: str, path: str, body: Any, key: str | None = None, **headers: str) -> Answer:
+        named = {**CREDENTIALS, "Content-Type": "application/json", **headers}
+        if key is not None:
+            named["Idempotency-Key"] = key
+        sent = body if hasattr(body, "__next__") else json.dumps(body).encode()
+        answer: Answer = self.client.request(method, self.url + path, sent, named)
+        return answer
+
+    def refund(self, charge: str, amount: int = 1000, key: str | None = None) -> Answer:
+        return self.ask("POST", "/refunds", {"charge_id": charge, "amount": amount}, key)
+
+
+def given_up(caller: Caller, charge: str) -> Story:
+    """The story of a refund that was never answered."""
+    with pytest.raises(RetriesExhausted) as caught:
+        caller.refund(charge)
+    assert caught.value.story is not None
+    return caught.value.story
+
+
+@dataclass
+class Told:
+    """What a problem document says."""
+
+    code: str
+    retryable: bool
+
+
+def told(answer: Answer) -> Told:
+    problem = json.loads(answer.body)
+    return Told(problem["error_code"], problem["retryable"])
+
+
+def codes(story: Story) -> list[str]:
+    """How each attempt ended: its status, or what came instead."""
+    return [attempt.verdict.code or attempt.verdict.name for attempt in story.attempts]
+
+
+def delays(story: Story) -> list[float]:
+    return [attempt.delay for attempt in story.attempts[1:]]
+
+
+def assert_refunded_once(shop: Shop, charge: str, answer: Answer, amount: int = 1000) -> None:
+    """One refund in the service's database, one entry in its ledger, one payout at the provider, under one key."""
+    assert answer.status == 201
+    made = json.loads(answer.body)["id"]
+    assert refunds_of(shop, charge) == [made]
+    assert shop.rows("SELECT status, amount FROM refunds WHERE id = ?", made) == [("succeeded", amount)]
+    assert shop.rows("SELECT refunded FROM payments WHERE charge_id = ?", charge) == [(amount,)]
+    assert entries(shop, made, "refund") == 1
+    assert len(payouts_of(shop, made)) == 1
+    until(lambda: entries(shop, made, "settlement") == 1)
+
+
+def assert_nothing_refunded(shop: Shop, charge: str) -> None:
+    assert shop.rows("SELECT refunded FROM payments WHERE charge_id = ?", charge) == [(0,)]
+    assert [made for made in refunds_of(shop, charge) if payouts_of(shop, made)] == []
+
+
+def claims(shop: Shop, key: str | None) -> int:
+    """How often the service began to perform under *key*."""
+    return len(shop.logged(event="claimed", operation="refunds.create", idempotency_key=key))

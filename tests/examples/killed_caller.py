@@ -1,0 +1,15 @@
+"""A caller in a process of its own, to be killed: `python -m tests.examples.killed_caller <library> <url> <keyring> <charge>`."""
+
+from __future__ import annotations
+
+import sys
+
+from .callers import Caller
+
+
+def main(library: str, url: str, keyring: str, charge: str) -> None:
+    Caller(library, url, keyring=keyring).refund(charge)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

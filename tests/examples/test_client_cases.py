@@ -1,0 +1,198 @@
+"""CASES D, but for its tables (test_client_rows.py): our client against the real service, and the ledger to judge by."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oncemore import Retry
+from oncemore.client.entry import Resumed
+from oncemore.client.story import Story
+from tests.client.clients import Answer
+
+from .callers import (
+    BOTH,
+    Caller,
+    assert_nothing_refunded,
+    assert_refunded_once,
+    claims,
+    codes,
+    delays,
+    given_up,
+)
+from .conftest import Shop
+from .gateway import Road, Said
+from .test_refunds import until
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Shop]:
+    """One on SQLite: what is under test here is the caller."""
+    with Shop(PAYMENTS_PROVIDER_TIMEOUT="3") as shop:
+        yield shop
+
+
+def answered(resumed: Resumed) -> Answer:
+    """What came of resuming, as the other tests know answers; aiohttp's has been read already."""
+    response = resumed.response
+    body = getattr(response, "_body", None) or response.content
+    return Answer(getattr(response, "status_code", 0) or response.status, body, Story(""))
+
+
+# One key, made and written down before the first byte
+
+
+@pytest.mark.parametrize("library", ["httpx", "aiohttp"])
+def test_a_caller_killed_in_mid_refund_is_continued_by_the_next_under_the_same_key(
+    shop: Shop, road: Road, tmp_path: Path, library: str
+) -> None:
+    """CASES 34, 23.  kill -9 while the provider is at it; whoever resumes gets that refund, not another."""
+    keyring, charge = f"sqlite:///{tmp_path}/keys.db", shop.captured(f"killed-{library}")
+    asked = len(shop.calls())
+    shop.provider.order({"latency_after": 0.7})
+    command = [sys.executable, "-m", "tests.examples.killed_caller", library, road.url, keyring, charge]
+    with subprocess.Popen(command) as process:
+        until(lambda: len(shop.calls()) > asked)
+        process.kill()
+        assert process.wait(20) == -signal.SIGKILL
+    caller = Caller(library, road.url, keyring=keyring)
+    [entry] = caller.client.pending()
+    [resumed] = caller.client.resume()
+    assert resumed.error is None
+    assert caller.client.pending() == []
+    sent = [(seen.headers["idempotency-key"], seen.body) for seen in road.gateway.seen]
+    assert sent == [(entry.key, entry.body)] * 2
+    assert claims(shop, entry.key) == 1
+    assert_refunded_once(shop, charge, answered(resumed))
+
+
+@pytest.mark.parametrize("library", BOTH)
+def test_the_callers_own_key_is_kept_and_reusing_it_for_something_else_is_not_even_sent(
+    shop: Shop, road: Road, tmp_path: Path, library: str
+) -> None:
+    """CASES 34, 14."""
+    charge, key = shop.captured(f"own-{library}"), f"own-{library}"
+    caller = Caller(library, road.url, keyring=f"sqlite:///{tmp_path}/keys.db")
+    first = caller.refund(charge, key=key)
+    with pytest.raises(Exception, match="was used here for another request"):
+        caller.refund(charge, amount=2000, key=key)
+    assert [seen.headers["idempotency-key"] for seen in road.gateway.seen] == [key]
+    assert claims(shop, key) == 1
+    assert_refunded_once(shop, charge, first)
+
+
+# When the next attempt is made
+
+
+@pytest.mark.parametrize("library", BOTH)
+@pytest.mark.parametrize(
+    ("retry", "bands"),
+    [
+        (Retry.playbook(budget=None), [(0.1, 0.2), (0.2, 0.4), (0.4, 0.8), (0.8, 1.6)]),
+        (Retry.matchmaking(budget=None), [(1.0, 2.0), (2.0, 3.0), (4.0, 5.0)]),
+    ],
+    ids=["playbook", "matchmaking"],
+)
+def test_the_schedules_are_those_of_the_seeds(
+    shop: Shop, road: Road, quiet: list[float], library: str, retry: Retry, bands: list[tuple[float, float]]
+) -> None:
+    """CASES 35: `1 | 0`, `2 | 100–200`, `3 | 200–400`, `4 | 400–800`, `5 | 800–1600`; and 1000·2ⁿ + U(0, 1000) ms."""
+    charge = shop.captured(f"schedule-{library}-{len(bands)}")
+    road.proxy.refuse()
+    story = given_up(Caller(library, road.url, retry), charge)
+    assert [low <= delay <= high for delay, (low, high) in zip(quiet, bands, strict=True)] == [True] * len(bands)
+    assert story.known == "not_performed"
+    assert_nothing_refunded(shop, charge)
+    road.proxy.heal()
+    again = Caller(library, road.url, retry).refund(charge, key=story.key)
+    assert_refunded_once(shop, charge, again)
+
+
+PRESETS = {
+    "user_facing": (4, 10),
+    "background_job": (6, 300),
+    "webhook_delivery": (10, 86400),
+    "scheduled_task": (4, 3600),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_limits_are_those_of_the_operation(shop: Shop, road: Road, quiet: list[float], preset: str) -> None:
+    """CASES 40: the rows of "Maximum Retry Limits".  The service is down throughout, and back for the next caller."""
+    attempts, seconds = PRESETS[preset]
+    charge = shop.captured(f"preset-{preset}")
+    road.proxy.refuse()
+    retry = getattr(Retry, preset)(budget=None)
+    story = given_up(Caller("httpx", road.url, retry), charge)
+    assert len(story.attempts) == attempts
+    assert story.reason == "attempts"
+    assert sum(quiet) <= seconds
+    road.proxy.heal()
+    assert_refunded_once(shop, charge, Caller("httpx", road.url, retry).refund(charge, key=story.key))
+
+
+DATES = {
+    "IMF-fixdate": "%a, %d %b %Y %H:%M:%S GMT",
+    "RFC 850": "%A, %d-%b-%y %H:%M:%S GMT",
+    "asctime": "%a %b %e %H:%M:%S %Y",
+}
+
+
+@pytest.mark.parametrize("form", ["4", *DATES, "-4", "4.5", "+4", "soon"])
+def test_retry_after_is_understood_in_all_its_forms_and_in_no_others(
+    shop: Shop, road: Road, quiet: list[float], form: str
+) -> None:
+    """CASES 36: `Use Retry-After if provided by the server`.  The service itself says seconds; the rest is the gateway's."""
+    charge = shop.captured(f"after-{form}")
+    after = time.strftime(DATES.get(form, form), time.gmtime(time.time() + 40))
+    limits = {"RateLimit-Remaining": "0", "RateLimit-Reset": "7"} if form == "4" else {}  # which it beats
+    road.gateway.script.append(Said(503, {"Retry-After": after, **limits}))
+    answer = Caller("httpx", road.url, Retry.background_job(budget=None, base=0.1)).refund(charge)
+    [delay] = delays(answer.story)
+    if form == "4":
+        assert 4 <= delay <= 4.4
+    elif form in DATES:
+        assert 38 <= delay <= 44.1  # by the gateway's own Date, in whole seconds
+    else:
+        assert 0.1 <= delay <= 0.2
+    assert quiet == [delay]
+    assert_refunded_once(shop, charge, answer)
+
+
+@pytest.mark.parametrize("library", BOTH)
+def test_a_wait_that_is_longer_than_the_deadline_is_not_begun(
+    shop: Shop, road: Road, quiet: list[float], library: str
+) -> None:
+    """CASES 36.  The service asks for a second, and there is half of one."""
+    charge = shop.captured(f"wish-{library}")
+    shop.provider.order({"error_before": 0}, {"error_before": 0})
+    answer = Caller(library, road.url, Retry(deadline=0.9, budget=None)).refund(charge)
+    assert (codes(answer.story), answer.story.reason, answer.story.known) == (["503"], "deadline", "unknown")
+    assert quiet == []
+    again = Caller(library, road.url).refund(charge, key=answer.story.key)
+    assert_refunded_once(shop, charge, again)
+
+
+@pytest.mark.parametrize("library", BOTH)
+def test_a_twin_that_is_still_at_it_is_waited_for_and_its_refund_is_ours(shop: Shop, road: Road, library: str) -> None:
+    """CASES 18, 33: 409 `in_progress` is no conflict to resolve.  The service waits as long as X-Request-Timeout allows."""
+    charge, key, asked = shop.captured(f"twin-{library}"), f"twin-{library}", len(shop.calls())
+    shop.provider.order({"latency": 1.0})
+    first: list[Answer] = []
+    twin = threading.Thread(target=lambda: first.append(Caller(library, road.url).refund(charge, key=key)))
+    twin.start()
+    until(lambda: len(shop.calls()) > asked)
+    second = Caller(library, road.url, Retry(attempt_timeout=0.4, budget=None)).refund(charge, key=key)
+    twin.join()
+    assert codes(second.story)[0] in ("409", "timeout")
+    assert codes(second.story)[-1] == "201"
+    assert second.body == first[0].body
+    assert claims(shop, key) == 1
+    assert_refunded_once(shop, charge, second)

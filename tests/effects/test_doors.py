@@ -137,8 +137,6 @@ def test_what_the_database_goes_on_refusing_is_given_up(client: httpx.Client, wo
 @pytest.fixture
 def serializing(request: pytest.FixtureRequest, shop: Shop, work: Work) -> Iterator[httpx.Client]:
     """A caller of a shop whose transactions are SERIALIZABLE, and in which two doctors are on call."""
-    if "sqlite" in type(shop).__name__.lower():
-        pytest.skip("SQLite has one writer at a time")
     shop.execute("CREATE TABLE doctors (name text PRIMARY KEY, on_call boolean)")
     shop.execute("INSERT INTO doctors VALUES ('ann', true), ('bob', true)")
     shop.execute("ALTER DATABASE oncemore_effects SET default_transaction_isolation = serializable")
@@ -150,6 +148,8 @@ def serializing(request: pytest.FixtureRequest, shop: Shop, work: Work) -> Itera
         shop.execute("ALTER DATABASE oncemore_effects RESET default_transaction_isolation")
 
 
+@pytest.mark.server
+@pytest.mark.parametrize("shop", [name for name in DOORS if "sqlite" not in name], indirect=True)  # it has one writer
 def test_a_write_skew_is_refused_at_the_commit_and_the_app_performs_again(
     request: pytest.FixtureRequest, serializing: httpx.Client, work: Work
 ) -> None:

@@ -149,9 +149,9 @@ class Sending:
         extensions, limit = self._wire.extensions, self._limit
         self._ends = ends = time.monotonic() + limit
         steps: dict[str, float | None] = extensions.get("timeout") or NO_TIMEOUTS
-        values = set(steps.values())
-        if len(values) == 1 and len(steps) == 4:
-            self._steps = dict.fromkeys(NO_TIMEOUTS, Allowance.until(ends, limit, values.pop()))
+        step = steps.get("read")
+        if steps == dict.fromkeys(NO_TIMEOUTS, step):
+            self._steps = dict.fromkeys(NO_TIMEOUTS, Allowance.until(ends, limit, step))
         else:
             self._steps = {name: Allowance.until(ends, limit, steps.get(name)) for name in NO_TIMEOUTS}
         return {**extensions, "timeout": self._steps}

@@ -5,6 +5,7 @@ uvicorn --factory examples.payments.app:create
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,11 +18,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from oncemore import Contract, Guard, Inbox
+from oncemore import Completer, Contract, Guard, Inbox
 from oncemore.errors import OncemoreError
 from oncemore.observe.logging import log_events
 from oncemore.transitions import Transitions
 from oncemore.web.fastapi import IdempotencyMiddleware, Op, current_operation
+from oncemore.web.redrive import RedriveAsgi
 from oncemore.webhooks.signature import Signing
 
 from . import ledger
@@ -70,9 +72,15 @@ def create(settings: Settings | None = None) -> FastAPI:
     look = partial(reading, settings.database)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await create_tables(settings.database)
+        finishing = (
+            asyncio.create_task(completer(guard, app).arun()) if settings.completes and settings.guarded else None
+        )
         yield
+        if finishing is not None:
+            finishing.cancel()
+            await asyncio.wait([finishing])
         await provider.close()
         await guard.aclose()
 
@@ -154,6 +162,12 @@ def create(settings: Settings | None = None) -> FastAPI:
         app.add_middleware(Unguarded)
     app.add_middleware(Correlated)
     return app
+
+
+def completer(guard: Guard, app: FastAPI) -> Completer:
+    """Finishes what a killed service, or a provider that was down, has left in the middle; nobody needs to ask again."""
+    through_the_door = RedriveAsgi(app)
+    return Completer(guard, {"payments.capture": through_the_door, "refunds.create": through_the_door}, every=1.0)
 
 
 def order(row: Row) -> dict[str, Any]:

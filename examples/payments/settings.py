@@ -18,6 +18,7 @@ class Settings:
     provider_timeout: float = 2.0  # seconds for one call, with all its attempts
     webhook_secret: str = DESK_SECRET
     guarded: bool = True
+    completes: bool = True  # what is left in the middle is finished without its caller
 
     @classmethod
     def read(cls) -> Settings:
@@ -29,4 +30,5 @@ class Settings:
             provider_timeout=float(found("PAYMENTS_PROVIDER_TIMEOUT", usual.provider_timeout)),
             webhook_secret=found("PAYMENTS_WEBHOOK_SECRET", usual.webhook_secret),
             guarded=found("PAYMENTS_GUARD", "on") != "off",
+            completes=found("PAYMENTS_COMPLETER", "on") != "off",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import secrets
 import signal
@@ -291,8 +292,24 @@ def test_a_resolution_must_say_one_thing(words: list[str], fix: str, capsys: pyt
 
 
 @pytest.mark.chaos
-@pytest.mark.chaos
 def test_the_demo_ends_well() -> None:
     ran = oncemore("demo", "--json")
     assert ran.code == 0
     assert ran.json["holds"] is True
+
+
+@pytest.mark.chaos
+def test_the_demo_comes_with_the_wheel(tmp_path: Path) -> None:
+    """Whoever has installed the package, and nothing else, can play it too."""
+    root = Path(__file__).parents[2]
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(root)], check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True)
+    command = [sys.executable, "-m", "oncemore.tools.cli", "demo", "1", "--json"]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(installed)}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["holds"] is True

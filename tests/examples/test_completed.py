@@ -1,0 +1,50 @@
+"""A service killed in the middle finishes by itself: nobody asks again, and the money moves once all the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from .conftest import STORES, Shop
+from .test_killed import asking
+from .test_refunds import entries, payouts_of, refund, refunds_of, until
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.fixture(scope="module", params=STORES)
+def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
+    """As everywhere, but with the completer, and with a lease that is soon over."""
+    database = request.getfixturevalue("shop_database") if request.param == "postgres" else ""
+    with Shop(database=database, PAYMENTS_PROVIDER_TIMEOUT="1.5") as shop:
+        yield shop
+
+
+@pytest.mark.parametrize("moment", ["before the money moves", "after it moved"])
+def test_a_refund_is_finished_though_its_caller_never_asks_again(shop: Shop, name: str, moment: str) -> None:
+    """CASES 25: the request was kept, and the completer sends it through the door once more."""
+    charge, asked, moved = shop.captured(name), len(shop.calls()), shop.payouts()
+    shop.provider.order({"latency": 2} if moment.startswith("before") else {"latency_after": 2})
+    with asking(lambda: refund(shop, charge, name)):
+        until(lambda: len(shop.calls()) > asked and (moment.startswith("before") or shop.payouts() > moved))
+        shop.service.crash()
+    shop.service.start()
+    until(lambda: [entries(shop, made, "refund") for made in refunds_of(shop, charge)] == [1])
+    [made] = refunds_of(shop, charge)
+    time.sleep(2)  # until the provider is done with the first call, whose caller is dead
+    assert len(payouts_of(shop, made)) == 1
+    late = refund(shop, charge, name)
+    assert (late.status_code, late.json()["id"]) == (201, made)
+    assert late.headers["idempotency-status"] == "replayed"
+    assert shop.payouts() == moved + 1
+
+
+def test_a_refund_that_the_provider_was_down_for_is_made_when_it_is_up(shop: Shop, name: str) -> None:
+    """CASES 25: the caller got its 5xx and left."""
+    charge, moved = shop.captured(name), shop.payouts()
+    shop.provider.order(*[{"error_before": 503}] * 4)
+    assert refund(shop, charge, name).status_code >= 500
+    until(lambda: [entries(shop, made, "refund") for made in refunds_of(shop, charge)] == [1])
+    assert shop.payouts() == moved + 1

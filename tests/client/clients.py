@@ -106,6 +106,8 @@ class Requests:
 
 
 class Urllib3:
+    headers: ClassVar[dict[str, str]] = {}
+
     def __init__(self, *args: Any, **options: Any) -> None:
         self.manager = RetryPoolManager(*args, **options)
 
@@ -117,7 +119,7 @@ class Urllib3:
         return self.manager.pending()
 
     def resume(self, **options: Any) -> list[Resumed]:
-        return self.manager.resume(**options)
+        return self.manager.resume(headers=self.headers, **options)
 
 
 class Aiohttp:

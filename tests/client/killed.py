@@ -16,6 +16,7 @@ from oncemore.core.urls import connect
 
 from .clients import CLIENTS
 
+CREDENTIALS = {"Authorization": "Bearer secret"}
 BODY = b'{"amount": 100, "order": "17"}'
 
 
@@ -83,7 +84,7 @@ def doomed(place: str, point: str) -> Keyring:
 
 def main(library: str, point: str, url: str, place: str) -> None:
     client = CLIENTS[library](Retry(base=0.01, budget=None), doomed(place, point))
-    headers = {"Content-Type": "application/json", "X-Pid": str(os.getpid()), "Authorization": "Bearer secret"}
+    headers = {"Content-Type": "application/json", "X-Pid": str(os.getpid()), **CREDENTIALS}
     client.request("POST", f"{url}/refunds", BODY, headers)
 
 

@@ -37,7 +37,7 @@ from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
 
 from .clients import CLIENTS, Httpx
-from .killed import BODY, LEASE
+from .killed import BODY, CREDENTIALS, LEASE
 from .server import Server, Visit, answer, effect, hang, performed, reset, then
 from .test_keyring import claim, entry
 
@@ -63,6 +63,7 @@ def run_killed(library: str, point: str, url: str, place: str) -> None:
 
 def resumed(library: str, place: str) -> tuple[list[Entry], list[Any]]:
     client = CLIENTS[library](RETRY, briefly(place))
+    client.headers = CREDENTIALS
     before = client.pending()
     results = client.resume()
     assert client.pending() == []
@@ -147,7 +148,8 @@ def test_a_client_killed_on_the_wire_is_continued_by_the_next(moment: str, ledge
 
 
 def resume_in_a_process(place: str, begin: Any) -> int:
-    client = Httpx(RETRY, briefly(place))
+    client: Any = Httpx(RETRY, briefly(place))
+    client.headers = CREDENTIALS
     begin.wait(30)
     return len(client.resume())
 

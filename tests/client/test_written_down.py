@@ -11,12 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from oncemore.client.errors import KeyReused, OutcomeUnknown, RetriesExhausted
+from oncemore.client.errors import CredentialsMissing, KeyReused, OutcomeUnknown, RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.keyring_sqlite import SqliteKeyring
 from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
 from oncemore.errors import ConfigurationError
+from oncemore.stores.sqlite import SqliteStore
 
 from .clients import Httpx
 from .server import Server, answer, effect, hang, performed, reset, then
@@ -215,3 +216,38 @@ async def test_what_is_cancelled_in_a_later_attempt_is_not_taken_for_unsent(tmp_
         with pytest.raises(asyncio.CancelledError):
             await task
         assert [one.state for one in await transport.pending()] == ["open"]
+
+
+@pytest.mark.parametrize("ring", ["sqlite:///{0}/keys.db", "ledger"])
+def test_what_had_credentials_is_not_resumed_without(library: Any, tmp_path: Path, ring: str) -> None:
+    """CASES 34: to a server that knows callers by their credentials, the key would be a stranger's, and new."""
+    store = SqliteStore(str(tmp_path / "ledger.db"))
+    client = library(RETRY, store if ring == "ledger" else ring.format(tmp_path))
+    with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
+        with pytest.raises(RetriesExhausted):
+            client.request("POST", server.url, BODY, {**JSON, "authorization": "Bearer hidden"})
+        [pending] = client.pending()
+        asked = len(server.visits)
+        [refused] = client.resume(opened=True)
+        assert isinstance(refused.error, CredentialsMissing)
+        assert "Authorization" in refused.error.detail
+        assert len(server.visits) == asked
+        assert [one.key for one in client.pending()] == [pending.key]
+        client.headers = {"Authorization": "Bearer hidden"}
+        [done] = client.resume(opened=True)
+        assert done.error is None
+        assert server.visits[-1].headers["authorization"] == "Bearer hidden"
+        assert client.pending() == []
+    assert list(server.effects.values()) == [1]
+    store.close()
+    assert all(b"hidden" not in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_credentials_that_are_to_be_remembered_are(tmp_path: Path) -> None:
+    client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db", remember=["authorization"])
+    with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
+        with pytest.raises(RetriesExhausted):
+            client.request("POST", server.url, BODY, {**JSON, "Authorization": "Bearer known"})
+        [done] = client.resume(opened=True)
+    assert done.error is None
+    assert server.visits[-1].headers["authorization"] == "Bearer known"

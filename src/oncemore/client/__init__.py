@@ -4,6 +4,7 @@ from .entry import Entry, Keyring, Resumed
 from .errors import (
     AttemptTimeout,
     CircuitOpen,
+    CredentialsMissing,
     KeyReused,
     KeyringError,
     OutcomeUnknown,
@@ -25,6 +26,7 @@ __all__ = [
     "Breaker",
     "Budget",
     "CircuitOpen",
+    "CredentialsMissing",
     "Entry",
     "KeyReused",
     "Keyring",

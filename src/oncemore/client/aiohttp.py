@@ -174,7 +174,7 @@ class RetryMiddleware(AsyncContinuing):
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
         async def send(entry: Entry) -> ClientResponse:
-            response = await session.request(entry.method, entry.url, headers=dict(entry.headers), data=entry.body)
+            response = await session.request(entry.method, entry.url, headers=entry.kept_headers, data=entry.body)
             await response.read()
             return response
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, MutableMapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from ..core.plan import Call, Plan
 from ..errors import ConfigurationError, InvalidKey, OncemoreError
 from .attempts import World, attempts
-from .entry import FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, without_credentials
-from .errors import OutcomeUnknown
+from .entry import CREDENTIALS, FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, without_credentials
+from .errors import CredentialsMissing, OutcomeUnknown
 from .exchange import Exchange, Wire
 from .judge import Reply
 from .keyring import KeyringPlace, open_keyring
@@ -23,6 +24,8 @@ UNSAFE_METHODS = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 
 # Written down beside the body.  Nothing that could be a credential: resuming goes through the client, which has those.
 REMEMBERED_HEADERS = ("Content-Type", "Content-Encoding", "Accept")
+
+RESUMING: ContextVar[Entry | None] = ContextVar("oncemore_resuming", default=None)
 
 
 class Engine:
@@ -83,10 +86,16 @@ class Engine:
         if entry.body is None:
             yield from ring.leave(entry)
             return Resumed(entry, error=OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not kept"))
+        resuming = RESUMING.set(entry)
         try:
             return Resumed(entry, response=(yield Call(send, entry)))
+        except CredentialsMissing as error:
+            yield from ring.leave(entry)
+            return Resumed(entry, error=error)
         except Exception as error:
             return Resumed(entry, error=error)
+        finally:
+            RESUMING.reset(resuming)
 
     def name(self, method: str, headers: MutableMapping[str, str]) -> str | None:
         """The operation's key, now on the request: the caller's own, or one made now; none for safe methods."""
@@ -108,6 +117,7 @@ class Engine:
         """Attempts between a durable claim and its settling; whatever interrupts them leaves the operation pending."""
         started, retry = self.world.now(), exchange.retry
         entry = self._entry(exchange, body)
+        check_credentials(entry)
         held = yield from self._claim(keyring, entry, retry.sendable)
         if held.token != entry.token:
             raise exchange.forgotten(held)
@@ -151,6 +161,8 @@ class Engine:
             "" if body is None else FINGERPRINTS.fingerprint(*asked(wire.method, wire.url, content_type, body))
         )
         kept = [(name, wire.headers.get(name)) for name in (*self.remembered, self.header)]
+        written = {name.lower() for name, value in kept if value is not None}
+        kept += [(name, "") for name in CREDENTIALS if name in wire.headers and name.lower() not in written]
         return Entry(
             scope=scope_of(wire.method, wire.url),
             key=exchange.key or "",
@@ -178,6 +190,19 @@ class Engine:
         if self.keyring is None:
             raise ConfigurationError("there is no keyring: give one, such as keyring='sqlite:///keys.db'")
         return self.keyring
+
+
+def check_credentials(entry: Entry) -> None:
+    """Refuse to send what is resumed without the credentials that it had: to the server it would be someone else's."""
+    resumed = RESUMING.get()
+    if resumed is None or (resumed.scope, resumed.key) != (entry.scope, entry.key):
+        return
+    sent = {name.lower() for name, _ in entry.headers}
+    if missing := [name for name in resumed.credentials if name.lower() not in sent]:
+        raise CredentialsMissing(
+            f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not written down, and a server "
+            "may take it for another caller's without; nothing was sent: resume it through a client that has it, opened=True"
+        )
 
 
 def _logged(plan: Plan[None]) -> Plan[None]:

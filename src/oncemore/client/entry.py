@@ -18,9 +18,15 @@ State = Literal["sending", "open", "settled"]
 # settled   the server's final answer was seen
 
 
+# They let their bearer in, so they are not written down.  Servers tell callers apart by them: without, the same key would be
+# a stranger's, and the operation happen again.
+CREDENTIALS = ("Authorization", "X-API-Key", "API-Key")
+
+
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One operation on the ring.  *body* is None once it is settled, and where it was too large to keep.
 
+    *headers* are those that are sent again; of credentials only the names are there, with nothing behind them.
     *created_at* is wall-clock time, before the first attempt.  *owner* is the process at work, *token* its one run.
     """
 
@@ -36,6 +42,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     owner: int = 0
     token: int = 0
+
+    @property
+    def kept_headers(self) -> dict[str, str]:
+        """What is sent again as it was."""
+        return {name: value for name, value in self.headers if value or name not in CREDENTIALS}
+
+    @property
+    def credentials(self) -> list[str]:
+        """The names of those headers that whoever resumes it must bring."""
+        return [name for name, value in self.headers if name in CREDENTIALS and not value]
 
 
 class Resumed(msgspec.Struct, frozen=True):

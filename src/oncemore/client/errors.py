@@ -64,6 +64,13 @@ class KeyReused(PayloadMismatch):
     title = "The idempotency key already names a different request"
 
 
+class CredentialsMissing(OncemoreError):
+    """An operation was to be resumed without the credentials that it had; nothing was sent, and it stays pending."""
+
+    code = "CLIENT.credentials_missing"
+    title = "The resumed operation lacks its credentials"
+
+
 class KeyringError(OncemoreError):
     """The key could not be written down, so nothing was sent."""
 

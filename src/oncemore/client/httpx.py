@@ -108,4 +108,4 @@ def told(reply: Reply, exchange: Exchange) -> httpx.Response:
 
 def _request(client: httpx.Client | httpx.AsyncClient | None, entry: Entry) -> httpx.Request:
     build = httpx.Request if client is None else client.build_request
-    return build(entry.method, entry.url, headers=list(entry.headers), content=entry.body)
+    return build(entry.method, entry.url, headers=entry.kept_headers, content=entry.body)

@@ -153,7 +153,7 @@ class RetryAdapter(Continuing, HTTPAdapter):
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
         def send(entry: Entry) -> requests.Response:
-            return session.request(entry.method, entry.url, headers=dict(entry.headers), data=entry.body)
+            return session.request(entry.method, entry.url, headers=entry.kept_headers, data=entry.body)
 
         return self._resume(send, opened)
 

@@ -177,7 +177,7 @@ class RetryPoolManager(Continuing, urllib3.PoolManager):
         """What came of the operations that a dead process left behind; *headers* are the credentials, kept nowhere."""
 
         def send(entry: Entry) -> Any:
-            fields = {**dict(entry.headers), **(headers or {})}
+            fields = {**entry.kept_headers, **(headers or {})}
             return self.request(entry.method, entry.url, body=entry.body, headers=fields)
 
         return self._resume(send, opened)

@@ -104,21 +104,25 @@ def dump_all(values: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
 
 
 def answered(pgconn: Any) -> Generator[Wait, Ready, list[PGresult]]:
-    """The last result of each command, up to the end of the pipeline."""
+    """The result of each command, up to the end of the pipeline."""
     results: list[PGresult] = []
     while pgconn.flush():
         if (yield Wait.RW) & Ready.R:
             pgconn.consume_input()
+    # Not before it has been waited for: to ask lets go of the interpreter, and other threads come in between.
+    yield WAIT_R
+    pgconn.consume_input()
     while True:
         while pgconn.is_busy():
             yield WAIT_R
             pgconn.consume_input()
         result = pgconn.get_result()
-        if result is None:  # the end of one command
+        if result is None:
             continue
         if result.status == PIPELINE_SYNC:
             return results
         results.append(result)
+        pgconn.get_result()  # the command's end, which is known with its result
 
 
 def as_drivers(error: Exception) -> Exception:

@@ -93,7 +93,7 @@ FROM (SELECT clock_timestamp() + make_interval(secs => $7) AS now,
     set_config('oncemore.lock_timeout', current_setting('lock_timeout'), true) AS former,
     set_config('lock_timeout', $8, true) AS wait OFFSET 0) AS here
 ON CONFLICT (scope, key) DO NOTHING
-RETURNING holder, token, attempts, date_part('epoch', lease_until), lapsed{RESTORED}"""
+RETURNING token, date_part('epoch', lease_until){RESTORED}"""
 
 # Look up each item's record, expired or not; before its columns, the item and whether the latest claim took over from a
 # holder that vanished.

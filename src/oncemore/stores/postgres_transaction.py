@@ -96,11 +96,11 @@ class PostgresTransaction:
             rows = yield self._wire.begin(self._claim(operation, lease))
         except Exception as error:
             retell(error)
-        return leased(operation, rows) if rows else (yield from self._met(operation, lease))
+        return first(operation, rows) if rows else (yield from self._met(operation, lease))
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
         rows = yield from self._rows(self._claim(operation, lease))
-        return leased(operation, rows) if rows else (yield from self._met(operation, lease))
+        return first(operation, rows) if rows else (yield from self._met(operation, lease))
 
     def _claim(self, operation: Operation, lease: float) -> Ask:
         milliseconds = max(1, int(1000 * self._wait))  # 0 would be to wait for ever
@@ -130,7 +130,8 @@ class PostgresTransaction:
                 return record
             rows = yield from self._rows((self._sql.take_here, self._named(operation, lease)))
             if rows:
-                return leased(operation, rows)
+                _, token, attempts, until, lapsed, *_ = rows[0]
+                return Lease(operation, token, until, attempts, lapsed)
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
         record = yield from self._look(scope, key)
@@ -204,9 +205,10 @@ class PostgresTransaction:
             retell(error)
 
 
-def leased(operation: Operation, rows: Rows) -> Lease:
-    _, token, attempts, until, lapsed, *_ = rows[0]
-    return Lease(operation, token, until, attempts, lapsed)
+def first(operation: Operation, rows: Rows) -> Lease:
+    """The lease on what nobody has claimed before."""
+    token, until, *_ = rows[0]
+    return Lease(operation, token, until)
 
 
 def sqlstate_of(error: BaseException | None) -> str:

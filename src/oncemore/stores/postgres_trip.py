@@ -54,8 +54,8 @@ def kit_of(connection: Any) -> Kit:
     return kit
 
 
-def trip(connection: Any, asks: Sequence[Ask]) -> Trip:
-    """The rows of each statement; the first that fails is raised, and those behind it are not executed."""
+def trip(connection: Any, asks: Sequence[Ask], *, wanted: bool = True) -> Trip:
+    """The rows of each statement, if they are *wanted*; the first that fails is raised, and those behind it are not executed."""
     pgconn, kit = connection.pgconn, kit_of(connection)
     names = kit.names if connection.prepare_threshold is not None else None  # None: its owner says that nothing is, as
     try:  # behind a pooler
@@ -79,12 +79,14 @@ def trip(connection: Any, asks: Sequence[Ask]) -> Trip:
     rows: list[Rows] = []
     for result in results:
         status = result.status
+        if status == FATAL_ERROR:
+            kit.names = {}  # it may be one of these that the server does not know (any more)
+            raise as_drivers(failure(pgconn, result))
+        if not wanted:
+            continue
         if status == TUPLES_OK:
             kit.rows.set_pgresult(result)
             rows.append(kit.rows.load_rows(0, result.ntuples, tuple))
-        elif status == FATAL_ERROR:
-            kit.names = {}  # it may be one of these that the server does not know (any more)
-            raise as_drivers(failure(pgconn, result))
         elif result.command_status:  # else it is the answer to a prepare
             rows.append(())
     if names is not None:

@@ -1,0 +1,62 @@
+"""A claim within a transaction that meets a record: what it takes over, what it leaves, and that the borrower notices nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Operation, Record
+from oncemore.core.op import Op
+from oncemore.core.plan import run
+
+from .conftest import emptied
+from .shops import POLICY
+
+pytestmark = pytest.mark.server
+
+ASKED = Operation("customer-1", "k", "same", "refunds.create")
+
+
+@pytest.fixture
+def guard(shops_url: str) -> Iterator[Guard]:
+    guard = Guard(emptied(shops_url), policy=POLICY)
+    yield guard
+    guard.close()
+
+
+def failing(op: Op) -> None:
+    raise RuntimeError("no luck")
+
+
+def limit(op: Op) -> Any:
+    return op.connection.execute("SELECT current_setting('lock_timeout')").fetchone()[0]
+
+
+def test_the_borrowers_own_limit_holds_again_after_the_claim(guard: Guard) -> None:
+    assert guard.run(ASKED, limit).value == "0"
+
+
+def test_the_borrowers_own_limit_holds_again_after_a_failed_attempt_was_taken_over(guard: Guard) -> None:
+    with pytest.raises(RuntimeError):
+        guard.run(ASKED, failing)
+    answer = guard.run(ASKED, limit)
+    assert (answer.value, answer.attempt) == ("0", 2)
+
+
+def test_what_another_takes_over_in_between_is_that_ones(guard: Guard) -> None:
+    """CASES 17: of two that find a failed attempt, one performs, and the other meets its outcome."""
+    with pytest.raises(RuntimeError):
+        guard.run(ASKED, failing)
+    assert guard.store.lender is not None
+    transaction = run(guard.store.lender.open())
+    plan = transaction.begin(ASKED, lease=30.0, wait=1.0)
+    taking = plan.send(plan.send(next(plan).run()).run())  # it was in the way, it was looked at, and it is free
+    assert guard.run(ASKED, lambda op: "other").how == "stored"
+    looking = plan.send(taking.run())
+    with pytest.raises(StopIteration) as end:
+        plan.send(looking.run())
+    run(transaction.abort())
+    assert isinstance(end.value.value, Record)
+    assert end.value.value.state == "settled"

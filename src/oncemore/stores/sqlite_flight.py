@@ -102,7 +102,9 @@ class Flight:
                 for token, until in self.execute(self.sql.claim_alone, (self.shift, *names, item.lease)).fetchall():
                     item.answer = Lease(operation, token, until)
                 return item.answer is not None
-            return isinstance(item, Settle) and self.execute(*self.sql.settle.bind(self.shift, [item.row])).rowcount == 1
+            return (
+                isinstance(item, Settle) and self.execute(*self.sql.settle.bind(self.shift, [item.row])).rowcount == 1
+            )
         except BAD_VALUES as error:
             if not is_bad_value(error):
                 raise

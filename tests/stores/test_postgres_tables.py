@@ -129,7 +129,10 @@ def test_the_script_makes_what_the_store_needs(url: str, server: psycopg.Connect
     store.close()
 
 
-@pytest.mark.parametrize("change", ["state = 'lost'", "expires_at = now()", "state = 'settled'"])
+CHANGES = ["state = 'lost'", "expires_at = now()", "state = 'settled'", "state = 'lost', expires_at = now()"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_no_other_state_can_be_stored(store: PostgresStore, server: psycopg.Connection[Any], change: str) -> None:
     run(store.claim(Operation("s", "k"), lease=LEASE))
     with pytest.raises(psycopg.errors.CheckViolation):
@@ -216,6 +219,26 @@ def test_an_older_schema_is_brought_up_to_date_once(
     stores = [PostgresStore(same(store)) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda each: run(each.stats()), stores))
-    assert server.execute(f"SELECT version FROM {store.database.names['version']}").fetchone() == (2,)
+    version = server.execute(f"SELECT version FROM {store.database.names['version']}").fetchone()
+    assert version == (len(tables.SCRIPTS),)
     for each in stores:
         each.close()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_first_schema_comes_to_check_states_in_other_words(
+    store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "SCRIPTS", (tables.FIRST,))
+        run(store.claim(Operation("s", "k"), lease=LEASE))
+    records = store.database.names["records"]
+    read = "SELECT pg_get_constraintdef(oid) FROM pg_constraint WHERE conrelid = %s::regclass AND contype = 'c'"
+    [(before,)] = server.execute(read, [records]).fetchall()
+    newer = PostgresStore(same(store))
+    assert run(newer.find("s", "k")) is not None
+    newer.close()
+    [(after,)] = server.execute(read, [records]).fetchall()
+    assert len(after) < len(before)
+    with pytest.raises(psycopg.errors.CheckViolation):
+        server.execute(f"UPDATE {records} SET {change}")

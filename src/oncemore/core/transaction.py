@@ -44,7 +44,7 @@ def transacted(
     lender: Lender | None = guard.store.lender
     if lender is None:
         raise ConfigurationError(NO_LENDER.format(url=guard.store.url))
-    return (yield from Transacted(guard, lender, operation, perform, policy, wait).answer())
+    return Transacted(guard, lender, operation, perform, policy, wait).answer()
 
 
 class Transacted:
@@ -103,7 +103,8 @@ class Transacted:
             yield from transaction.abort()
             return (yield from self._in_doubt())
         op = Op(found, transaction=transaction, deadline=self.deadline)
-        self.guard.tell("claimed", self.operation, token=found.token, attempt=found.attempt)
+        if self.guard.observers:
+            self.guard.tell("claimed", self.operation, token=found.token, attempt=found.attempt)
         try:
             answer = yield from self._performed(transaction, op)
         except self.policy.errors as error:
@@ -166,8 +167,9 @@ class Transacted:
         if policy.ttl_from == "creation":
             fingerprint = self.operation.fingerprint
             guard.cache.put(self.operation.id, fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
-        guard.tell("settled", self.operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
-        return msgspec.structs.replace(answer, expires_at=expires_at)
+        if guard.observers:
+            guard.tell("settled", self.operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
+        return Answer(outcome, answer.how, expires_at, answer.attempt, answer.value)
 
     # What stands in the way
 

@@ -35,7 +35,7 @@ class Psycopg2Wire(ThreadWire):
         self.former, raw.autocommit = raw.autocommit, True
         return self._run(f"{begin_of(raw)};\n{inline(*ask)}")
 
-    def _sent(self, *asks: Ask) -> list[Rows]:
+    def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
         return [self._run(inline(*ask)) for ask in asks]
 
     def _run(self, script: str) -> Rows:

@@ -42,13 +42,12 @@ def many(columns: str = "") -> str:
     FROM json_to_recordset($1::json) AS w ({named}) OFFSET 0) AS want"""
 
 
-def one(columns: str, more: str = "") -> str:
+def one(columns: str) -> str:
     """The one item, from parameters: an eighth of the statement's time is saved where there is no company."""
     named = [column.split() for column in ("scope text", "key text", *columns.split(", "))]
     given = ", ".join(f"${n}::{type} AS {name}" for n, (name, type) in enumerate(named, 1))
-    more = more and ", " + more.format(wait=len(named) + 2)
     return f"""(SELECT 0 AS n, {given},
-    clock_timestamp() + make_interval(secs => ${len(named) + 1}) AS now{more} OFFSET 0) AS want"""
+    clock_timestamp() + make_interval(secs => ${len(named) + 1}) AS now OFFSET 0) AS want"""
 
 
 # May the row be claimed?  An expired one is as good as none, but an audited one goes to the archive first.  One that
@@ -81,13 +80,20 @@ ON CONFLICT (scope, key) DO UPDATE SET
 WHERE {FREE.format(row="r", now="EXCLUDED.created_at", want="EXCLUDED")}
 RETURNING r.holder, r.token, r.attempts, date_part('epoch', r.lease_until), r.lapsed"""
 
-# Within a transaction that is ours for now: whoever has the row keeps us waiting, for so many milliseconds (the last
-# parameter) and no longer; then the borrower's own limit holds again.  Set and reset in the statement, for a round trip
-# is dearer than both.
-WAITED = "set_config('oncemore.lock_timeout', current_setting('lock_timeout'), true) AS former, " + (
-    "set_config('lock_timeout', ${wait}, true) AS wait"
-)
+# The claim of one who has joined an effect's transaction, where no record is in the way: nearly always, so it does no more
+# than it must.  Whoever has the row keeps us waiting, for so many milliseconds and no longer; then the borrower's own limit
+# holds again.  Set and reset in the statement, for a round trip is dearer than both.
+# $1 scope, $2 key, $3 name, $4 fingerprint, $5 holder, $6 lease, $7 shift, $8 milliseconds
 RESTORED = ", set_config('lock_timeout', current_setting('oncemore.lock_timeout'), true)"
+CLAIM_HERE = f"""
+INSERT INTO {{records}} (scope, key, name, fingerprint, state, token, holder, attempts, created_at, lease_until)
+SELECT $1::text, $2::text, $3::text, $4::text, 'running', nextval('{{tokens}}'), $5::text, 1,
+    here.now, here.now + make_interval(secs => $6)
+FROM (SELECT clock_timestamp() + make_interval(secs => $7) AS now,
+    set_config('oncemore.lock_timeout', current_setting('lock_timeout'), true) AS former,
+    set_config('lock_timeout', $8, true) AS wait OFFSET 0) AS here
+ON CONFLICT (scope, key) DO NOTHING
+RETURNING token, date_part('epoch', lease_until){RESTORED}"""
 
 # Look up each item's record, expired or not; before its columns, the item and whether the latest claim took over from a
 # holder that vanished.
@@ -112,10 +118,27 @@ FROM {want}
 WHERE r.scope = want.scope AND r.key = want.key AND r.token = want.token AND r.state = 'running'
 RETURNING want.n, r.watched, date_part('epoch', r.lease_until)"""
 
-# Only in the transaction that has claimed it; anything else is an error, which keeps the COMMIT behind it from being one.
-# The row's xmin is that transaction, or part of it could have been committed before.
-STILL_HERE = "AND r.xmin = (txid_current() & 4294967295)::text::xid RETURNING"
-MOVE_HERE = f"WITH moved AS ({MOVE.replace('RETURNING', STILL_HERE)}) SELECT 1 / count(*) FROM moved"
+# The outcome of what was claimed in this very transaction; anything else is an error, which keeps the COMMIT behind it from
+# being one.  The row's xmin is that transaction, or part of it could have been committed before.
+STILL_HERE = """
+    WHERE r.scope = $1 AND r.key = $2 AND r.token = $3 AND r.state = 'running'
+        AND r.xmin = (txid_current() & 4294967295)::text::xid
+    RETURNING 1
+)
+SELECT 1 / count(*) FROM moved"""
+# $1 scope, $2 key, $3 token, $4 retention, $5 shift, $6 status, $7 outcome, $8 hash, $9 note, $10 audit
+SETTLE_HERE = f"""
+WITH moved AS (
+    UPDATE {{records}} r SET state = 'settled',
+        settled_at = statement_timestamp() + make_interval(secs => $5),
+        accessed_at = statement_timestamp() + make_interval(secs => $5),
+        expires_at = statement_timestamp() + make_interval(secs => $5) + make_interval(secs => $4),
+        status = $6, outcome = $7, response_hash = $8, note = $9, audit = $10{STILL_HERE}"""
+# $1 scope, $2 key, $3 token, $4 retention, $5 shift
+RELEASE_HERE = f"""
+WITH moved AS (
+    UPDATE {{records}} r SET state = 'released',
+        expires_at = statement_timestamp() + make_interval(secs => $5) + make_interval(secs => $4){STILL_HERE}"""
 
 # One record, expired or not, with the clock.  $1 scope, $2 key, $3 shift
 FIND_HERE = f"""
@@ -257,8 +280,10 @@ class Statements:
         self.claim_one = self._prepared(CLAIM, want=one(CLAIMED))
         self.move = self._prepared(MOVE, want=many(MOVED), outcome="($3::bytea[])[want.n + 1]")
         self.move_one = self._prepared(MOVE, want=one(MOVED), outcome="$12::bytea")
-        self.claim_here = self._prepared(CLAIM + RESTORED, want=one(CLAIMED, WAITED))
-        self.move_here = self._prepared(MOVE_HERE, want=one(MOVED), outcome="$12::bytea")
+        self.claim_here = self._prepared(CLAIM_HERE)
+        self.take_here = self._prepared(CLAIM + RESTORED, want=one(CLAIMED))
+        self.settle_here = self._prepared(SETTLE_HERE)
+        self.release_here = self._prepared(RELEASE_HERE)
         self.find_here = self._prepared(FIND_HERE)
         self.find = self._prepared(FIND)
         self.touch = self._prepared(TOUCH)

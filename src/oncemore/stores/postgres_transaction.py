@@ -10,18 +10,16 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from msgspec.structs import astuple
-
+from ..core.judge import is_over
 from ..core.lending import Again, Transaction, ended, over
 from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..core.plan import Effect, Plan
-from ..core.states import RELEASED, SETTLED, State
 from ..core.store import Holder
 from ..errors import InProgress, OncemoreError, StoreUnavailable, TransactionEnded
 from .postgres_database import AGAIN, translated
 from .postgres_flights import is_expired
 from .postgres_link import Rejected
-from .postgres_rows import Claimed, Moved, Named, encode_rows, read_record, safe
+from .postgres_rows import Named, encode_rows, read_record, safe
 from .postgres_sql import Ask, Rows, Statements, prepared
 
 if TYPE_CHECKING:
@@ -94,43 +92,46 @@ class PostgresTransaction:
 
     def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
         self._wait = wait
-        ask = self._claim(operation, lease)
         try:
-            rows = yield self._wire.begin(ask)
+            rows = yield self._wire.begin(self._claim(operation, lease))
         except Exception as error:
             retell(error)
-        return (yield from self._claimed(operation, lease, rows))
+        return first(operation, rows) if rows else (yield from self._met(operation, lease))
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
         rows = yield from self._rows(self._claim(operation, lease))
-        return (yield from self._claimed(operation, lease, rows))
+        return first(operation, rows) if rows else (yield from self._met(operation, lease))
 
     def _claim(self, operation: Operation, lease: float) -> Ask:
-        row = Claimed(
-            scope=safe(operation.scope),
-            key=safe(operation.key),
-            name=safe(operation.name),
-            fingerprint=safe(operation.fingerprint),
-            holder=self._holder.next(),
-            lease=min(lease, LONGEST_SPAN),
-        )
-        _, *columns = astuple(row)
         milliseconds = max(1, int(1000 * self._wait))  # 0 would be to wait for ever
-        return self._sql.claim_here, [*columns, self._shift, str(milliseconds)]
+        return self._sql.claim_here, [*self._named(operation, lease), str(milliseconds)]
 
-    def _claimed(self, operation: Operation, lease: float, rows: Rows) -> Plan[Lease | Record]:
-        if rows:
-            _, token, attempts, until, lapsed, *_ = rows[0]
-            return Lease(operation, token, until, attempts, lapsed)
-        record = yield from self._look(*operation.id)
-        if record is None:  # gone since, or not to be seen from this transaction
-            raise Again("the record in the way has gone")
-        if is_expired(record):  # an audited one makes way
-            rows = encode_rows([Named(n=0, scope=safe(record.scope), key=safe(record.key))]).decode()
-            yield from self._rows((self._sql.archive, [rows, self._shift]))
-            rows = yield from self._rows(self._claim(operation, lease))
-            return (yield from self._claimed(operation, lease, rows))
-        return record
+    def _named(self, operation: Operation, lease: float) -> list[Any]:
+        return [
+            safe(operation.scope),
+            safe(operation.key),
+            safe(operation.name),
+            safe(operation.fingerprint),
+            self._holder.next(),
+            min(lease, LONGEST_SPAN),
+            self._shift,
+        ]
+
+    def _met(self, operation: Operation, lease: float) -> Plan[Lease | Record]:
+        """A record is in the way: it makes way, or it is the answer."""
+        while True:
+            record = yield from self._look(*operation.id)
+            if record is None:  # gone since, or not to be seen from this transaction
+                raise Again("the record in the way has gone")
+            if is_expired(record):  # an audited one goes to the archive first
+                named = encode_rows([Named(n=0, scope=safe(record.scope), key=safe(record.key))]).decode()
+                yield from self._rows((self._sql.archive, [named, self._shift]))
+            elif not is_over(record) or record.fingerprint != operation.fingerprint:
+                return record
+            rows = yield from self._rows((self._sql.take_here, self._named(operation, lease)))
+            if rows:
+                _, token, attempts, until, lapsed, *_ = rows[0]
+                return Lease(operation, token, until, attempts, lapsed)
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
         record = yield from self._look(scope, key)
@@ -143,28 +144,20 @@ class PostgresTransaction:
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        self._move(
-            held,
-            SETTLED,
-            encode_outcome(outcome),
-            retention=min(retention, LONGEST_SPAN),
-            status=outcome.status,
-            response_hash=outcome.digest(),
-            note=safe(note),
-            audit=audit,
-        )
+        scope, key = held.operation.id
+        kept = [outcome.status, encode_outcome(outcome), outcome.digest(), safe(note), audit]
+        retention = min(retention, LONGEST_SPAN)
+        values = [safe(scope), safe(key), held.token, retention, self._shift, *kept]
+        self._writes.append((self._sql.settle_here, values))
         return
         yield
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        self._move(held, RELEASED, None, retention=min(retention, LONGEST_SPAN))
+        scope, key = held.operation.id
+        values = [safe(scope), safe(key), held.token, min(retention, LONGEST_SPAN), self._shift]
+        self._writes.append((self._sql.release_here, values))
         return
         yield
-
-    def _move(self, held: Lease, state: State, outcome: bytes | None, **changes: Any) -> None:
-        scope, key = held.operation.id
-        _, *columns = astuple(Moved(scope=safe(scope), key=safe(key), token=held.token, state=state, **changes))
-        self._writes.append((self._sql.move_here, [*columns, self._shift, outcome]))
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         """The rows of the user's own statement, whose errors are the user's."""
@@ -210,6 +203,12 @@ class PostgresTransaction:
             return (yield self._wire.rows(ask))  # type: ignore[no-any-return]
         except Exception as error:
             retell(error)
+
+
+def first(operation: Operation, rows: Rows) -> Lease:
+    """The lease on what nobody has claimed before."""
+    token, until, *_ = rows[0]
+    return Lease(operation, token, until)
 
 
 def sqlstate_of(error: BaseException | None) -> str:

@@ -17,11 +17,18 @@ from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
 from .postgres_link import Lost, Rejected, dump, failure
-from .postgres_sql import Ask, Rows, Statement
+from .postgres_sql import Ask, Rows, Statement, prepared
 
 Trip = Generator[Wait, Ready, list[Rows]]
 
-COMMIT, ROLLBACK = Statement("COMMIT"), Statement("ROLLBACK")
+# Prepared like any other, so that the server need not read them anew; but a rollback must work whatever was forgotten.
+BEGIN, COMMIT, ROLLBACK = prepared("BEGIN"), prepared("COMMIT"), Statement("ROLLBACK")
+
+# Enumerations are slow to look into, and this is done for every result.
+TUPLES_OK, FATAL_ERROR, PIPELINE_SYNC = map(
+    int, (ExecStatus.TUPLES_OK, ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_SYNC)
+)
+WAIT_R = Wait.R
 
 
 class Kit:
@@ -47,53 +54,77 @@ def kit_of(connection: Any) -> Kit:
     return kit
 
 
-def trip(connection: Any, asks: Sequence[Ask]) -> Trip:
-    """The rows of each statement; the first that fails is raised, and those behind it are not executed."""
+def trip(connection: Any, asks: Sequence[Ask], *, wanted: bool = True) -> Trip:
+    """The rows of each statement, if they are *wanted*; the first that fails is raised, and those behind it are not executed."""
     pgconn, kit = connection.pgconn, kit_of(connection)
-    prepare = connection.prepare_threshold is not None  # else its owner says that nothing is, as behind a pooler
-    try:
+    names = kit.names if connection.prepare_threshold is not None else None  # None: its owner says that nothing is, as
+    try:  # behind a pooler
         pgconn.enter_pipeline_mode()
-        names = dict(kit.names)
         for statement, values in asks:
-            parameters = [dump(value) for value in values]
-            texts, formats = [text for text, _ in parameters], [format for _, format in parameters]
-            if prepare and statement.name:
-                if statement.name not in names:
-                    names[statement.name] = kit.fresh_name(statement)
-                    pgconn.send_prepare(names[statement.name], statement.text.encode())
-                pgconn.send_query_prepared(names[statement.name], texts, formats, 1)
-            else:
+            texts, formats = dump_all(values)
+            if names is None or not statement.name:
                 pgconn.send_query_params(statement.text.encode(), texts, None, formats, 1)
+                continue
+            name = names.get(statement.name)
+            if name is None:
+                name = kit.fresh_name(statement)
+                names = {**names, statement.name: name}
+                pgconn.send_prepare(name, statement.text.encode())
+            pgconn.send_query_prepared(name, texts, formats, 1)
         pgconn.pipeline_sync()
         results = yield from answered(pgconn)
         pgconn.exit_pipeline_mode()
     except psycopg.OperationalError as error:
         raise Lost(str(error).strip()) from error
+    rows: list[Rows] = []
     for result in results:
-        if result.status == ExecStatus.FATAL_ERROR:
-            kit.names.clear()  # it may be one of these that the server does not know (any more)
+        status = result.status
+        if status == FATAL_ERROR:
+            kit.names = {}  # it may be one of these that the server does not know (any more)
             raise as_drivers(failure(pgconn, result))
-    kit.names = names
-    told = [result for result in results if result.status != ExecStatus.COMMAND_OK or result.command_status]
-    return [read(kit, result) for result in told]
+        if not wanted:
+            continue
+        if status == TUPLES_OK:
+            kit.rows.set_pgresult(result)
+            rows.append(kit.rows.load_rows(0, result.ntuples, tuple))
+        elif result.command_status:  # else it is the answer to a prepare
+            rows.append(())
+    if names is not None:
+        kit.names = names
+    return rows
+
+
+def dump_all(values: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
+    """The values as parameters, and their formats."""
+    texts: list[bytes | None] = []
+    formats: list[int] = []
+    for value in values:
+        text, format = dump(value)
+        texts.append(text)
+        formats.append(format)
+    return texts, formats
 
 
 def answered(pgconn: Any) -> Generator[Wait, Ready, list[PGresult]]:
-    """The last result of each command, up to the end of the pipeline."""
+    """The result of each command, up to the end of the pipeline."""
     results: list[PGresult] = []
     while pgconn.flush():
         if (yield Wait.RW) & Ready.R:
             pgconn.consume_input()
+    # Not before it has been waited for: to ask lets go of the interpreter, and other threads come in between.
+    yield WAIT_R
+    pgconn.consume_input()
     while True:
         while pgconn.is_busy():
-            yield Wait.R
+            yield WAIT_R
             pgconn.consume_input()
         result = pgconn.get_result()
-        if result is None:  # the end of one command
+        if result is None:
             continue
-        if result.status == ExecStatus.PIPELINE_SYNC:
+        if result.status == PIPELINE_SYNC:
             return results
         results.append(result)
+        pgconn.get_result()  # the command's end, which is known with its result
 
 
 def as_drivers(error: Exception) -> Exception:
@@ -106,20 +137,16 @@ def as_drivers(error: Exception) -> Exception:
         return error
 
 
-def read(kit: Kit, result: PGresult) -> Rows:
-    if result.status != ExecStatus.TUPLES_OK:
-        return ()
-    kit.rows.set_pgresult(result)
-    return kit.rows.load_rows(0, result.ntuples, tuple)
-
-
 def begin(connection: Any) -> Statement:
     """The BEGIN that psycopg would send, by the connection's own settings."""
+    isolation_level, read_only, deferrable = connection.isolation_level, connection.read_only, connection.deferrable
+    if isolation_level is None and read_only is None and deferrable is None:
+        return BEGIN
     parts = ["BEGIN"]
-    if connection.isolation_level is not None:
-        parts.append(f"ISOLATION LEVEL {connection.isolation_level.name.replace('_', ' ')}")
-    if connection.read_only is not None:
-        parts.append("READ ONLY" if connection.read_only else "READ WRITE")
-    if connection.deferrable is not None:
-        parts.append("DEFERRABLE" if connection.deferrable else "NOT DEFERRABLE")
+    if isolation_level is not None:
+        parts.append(f"ISOLATION LEVEL {isolation_level.name.replace('_', ' ')}")
+    if read_only is not None:
+        parts.append("READ ONLY" if read_only else "READ WRITE")
+    if deferrable is not None:
+        parts.append("DEFERRABLE" if deferrable else "NOT DEFERRABLE")
     return Statement(" ".join(parts))

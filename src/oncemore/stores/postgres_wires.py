@@ -19,6 +19,8 @@ from .postgres_trip import COMMIT, ROLLBACK, begin, trip
 
 T = TypeVar("T")
 
+IDLE = int(TransactionStatus.IDLE)
+
 
 class Loan(Protocol):
     """A connection for one transaction, on threads."""
@@ -66,10 +68,10 @@ class ThreadWire:
         raw.lent = True
         return rows
 
-    def _sent(self, *asks: Ask) -> list[Rows]:
+    def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
         raw = self.raw
         with raw.lock:
-            sent: list[Rows] = raw.wait(trip(raw, asks))
+            sent: list[Rows] = raw.wait(trip(raw, asks, wanted=wanted))
         return sent
 
     def rows(self, ask: Ask) -> Do[Rows]:
@@ -83,7 +85,7 @@ class ThreadWire:
         raw = self.raw
         check(raw)
         raw.lent = False
-        self._sent(*asks, (COMMIT, ()))
+        self._sent(*asks, (COMMIT, ()), wanted=False)
 
     def roll_back(self) -> Do[None]:
         return self.loan.do(self._roll_back)
@@ -91,7 +93,7 @@ class ThreadWire:
     def _roll_back(self) -> None:
         if self.raw is not None:
             self.raw.lent = False
-            if self.raw.info.transaction_status != TransactionStatus.IDLE:
+            if self.raw.pgconn.transaction_status != IDLE:
                 self._sent((ROLLBACK, ()))  # its own rollback() would have our prepared statements forgotten
 
     def end(self, *, healthy: bool, committed: bool) -> Do[None]:
@@ -131,10 +133,10 @@ class LoopWire:
         raw.lent = True
         return rows
 
-    async def _sent(self, *asks: Ask) -> list[Rows]:
+    async def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
         raw = self.raw
         async with raw.lock:
-            sent: list[Rows] = await raw.wait(trip(raw, asks))
+            sent: list[Rows] = await raw.wait(trip(raw, asks, wanted=wanted))
         return sent
 
     def rows(self, ask: Ask) -> Do[Rows]:
@@ -151,7 +153,7 @@ class LoopWire:
         raw = self.raw
         check(raw)
         raw.lent = False
-        await self._sent(*asks, (COMMIT, ()))
+        await self._sent(*asks, (COMMIT, ()), wanted=False)
 
     def roll_back(self) -> Do[None]:
         return Do(None, self._roll_back)
@@ -159,7 +161,7 @@ class LoopWire:
     async def _roll_back(self) -> None:
         if self.raw is not None:
             self.raw.lent = False
-            if self.raw.info.transaction_status != TransactionStatus.IDLE:
+            if self.raw.pgconn.transaction_status != IDLE:
                 await self._sent((ROLLBACK, ()))
 
     def end(self, *, healthy: bool, committed: bool) -> Do[None]:
@@ -194,5 +196,5 @@ def later(work: Coroutine[Any, Any, None]) -> None:
 
 def check(raw: Any) -> None:
     """Refuse to settle on a connection whose transaction is over."""
-    if raw.info.transaction_status == TransactionStatus.IDLE:
+    if raw.pgconn.transaction_status == IDLE:
         raise Misuse

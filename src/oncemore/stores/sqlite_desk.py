@@ -167,13 +167,13 @@ class DeskWire:
         return self.desk.session()
 
     def open(self, id: Id, wait: float) -> Plan[None]:
-        desk = self.desk
-        if desk.owner is not None and desk.owner == desk.here():
+        desk, who = self.desk, self.desk.here()
+        if desk.owner is not None and desk.owner == who:
             raise ConfigurationError(
                 "SQLite has one writer at a time: an operation with effect = 'transaction' cannot run inside another one; "
                 "do its work on op.connection"
             )
-        same, who = desk.running == id, desk.here()
+        same = desk.running == id
         limit = wait if same else max(wait, self.timeout)
         try:
             yield desk.turn(limit, self._take)
@@ -218,7 +218,5 @@ class DeskWire:
 
 def asker() -> object:
     """Who runs this: the task of an event loop, or the thread."""
-    try:
-        return asyncio.current_task() or threading.get_ident()
-    except RuntimeError:
-        return threading.get_ident()
+    loop = asyncio._get_running_loop()  # None where there is none, rather than an error
+    return (asyncio.current_task(loop) if loop is not None else None) or threading.get_ident()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..core.bell import Id
+from ..core.clock import SYSTEM
 from ..core.judge import fenced, not_deletable, not_resolvable
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
@@ -154,6 +155,16 @@ class Flight:
                 item.answer = Lease(item.operation, n, now + item.lease)
             else:
                 item.answer = self.take(item, record, n)
+
+    def claim_here(self, operation: Operation, lease: float, holder: str) -> Lease | Record:
+        """As `claim`, for one alone: one statement, where no record stands in the way."""
+        id, names = operation.id, (operation.name, operation.fingerprint, holder)
+        inserted = self.execute(self.sql.claim_here, (self.shift, *id, *names, lease))
+        if inserted.rowcount == 1 and inserted.lastrowid is not None:
+            return Lease(operation, inserted.lastrowid, SYSTEM.time() + self.shift + lease)
+        item = Claim(operation, lease, holder)
+        self.claim([item])
+        return item.answer  # type: ignore[no-any-return]
 
     def take(self, item: Claim, record: Record, token: int) -> Lease | Record:
         """The lease on a record that exists, or the record."""

@@ -171,10 +171,10 @@ async def passed(gate: asyncio.Lock, limit: float) -> bool:
     if not gate.locked():
         return await gate.acquire()  # at once: to wait for it would take a task
     try:
-        await asyncio.wait_for(gate.acquire(), limit)
+        async with asyncio.timeout(limit):  # not wait_for, which makes a task of it
+            return await gate.acquire()
     except TimeoutError:
         return False
-    return True
 
 
 def open_file(path: str) -> Lent:

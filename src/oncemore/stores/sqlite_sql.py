@@ -79,6 +79,12 @@ class Statements:
             width=7,
             joined="FROM {values}",
         )
+        # One new record, with the first token that was never given; none where its id exists, which the row count shows.
+        self.claim_here = (
+            f"INSERT INTO {records} (token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until)"
+            f" SELECT max(token, coalesce((SELECT max(token) FROM {records}), 0)) + 1, ?2, ?3, ?4, ?5, ?6, 'running', 1,"
+            f" {NOW}, {NOW} + ?7 FROM {meta} WHERE true ON CONFLICT (scope, key) DO NOTHING"
+        )
         # Outcomes of leases that still hold; the others are left out, which the row count shows.
         self.settle = Grouped(
             f"UPDATE {records} SET state = 'settled', settled_at = {NOW}, accessed_at = {NOW}, expires_at = {NOW} + {{3}},"

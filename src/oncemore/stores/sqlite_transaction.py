@@ -88,12 +88,10 @@ class SqliteTransaction:
         return (yield self._wire.call(lambda connection: self._claim(connection, operation, lease)))  # type: ignore[no-any-return]
 
     def _claim(self, connection: sqlite3.Connection, operation: Operation, lease: float) -> Lease | Record:
-        item = Claim(operation, lease, self._holder)
         try:
-            Flight(connection, self._sql, self._shift).claim([item])
+            return Flight(connection, self._sql, self._shift).claim_here(operation, lease, self._holder)
         except BAD_VALUES as error:
-            raise refusal(item, error) from error
-        return item.answer  # type: ignore[no-any-return]
+            raise refusal(Claim(operation, lease, self._holder), error) from error
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""

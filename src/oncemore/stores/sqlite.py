@@ -43,7 +43,7 @@ from .sqlite_schema import make_ready, script
 from .sqlite_sql import Statements, as_record
 
 OPTIONS = {"create": True, "prefix": "oncemore_", "synchronous": "full", "timeout": 5.0}
-OLDEST = (3, 35, 0)  # the first with RETURNING
+OLDEST = (3, 33, 0)  # the first with UPDATE FROM
 
 # A purge goes in slices, so that a claim never waits long for the commit that it shares; and rests after each for so
 # many times as long as it took, since it keeps the disk busy too.
@@ -88,7 +88,7 @@ def read_url(url: str) -> tuple[str, dict[str, Any]]:
     if options["synchronous"] not in ("full", "normal"):
         raise ConfigurationError(f"synchronous={options['synchronous']}: write full or normal")
     if sqlite3.sqlite_version_info < OLDEST:
-        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 or newer is needed")
+        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 or newer is needed")
     path = unquote(place.removeprefix("sqlite://")[1:])
     return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
 

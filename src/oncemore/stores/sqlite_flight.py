@@ -98,10 +98,7 @@ class Flight:
         """Whether the item could be answered by one statement, which is a transaction of its own: most are plain."""
         try:
             if isinstance(item, Claim):
-                operation = item.operation
-                names = (*item.id, operation.name, operation.fingerprint, item.holder)
-                for token, until in self.execute(self.sql.claim_alone, (self.shift, *names, item.lease)).fetchall():
-                    item.answer = Lease(operation, token, until)
+                item.answer = self.claim_new(item.operation, item.lease, item.holder)
                 return item.answer is not None
             return (
                 isinstance(item, Settle) and self.execute(*self.sql.settle.bind(self.shift, [item.row])).rowcount == 1
@@ -157,14 +154,21 @@ class Flight:
                 item.answer = self.take(item, record, n)
 
     def claim_here(self, operation: Operation, lease: float, holder: str) -> Lease | Record:
-        """As `claim`, for one alone: one statement, where no record stands in the way."""
-        id, names = operation.id, (operation.name, operation.fingerprint, holder)
-        inserted = self.execute(self.sql.claim_here, (self.shift, *id, *names, lease))
-        if inserted.rowcount == 1 and inserted.lastrowid is not None:
-            return Lease(operation, inserted.lastrowid, SYSTEM.time() + self.shift + lease)
+        """As `claim`, for one alone."""
+        found = self.claim_new(operation, lease, holder)
+        if found is not None:
+            return found
         item = Claim(operation, lease, holder)
         self.claim([item])
         return item.answer  # type: ignore[no-any-return]
+
+    def claim_new(self, operation: Operation, lease: float, holder: str) -> Lease | None:
+        """The lease where no record stands in the way, by one statement."""
+        names = (*operation.id, operation.name, operation.fingerprint, holder)
+        inserted = self.execute(self.sql.claim_one, (self.shift, *names, lease))
+        if inserted.rowcount != 1 or inserted.lastrowid is None:
+            return None
+        return Lease(operation, inserted.lastrowid, SYSTEM.time() + self.shift + lease)
 
     def take(self, item: Claim, record: Record, token: int) -> Lease | Record:
         """The lease on a record that exists, or the record."""

@@ -87,6 +87,44 @@ async def test_a_group_is_what_came_in_while_the_last_one_flew_up_to_the_most_in
     assert sky.groups == [[0], [1, 2, 3], [4, 5, 6], [7]]
 
 
+async def twice(lane: Lane[Any], item: int, *, turns: int = 1) -> None:
+    """A caller who asks, does something that takes a few turns of the loop, and asks again, as one who settles does."""
+    await Ask(lane, item).arun()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await Ask(lane, -item).arun()
+
+
+async def test_those_who_come_back_at_once_fly_together_again() -> None:
+    sky = Sky()
+    lane = Lane(sky.fly)
+    await asyncio.gather(*(twice(lane, item, turns=item % 3) for item in range(1, 9)))
+    assert [len(group) for group in sky.groups] == [8, 8]
+
+
+async def test_nobody_waits_for_those_who_do_not_come_back() -> None:
+    sky = Sky()
+    lane = Lane(sky.fly)
+    away = [asyncio.create_task(twice(lane, item, turns=10_000)) for item in range(1, 5)]
+    await asyncio.sleep(0)
+    first = await take_off(lane, sky, 5)
+    sky.open.set()
+    await asyncio.wait_for(asyncio.gather(*first), 5)
+    assert [item for group in sky.groups for item in group] == [1, 2, 3, 4, 5]
+    for task in away:
+        task.cancel()
+
+
+async def test_a_loop_whose_turns_are_long_keeps_nobody_waiting_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at the clock in each turn, though each turn brings someone."""
+    monkeypatch.setattr("oncemore.core.lane.LONGEST_BOARDING", -1.0)
+    sky = Sky()
+    lane = Lane(sky.fly)
+    await asyncio.gather(*(twice(lane, item, turns=item) for item in range(1, 5)))
+    assert len(sky.groups[0]) == 4
+    assert len(sky.groups) > 2
+
+
 async def test_one_items_error_is_its_own() -> None:
     sky = Sky(lambda items: [ValueError("bad") if item == 1 else item for item in items])
     good, bad = await asyncio.gather(

@@ -23,6 +23,9 @@ from .plan import Plan, arun, run
 
 Item = TypeVar("Item")
 
+# How many turns of an event loop that bring nobody, and how many seconds in all, a group waits for those who just landed.
+PATIENCE, LONGEST_BOARDING = 3, 0.005
+
 Fly = Callable[[list[Item]], Plan[Sequence[Any]]]  # one result per item, in order; an exception is that item's own
 
 
@@ -232,10 +235,13 @@ class LoopLane(Generic[Item]):
         self.task = task if self.flying else None  # an eager task may have ended already
 
     async def _fly_groups(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting, most = self.waiting, self.lane.most
+        waiting, most, landed = self.waiting, self.lane.most, 0
         try:
-            while waiting:
-                group = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+            while waiting or landed > 1:
+                if landed > max(1, len(waiting)):
+                    await self._board(loop, landed)
+                landed = min(most, len(waiting))
+                group = [waiting.popleft() for _ in range(landed)]
                 group = [entry for entry in group if not entry[1].done()]  # cancelled before it was sent
                 if group:
                     await self._fly(group)
@@ -244,6 +250,18 @@ class LoopLane(Generic[Item]):
             # Cancelled, as all tasks are when a loop is shut down; but those who tidy up still need their answers.
             if waiting and not loop.is_closed():
                 self._start(loop)
+
+    async def _board(self, loop: asyncio.AbstractEventLoop, landed: int) -> None:
+        """Give those who have just *landed* the chance to fly again: most come back at once, for a claim is settled.
+
+        A larger group costs everyone less.  But nobody is waited for who does not come: it goes on only as long as the
+        turns of the loop keep bringing someone.
+        """
+        until, patience = loop.time() + LONGEST_BOARDING, PATIENCE
+        while len(self.waiting) < landed and patience and loop.time() < until:
+            there = len(self.waiting)
+            await asyncio.sleep(0)
+            patience = PATIENCE if len(self.waiting) > there else patience - 1
 
     async def _fly(self, group: list[tuple[Item, asyncio.Future[Any]]]) -> None:
         try:

@@ -131,7 +131,8 @@ class Flights:
     def _claim(self, group: list[Item], ends: float) -> Plan[Answers]:
         try:
             if len(group) == 1:
-                rows = yield from self._ask_one(self.database.lanes, self.sql.claim_one, group[0], ends)
+                claim = self.sql.claim_one if group[0].met else self.sql.claim_new
+                rows = yield from self._ask_one(self.database.lanes, claim, group[0], ends)
             else:
                 rows = yield from self._ask(self.database.lanes, self.sql.claim, in_order(group), ends)
         except StoreError:
@@ -155,6 +156,7 @@ class Flights:
         answers, expired = Answers(), []
         for n, lapsed, *columns in rows:
             item, record = group[n], read_record(columns)
+            item.met = True
             if is_expired(record):
                 expired.append(item)
             elif record.holder == item.row.holder:  # it was won, but the answer was lost

@@ -85,9 +85,12 @@ class Found(Named, kw_only=True):
 
 
 class Item:
-    """One caller's part of a group: its *row*, *what* it is about, and since when it has been waiting."""
+    """One caller's part of a group: its *row*, *what* it is about, and since when it has been waiting.
 
-    __slots__ = ("asked", "id", "outcome", "row", "what")
+    *met*: a record was in its way before.
+    """
+
+    __slots__ = ("asked", "id", "met", "outcome", "row", "what")
 
     def __init__(self, row: Any, what: Any = None, outcome: bytes | None = None) -> None:
         self.row = row
@@ -95,6 +98,7 @@ class Item:
         self.outcome = outcome
         self.id = (row.scope, row.key)
         self.asked = SYSTEM.monotonic()
+        self.met = False
 
 
 OUTCOME, NOTE = (Record.__struct_fields__.index(name) for name in ("outcome", "note"))

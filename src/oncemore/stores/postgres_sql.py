@@ -80,6 +80,16 @@ ON CONFLICT (scope, key) DO UPDATE SET
 WHERE {FREE.format(row="r", now="EXCLUDED.created_at", want="EXCLUDED")}
 RETURNING r.holder, r.token, r.attempts, date_part('epoch', r.lease_until), r.lapsed"""
 
+# The claim of one alone, where no record is in the way: nearly always, so it does no more than it must.
+# $1 scope, $2 key, $3 name, $4 fingerprint, $5 holder, $6 lease, $7 shift
+NOW = "(statement_timestamp() + make_interval(secs => ${shift}))"
+CLAIM_NEW = f"""
+INSERT INTO {{records}} AS r (scope, key, name, fingerprint, state, token, holder, attempts, created_at, lease_until)
+VALUES ($1, $2, $3, $4, 'running', nextval('{{tokens}}'), $5, 1,
+    {NOW.format(shift=7)}, {NOW.format(shift=7)} + make_interval(secs => $6))
+ON CONFLICT (scope, key) DO NOTHING
+RETURNING r.holder, r.token, r.attempts, date_part('epoch', r.lease_until), r.lapsed"""
+
 # The claim of one who has joined an effect's transaction, where no record is in the way: nearly always, so it does no more
 # than it must.  Whoever has the row keeps us waiting, for so many milliseconds and no longer; then the borrower's own limit
 # holds again.  Set and reset in the statement, for a round trip is dearer than both.
@@ -117,6 +127,19 @@ UPDATE {records} r SET
 FROM {want}
 WHERE r.scope = want.scope AND r.key = want.key AND r.token = want.token AND r.state = 'running'
 RETURNING want.n, r.watched, date_part('epoch', r.lease_until)"""
+
+# As MOVE, for one alone: each column of the item is a parameter, and there is nothing to join.
+# $1 scope, $2 key, $3 token, $4 state, $5 lease, $6 retention, $7 status, $8 hash, $9 note, $10 audit, $11 shift, $12 outcome
+MOVE_ONE = f"""
+UPDATE {{records}} r SET
+    state = $4,
+    lease_until = COALESCE({NOW.format(shift=11)} + make_interval(secs => $5), r.lease_until),
+    expires_at = {NOW.format(shift=11)} + make_interval(secs => $6),
+    settled_at = CASE $4::text WHEN 'settled' THEN {NOW.format(shift=11)} END,
+    accessed_at = CASE $4::text WHEN 'settled' THEN {NOW.format(shift=11)} END,
+    status = $7, outcome = $12, response_hash = COALESCE($8, ''), note = COALESCE($9, r.note), audit = COALESCE($10, false)
+WHERE r.scope = $1 AND r.key = $2 AND r.token = $3 AND r.state = 'running'
+RETURNING 0, r.watched, date_part('epoch', r.lease_until)"""
 
 # The outcome of what was claimed in this very transaction; anything else is an error, which keeps the COMMIT behind it from
 # being one.  The row's xmin is that transaction, or part of it could have been committed before.
@@ -279,7 +302,8 @@ class Statements:
         self.claim = self._prepared(CLAIM, want=many(CLAIMED))
         self.claim_one = self._prepared(CLAIM, want=one(CLAIMED))
         self.move = self._prepared(MOVE, want=many(MOVED), outcome="($3::bytea[])[want.n + 1]")
-        self.move_one = self._prepared(MOVE, want=one(MOVED), outcome="$12::bytea")
+        self.claim_new = self._prepared(CLAIM_NEW)
+        self.move_one = self._prepared(MOVE_ONE)
         self.claim_here = self._prepared(CLAIM_HERE)
         self.take_here = self._prepared(CLAIM + RESTORED, want=one(CLAIMED))
         self.settle_here = self._prepared(SETTLE_HERE)

@@ -33,6 +33,8 @@ def fly(connection: sqlite3.Connection, sql: Statements, shift: float, items: li
     """The answer to each item, after one commit for all."""
     flight = Flight(connection, sql, shift)
     try:
+        if len(items) == 1 and flight.carry_alone(items[0]):
+            return [items[0].answer]
         connection.execute("BEGIN IMMEDIATE")
         flight.carry_all(items)
         connection.execute("COMMIT")
@@ -92,6 +94,20 @@ class Flight:
                 if isinstance(item, Change):
                     item.answer = self.apply(item)
 
+    def carry_alone(self, item: Item) -> bool:
+        """Whether the item could be answered by one statement, which is a transaction of its own: most are plain."""
+        try:
+            if isinstance(item, Claim):
+                item.answer = self.claim_new(item.operation, item.lease, item.holder)
+                return item.answer is not None
+            return (
+                isinstance(item, Settle) and self.execute(*self.sql.settle.bind(self.shift, [item.row])).rowcount == 1
+            )
+        except BAD_VALUES as error:
+            if not is_bad_value(error):
+                raise
+            return False
+
     def carry_one_by_one(self, items: list[Item]) -> None:
         """Answer the items though some cannot be: those get an error each, and harm no other."""
         for item in items:
@@ -138,14 +154,21 @@ class Flight:
                 item.answer = self.take(item, record, n)
 
     def claim_here(self, operation: Operation, lease: float, holder: str) -> Lease | Record:
-        """As `claim`, for one alone: one statement, where no record stands in the way."""
-        id, names = operation.id, (operation.name, operation.fingerprint, holder)
-        inserted = self.execute(self.sql.claim_here, (self.shift, *id, *names, lease))
-        if inserted.rowcount == 1 and inserted.lastrowid is not None:
-            return Lease(operation, inserted.lastrowid, SYSTEM.time() + self.shift + lease)
+        """As `claim`, for one alone."""
+        found = self.claim_new(operation, lease, holder)
+        if found is not None:
+            return found
         item = Claim(operation, lease, holder)
         self.claim([item])
         return item.answer  # type: ignore[no-any-return]
+
+    def claim_new(self, operation: Operation, lease: float, holder: str) -> Lease | None:
+        """The lease where no record stands in the way, by one statement."""
+        names = (*operation.id, operation.name, operation.fingerprint, holder)
+        inserted = self.execute(self.sql.claim_one, (self.shift, *names, lease))
+        if inserted.rowcount != 1 or inserted.lastrowid is None:
+            return None
+        return Lease(operation, inserted.lastrowid, SYSTEM.time() + self.shift + lease)
 
     def take(self, item: Claim, record: Record, token: int) -> Lease | Record:
         """The lease on a record that exists, or the record."""

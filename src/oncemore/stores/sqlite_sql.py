@@ -80,7 +80,7 @@ class Statements:
             joined="FROM {values}",
         )
         # One new record, with the first token that was never given; none where its id exists, which the row count shows.
-        self.claim_here = (
+        self.claim_one = (
             f"INSERT INTO {records} (token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until)"
             f" SELECT max(token, coalesce((SELECT max(token) FROM {records}), 0)) + 1, ?2, ?3, ?4, ?5, ?6, 'running', 1,"
             f" {NOW}, {NOW} + ?7 FROM {meta} WHERE true ON CONFLICT (scope, key) DO NOTHING"

@@ -1,7 +1,8 @@
-"""The fingerprints of requests, with the latest ones remembered: a retry is the same bytes, and need not be read again."""
+"""The fingerprints of requests; those that come again and again are remembered, for the same bytes need not be read anew."""
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from hashlib import sha256
 from typing import Any
@@ -14,6 +15,9 @@ Parts = tuple[str, str, str, str, bytes]  # method, path, query, media type, bod
 MOST_REMEMBERED = 2048
 # A request up to this size is remembered as it is, which is faster than its digest; the rest would take too much room.
 SMALL = 1024
+# A request is remembered when it comes a second time: most never do, and to keep those would cost more than it saves.
+# Until then its hash is all there is, in one of so many places.
+PLACES = 4096
 
 
 class Fingerprints:
@@ -23,6 +27,7 @@ class Fingerprints:
         self._secrets = secrets
         self._rules: dict[int, tuple[Rule, Fingerprinter]] = {}
         self._latest: OrderedDict[object, str] = OrderedDict()  # a plain dict takes long to find its oldest entry
+        self._seen = array("q", bytes(8 * PLACES))
 
     def of(self, rule: Rule, parts: Parts) -> str:
         """The fingerprint of a request under *rule*."""
@@ -30,10 +35,19 @@ class Fingerprints:
         request = (id(rule), parts) if small else digest(rule, parts)
         found = self._latest.get(request)
         if found is None:
-            found = self._latest[request] = self.fingerprinter(rule).fingerprint(*parts)
-            if len(self._latest) > MOST_REMEMBERED:
-                self._latest.popitem(last=False)
+            found = self.fingerprinter(rule).fingerprint(*parts)
+            self._note(request, found)
         return found
+
+    def _note(self, request: object, fingerprint: str) -> None:
+        """Remember the fingerprint, if the request was seen before."""
+        hashed = hash(request)
+        if self._seen[hashed % PLACES] != hashed:
+            self._seen[hashed % PLACES] = hashed
+            return
+        self._latest[request] = fingerprint
+        if len(self._latest) > MOST_REMEMBERED:
+            self._latest.popitem(last=False)
 
     def matches(self, rule: Rule, parts: Parts, stored: str) -> bool:
         """Whether a *stored* fingerprint is of the same request."""

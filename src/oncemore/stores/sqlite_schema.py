@@ -51,7 +51,6 @@ BEGIN
 END""",
         "-- For the purge, for whoever looks for running and held records (which have no expires_at), and to count.\n"
         "CREATE INDEX {p}records_expiry ON {p}records (expires_at, state)",
-        "-- For whoever looks for one kind of operation.\nCREATE INDEX {p}records_name ON {p}records (name)",
         """\
 -- Expired records of rules that keep them for the audit.
 CREATE TABLE {p}archive (

@@ -1,7 +1,7 @@
 """Requests per second behind the ASGI door, beside the bare app and the peers, in one run: `python -m bench.web`.
 
-Every figure is a ratio to the bare app's own in the same round, because machines are noisy; contenders take turns, and the
-median of the rounds counts.  `--quick` is shorter, `--plot FILE` draws the table.
+Every figure is a ratio to the bare app's own, because machines are noisy: both are up at once and are loaded in turns, a
+fraction of a second each, and the median of the pairs counts.  `--quick` has fewer, `--plot FILE` draws the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -53,15 +53,19 @@ class Row(NamedTuple):
     get: float
     rate: float
     p99: float
+    failed: int
+
+
+Pair = tuple[Round, Round]  # the bare app's, and right after it the contender's
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--quick", action="store_true", help="fewer pairs")
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out")
     parser.add_argument("--plot", type=Path, help="write the table as a plot (SVG)")
     options = parser.parse_args()
-    rounds, seconds = (1, 2.0) if options.quick else (5, 3.0)
+    pairs, seconds = (5, 0.3) if options.quick else (16, 0.4)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         contenders = list(ours(stack, folder))
@@ -69,8 +73,10 @@ def main() -> None:
         if not options.no_peers:
             python = peers_python()
             contenders += peers(stack)
-        rows = measure(contenders, python, rounds, seconds)
-    show(rows)
+        print(
+            f"{'of the bare app’s requests per second':36}{'new keys':>9}{'replays':>9}{'GET':>7}{'new/s':>8}{'p99 ms':>8}"
+        )
+        rows = measure(contenders, python, pairs, seconds)
     if options.plot:
         options.plot.write_text(plot(rows))
         print(f"written to {options.plot}")
@@ -104,25 +110,24 @@ def peers_python() -> str:
     return str(python)
 
 
-def measure(contenders: list[Contender], python: str | None, rounds: int, seconds: float) -> list[Row]:
-    """Each contender right after a bare round of its own, so that both meet the same weather."""
-    found: dict[str, list[tuple[Round, ...]]] = {contender.name: [] for contender in contenders}
-    for number in range(rounds):
-        for contender in contenders:
-            interpreter = sys.executable if contender.ours or python is None else python
-            bare = ask(Contender("bare", "bare", ours=contender.ours), interpreter, seconds)
-            got = ask(contender, interpreter, seconds)
-            found[contender.name].append((*bare, *got))
-            print(f"round {number + 1}/{rounds}  {contender.name:34} {ratios(bare, got)}", flush=True)
-    return [row(name, results) for name, results in found.items()]
+def measure(contenders: list[Contender], python: str | None, pairs: int, seconds: float) -> list[Row]:
+    """Each contender beside a bare app of its own: both are up, and are loaded in turns, briefly and often."""
+    rows = []
+    for contender in contenders:
+        interpreter = sys.executable if contender.ours or python is None else python
+        bare = Contender("bare", "bare", ours=contender.ours)
+        with server(bare, interpreter) as (bare_port, _), server(contender, interpreter) as (port, _):
+            rows.append(row(contender.name, *beside(bare_port, port, pairs, seconds)))
+        print(told(rows[-1]), flush=True)
+    return rows
 
 
-def ask(contender: Contender, interpreter: str, seconds: float) -> tuple[Round, Round, Round]:
-    with server(contender, interpreter) as (port, _):
-        load(port, look, 0.5)
-        new = load(port, fresh(secrets.token_hex(4)), seconds)
-        load(port, repeated, 0.3)
-        return new, load(port, repeated, seconds), load(port, look, seconds)
+def beside(bare: int, port: int, pairs: int, seconds: float) -> Iterator[list[Pair]]:
+    """The pairs of rounds for each kind of request: new keys, replays, and an unguarded GET."""
+    for request in (fresh(secrets.token_hex(4)), repeated, look):
+        for warming in (bare, port):
+            load(warming, request, seconds)
+        yield [(load(bare, request, seconds), load(port, request, seconds)) for _ in range(pairs)]
 
 
 @contextmanager
@@ -154,27 +159,18 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the server did not answer")
 
 
-def ratios(bare: tuple[Round, ...], got: tuple[Round, ...]) -> str:
-    words = ("new", "replay", "GET")
-    shown = (f"{word} {ours.rate / base.rate:.2f}" for word, base, ours in zip(words, bare, got, strict=True))
-    failed = sum(each.failures for each in got)
-    return "  ".join(shown) + (f"  ({failed} failures)" if failed else "")
+def row(name: str, new: list[Pair], replay: list[Pair], get: list[Pair]) -> Row:
+    def ratio(pairs: list[Pair]) -> float:
+        return statistics.median(ours.rate / bare.rate for bare, ours in pairs)
+
+    rate, p99 = (statistics.median(getattr(ours, each) for _, ours in new) for each in ("rate", "p99"))
+    failed = sum(ours.failures for _, ours in (*new, *replay, *get))
+    return Row(name, ratio(new), ratio(replay), ratio(get), rate, p99, failed)
 
 
-def row(name: str, results: list[tuple[Round, ...]]) -> Row:
-    def median(of: Callable[[tuple[Round, ...]], float]) -> float:
-        return statistics.median(of(result) for result in results)
-
-    new, replay, get = (median(lambda r, n=n: r[n + 3].rate / r[n].rate) for n in range(3))
-    return Row(name, new, replay, get, median(lambda r: r[3].rate), median(lambda r: r[3].p99))
-
-
-def show(rows: list[Row]) -> None:
-    print(
-        f"\n{'of the bare app’s requests per second':36}{'new keys':>9}{'replays':>9}{'GET':>7}{'new/s':>8}{'p99 ms':>8}"
-    )
-    for each in rows:
-        print(f"{each.name:36}{each.new:9.2f}{each.replay:9.2f}{each.get:7.2f}{each.rate:8.0f}{each.p99:8.1f}")
+def told(each: Row) -> str:
+    figures = f"{each.new:9.2f}{each.replay:9.2f}{each.get:7.2f}{each.rate:8.0f}{each.p99:8.1f}"
+    return f"{each.name:36}{figures}" + (f"  ({each.failed} failures)" if each.failed else "")
 
 
 def plot(rows: list[Row]) -> str:

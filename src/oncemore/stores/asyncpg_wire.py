@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..core.lending import Do
 from .postgres_literals import inline
 from .postgres_sql import Ask, Rows
 from .postgres_transaction import Misuse
-from .postgres_wires import later
+from .postgres_wires import Borrowed, LoanWire, later
 
 
-class AsyncpgLoan(Protocol):
+class AsyncpgLoan(Borrowed, Protocol):
     """A connection for one transaction."""
 
-    @property
-    def connection(self) -> Any: ...  # what the performer borrows
-    def session(self) -> Any: ...
     async def begin(self, ask: Ask) -> tuple[Any, Rows]: ...  # the driver's own connection, and the first rows
     async def finish(self) -> None: ...  # before the outcome is written: what the performer left open is ended
     async def commit(self) -> None: ...  # the driver's own way, where it does not let us
@@ -30,29 +26,12 @@ class AsyncpgLoan(Protocol):
     async def give(self, *, healthy: bool, committed: bool) -> None: ...
 
 
-class AsyncpgWire:
+class AsyncpgWire(LoanWire[AsyncpgLoan]):
     """A connection of asyncpg's."""
-
-    def __init__(self, loan: AsyncpgLoan) -> None:
-        self.loan = loan
-        self.raw: Any = None
-
-    @property
-    def connection(self) -> Any:
-        return self.loan.connection
-
-    def session(self) -> Any:
-        return self.loan.session()
-
-    def begin(self, ask: Ask) -> Do[Rows]:
-        return Do(None, lambda: self._begin(ask))
 
     async def _begin(self, ask: Ask) -> Rows:
         self.raw, rows = await self.loan.begin(ask)
         return rows
-
-    def rows(self, ask: Ask) -> Do[Rows]:
-        return Do(None, lambda: self._rows(ask))
 
     async def _rows(self, ask: Ask) -> Rows:
         statement, values = ask
@@ -61,9 +40,6 @@ class AsyncpgWire:
             return rows
         await self.raw.execute(inline(statement, values))  # whatever codec the user has set for JSON
         return ()
-
-    def commit(self, asks: Sequence[Ask]) -> Do[None]:
-        return Do(None, lambda: self._commit(asks))
 
     async def _commit(self, asks: Sequence[Ask]) -> None:
         await self.loan.finish()
@@ -79,11 +55,8 @@ class AsyncpgWire:
         raw._top_xact = None  # as its own commit does
         self.loan.committed()
 
-    def roll_back(self) -> Do[None]:
-        return Do(None, self.loan.roll_back)
-
-    def end(self, *, healthy: bool, committed: bool) -> Do[None]:
-        return Do(None, lambda: self._end(healthy, committed))
+    async def _roll_back(self) -> None:
+        await self.loan.roll_back()
 
     async def _end(self, healthy: bool, committed: bool) -> None:
         raw, self.raw = self.raw, None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from psycopg.pq import TransactionStatus
 
@@ -22,35 +22,46 @@ T = TypeVar("T")
 IDLE = int(TransactionStatus.IDLE)
 
 
-class Loan(Protocol):
-    """A connection for one transaction, on threads."""
+class Borrowed(Protocol):
+    """A connection for one transaction."""
 
     @property
     def connection(self) -> Any: ...  # what the performer borrows
     def session(self) -> Any: ...
+
+
+class Loan(Borrowed, Protocol):
+    """As that, on threads."""
+
     def do(self, work: Callable[[], T]) -> Do[T]: ...  # on whatever thread the connection can be used
     def take(self) -> Any: ...  # the driver's own connection
     def finish(self) -> None: ...  # before the outcome is written: what the performer left open is ended
     def give(self, *, healthy: bool, committed: bool) -> None: ...
 
 
-class LoopLoan(Protocol):
-    """A connection for one transaction, on an event loop."""
+class LoopLoan(Borrowed, Protocol):
+    """As that, on an event loop."""
 
-    @property
-    def connection(self) -> Any: ...
-    def session(self) -> Any: ...
     async def take(self) -> Any: ...
     async def finish(self) -> None: ...
     async def give(self, *, healthy: bool, committed: bool) -> None: ...
 
 
-class ThreadWire:
-    """A sync connection of psycopg's."""
+L = TypeVar("L", bound=Borrowed)
 
-    def __init__(self, loan: Loan) -> None:
+
+class LoanWire(Generic[L]):
+    """What all wires have in common: the effects, each of which a driver carries out in its own way."""
+
+    _begin: Callable[..., Any]  # plain on threads, to be awaited on event loops; so are the others
+    _rows: Callable[..., Any]
+    _commit: Callable[..., Any]
+    _roll_back: Callable[..., Any]
+    _end: Callable[..., Any]
+
+    def __init__(self, loan: L) -> None:
         self.loan = loan
-        self.raw: Any = None
+        self.raw: Any = None  # the driver's own connection, while there is one
 
     @property
     def connection(self) -> Any:
@@ -59,8 +70,30 @@ class ThreadWire:
     def session(self) -> Any:
         return self.loan.session()
 
+    def _do(self, work: Callable[[], Any]) -> Do[Any]:
+        return Do(None, work)
+
     def begin(self, ask: Ask) -> Do[Rows]:
-        return self.loan.do(lambda: self._begin(ask))
+        return self._do(lambda: self._begin(ask))
+
+    def rows(self, ask: Ask) -> Do[Rows]:
+        return self._do(lambda: self._rows(ask))
+
+    def commit(self, asks: Sequence[Ask]) -> Do[None]:
+        return self._do(lambda: self._commit(asks))
+
+    def roll_back(self) -> Do[None]:
+        return self._do(self._roll_back)
+
+    def end(self, *, healthy: bool, committed: bool) -> Do[None]:
+        return self._do(lambda: self._end(healthy, committed))
+
+
+class ThreadWire(LoanWire[Loan]):
+    """A sync connection of psycopg's."""
+
+    def _do(self, work: Callable[[], Any]) -> Do[Any]:
+        return self.loan.do(work)
 
     def _begin(self, ask: Ask) -> Rows:
         raw = self.raw = self.loan.take()
@@ -74,11 +107,8 @@ class ThreadWire:
             sent: list[Rows] = raw.wait(trip(raw, asks, wanted=wanted))
         return sent
 
-    def rows(self, ask: Ask) -> Do[Rows]:
-        return self.loan.do(lambda: self._sent(ask)[0])
-
-    def commit(self, asks: Sequence[Ask]) -> Do[None]:
-        return self.loan.do(lambda: self._commit(asks))
+    def _rows(self, ask: Ask) -> Rows:
+        return self._sent(ask)[0]
 
     def _commit(self, asks: Sequence[Ask]) -> None:
         self.loan.finish()
@@ -87,17 +117,11 @@ class ThreadWire:
         raw.lent = False
         self._sent(*asks, (COMMIT, ()), wanted=False)
 
-    def roll_back(self) -> Do[None]:
-        return self.loan.do(self._roll_back)
-
     def _roll_back(self) -> None:
         if self.raw is not None:
             self.raw.lent = False
             if self.raw.pgconn.transaction_status != IDLE:
                 self._sent((ROLLBACK, ()))  # its own rollback() would have our prepared statements forgotten
-
-    def end(self, *, healthy: bool, committed: bool) -> Do[None]:
-        return self.loan.do(lambda: self._end(healthy, committed))
 
     def _end(self, healthy: bool, committed: bool) -> None:
         if self.raw is not None and not healthy:
@@ -110,22 +134,8 @@ class ThreadWire:
             self._end(False, False)
 
 
-class LoopWire:
+class LoopWire(LoanWire[LoopLoan]):
     """An async connection of psycopg's."""
-
-    def __init__(self, loan: LoopLoan) -> None:
-        self.loan = loan
-        self.raw: Any = None
-
-    @property
-    def connection(self) -> Any:
-        return self.loan.connection
-
-    def session(self) -> Any:
-        return self.loan.session()
-
-    def begin(self, ask: Ask) -> Do[Rows]:
-        return Do(None, lambda: self._begin(ask))
 
     async def _begin(self, ask: Ask) -> Rows:
         raw = self.raw = await self.loan.take()
@@ -139,14 +149,8 @@ class LoopWire:
             sent: list[Rows] = await raw.wait(trip(raw, asks, wanted=wanted))
         return sent
 
-    def rows(self, ask: Ask) -> Do[Rows]:
-        return Do(None, lambda: self._rows(ask))
-
     async def _rows(self, ask: Ask) -> Rows:
         return (await self._sent(ask))[0]
-
-    def commit(self, asks: Sequence[Ask]) -> Do[None]:
-        return Do(None, lambda: self._commit(asks))
 
     async def _commit(self, asks: Sequence[Ask]) -> None:
         await self.loan.finish()
@@ -155,17 +159,11 @@ class LoopWire:
         raw.lent = False
         await self._sent(*asks, (COMMIT, ()), wanted=False)
 
-    def roll_back(self) -> Do[None]:
-        return Do(None, self._roll_back)
-
     async def _roll_back(self) -> None:
         if self.raw is not None:
             self.raw.lent = False
             if self.raw.pgconn.transaction_status != IDLE:
                 await self._sent((ROLLBACK, ()))
-
-    def end(self, *, healthy: bool, committed: bool) -> Do[None]:
-        return Do(None, lambda: self._end(healthy, committed))
 
     async def _end(self, healthy: bool, committed: bool) -> None:
         raw, self.raw = self.raw, None

@@ -3,7 +3,8 @@
     python -m bench.scale [URL] [--records 1000000] [--expired 100000]
 
 The URL is of any durable store (`sqlite:////tmp/big.db`, `postgresql://...`), best an empty one: it is filled, and stays
-so.  Without one, SQLite in a temporary folder and a PostgreSQL of its own are measured.  Filling takes most of the time.
+so.  Without one, SQLite in a temporary folder, and a PostgreSQL and a Valkey of its own are measured.  Filling takes most
+of the time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from oncemore.core.model import Lease, Operation, Outcome
 from oncemore.core.plan import arun, run
 from oncemore.core.store import Store
 from oncemore.stores import connect
-from oncemore.testing.servers import PostgresServer
+from oncemore.testing.servers import PostgresServer, ValkeyServer
 
 FEW = 1000
 SAMPLES = 1500
@@ -124,8 +125,12 @@ def places(url: str | None) -> Iterator[list[str]]:
     if url is not None:
         yield [url]
         return
-    with tempfile.TemporaryDirectory() as folder, PostgresServer(shared_buffers="1GB") as own:
-        yield [f"sqlite:///{folder}/scale.db", own.url]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PostgresServer(shared_buffers="1GB") as postgres,
+        ValkeyServer(fsync=False) as valkey,
+    ):
+        yield [f"sqlite:///{folder}/scale.db", postgres.url, valkey.url]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from oncemore.core.urls import connect
 from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
 
+from .. import nursery
 from .clients import CLIENTS, Httpx
 from .killed import BODY, LEASE
 from .server import Server, Visit, answer, effect, hang, performed, reset, then
@@ -56,8 +56,8 @@ def kill(visit: Visit) -> None:
 
 def run_killed(library: str, point: str, url: str, place: str) -> None:
     command = [sys.executable, "-m", "tests.client.killed", library, point, url, place]
-    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    ended = nursery.run(command)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
     time.sleep(LEASE + 0.2)
 
 
@@ -191,7 +191,7 @@ def test_what_a_living_process_is_working_on_is_left_to_it(ledger: str) -> None:
 
     with Server(then(look, performed())) as server:
         command = [sys.executable, "-m", "tests.client.killed", "httpx", "never", server.url, ledger]
-        subprocess.run(command, timeout=60, check=True)
+        nursery.run(command).check_returncode()
     assert looked == [([], [])]
     assert len(server.visits) == 1
 

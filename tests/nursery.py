@@ -39,7 +39,6 @@ LONGEST = 1 << 17  # bytes: a command line and an environment
 
 # What children import.  None of these starts a thread, a loop or a connection when it is imported.
 HEAVY = (
-    "coverage",
     "aiohttp",
     "aiosqlite",
     "asyncpg",
@@ -74,6 +73,8 @@ HEAVY = (
     "tests.client.clients",
     "tests.effects.shops",
 )
+# Nor are the nursery and its children measured: it takes five times as long as all else that a child does, most of them
+# are killed before they could tell, and what the core does in them it does in the tests' own process as well.
 MEASURED = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")  # how coverage finds its way into a new process
 
 
@@ -264,15 +265,35 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def ran(command: list[str], cwd: str, env: dict[str, str]) -> int:
+    """The exit code of the program, which is run as the interpreter would run it."""
+    try:
+        become(command, cwd, env)
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def end(code: int) -> None:
+    """End as the interpreter does, but for taking apart all that was ever imported, which takes longer than most tests."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 def become(command: list[str], cwd: str, env: dict[str, str]) -> None:
-    """Run the program as the interpreter would; how it ends is how this process ends."""
     os.chdir(cwd)
     os.environ.clear()
-    os.environ.update(env)
-    if any(name in env for name in MEASURED):
-        import coverage
-
-        coverage.process_startup()
+    os.environ.update({name: value for name, value in env.items() if name not in MEASURED})
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -292,7 +313,7 @@ def main() -> None:
         request = serve(line)
         line.detach() if request else None
     if request is not None:
-        become(**request)
+        end(ran(**request))
 
 
 if __name__ == "__main__":

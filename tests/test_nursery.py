@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from .nursery import CAN_FORK, MEASURED, ROOT, Child, nursery, run
+from .nurse import MEASURED, ROOT
+from .nursery import CAN_FORK, Child, nursery, run
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="children are ordinary processes here")
 
@@ -146,6 +147,7 @@ def test_an_interrupt_reaches_a_child() -> None:
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=20)
     assert errors.endswith("KeyboardInterrupt\n")
+    assert child.returncode == -signal.SIGINT
 
 
 @pytest.mark.chaos

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import sys
@@ -36,8 +35,9 @@ from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
 
 from .. import nursery
+from ..strangers import strangers
 from .clients import CLIENTS, Httpx
-from .killed import BODY, LEASE
+from .killed import BODY, BRIEF, LEASE
 from .server import Server, Visit, answer, effect, hang, performed, reset, then
 from .test_keyring import claim, entry
 
@@ -58,7 +58,7 @@ def run_killed(library: str, point: str, url: str, place: str) -> None:
     command = [sys.executable, "-m", "tests.client.killed", library, point, url, place]
     ended = nursery.run(command)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    time.sleep(LEASE + 0.2)
+    time.sleep(BRIEF + 0.1)
 
 
 def resumed(library: str, place: str) -> tuple[list[Entry], list[Any]]:
@@ -167,7 +167,7 @@ def test_of_processes_that_resume_at_once_each_operation_is_sent_by_one(ledger: 
         with lock:
             at_once -= 1
 
-    context = multiprocessing.get_context("spawn")
+    context = strangers()
     with Server(kill, default=slowly) as server, context.Manager() as manager:
         run_killed("httpx", "on the wire", server.url, ledger)
         begin = manager.Barrier(3)

@@ -125,7 +125,7 @@ def test_killed_at_any_step_it_goes_on_behind_the_last_checkpoint(orders: Orders
 @pytest.mark.parametrize("point", ["reserved", "after payout"])
 def test_the_completer_finishes_what_was_killed(orders: Orders, point: str) -> None:
     orders.killed(point)
-    time.sleep(0.8)  # its lease
+    time.sleep(0.45)  # its lease
     assert orders.told("complete") == 1
     orders.check(asked=2 if point == "after payout" else 1)
 

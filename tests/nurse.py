@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,7 @@ def become(command: list[str], cwd: str, env: dict[str, str]) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update({name: value for name, value in env.items() if name not in MEASURED})
+    time.tzset()
     sys.path[:0] = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
     if command[0] == "-m":
         sys.argv = command[1:]

@@ -41,6 +41,7 @@ def about() -> None:
         "streams": [number for number in range(256) if is_open(number)],
         "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "children": signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL,
+        "zone": time.timezone,
         "measured": sys.gettrace() is not None,
     }
     tell(json.dumps(own))

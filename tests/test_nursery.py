@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .nurse import MEASURED, ROOT
-from .nursery import CAN_FORK, Child, nursery, run
+from .nursery import CAN_FORK, Child, Raised, nursery, run
+from .strangers import MODULES, strangers
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="children are ordinary processes here")
 
@@ -54,6 +58,11 @@ def test_a_child_has_its_own_arguments_environment_and_folder(tmp_path: Path) ->
     told = about("a", "b c", cwd=tmp_path, env={"ONLY": "this", "PATH": ""})
     assert (told["argv"], told["cwd"]) == (["about", "a", "b c"], str(tmp_path))
     assert told["environment"] == {"ONLY": "this", "PATH": ""}
+
+
+def test_a_child_lives_in_the_time_zone_of_its_environment() -> None:
+    """A new interpreter would; a fork does if it is told."""
+    assert about(env={"TZ": "XYZ-3"})["zone"] == -3 * 3600
 
 
 def test_a_child_inherits_the_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,3 +187,57 @@ def test_no_child_outlives_its_worker_or_its_nursery(victim: str) -> None:
             until(lambda: not lives(child) and not lives(theirs))
         finally:
             os.killpg(worker.pid, signal.SIGKILL)  # the fork
+
+
+# What is built on it
+
+
+class Files(Raised):
+    """A server of its folder's files."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        return [
+            "env",
+            "-u",
+            "NONE",
+            "WORD=x",
+            sys.executable,
+            "-m",
+            "http.server",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+        ]
+
+    def is_ready(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            return True
+        return False
+
+
+@pytest.mark.chaos
+def test_a_raised_server_can_be_crashed_and_started_again_and_leaves_nothing() -> None:
+    with Files() as server:
+        first, url, folder = server.pid, server.url, server.folder
+        server.crash()
+        assert not lives(first)
+        server.start()
+        assert (server.url, server.pid == first) == (url, False)
+        with urllib.request.urlopen(f"{url}/log", timeout=10) as response:
+            assert response.status == 200
+        last = server.pid
+    assert not lives(last)
+    assert not folder.exists()
+
+
+def test_strangers_have_their_modules_and_nothing_else_of_ours() -> None:
+    loaded = f"{MODULES!r} == [name for name in {MODULES!r} if name in __import__('sys').modules]"
+    with strangers().Pool(1) as pool:
+        assert pool.apply(os.getppid) != os.getpid()
+        assert pool.apply(sys.gettrace) is None
+        assert pool.apply(eval, (loaded,))
+        assert not pool.apply(eval, (f"{__name__!r} in __import__('sys').modules",))

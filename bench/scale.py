@@ -109,7 +109,7 @@ def measure(url: str, records: int, expired: int) -> None:
         print(f"{name:<22}{before:>12.0f}{after:>12.0f}{after / before:>8.2f}", flush=True)
     asyncio.run(fill(large, 0, expired, retention=0.001, prefix="old"))
     quiet = p99(large, 5.0)
-    command = [sys.executable, __file__, with_prefix(url, "many_"), "--purge"]
+    command = [sys.executable, "-m", "bench.scale", with_prefix(url, "many_"), "--purge"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
         job.stdout.readline()

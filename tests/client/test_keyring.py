@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import sqlite3
 import time
@@ -25,6 +24,7 @@ from oncemore.client.retry import Retry
 from oncemore.core.plan import arun, run
 from oncemore.errors import ConfigurationError
 
+from ..strangers import strangers
 from .clients import Httpx
 from .server import Server
 
@@ -214,7 +214,7 @@ def work(path: str, name: int, count: int) -> int:
 def test_many_processes_and_threads_share_one_file(tmp_path: Path) -> None:
     """CASES 54."""
     path = str(tmp_path / "keys.db")
-    context = multiprocessing.get_context("spawn")
+    context = strangers()
     with context.Pool(8) as pool:
         assert pool.starmap(work, [(path, name, 40) for name in range(8)]) == [40] * 8
     ring = SqliteKeyring(path)
@@ -244,7 +244,7 @@ def test_a_forked_child_uses_the_keyring_of_its_parent_as_its_own(tmp_path: Path
 def test_of_two_who_adopt_at_once_each_entry_goes_to_one(tmp_path: Path) -> None:
     """CASES 52."""
     path = str(tmp_path / "keys.db")
-    context = multiprocessing.get_context("spawn")
+    context = strangers()
     orphan = context.Process(target=leave_orphans, args=(path, 20))
     orphan.start()
     orphan.join()
@@ -270,7 +270,7 @@ def test_a_process_is_alive_while_it_lives(tmp_path: Path) -> None:
     path = str(tmp_path / "owners")
     assert is_alive(path, this_process(path))
     assert not is_alive(path, this_process(path) + 1)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with strangers().Pool(1) as pool:
         other = pool.apply(this_process, (path,))
         assert is_alive(path, other)
     assert not is_alive(path, other)

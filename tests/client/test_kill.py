@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from oncemore.client.retry import Retry
 
+from .. import nursery
 from .clients import CLIENTS
 from .killed import BODY, CREDENTIALS
 from .server import Act, Server, Visit, answer, effect, performed, response, then
@@ -43,8 +43,8 @@ ON_THE_WIRE: dict[str, Act] = {
 
 def run_killed(library: str, point: str, url: str, path: Path) -> None:
     command = [sys.executable, "-m", "tests.client.killed", library, point, url, str(path)]
-    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    ended = nursery.run(command)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
 def resumed(library: str, path: Path) -> tuple[list[Any], list[Any]]:
@@ -117,7 +117,7 @@ def test_what_a_living_process_is_working_on_is_left_to_it(tmp_path: Path) -> No
     looked = []
     with Server(then(lambda visit: looked.append(resumed("httpx", path)), performed())) as server:
         command = [sys.executable, "-m", "tests.client.killed", "httpx", "never", server.url, str(path)]
-        subprocess.run(command, timeout=60, check=True)
+        nursery.run(command).check_returncode()
     assert looked == [([], [])]
     assert len(server.visits) == 1
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -36,8 +34,10 @@ from oncemore.core.urls import connect
 from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
 
+from .. import nursery
+from ..strangers import strangers
 from .clients import CLIENTS, Httpx
-from .killed import BODY, CREDENTIALS, LEASE
+from .killed import BODY, BRIEF, CREDENTIALS, LEASE
 from .server import Server, Visit, answer, effect, hang, performed, reset, then
 from .test_keyring import claim, entry
 
@@ -56,9 +56,9 @@ def kill(visit: Visit) -> None:
 
 def run_killed(library: str, point: str, url: str, place: str) -> None:
     command = [sys.executable, "-m", "tests.client.killed", library, point, url, place]
-    ended = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    time.sleep(LEASE + 0.2)
+    ended = nursery.run(command)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    time.sleep(BRIEF + 0.1)
 
 
 def resumed(library: str, place: str) -> tuple[list[Entry], list[Any]]:
@@ -169,7 +169,7 @@ def test_of_processes_that_resume_at_once_each_operation_is_sent_by_one(ledger: 
         with lock:
             at_once -= 1
 
-    context = multiprocessing.get_context("spawn")
+    context = strangers()
     with Server(kill, default=slowly) as server, context.Manager() as manager:
         run_killed("httpx", "on the wire", server.url, ledger)
         begin = manager.Barrier(3)
@@ -193,7 +193,7 @@ def test_what_a_living_process_is_working_on_is_left_to_it(ledger: str) -> None:
 
     with Server(then(look, performed())) as server:
         command = [sys.executable, "-m", "tests.client.killed", "httpx", "never", server.url, ledger]
-        subprocess.run(command, timeout=60, check=True)
+        nursery.run(command).check_returncode()
     assert looked == [([], [])]
     assert len(server.visits) == 1
 

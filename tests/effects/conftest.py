@@ -48,6 +48,14 @@ async def shop(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         yield each
 
 
+# One of each way to reach a database: a test of what a policy says, rather than of what a driver does, needs no more.
+KINDS = ("sqlite3", "aiosqlite", "alchemy-pysqlite", "django-sqlite")
+KINDS_ON_POSTGRES = ("psycopg-async", "asyncpg", "alchemy-psycopg2", "alchemy-asyncpg", "django-postgres-async")
+on_each_kind = pytest.mark.parametrize(
+    "shop", [*KINDS, *(pytest.param(name, marks=pytest.mark.server) for name in KINDS_ON_POSTGRES)], indirect=True
+)
+
+
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.server) for name in ON_POSTGRES])
 async def postgres_shop(request: pytest.FixtureRequest, shops_url: str) -> AsyncIterator[Shop]:
     """A shop on each driver for PostgreSQL."""

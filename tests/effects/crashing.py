@@ -17,7 +17,7 @@ from oncemore.testing.crashes import Crashing
 from .shops import ON_POSTGRES, ON_SQLITE, POLICY, Shop
 
 REFUND = Operation("customer-1", "k1", "same", "refunds.create")
-LEASE = 1.0
+LEASE = 0.5
 LEVELS = ("transaction", "lease, resolve", "lease, hold")
 
 

@@ -1,6 +1,7 @@
 """A provider of payouts, in a process of its own: it honours keys, counts what it pays, and misbehaves to order.
 
-Run as a script, it prints its address.  `POST /payouts?mode=...` with a key in `Idempotency-Key`; `GET /payouts` tells all.
+Run as a script, it prints its address.  `POST /payouts?mode=...` with a key in `Idempotency-Key`; `GET /payouts` tells all,
+`DELETE /payouts` makes it forget.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ class Provider(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.respond(200, PAYOUTS)
+
+    def do_DELETE(self) -> None:
+        with LOCK:
+            PAYOUTS.clear()
+        self.respond(200, {})
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", "0")))

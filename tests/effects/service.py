@@ -1,8 +1,9 @@
-"""A refund service over HTTP that dies at the point it is told."""
+"""A refund service over HTTP that dies where it is told: `python -m tests.effects.service LEVEL DRIVER URL PORT POINT`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any, cast
 
 import uvicorn
@@ -68,3 +69,7 @@ def made(level: str, driver: str, url: str, point: str) -> Any:
 
 def main(level: str, driver: str, url: str, port: str, point: str) -> None:
     uvicorn.run(made(level, driver, url, point), port=int(port), lifespan="off", log_level="warning")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -26,7 +26,7 @@ SIGNAL, POINT = REST[:2] if REST else ("", "")
 MODE = os.environ.get("PROVIDER_MODE", "")
 MARK = "?" if DATABASE.startswith("sqlite") else "%s"
 INSERT = f"INSERT INTO refunds VALUES ({MARK}, 'x')"
-POLICY = Policy(effect="steps", lease=0.6, wait=20, errors=(LookupError,))
+POLICY = Policy(effect="steps", lease=0.4, wait=20, errors=(LookupError,))
 RETRY = StepRetry(4, Backoff(base=0.05, cap=0.05))
 
 

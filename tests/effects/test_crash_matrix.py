@@ -26,6 +26,7 @@ from oncemore.errors import StoreError, UnknownOutcome
 from oncemore.testing.crashes import POINTS
 from oncemore.testing.proxy import FaultProxy
 
+from .. import nursery
 from .conftest import emptied
 from .crashing import LEASE, LEVELS, REFUND, opened, perform, policy
 from .shops import ON_POSTGRES, ON_SQLITE, Shop
@@ -55,11 +56,9 @@ def url(driver: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 async def killed(level: str, driver: str, url: str, point: str) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.effects.crashing", level, driver, url, point, stderr=asyncio.subprocess.PIPE
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors.decode()
+    command = [sys.executable, "-m", "tests.effects.crashing", level, driver, url, point]
+    ended = await asyncio.to_thread(nursery.run, command)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
 async def retried(shop: Shop, level: str) -> str:

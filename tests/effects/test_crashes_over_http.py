@@ -12,20 +12,19 @@ import httpx
 import pytest
 
 from oncemore.testing.crashes import POINTS
-from oncemore.testing.process import Server
 
+from ..nursery import Raised
 from .conftest import emptied
 from .crashing import LEASE, opened
 from .test_crash_matrix import IN_DOUBT, note
 
 pytestmark = pytest.mark.chaos
 
-ROOT = Path(__file__).parents[2]
 EVERYWHERE = (*POINTS, "during response")
 BODY = {"payment": "p1", "amount": "10.00"}
 
 
-class Service(Server):
+class Service(Raised):
     """The refund service, in a process of its own; *point* is where it dies."""
 
     def __init__(self, level: str, driver: str, store: str, point: str) -> None:
@@ -40,8 +39,8 @@ class Service(Server):
         return f"http://127.0.0.1:{self.port}"
 
     def command(self) -> list[str]:
-        run = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.effects.service import main; main(*sys.argv[1:])"
-        return [sys.executable, "-c", run, self.level, self.driver, self.store, str(self.port), self.point]
+        module = "tests.effects.service"
+        return [sys.executable, "-m", module, self.level, self.driver, self.store, str(self.port), self.point]
 
     def is_ready(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):

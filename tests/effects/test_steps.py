@@ -17,6 +17,7 @@ import pytest
 
 from oncemore.core.values import replayed
 
+from ..nursery import Child
 from .conftest import emptied
 from .shops import Postgres, Shop, Sqlite
 
@@ -33,16 +34,25 @@ POINTS = [
 ]
 
 
-@pytest.fixture
-def provider() -> Iterator[str]:
-    """The address of a provider that has paid nothing yet."""
+@pytest.fixture(scope="module")
+def running_provider() -> Iterator[str]:
+    """The address of a provider that is there for all tests."""
     command = [sys.executable, str(HERE / "provider.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         yield process.stdout.readline().strip()
         process.stdin.close()
         process.wait(10)
+
+
+@pytest.fixture
+def provider(running_provider: str) -> str:
+    """The address of a provider that has paid nothing yet."""
+    forget = urllib.request.Request(f"{running_provider}/payouts", method="DELETE")
+    with urllib.request.urlopen(forget, timeout=5) as response:
+        assert response.status == 200
+    return running_provider
 
 
 class Orders:
@@ -53,10 +63,10 @@ class Orders:
         self.shop = shop
         self.provider = provider
 
-    def child(self, what: str, *point: str, mode: str = "") -> subprocess.Popen[str]:
+    def child(self, what: str, *point: str, mode: str = "") -> Child:
         command = [sys.executable, str(HERE / "steps_child.py"), self.kind, self.shop.url, self.provider, what, *point]
         env = {**os.environ, "PROVIDER_MODE": mode}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        return Child(command, stdout=subprocess.PIPE, env=env)
 
     def told(self, what: str = "attempt", *, mode: str = "") -> Any:
         """What a child answers that nothing happens to."""
@@ -115,7 +125,7 @@ def test_killed_at_any_step_it_goes_on_behind_the_last_checkpoint(orders: Orders
 @pytest.mark.parametrize("point", ["reserved", "after payout"])
 def test_the_completer_finishes_what_was_killed(orders: Orders, point: str) -> None:
     orders.killed(point)
-    time.sleep(0.8)  # its lease
+    time.sleep(0.45)  # its lease
     assert orders.told("complete") == 1
     orders.check(asked=2 if point == "after payout" else 1)
 

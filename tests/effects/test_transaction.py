@@ -30,7 +30,7 @@ from oncemore.errors import (
 )
 from oncemore.stores.postgres_transaction import sqlstate_of
 
-from .conftest import emptied, opened
+from .conftest import emptied, on_each_kind, opened
 from .shops import ON_POSTGRES, POLICY, Performer, Shop
 
 Performing = Generator[Any, Any, Any]
@@ -50,7 +50,11 @@ def refund(shop: Shop, id: str = "", *, seconds: float = 0.0) -> Performer:
 
 
 class Entered(threading.Event):
-    """Set when a performer is at work."""
+    """Set when a performer is at work; *left* is for the test to set, and ends that work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = threading.Event()
 
     async def seen(self) -> None:
         while not self.is_set():
@@ -61,7 +65,9 @@ def slow(shop: Shop, entered: Entered, seconds: float, error: Exception | None =
     def perform(op: Op) -> Performing:
         yield shop.insert(op, op.key)
         entered.set()
-        yield Sleep(seconds)
+        for _ in range(round(seconds / 0.02)):
+            if not entered.left.is_set():
+                yield Sleep(0.02)
         if error is not None:
             raise error
         return "slow"
@@ -151,10 +157,11 @@ async def test_one_who_waits_for_a_failing_one_takes_its_place(shop: Shop) -> No
 async def test_one_who_must_not_wait_is_told_that_it_runs(shop: Shop) -> None:
     """CASES 17."""
     entered = Entered()
-    first = asyncio.create_task(shop.run(asked(), slow(shop, entered, 0.5)))
+    first = asyncio.create_task(shop.run(asked(), slow(shop, entered, 4)))
     await entered.seen()
     with pytest.raises(InProgress):
         await shop.run(asked(), refund(shop), policy=policy(in_flight="conflict"))
+    entered.left.set()
     assert (await first).how == "stored"
     assert shop.refunds() == ["k"]
 
@@ -162,10 +169,11 @@ async def test_one_who_must_not_wait_is_told_that_it_runs(shop: Shop) -> None:
 async def test_waiting_ends_with_the_callers_patience(shop: Shop) -> None:
     """CASES 18."""
     entered = Entered()
-    first = asyncio.create_task(shop.run(asked(), slow(shop, entered, 0.6)))
+    first = asyncio.create_task(shop.run(asked(), slow(shop, entered, 4)))
     await entered.seen()
     with pytest.raises(InProgress):
         await shop.run(asked(), refund(shop), wait=0.1)
+    entered.left.set()
     assert (await first).how == "stored"
 
 
@@ -237,6 +245,7 @@ async def test_what_was_committed_behind_the_guards_back_is_in_doubt(shop: Shop)
     assert (await shop.run(asked(), refund(shop))).how == "stored"
 
 
+@on_each_kind
 @pytest.mark.parametrize(("verdict", "expected"), [("settled", []), ("released", ["k"])])
 async def test_a_resolver_decides_about_a_lease_that_lapsed(shop: Shop, verdict: str, expected: list[str]) -> None:
     """CASES 25."""
@@ -272,6 +281,7 @@ async def test_one_that_runs_under_a_lease_is_waited_for(shop: Shop) -> None:
     assert shop.refunds() == []
 
 
+@on_each_kind
 async def test_a_lease_that_lapsed_is_taken_over_where_the_rule_says_retry(shop: Shop) -> None:
     await arun(shop.guard.store.claim(asked(), lease=0.01))
     shop.guard.store.shift = 60.0
@@ -299,6 +309,7 @@ async def test_the_loser_takes_the_winners_place_where_that_fails(shop: Shop) ->
     assert shop.refunds() == ["k2"]
 
 
+@on_each_kind
 async def test_another_principals_order_is_refused_and_not_shown(shop: Shop) -> None:
     await shop.run(asked("k1", unique="order-1"), refund(shop))
     stranger = Operation("customer-2", "k2", "same", "refunds.create", unique="order-1")
@@ -309,6 +320,7 @@ async def test_another_principals_order_is_refused_and_not_shown(shop: Shop) -> 
     assert shop.refunds() == ["k1"]
 
 
+@on_each_kind
 async def test_an_outcome_that_is_no_success_leaves_the_order_free(shop: Shop) -> None:
     settings = policy(errors=(LookupError,), keep="final")
     first = await shop.run(asked("k1", unique="order-1"), failing(shop, LookupError()), policy=settings)
@@ -316,6 +328,7 @@ async def test_an_outcome_that_is_no_success_leaves_the_order_free(shop: Shop) -
     assert (await shop.run(asked("k2", unique="order-1"), refund(shop))).how == "stored"
 
 
+@on_each_kind
 @pytest.mark.parametrize("state", ["running", "held"])
 async def test_an_order_that_a_lease_has_is_not_taken(shop: Shop, state: str) -> None:
     lease = await arun(shop.guard.store.claim(Operation("unique|refunds.create", "order-1"), lease=30))
@@ -326,6 +339,7 @@ async def test_an_order_that_a_lease_has_is_not_taken(shop: Shop, state: str) ->
     assert shop.refunds() == []
 
 
+@on_each_kind
 async def test_the_same_request_under_another_key_is_suspected(shop: Shop) -> None:
     settings = policy(suspect="reject")
     await shop.run(asked("k1"), refund(shop), policy=settings)
@@ -334,6 +348,7 @@ async def test_the_same_request_under_another_key_is_suspected(shop: Shop) -> No
     assert shop.refunds() == ["k1"]
 
 
+@on_each_kind
 async def test_the_same_request_under_another_key_can_be_answered_like_the_first(shop: Shop) -> None:
     settings = policy(suspect="replay")
     first = await shop.run(asked("k1"), refund(shop), policy=settings)
@@ -342,6 +357,7 @@ async def test_the_same_request_under_another_key_can_be_answered_like_the_first
     assert shop.refunds() == ["k1"]
 
 
+@on_each_kind
 async def test_a_key_that_is_too_old_is_refused(shop: Shop) -> None:
     """CASES 29."""
     with pytest.raises(KeyExpired):
@@ -349,6 +365,7 @@ async def test_a_key_that_is_too_old_is_refused(shop: Shop) -> None:
     assert shop.refunds() == []
 
 
+@on_each_kind
 async def test_an_audited_record_makes_way_for_a_new_one_when_it_has_expired(shop: Shop) -> None:
     """CASES 29."""
     settings = policy(expired="keep", ttl="1h")
@@ -359,6 +376,7 @@ async def test_an_audited_record_makes_way_for_a_new_one_when_it_has_expired(sho
     assert (await shop.guard.astats()).archived == 1
 
 
+@on_each_kind
 async def test_retention_can_count_from_the_last_access(shop: Shop) -> None:
     settings = policy(ttl_from="access", ttl="1h")
     await shop.run(asked(), refund(shop), policy=settings)
@@ -368,6 +386,7 @@ async def test_retention_can_count_from_the_last_access(shop: Shop) -> None:
     assert (await shop.run(asked(), refund(shop), policy=settings)).how == "replayed"
 
 
+@on_each_kind
 async def test_outcomes_are_sealed_in_transactions_too(shop: Shop) -> None:
     store = shop.guard.store
     sealed = Guard(store, policy=POLICY, seal=Seal([secrets.token_bytes(32)]))
@@ -444,6 +463,7 @@ async def test_what_the_database_refuses_is_run_again(shop: Shop) -> None:
     assert shop.refunds() == ["run-2"]
 
 
+@on_each_kind
 async def test_it_is_not_run_again_for_ever(shop: Shop) -> None:
     runs: list[int] = []
 
@@ -458,6 +478,7 @@ async def test_it_is_not_run_again_for_ever(shop: Shop) -> None:
     assert shop.refunds() == []
 
 
+@on_each_kind
 async def test_events_tell_what_happens(shop: Shop) -> None:
     told: list[str] = []
     guard = Guard(shop.guard.store, policy=POLICY, observers=[lambda event: told.append(event.kind)])

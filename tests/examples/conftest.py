@@ -13,16 +13,31 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from examples.payments.processes import World
+from examples.payments.processes import Provider, Service, World
 from oncemore.client.pause import no_sleeping
 
+from ..nursery import Raised
 from .gateway import Road, road_to
 
 STORES = ["sqlite", pytest.param("postgres", marks=pytest.mark.server)]
 
 
+class RaisedProvider(Raised, Provider):
+    """One that the nursery runs, as the tests of a killed service start it again and again."""
+
+
+class RaisedService(Raised, Service):
+    """One that the nursery runs."""
+
+
 class Shop(World):
     """The two processes, and a look into the service's database and log that does not ask the service."""
+
+    def __init__(self, **settings: str) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.provider = RaisedProvider(self.provider.webhooks)
+        known = {**self.service.settings, "PAYMENTS_PROVIDER": self.provider.url}
+        self.service = RaisedService(self.service.port, **known)
 
     def rows(self, text: str, *values: Any) -> list[tuple[Any, ...]]:
         url = self.service.settings["PAYMENTS_DATABASE"]

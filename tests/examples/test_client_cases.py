@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from oncemore.client.entry import Resumed
 from oncemore.client.story import Story
 from tests.client.clients import Answer
 
+from ..nursery import Child
 from .callers import (
     BOTH,
     Caller,
@@ -58,7 +58,7 @@ def test_a_caller_killed_in_mid_refund_is_continued_by_the_next_under_the_same_k
     asked = len(shop.calls())
     shop.provider.order({"latency_after": 0.7})
     command = [sys.executable, "-m", "tests.examples.killed_caller", library, road.url, keyring, charge]
-    with subprocess.Popen(command) as process:
+    with Child(command) as process:
         until(lambda: len(shop.calls()) > asked)
         process.kill()
         assert process.wait(20) == -signal.SIGKILL

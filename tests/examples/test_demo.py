@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from ..nursery import unmeasured
+
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.py"
 README_TABLE = re.compile(r"^```text\n(story .*?)^```", re.MULTILINE | re.DOTALL)
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.chaos
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("ONCE", "PAYMENTS_GUARD", "NO_COLOR")}
+    kept = {name: value for name, value in unmeasured().items() if name not in ("ONCE", "PAYMENTS_GUARD", "NO_COLOR")}
     return {**kept, **more}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -15,8 +14,6 @@ from oncemore.stores.redis import RedisStore, connect
 DONE = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_123"}')
 HOUR = 3600.0
 OPERATION = Operation("scope", "key", "c1:aa", "refunds.create")
-
-processes = multiprocessing.get_context("spawn")  # nothing is inherited, as between unrelated services
 
 
 def claimed(store: RedisStore, key: str = "key", lease: float = HOUR) -> Lease:

@@ -20,18 +20,20 @@ from oncemore.core.plan import run
 from oncemore.errors import OncemoreError
 from oncemore.stores.sqlite import connect
 
+from .. import nursery
+
 DONE = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_123"}')
 HOUR = 3600.0
 
 # ── In the test's process
 
 
-class Child(subprocess.Popen[str]):
+class Child(nursery.Child):
     """A process that does one of the functions below."""
 
     def __init__(self, function: Callable[..., None], *args: object) -> None:
-        command = [sys.executable, __file__, function.__name__, *map(str, args)]
-        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", __name__, function.__name__, *map(str, args)]
+        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def says(self) -> str:
         """Its next line; nothing once it is over."""

@@ -25,6 +25,8 @@ from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.servers import PostgresServer
 from oncemore.testing.store_contract import DONE, LEASE, RETENTION
 
+from .. import nursery
+
 CHILD = Path(__file__).with_name("postgres_child.py")
 SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
 
@@ -45,9 +47,8 @@ class Child:
     """Another process, at one of the tasks in postgres_child.py."""
 
     def __init__(self, url: str, task: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(CHILD), url, task], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, str(CHILD), url, task]
+        self.process = nursery.Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def hear(self) -> str:
         assert self.process.stdout is not None

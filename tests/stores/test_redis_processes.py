@@ -20,8 +20,9 @@ from oncemore.stores import redis_rung
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.testing.proxy import FaultProxy
 
+from ..strangers import strangers
 from . import redis_child
-from .redis_child import DONE, HOUR, OPERATION, blocked, claimed, processes, settled
+from .redis_child import DONE, HOUR, OPERATION, blocked, claimed, settled
 
 pytestmark = pytest.mark.server
 
@@ -91,6 +92,7 @@ def test_a_waiter_hears_of_what_another_process_does(store: RedisStore, other: R
 
 def test_a_waiter_is_answered_by_another_process(url: str) -> None:
     """CASES 17: the poll is far too long to be what wakes it."""
+    processes = strangers()
     mine, theirs = processes.Pipe()
     process = processes.Process(target=redis_child.settle_when_told, args=(url, theirs))
     process.start()
@@ -128,6 +130,7 @@ def test_a_store_that_is_closed_hears_no_more_and_can_be_used_again(store: Redis
 
 def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
     """CASES 52."""
+    processes = strangers()
     with processes.Manager() as manager, processes.Pool(16) as pool:
         start = manager.Barrier(16)
         found = pool.starmap(redis_child.claim, [(start, url)] * 16, chunksize=1)
@@ -139,6 +142,7 @@ def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
 @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
 def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, verb: str) -> None:
     """CASES 24."""
+    processes = strangers()
     mine, theirs = processes.Pipe()
     process = processes.Process(target=redis_child.hold_then_write, args=(url, verb, theirs))
     process.start()

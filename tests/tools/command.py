@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from .. import nursery
 
 
 class Ran(NamedTuple):
@@ -24,11 +25,9 @@ class Ran(NamedTuple):
 
 def oncemore(*words: object, said: str = "", folder: Path | None = None, **environment: str) -> Ran:
     """`oncemore` with these words; *said* is typed at it.  No traceback ever comes out."""
-    ran = subprocess.run(
+    ran = nursery.run(
         [sys.executable, "-m", "oncemore.tools.cli", *map(str, words)],
-        input=said,
-        capture_output=True,
-        text=True,
+        said=said,
         cwd=folder,
         env={name: value for name, value in os.environ.items() if name != "ONCEMORE_STORE"} | environment,
     )

@@ -25,8 +25,12 @@ from werkzeug.serving import make_server as make_werkzeug
 
 from oncemore.testing.process import Server
 
+from ..nurse import MEASURED
+from ..nursery import Raised
+
 ROOT = Path(__file__).parents[2]
 App = Callable[..., Any]
+UNMEASURED = [part for name in MEASURED for part in ("-u", name)]  # a server is killed in the end, and could not tell
 
 
 class Threading(ThreadingMixIn, WSGIServer):
@@ -101,12 +105,17 @@ class Process(Server):
         settings = [
             f"{name}={value}" for name, value in {"PYTHONPATH": f"{ROOT}:{ROOT}/src", **self.environment}.items()
         ]
-        return ["env", *settings, sys.executable, "-m", *(part.format(port=self.port) for part in self.arguments)]
+        arguments = [part.format(port=self.port) for part in self.arguments]
+        return ["env", *UNMEASURED, *settings, sys.executable, "-m", *arguments]
 
     def is_ready(self) -> bool:
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
             return True
         return False
+
+
+class RaisedProcess(Raised, Process):
+    """One whose own start is not what the tests are about."""
 
 
 def gunicorn(app: str, *arguments: str, **environment: str) -> Process:
@@ -151,7 +160,7 @@ def until(true: Callable[[], bool]) -> None:
 
 def wsgiref(factory: str, **environment: str) -> Process:
     """wsgiref in a process of its own, with a thread for each request, which serves what *factory* makes."""
-    return Process(__name__, factory, "{port}", **environment)
+    return RaisedProcess(__name__, factory, "{port}", **environment)
 
 
 if __name__ == "__main__":

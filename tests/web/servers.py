@@ -7,12 +7,12 @@ import socket
 import sys
 from pathlib import Path
 
-from oncemore.testing.process import Server
+from ..nursery import Raised
 
 SERVE = Path(__file__).with_name("serve.py")
 
 
-class AsgiServer(Server):
+class AsgiServer(Raised):
     """The contract's app in *framework*, on *server*; without a store's URL, on a SQLite file of its own."""
 
     def __init__(self, server: str, framework: str = "starlette", store: str = "") -> None:

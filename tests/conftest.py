@@ -28,13 +28,39 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("oncemore", deadline=None, print_blob=True)
 settings.load_profile("oncemore")
 
+# Those that ask servers in processes of their own, over real sockets, and those that run whole programs: they need no
+# PostgreSQL and no Valkey, but more time than a quick check has.
+LONGER = {
+    "client": ("test_hedge.py", "test_httpx.py", "test_libraries.py", "test_transports.py", "test_written_down.py"),
+    "effects": ("test_django.py", "test_doors.py"),
+    "examples": (),
+    "stores": ("test_sqlite_processes.py",),
+    "tests": ("test_pages.py",),
+    "tools": ("test_cli.py",),
+    "web": (
+        "test_asgi_contract.py",
+        "test_asgi_fuzz.py",
+        "test_asgi_principals.py",
+        "test_asgi_servers.py",
+        "test_django.py",
+        "test_django_contract.py",
+        "test_fastapi.py",
+        "test_flask.py",
+        "test_wsgi.py",
+        "test_wsgi_contract.py",
+    ),
+}
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself picks by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use a server."""
+    """Mark the tests that use a server, and those that take longer."""
     for item in items:
         if SERVERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.server)
+        files = LONGER.get(item.path.parent.name)
+        if files is not None and (not files or item.path.name in files):
+            item.add_marker(pytest.mark.longer)
 
 
 @pytest.fixture(scope="session")

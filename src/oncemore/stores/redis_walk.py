@@ -21,7 +21,7 @@ from .redis_scripts import LOOK, SWEEP, TALLY, Script
 CURSOR = re.compile(r"(\d*)\.(\d+)\.([0-9a-f,]*)")
 NOBODY = ("\0", "\0")  # the id of a record that cannot be read
 RECORD = "{" + 40 * "[0-9a-f]" + "}"  # as a pattern for SCAN
-STEP = 1000  # keys that one SCAN goes through, at most
+STEP = 50  # keys at a time: the server does them in one go, and a claim that comes meanwhile waits for all of them
 
 
 class Trail(msgspec.Struct, frozen=True):

@@ -86,7 +86,7 @@ class Engine:
         if entry.body is None:
             yield from ring.leave(entry)
             return Resumed(entry, error=OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not kept"))
-        resuming = RESUMING.set(entry)
+        RESUMING.set(entry)
         try:
             return Resumed(entry, response=(yield Call(send, entry)))
         except CredentialsMissing as error:
@@ -95,7 +95,7 @@ class Engine:
         except Exception as error:
             return Resumed(entry, error=error)
         finally:
-            RESUMING.reset(resuming)
+            RESUMING.set(None)  # not reset: a plan that is dropped may be ended in another context
 
     def name(self, method: str, headers: MutableMapping[str, str]) -> str | None:
         """The operation's key, now on the request: the caller's own, or one made now; none for safe methods."""

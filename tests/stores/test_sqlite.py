@@ -70,6 +70,7 @@ TestMachine = store_machine(lambda: connect("sqlite://")).TestCase
         "sqlite:///once.db?prefix=a-b",
         "sqlite:///once.db?prefix=",
         "sqlite:///once.db?synchronous=off",
+        "sqlite:///once.db?thread=never",
         "sqlite:///once.db?create=perhaps",
     ],
 )

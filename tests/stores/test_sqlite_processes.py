@@ -237,10 +237,11 @@ def test_a_store_that_nobody_closed_takes_its_threads_and_loops_with_it(url: str
         assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("thread", ["auto", "always"])
 @pytest.mark.parametrize("delay", [0.0, 0.0003, 0.0006, 0.001, 0.002])
-def test_claims_in_flight_when_the_loop_is_shut_down_are_given_back(url: str, delay: float) -> None:
+def test_claims_in_flight_when_the_loop_is_shut_down_are_given_back(url: str, delay: float, thread: str) -> None:
     """A commit cannot be stopped; but nobody is left to perform, so the next claimer need not wait for the leases."""
-    store = connect(url)
+    store = connect(f"{url}?thread={thread}")
     operations = [Operation("scope", str(n)) for n in range(8)]
     run(store.claim(Operation("scope", "first"), lease=HOUR))  # so that the file is open
 

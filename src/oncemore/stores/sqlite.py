@@ -10,6 +10,7 @@ committed together.  The file must be on a local disk.  Options, as `?name=value
     create=true         make the tables on first use; with false they must exist: see `oncemore.stores.schema(url)`
     prefix=oncemore_    what the names of the tables begin with
     synchronous=full    with `normal`, a power failure can lose the last commits: an operation may then run again
+    thread=auto         event loops write by themselves while the disk is quick; with `always` a thread does it for them
     timeout=5s          how long to wait for the file while other processes write it
 """
 
@@ -35,14 +36,14 @@ from ..core.plan import Plan, Sleep
 from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import take_options, with_options
 from ..errors import ConfigurationError
-from .sqlite_connection import MEMORY, Connection, Use
+from .sqlite_connection import MEMORY, Connection, Use, Write
 from .sqlite_flight import Flight, fly, state_of
 from .sqlite_items import NO_RECORD, Change, Claim, Item, Settle
 from .sqlite_lender import SqliteLender
 from .sqlite_schema import make_ready, script
 from .sqlite_sql import Statements, as_record
 
-OPTIONS = {"create": True, "prefix": "oncemore_", "synchronous": "full", "timeout": 5.0}
+OPTIONS = {"create": True, "prefix": "oncemore_", "synchronous": "full", "thread": "auto", "timeout": 5.0}
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
 
 # A purge goes in slices, so that a claim never waits long for the commit that it shares; and rests after each for so
@@ -87,6 +88,8 @@ def read_url(url: str) -> tuple[str, dict[str, Any]]:
         raise ConfigurationError(f"prefix={options['prefix']}: write letters, digits and underscores")
     if options["synchronous"] not in ("full", "normal"):
         raise ConfigurationError(f"synchronous={options['synchronous']}: write full or normal")
+    if options["thread"] not in ("auto", "always"):
+        raise ConfigurationError(f"thread={options['thread']}: write auto or always")
     if sqlite3.sqlite_version_info < OLDEST:
         raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 or newer is needed")
     path = unquote(place.removeprefix("sqlite://")[1:])
@@ -106,6 +109,7 @@ class SqliteStore:
         create: bool = True,
         prefix: str = "oncemore_",
         synchronous: str = "full",
+        thread: str = "auto",
         timeout: float = 5.0,
     ) -> None:
         self.url = url or f"sqlite:///{path}"
@@ -117,7 +121,7 @@ class SqliteStore:
         self.sql = Statements(prefix)
         prepare = partial(make_ready, sql=self.sql, create=create, synchronous=synchronous, path=path)
         open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
-        self._writer = open_file()
+        self._writer = open_file(threaded=thread == "always")
         self._reader = self._writer if path == MEMORY else open_file()
         self._lane: Lane[Item] = Lane(self._fly, abandoned=self._give_back)
         self.lender: Lender = SqliteLender(self, prepare)
@@ -132,7 +136,7 @@ class SqliteStore:
     def _fly(self, items: list[Item]) -> Plan[list[Any]]:
         sql, shift = self.sql, self.shift
         try:
-            answers: list[Any] = yield Use(self._writer, lambda connection: fly(connection, sql, shift, items))
+            answers: list[Any] = yield Write(self._writer, lambda connection: fly(connection, sql, shift, items))
         except asyncio.CancelledError:  # the loop is being shut down; but a commit cannot be stopped, so wait for it
             yield Use(self._writer, lambda connection: None)
             for item in items:

@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from ..errors import StoreError, StoreTimeout, StoreUnavailable
@@ -28,6 +28,10 @@ PATIENCE, IMPATIENT = 1.0, 0.2
 
 # For so long after a process has met another at the file, it gives way.
 CROWDED = 1.0
+
+# A write that will hardly take longer than this is done by the event loop itself: to call a thread and to be called back
+# takes as long.  It goes by the last one; a slower disk, or another process at the file, is waited for on a thread.
+BRIEF = 0.003
 
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 
@@ -91,9 +95,12 @@ def disown(connection: sqlite3.Connection, overwrite: str) -> None:
 class Connection:
     """The process's connection to the file at *path*.  *prepare* makes a new one ready; *overwrite* is a small write."""
 
-    def __init__(self, path: str, prepare: Work[None], *, overwrite: str, timeout: float) -> None:
+    def __init__(
+        self, path: str, prepare: Work[None], *, overwrite: str, timeout: float, threaded: bool = True
+    ) -> None:
         self.path = path
         self.timeout = timeout
+        self.threaded = threaded  # always, rather than where the work may take long
         self._prepare = prepare
         self._overwrite = overwrite
         self._lock = threading.RLock()  # a signal's handler may fork while this very thread has it
@@ -115,9 +122,10 @@ class Connection:
 
     def _try(self, work: Work[T]) -> T:
         """The result of *work*; of SQLite's own errors only those come out that another process's lock causes."""
-        began = time.monotonic()
         try:
-            result = work(self._open())
+            connection = self._open()
+            began = time.monotonic()
+            result = work(connection)
         except BAD_VALUES as error:
             self._recover(error)
             if is_busy(error):
@@ -148,6 +156,21 @@ class Connection:
     def send(self, work: Work[Any]) -> asyncio.Future[Any]:
         """A future of the same, for the running event loop; the work is done on this connection's own thread."""
         return self._worker.send(lambda: self.use(work))
+
+    async def awaited(self, work: Work[T]) -> T:
+        """The result of *work*, from the event loop itself where the file is quick and free, else as `send` has it."""
+        if self._is_quick() and self._lock.acquire(blocking=False):
+            try:
+                return self._try(work)
+            except sqlite3.Error:  # another process has the file, which may last
+                pass
+            finally:
+                self._lock.release()
+        return await self.send(work)  # type: ignore[no-any-return]
+
+    def _is_quick(self) -> bool:
+        open = self._connection is not None  # the first use makes the tables
+        return open and not self.threaded and self._took < BRIEF and time.monotonic() >= self._crowded_until
 
     def close(self) -> None:
         """End the thread and the connection; a later use opens it again."""
@@ -198,8 +221,17 @@ class Use(Generic[T]):
     def run(self) -> T:
         return self.connection.use(self.work)
 
-    def arun(self) -> asyncio.Future[T]:
+    def arun(self) -> Awaitable[T]:
         return self.connection.send(self.work)
+
+
+class Write(Use[T]):
+    """A Use that is brief, unless the disk is slow."""
+
+    __slots__ = ()
+
+    def arun(self) -> Awaitable[T]:
+        return self.connection.awaited(self.work)
 
 
 # SQLite must not be carried across a fork: the child would believe in locks that only its parent holds.  So each

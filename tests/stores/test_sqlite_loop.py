@@ -1,0 +1,126 @@
+"""Where the writes of an event loop are done: by the loop itself while the file is quick and free, else on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncemore.core.model import Lease, Operation
+from oncemore.core.plan import arun, run
+from oncemore.stores import sqlite_connection
+from oncemore.stores.sqlite import SqliteStore, connect
+from oncemore.stores.sqlite_items import NO_RECORD
+from oncemore.testing.store_contract import StoreContract
+
+from .sqlite_child import HOUR
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "once.db"
+
+
+@pytest.fixture
+def url(path: Path) -> str:
+    return f"sqlite:///{path}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[SqliteStore]:
+    store = connect(url)
+    run(store.ready())
+    yield store
+    store.close()
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is quick, with room for a machine that is not."""
+    monkeypatch.setattr(sqlite_connection, "BRIEF", 0.2)
+
+
+class TestThreaded(StoreContract):
+    """CASES 52: the contract, where a thread does it all."""
+
+    @pytest.fixture
+    def url(self, path: Path) -> str:
+        return f"sqlite:///{path}?thread=always"
+
+
+async def place(store: SqliteStore, seconds: float = 0.0) -> str:
+    """The name of the thread on which a write is done that takes so many *seconds*."""
+
+    def look(flight: object) -> str:
+        time.sleep(seconds)
+        return threading.current_thread().name
+
+    return str(await arun(store._change(NO_RECORD, look)))
+
+
+async def longest_pause(until: asyncio.Future[Any]) -> float:
+    """The longest that the loop did not turn, until something is there."""
+    longest, last = 0.0, time.monotonic()
+    while not until.done():
+        await asyncio.sleep(0.001)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    return longest
+
+
+async def test_the_loop_writes_by_itself_while_that_is_quick(store: SqliteStore) -> None:
+    here, elsewhere = threading.current_thread().name, f"oncemore-sqlite {store.path}"
+    assert await place(store, 0.3) == here  # nobody could have known
+    assert await place(store) == elsewhere
+    assert await place(store) == here
+
+
+async def test_a_thread_does_the_first_which_makes_the_tables(url: str) -> None:
+    store = connect(url)
+    assert await place(store) != threading.current_thread().name
+    await store.aclose()
+
+
+async def test_a_thread_does_it_where_the_url_says_so(url: str) -> None:
+    store = connect(f"{url}?thread=always")
+    await arun(store.ready())
+    assert [await place(store) for _ in range(2)] == [f"oncemore-sqlite {store.path}"] * 2
+    await store.aclose()
+
+
+async def test_the_loop_goes_on_while_another_process_has_the_file(store: SqliteStore, path: Path) -> None:
+    """And for a while afterwards it lets a thread meet the others."""
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    asyncio.get_running_loop().call_later(0.4, other.execute, "COMMIT")
+    began = time.monotonic()
+    claim = asyncio.create_task(arun(store.claim(Operation("scope", "key"), lease=HOUR)))
+    pause = await longest_pause(claim)
+    assert isinstance(claim.result(), Lease)
+    assert time.monotonic() - began > 0.35
+    assert pause < 0.3
+    assert await place(store) != threading.current_thread().name
+    await asyncio.sleep(sqlite_connection.CROWDED)
+    assert await place(store) == threading.current_thread().name
+    other.close()
+
+
+async def test_the_loop_goes_on_while_a_thread_of_this_process_has_the_file(store: SqliteStore) -> None:
+    entered = threading.Event()
+
+    def slow(flight: object) -> None:
+        entered.set()
+        time.sleep(0.4)
+
+    thread = threading.Thread(target=lambda: run(store._change(NO_RECORD, slow)))
+    thread.start()
+    entered.wait(5)
+    claim = asyncio.create_task(arun(store.claim(Operation("scope", "key"), lease=HOUR)))
+    assert await longest_pause(claim) < 0.3
+    assert isinstance(claim.result(), Lease)
+    thread.join()

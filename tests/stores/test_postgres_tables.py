@@ -225,6 +225,21 @@ def test_an_older_schema_is_brought_up_to_date_once(
         each.close()
 
 
+def test_the_index_of_names_goes(
+    store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = "SELECT count(*) FROM pg_indexes WHERE indexname LIKE '%%records_name' AND schemaname = %s"
+    schema = store.database.names["schema"].strip('"')
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "SCRIPTS", (tables.FIRST, tables.SECOND))
+        run(store.stats())
+    assert server.execute(read, [schema]).fetchone() == (1,)
+    newer = PostgresStore(same(store))
+    run(newer.stats())
+    newer.close()
+    assert server.execute(read, [schema]).fetchone() == (0,)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_first_schema_comes_to_check_states_in_other_words(
     store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch, change: str

@@ -93,9 +93,14 @@ ALTER TABLE {records} ADD CONSTRAINT {prefix}records_state CHECK (
 ) NOT VALID;
 """
 
+THIRD = """\
+-- The index of names made each operation write two entries more, and served only those who list the records of one name.
+DROP INDEX IF EXISTS {schema}.{prefix}records_name;
+"""
+
 # Scripts are only ever added.  Each must leave a schema that the release before it can still work with, because
 # during a deployment both are at work.
-SCRIPTS = (FIRST, SECOND)
+SCRIPTS = (FIRST, SECOND, THIRD)
 
 MAKE_SCHEMA = """\
 -- Not IF NOT EXISTS: that needs the right to create schemas even where there is nothing to create.

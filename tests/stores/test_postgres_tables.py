@@ -129,16 +129,6 @@ def test_the_script_makes_what_the_store_needs(url: str, server: psycopg.Connect
     store.close()
 
 
-CHANGES = ["state = 'lost'", "expires_at = now()", "state = 'settled'", "state = 'lost', expires_at = now()"]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_no_other_state_can_be_stored(store: PostgresStore, server: psycopg.Connection[Any], change: str) -> None:
-    run(store.claim(Operation("s", "k"), lease=LEASE))
-    with pytest.raises(psycopg.errors.CheckViolation):
-        server.execute(f"UPDATE {store.database.names['records']} SET {change}")
-
-
 def test_names_can_be_chosen(url: str, server: psycopg.Connection[Any], postgres_schema: str) -> None:
     store = connect(f"{url}&prefix=my_")
     run(store.stats())
@@ -223,37 +213,3 @@ def test_an_older_schema_is_brought_up_to_date_once(
     assert version == (len(tables.SCRIPTS),)
     for each in stores:
         each.close()
-
-
-def test_the_index_of_names_goes(
-    store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = "SELECT count(*) FROM pg_indexes WHERE indexname LIKE '%%records_name' AND schemaname = %s"
-    schema = store.database.names["schema"].strip('"')
-    with monkeypatch.context() as patch:
-        patch.setattr(tables, "SCRIPTS", (tables.FIRST, tables.SECOND))
-        run(store.stats())
-    assert server.execute(read, [schema]).fetchone() == (1,)
-    newer = PostgresStore(same(store))
-    run(newer.stats())
-    newer.close()
-    assert server.execute(read, [schema]).fetchone() == (0,)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_first_schema_comes_to_check_states_in_other_words(
-    store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(tables, "SCRIPTS", (tables.FIRST,))
-        run(store.claim(Operation("s", "k"), lease=LEASE))
-    records = store.database.names["records"]
-    read = "SELECT pg_get_constraintdef(oid) FROM pg_constraint WHERE conrelid = %s::regclass AND contype = 'c'"
-    [(before,)] = server.execute(read, [records]).fetchall()
-    newer = PostgresStore(same(store))
-    assert run(newer.find("s", "k")) is not None
-    newer.close()
-    [(after,)] = server.execute(read, [records]).fetchall()
-    assert len(after) < len(before)
-    with pytest.raises(psycopg.errors.CheckViolation):
-        server.execute(f"UPDATE {records} SET {change}")

@@ -18,6 +18,7 @@ FIRST = """\
 -- {archive}; SELECT on {version}; USAGE on the sequence.
 --
 -- Each operation is one INSERT (the claim) and one UPDATE (its outcome), so half of all row versions die young.
+-- No CHECK: PostgreSQL reads it anew for every statement, which takes as long as the rest of a claim.
 -- Renewing a lease changes no indexed column (a HOT update), and the fillfactor leaves room for it and for the outcome
 -- on the same page.  Vacuum runs earlier than by default, so that the dead versions do not pile up.  Outcomes above
 -- 2 kB are compressed and moved out of line (TOAST); where the server has it, lz4 is cheaper than the default:
@@ -43,11 +44,7 @@ CREATE TABLE IF NOT EXISTS {records} (
     audit          boolean NOT NULL DEFAULT false,  -- goes to the archive when it expires
     lapsed         boolean NOT NULL DEFAULT false,  -- the latest claim took over from a holder that vanished
     watched        boolean NOT NULL DEFAULT false,  -- another process waits: send a message when it is done
-    PRIMARY KEY (scope, key),
-    -- One check, not two: PostgreSQL reads each anew for every statement, which takes as long as a look-up by key.
-    CONSTRAINT {prefix}records_state CHECK (
-        expires_at IS NULL AND state IN ('running', 'held')
-        OR expires_at IS NOT NULL AND state IN ('settled', 'released'))
+    PRIMARY KEY (scope, key)
 ) WITH (
     fillfactor = 80,
     autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 1000,
@@ -56,7 +53,6 @@ CREATE TABLE IF NOT EXISTS {records} (
 
 -- For the purge; and, as those without an expiry, the running and held records.
 CREATE INDEX IF NOT EXISTS {prefix}records_expires_at ON {records} (expires_at);
-CREATE INDEX IF NOT EXISTS {prefix}records_name ON {records} (name);
 
 -- Tokens: never reset it, or a late owner of an earlier operation might pass for the current one.
 CREATE SEQUENCE IF NOT EXISTS {tokens} AS bigint CACHE 1 NO CYCLE;
@@ -84,23 +80,9 @@ CREATE TABLE IF NOT EXISTS {archive} (
 );
 """
 
-SECOND = """\
--- The check of states, in other words: PostgreSQL reads it anew for every statement, and this is half as long to read.
--- NOT VALID: what is there has passed the former one, and need not be read through while everyone waits.
-ALTER TABLE {records} DROP CONSTRAINT IF EXISTS {prefix}records_state;
-ALTER TABLE {records} ADD CONSTRAINT {prefix}records_state CHECK (
-    state = ANY (CASE WHEN expires_at IS NULL THEN '{{running,held}}'::text[] ELSE '{{settled,released}}' END)
-) NOT VALID;
-"""
-
-THIRD = """\
--- The index of names made each operation write two entries more, and served only those who list the records of one name.
-DROP INDEX IF EXISTS {schema}.{prefix}records_name;
-"""
-
 # Scripts are only ever added.  Each must leave a schema that the release before it can still work with, because
 # during a deployment both are at work.
-SCRIPTS = (FIRST, SECOND, THIRD)
+SCRIPTS = (FIRST,)
 
 MAKE_SCHEMA = """\
 -- Not IF NOT EXISTS: that needs the right to create schemas even where there is nothing to create.

@@ -145,7 +145,7 @@ RETURNING 0, r.watched, date_part('epoch', r.lease_until)"""
 # being one.  The row's xmin is that transaction, or part of it could have been committed before.
 STILL_HERE = """
     WHERE r.scope = $1 AND r.key = $2 AND r.token = $3 AND r.state = 'running'
-        AND r.xmin = (txid_current() & 4294967295)::text::xid
+        AND r.xmin = pg_current_xact_id()::xid
     RETURNING 1
 )
 SELECT 1 / count(*) FROM moved"""

@@ -8,9 +8,10 @@ import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
 from oncemore.core.plan import run
-from oncemore.errors import Duplicate, InProgress, KeyExpired, Suspected, UnknownOutcome
+from oncemore.errors import Duplicate, Fenced, InProgress, KeyExpired, OutcomeNotKept, Suspected, UnknownOutcome
 from oncemore.testing.clock import Clock
 
+from .stepping import elsewhere
 from .test_guard import CREATED, Effect, kinds
 
 
@@ -129,6 +130,49 @@ def test_an_order_that_is_being_paid_may_be_refused(guard, call) -> None:
     assert guard.find("pay|alice", "k2") is None
 
 
+@pytest.mark.parametrize("headers", [(), (("content-type", "application/json"),)])
+def test_an_order_that_an_operator_has_settled_is_shown_to_nobody_and_not_paid_again(guard, call, headers) -> None:
+    """What a person decides has no owner's mark, and its first header is not one."""
+    inner = Operation("unique|payments.create", "order-7", name="payments.create")
+    run(guard.store.hold(run(guard.store.claim(inner, lease=30))))
+    guard.resolve(*inner.id, Resolution.settled(Outcome("response", 201, headers, b"{}")))
+    effect = Effect()
+    with pytest.raises(Duplicate):
+        call(guard, pay("k2"), effect)
+    assert effect.count == 0
+
+
+def test_a_payment_whose_response_was_not_kept_is_not_answered_with_an_empty_one(guard, call) -> None:
+    effect = Effect([Outcome("tombstone", 201)])
+    call(guard, pay("k1"), effect)
+    for _ in range(2):
+        with pytest.raises(OutcomeNotKept):
+            call(guard, pay("k2"), effect)
+    assert effect.count == 1
+
+
+@pytest.mark.parametrize("scope", ["pay|alice", "pay|bob"])
+def test_a_late_payer_of_an_order_never_sees_another_principals_payment(guard, call, scope) -> None:
+    """It slept through its lease, and another key has paid the order meanwhile."""
+    policy = Policy(on_unknown="retry")
+    theirs = Outcome("response", 201, (), b"theirs")
+
+    def late(op: Op) -> Outcome:
+        Clock(guard.store).advance(31)
+        answer = elsewhere(lambda: Guard(guard.store).run(pay("k2", scope=scope), lambda op: theirs, policy=policy))
+        assert answer.how == "stored"
+        return CREATED
+
+    if scope == "pay|alice":
+        answer = call(guard, pay("k1"), late, policy=policy)
+        assert (answer.how, answer.outcome) == ("replayed", theirs)
+        return
+    with pytest.raises(Fenced):
+        call(guard, pay("k1"), late, policy=policy)
+    with pytest.raises(Duplicate):
+        call(guard, pay("k1"), Effect(), policy=policy)
+
+
 # suspect
 
 
@@ -162,6 +206,16 @@ def test_a_twin_gets_the_others_outcome(guard, call) -> None:
     effect = Effect()
     call(guard, request("k1"), effect, policy=policy)
     assert [call(guard, request("k2"), effect, policy=policy).how for _ in range(2)] == ["replayed", "replayed"]
+    assert effect.count == 1
+
+
+def test_a_twin_of_one_whose_response_was_not_kept_is_refused(guard, call) -> None:
+    policy = Policy(suspect="replay")
+    effect = Effect([Outcome("tombstone", 201)])
+    call(guard, request("k1"), effect, policy=policy)
+    for _ in range(2):
+        with pytest.raises(OutcomeNotKept):
+            call(guard, request("k2"), effect, policy=policy)
     assert effect.count == 1
 
 

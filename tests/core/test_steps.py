@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,25 +17,12 @@ from oncemore.errors import (
     UnknownOutcome,
 )
 
-from .stepping import ASKED, POLICY, Caller, Performing, Shop, take
+from .stepping import ASKED, DONE, POLICY, Caller, Performing, Shop, steps_of, take
 
 
-@pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    if request.param == "sync":
-        yield Caller(None)
-    else:
-        with asyncio.Runner() as runner:
-            yield Caller(runner)
-
-
-DONE = ["reserve done", "charge done", "ship done"]
-
-
-def steps_of(guard: Guard) -> list[tuple[str, str]]:
-    """Each step in the ledger, by name, with its state."""
-    records = guard.list().records
-    return [(record.name, record.state) for record in records if record.scope.startswith("step|")]
+@pytest.fixture
+def call(runner: asyncio.Runner | None) -> Caller:
+    return Caller(runner)
 
 
 def test_each_step_is_taken_once_and_the_performers_answer_is_the_outcome(guard: Guard, call: Caller) -> None:

@@ -13,7 +13,7 @@ from ..errors import Duplicate, KeyExpired, Suspected
 from .heartbeat import Beat
 from .judge import Answer, fenced, shown
 from .model import Lease, Operation, Outcome, Record
-from .op import Op
+from .op import Op, derive
 from .plan import Plan
 from .policy import Policy
 from .store import Store
@@ -84,9 +84,15 @@ def done_before(record: Record, op: Op, policy: Policy) -> Answer:
 
 
 def inner_operation(operation: Operation, policy: Policy) -> Operation:
-    """What must happen once whatever the key, or one at a time."""
+    """What must happen once whatever the key, or one at a time.
+
+    In steps, it says whose it is: where that one is left unfinished, it alone can go on.
+    """
     kind = "serial" if policy.on_unique == "serialize" else f"unique|{operation.name}"
-    return Operation(kind, operation.unique or "", name=operation.name)
+    if policy.effect != "steps":
+        return Operation(kind, operation.unique or "", name=operation.name)
+    whose = "" if policy.on_unique == "serialize" else derive(operation, "unique")
+    return Operation(kind, operation.unique or "", whose, f"{operation.name}/unique", matches=lambda stored: True)
 
 
 @lru_cache(maxsize=256)

@@ -14,11 +14,12 @@ import msgspec
 
 from ..errors import Fenced, InProgress, Refusal, StoreError, UnknownOutcome
 from .defence import done_before, inner_operation, inner_policy, tag
+from .driven import Driven
 from .heartbeat import Beat, Perform
 from .judge import Answer, keeps
 from .model import Lease, Outcome, Record
 from .op import Op
-from .plan import Plan, arun, run
+from .plan import Plan
 from .policy import Policy
 from .steps import Steps
 from .takeover import lapse
@@ -154,8 +155,7 @@ class Stepped:
             if not steps.closed:
                 yield from steps.close(None if answer is None else answer.outcome)
             while steps.undos:
-                # Driven apart: to a door, what its own plan performs is the app.
-                yield Driven(partial(steps.perform, *steps.undos[-1]), self.guard, steps.beat)
+                yield Driven(partial(steps.perform, *steps.undos[-1]), self.guard.heart, steps.beat)
                 steps.undos.pop()
         except GeneratorExit:
             raise
@@ -176,33 +176,6 @@ class Stepped:
         yield from self.guard.store.hold(self.lease, note=note[:500])
         self.guard.tell("held", self.operation, token=self.lease.token, detail=note)
         return UnknownOutcome(f"The operation cannot be finished without a decision: {note}")
-
-
-class Driven:
-    """The effect of a whole plan, while the operation's lease is kept alive."""
-
-    __slots__ = ("beat", "guard", "plan")
-
-    def __init__(self, plan: Callable[[], Plan[Any]], guard: Guard, beat: Beat) -> None:
-        self.plan = plan
-        self.guard = guard
-        self.beat = beat
-
-    def run(self) -> Any:
-        beats = self.guard.heart.threads
-        try:
-            beats.add((self.beat,))
-            return run(self.plan())
-        finally:
-            beats.beats.discard(self.beat)
-
-    async def arun(self) -> Any:
-        beats = self.guard.heart.on_loop()
-        try:
-            beats.add((self.beat,))
-            return await arun(self.plan())
-        finally:
-            beats.beats.discard(self.beat)
 
 
 def may_give_up(error: BaseException) -> bool:

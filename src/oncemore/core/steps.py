@@ -97,7 +97,7 @@ class Steps:
     ) -> Plan[Any]:
         """The plan of the next step.  It has its number now, though it may be awaited later."""
         step = Step(self._next(name), name, function, retry, effect, on_unknown, resolver)
-        back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, takes_value=True)
+        back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, undoes=True)
         return self._taken(step, back)
 
     def _next(self, name: str) -> int:

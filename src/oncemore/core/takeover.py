@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Fenced, StoreError, UnknownOutcome
+from .driven import Driven
 from .judge import Answer
 from .model import Lease
 from .op import Op
@@ -31,6 +34,7 @@ def take_over(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
     if resolution.verdict == "settled" and resolution.outcome is not None:
         op.note = "resolved: it had happened"
         return Answer(resolution.outcome, "replayed", attempt=op.attempt)
+    yield from guard.store.renew(op.lease, lease=policy.lease)  # refused, if it was lost on the way after all
     return None
 
 
@@ -39,13 +43,19 @@ def ask(guard: Guard, op: Op, policy: Policy) -> Plan[Resolution]:
     assert policy.resolver is not None, "a policy with on_unknown = 'resolve' has a resolver"
     cause: Exception | None = None
     try:
-        resolution: Resolution = yield Call(policy.resolver, op)
+        # A provider may take longer to answer than the lease lasts, and nobody else is to ask and perform meanwhile.
+        beat = guard.heart.beat(op.lease, policy.lease)
+        resolution: Resolution = yield Driven(partial(asked, policy.resolver, op), guard.heart, beat)
         if resolution.verdict != "unknown":
             return resolution
     except Exception as error:
         cause = error
     yield from lapse(guard, op.lease)
     raise UnknownOutcome("Whether a former attempt took effect is not known yet; retry later", retry_after=5) from cause
+
+
+def asked(resolver: Callable[..., Any], op: Op) -> Plan[Resolution]:
+    return (yield Call(resolver, op))
 
 
 def vanish(guard: Guard, lease: Lease, policy: Policy, error: BaseException) -> Plan[None]:

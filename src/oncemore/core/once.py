@@ -8,12 +8,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
-from ..errors import ConfigurationError, CorruptRecord, InvalidKey
+from ..errors import ConfigurationError, CorruptRecord
 from .current import running
 from .fingerprint import fingerprint_of
 from .guard import Guard
 from .judge import Answer
-from .key import check_key
+from .key import check_name
 from .model import Operation
 from .op import Op
 from .plan import Plan, arun, run
@@ -83,7 +83,7 @@ class Once(Generic[P, T]):
         if isinstance(self.key, Template):
             name = self.key.render(arguments=arguments, now=self.guard.clock.time())
         else:
-            name = checked(self.key(*args, **kwargs))
+            name = check_name(self.key(*args, **kwargs), "What the key function gave")
         fingerprint = fingerprint_of([arguments[each] for each in self.compared])
         request = (lambda: self._kept(arguments)) if self.policy.effect == "steps" else None
         return Operation(f"once:{self.name}", name, fingerprint, self.name, request=request)
@@ -164,10 +164,3 @@ def own_name(function: Callable[..., Any]) -> str:
     if not name or name.endswith("<lambda>"):
         raise ConfigurationError(f"{function!r} has no name of its own to keep its keys under: give it one by name=")
     return f"{function.__module__}.{name}"
-
-
-def checked(name: object) -> str:
-    """The key that a function of the user's has made, if it is one."""
-    if not isinstance(name, str):
-        raise InvalidKey(f"The key function gave {name!r}; it must give a text")
-    return check_key(name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from oncemore import Guard, Op, Operation, once
+from oncemore import Guard, Op, Operation, Policy, once
 from oncemore.core.backoff import Backoff
 from oncemore.core.completer import Completer, Tally
 from oncemore.core.current import current_operation
@@ -350,7 +350,7 @@ def test_a_store_that_is_down_does_not_end_it(guard: Guard) -> None:
         raise StoreUnavailable
         yield
 
-    completer = Completer(guard, {"orders.pay": lambda op, request: None}, every=0.01)
+    completer = Completer(guard, {"orders.pay": lambda op, request: None}, policy=POLICY, every=0.01)
     completer.guard.store.list = down  # type: ignore[method-assign]
     completer.run(stop)
     assert len(looks) == 3
@@ -370,6 +370,27 @@ async def test_it_goes_round_until_it_is_cancelled() -> None:
         await task
 
 
-def test_a_completer_without_a_policy_has_the_guards(guard: Guard) -> None:
-    assert Completer(guard, {}).policy is guard.policy
+def test_a_completer_without_a_policy_has_the_guards() -> None:
+    guard = Guard("memory://", policy=POLICY)
+    assert Completer(guard, {"orders.pay": lambda op, request: None}).policy is POLICY
     assert ASKED.request is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attempts": 0}, "attempts = 0"),
+        ({"at_once": 0}, "at_once = 0"),
+        ({"every": -1.0}, "every = -1"),
+        ({"policy": Policy()}, "effect = 'steps'"),
+    ],
+)
+def test_a_completer_that_could_do_no_good_is_refused(guard: Guard, options: dict[str, Any], message: str) -> None:
+    """Under another level's policy, what is unfinished would be held as unknown; with no room, nobody would ever begin."""
+    with pytest.raises(ConfigurationError, match=message):
+        Completer(guard, {"orders.pay": lambda op, request: None}, **{"policy": POLICY, **options})
+
+
+def test_what_cannot_be_performed_is_refused(guard: Guard) -> None:
+    with pytest.raises(ConfigurationError, match=r"'orders\.pay': .* function"):
+        Completer(guard, {"orders.pay": "shop:pay"}, policy=POLICY)  # type: ignore[dict-item]

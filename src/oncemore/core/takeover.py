@@ -55,7 +55,8 @@ def ask(guard: Guard, op: Op, policy: Policy) -> Plan[Resolution]:
 
 
 def asked(resolver: Callable[..., Any], op: Op) -> Plan[Resolution]:
-    return (yield Call(resolver, op))
+    resolution: Resolution = yield Call(resolver, op)
+    return resolution
 
 
 def vanish(guard: Guard, lease: Lease, policy: Policy, error: BaseException) -> Plan[None]:

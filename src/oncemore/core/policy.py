@@ -39,7 +39,7 @@ def duration(value: float | str) -> float:
             raise ConfigurationError(
                 f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
             )
-        return sum(float(number) * UNITS[unit] for number, unit in parts)
+        return duration(sum(float(number) * UNITS[unit] for number, unit in parts))
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ConfigurationError(
             f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
@@ -83,9 +83,13 @@ class Policy:
             raise ConfigurationError("lease and ttl must be longer than nothing")
         if type(self.reruns) is not int or self.reruns < 0:
             raise ConfigurationError(f"reruns = {self.reruns!r} is not a number of times: write 0, 1, 2, ...")
+        if not isinstance(self.errors, tuple) or not all(map(is_error, self.errors)):
+            raise ConfigurationError(
+                f"errors = {self.errors!r} is not a tuple of exceptions: write one such as (CardDeclined,)"
+            )
         for field in fields(self):
             check_choice(field.name, getattr(self, field.name))
-        if self.on_unknown == "resolve" and self.resolver is None:
+        if self.on_unknown == "resolve" and not callable(self.resolver):
             raise ConfigurationError(
                 "on_unknown = 'resolve' needs a resolver: the function that asks whether it happened"
             )
@@ -99,6 +103,10 @@ class Policy:
         if self.keep == "success":
             return 200 <= outcome.status < 300
         return outcome.status not in UNSETTLED_STATUSES and (outcome.status < 500 or self.keep == "all")
+
+
+def is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Exception)
 
 
 def check_choice(name: str, value: object) -> None:

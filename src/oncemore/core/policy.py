@@ -32,19 +32,20 @@ UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
 
 def duration(value: float | str) -> float:
     """Seconds, from a number of seconds or from text such as `"30d"`, `"1h30m"` or `"250ms"`."""
-    if isinstance(value, str):
-        text = value.strip()
-        parts = DURATION.findall(text)
-        if not parts or "".join(number + unit for number, unit in parts) != text:
-            raise ConfigurationError(
-                f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
-            )
-        return duration(sum(float(number) * UNITS[unit] for number, unit in parts))
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    seconds: object = spelt_out(value) if isinstance(value, str) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise ConfigurationError(
             f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
         )
-    return float(value)
+    return float(seconds)
+
+
+def spelt_out(text: str) -> float | None:
+    """The seconds that a text such as `"1h30m"` stands for; None where it stands for none."""
+    parts = DURATION.findall(text.strip())
+    if not parts or "".join(number + unit for number, unit in parts) != text.strip():
+        return None
+    return sum(float(number) * UNITS[unit] for number, unit in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

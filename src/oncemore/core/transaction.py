@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import ConfigurationError, InProgress, OncemoreError, Refusal, StoreError, StoreUnavailable
+from ..errors import (
+    ConfigurationError,
+    InProgress,
+    OncemoreError,
+    Refusal,
+    StoreError,
+    StoreUnavailable,
+    UnknownOutcome,
+)
 from .defence import done_before, inner_operation, inner_policy, screen, tag
 from .heartbeat import Perform
 from .judge import Answer, check, in_progress, is_over, keeps, unknown
@@ -145,6 +153,10 @@ class Transacted:
             if found.state != "settled":
                 raise in_progress(found)
             return done_before(found, op, self.policy)
+        if found.lapsed and self.policy.on_unknown != "retry":
+            raise UnknownOutcome(
+                f"An attempt at {self.operation.unique!r} under another key ended without a trace; it must be resolved first"
+            )
         answer = yield from self._call(op)
         if keeps(under, answer.outcome):
             yield from transaction.settle(found, tag(answer.outcome, self.operation.scope), retention=under.ttl)

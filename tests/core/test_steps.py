@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Retry
@@ -14,10 +16,11 @@ from oncemore.errors import (
     InvalidPayload,
     PayloadMismatch,
     StepsChanged,
+    StoreError,
     UnknownOutcome,
 )
 
-from .stepping import ASKED, DONE, POLICY, Caller, Performing, Shop, steps_of, take
+from .stepping import ASKED, DONE, POLICY, Broken, Caller, Performing, Shop, steps_of, take
 
 
 @pytest.fixture
@@ -278,10 +281,46 @@ def test_checkpoints_live_as_long_as_the_operation(guard: Guard, call: Caller) -
     assert shop.log == ["reserve", "charge", "ship"]
 
 
-def test_what_was_left_for_too_long_is_not_resumed(guard: Guard, call: Caller) -> None:
+@pytest.mark.parametrize("days", [30.5, 32, 400])
+@pytest.mark.parametrize("giving_up", [False, True])
+def test_what_was_left_for_too_long_is_not_resumed(guard: Guard, call: Caller, days: float, giving_up: bool) -> None:
+    """Nor begun anew, when not even the request is kept any more; nor said to be undone, for nobody knows what was done."""
     shop = Shop("after charge")
     with pytest.raises(RuntimeError):
         call(guard, shop.pay)
-    guard.store.shift += 30.5 * 86400
-    with pytest.raises(UnknownOutcome, match="checkpoints may be gone"):
+    guard.store.shift += days * 86400
+    guard.purge()
+    for _ in range(3):
+        with pytest.raises(UnknownOutcome, match="checkpoints may be gone"):
+            call(Guard(guard.store), shop.pay, msgspec.structs.replace(ASKED, giving_up=giving_up))
+    assert shop.log == ["reserve", "charge"]
+    assert guard.find(*ASKED.id).state == "held"  # type: ignore[union-attr]
+
+
+def test_what_was_left_for_too_long_is_not_begun_anew_though_it_cannot_be_held(guard: Guard, call: Caller) -> None:
+    shop = Shop("after charge")
+    with pytest.raises(RuntimeError):
         call(guard, shop.pay)
+    guard.store.shift += 400 * 86400
+    with pytest.raises(StoreError):
+        call(Guard(Broken(guard.store, "hold", "orders.pay")), shop.pay)
+    guard.store.shift += 31
+    with pytest.raises(UnknownOutcome):
+        call(Guard(guard.store), shop.pay)
+    assert shop.log == ["reserve", "charge"]
+
+
+def test_what_failed_before_its_first_step_may_be_asked_for_as_late_as_its_key_is_kept(
+    guard: Guard, call: Caller
+) -> None:
+    policy = dataclasses.replace(POLICY, ttl="90d")
+    shop = Shop()
+
+    def fails(op: Op) -> Performing:
+        raise RuntimeError("not yet")
+        yield
+
+    with pytest.raises(RuntimeError):
+        call(guard, fails, policy=policy)
+    guard.store.shift += 40 * 86400
+    assert call(Guard(guard.store), shop.pay, policy=policy).value == DONE

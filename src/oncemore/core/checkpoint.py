@@ -93,7 +93,7 @@ def request_outcome(operation: Operation, deadline: float | None) -> Outcome:
     return outcome
 
 
-def check_age(first: Record) -> None:
+def check_age(record: Record) -> None:
     """Refuse to go on with what was left so long ago that a checkpoint may be missing: its step would be taken again."""
-    if first.now - first.created_at > UNFINISHED:
+    if record.now - record.created_at > UNFINISHED:
         raise UnknownOutcome("It was left unfinished for so long that its checkpoints may be gone; resolve it")

@@ -48,6 +48,7 @@ class Stepped:
         self.steps = Steps(guard, lease, policy)
         self.op = Op(lease, steps=self.steps)
         self.turn: Lease | None = None  # on what must happen once whatever the key
+        self.too_old = False  # for anybody to know what was done
 
     def answer(self, wait: float | None) -> Plan[Answer]:
         lease, policy, known = self.lease, self.policy, None
@@ -72,17 +73,27 @@ class Stepped:
     def _performed(self, wait: float | None) -> Plan[Answer | None]:
         """What the performer gives; None where it gave nothing, because all is to be undone, or another's."""
         try:
-            self.op.deadline = yield from self.steps.open(wait)
+            self.op.deadline = yield from self._opened(wait)
             answer = yield from self._called()
             yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
             return answer
         except GeneratorExit:
             raise
         except BaseException as error:
+            if self.too_old:  # also where it could not be held: then its lease lapses, and it is found too old again
+                raise
             if self.steps.lost or self.steps.closed or (self.operation.giving_up and may_give_up(error)):
                 return None
             yield from self._leave(forget=isinstance(error, Refusal))
             raise
+
+    def _opened(self, wait: float | None) -> Plan[float | None]:
+        """The first caller's deadline; what was left for too long is held: nobody can go on with it, nor begin anew."""
+        try:
+            return (yield from self.steps.open(wait))
+        except UnknownOutcome as error:
+            self.too_old = True
+            raise (yield from self._held(error.detail)) from error
 
     def _called(self) -> Plan[Answer]:
         beats: tuple[Beat, ...] = (self.steps.beat,)

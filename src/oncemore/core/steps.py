@@ -70,9 +70,12 @@ class Steps:
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
         self.life = life_of(record)
+        if self.lease.lapsed:
+            check_age(record)
         found = yield from self.guard.turn(self.named(0, "request"), step_policy(self.policy, "lease"))
         if isinstance(found, Record):
-            check_age(found)
+            if (yield from self.any_taken()):  # also where a person has released it
+                check_age(found)
             deadline: float | None = replayed(found.outcome or Outcome("tombstone"))["deadline"]
             return deadline
         deadline = None if wait is None else self.guard.clock.time() + wait

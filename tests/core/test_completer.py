@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Policy, once
@@ -164,7 +165,7 @@ def test_it_is_given_up_after_so_many_attempts_undone_and_held(guard: Guard, cal
     assert shop.log.count("ship") == 6  # three tries in each of two attempts; the last one tries nothing new
     record = guard.find(*asked().id)
     assert record is not None
-    assert record.note == "given up after 4 attempts, and undone"
+    assert record.note == "given up after 4 attempts, and undone; but 'ship' was begun, and may have taken effect"
     with pytest.raises(UnknownOutcome, match="given up"):
         call(guard, shop.pay, asked())
 
@@ -181,6 +182,20 @@ def test_a_last_attempt_that_fails_between_two_steps_is_given_up_too(guard: Guar
     leave(guard, call, shop)
     assert Round(guard, call, shop.pay, attempts=1)() == Tally(held=1)
     assert shop.log == ["reserve", "charge", "undo charge done", "undo reserve done"]
+    assert guard.find(*asked().id).note == "given up after 2 attempts, and undone"  # type: ignore[union-attr]
+
+
+def test_a_doubt_outlives_an_interrupted_undoing(guard: Guard, call: Caller) -> None:
+    shop = Shop("after reserve", "charge", "undo reserve done", error=KeyboardInterrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            call(guard, shop.pay, asked())
+    last = msgspec.structs.replace(asked(), giving_up=True)
+    with pytest.raises(KeyboardInterrupt):
+        call(guard, shop.pay, last)
+    with pytest.raises(UnknownOutcome, match="'charge' was begun, and may have taken effect"):
+        call(Guard(guard.store), shop.pay, last)
+    assert shop.log == ["reserve", "charge", "undo reserve done", "undo reserve done"]
 
 
 def test_a_last_attempt_that_takes_other_steps_undoes_nothing(guard: Guard, call: Caller) -> None:

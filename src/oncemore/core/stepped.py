@@ -178,7 +178,8 @@ class Stepped:
             raise (yield from self._held(f"{where} failed: {error!r}")) from error
         if steps.failure is None:
             yield from self._end_turn(None)
-            raise (yield from self._held(f"given up after {self.op.attempt} attempts, and undone"))
+            doubt = f"; but {steps.doubt!r} was begun, and may have taken effect" if steps.doubt else ""
+            raise (yield from self._held(f"given up after {self.op.attempt} attempts, and undone{doubt}"))
         if answer is None or answer.outcome is not steps.failure:  # a former attempt's failure is what counts
             answer = Answer(steps.failure, "replayed")
         return (yield from self._settled(answer))

@@ -16,6 +16,7 @@ from .checkpoint import (
     check_age,
     closed_with,
     closing,
+    doubt_of,
     is_closed,
     kept,
     life_of,
@@ -59,6 +60,7 @@ class Steps:
         self.undos: list[tuple[Step, Any]] = []
         self.closed = False  # it has failed for good, in this attempt or a former one
         self.failure: Outcome | None = None  # and this is its outcome; None where it was given up
+        self.doubt = ""  # the name of the step that was begun in vain, and may have taken effect all the same
         self.lost: Fenced | None = None
         self._renewed = guard.clock.monotonic()
 
@@ -261,7 +263,7 @@ class Steps:
         yield from self.ours()
         found = yield from self.guard.turn(self.named(self.done + 1, ""), step_policy(self.policy, "lease"))
         if isinstance(found, Lease):
-            yield from self._settle(found, closing(failure))
+            yield from self._settle(found, closing(failure, self.doubt))
             self.closed, self.failure = True, failure
         elif is_closed(found.outcome):
             self._close(found.outcome)
@@ -275,7 +277,7 @@ class Steps:
         yield from self.guard.store.settle(lease, outcome, retention=step_policy(self.policy, "lease").ttl)
 
     def _close(self, outcome: Outcome | None) -> None:
-        self.closed, self.failure = True, closed_with(outcome)
+        self.closed, self.failure, self.doubt = True, closed_with(outcome), doubt_of(outcome)
 
     def _stop_where_closed(self, outcome: Outcome) -> None:
         if is_closed(outcome):
@@ -287,5 +289,6 @@ class Steps:
         if self.operation.giving_up:
             record = yield from self.guard.store.find(*self.named(step.number, "").id)
             if record is None or record.state != "settled":
+                self.doubt = "" if record is None else step.name
                 yield from self.close(None)
                 raise Undone("The operation is given up, and its steps are being undone")

@@ -243,3 +243,10 @@ def test_an_inbox_has_a_retention_and_keeps_every_outcome(setting: dict[str, Any
     errors = Inbox(Guard("memory://", policy=Policy(keep="success")), effect="lease", errors=(LookupError,))
     received = [errors.handle("ev_001", "payments", EVENT, lambda op, payload: {}["x"]).how for _ in range(2)]
     assert received == ["processed", "duplicate"]
+
+
+def test_an_error_that_is_no_outcome_any_more_is_acknowledged_without_it() -> None:
+    guard = Guard("memory://")
+    Inbox(guard, effect="lease", errors=(LookupError,)).handle("ev_001", "payments", EVENT, lambda op, payload: {}["x"])
+    again = Inbox(guard, effect="lease").handle("ev_001", "payments", EVENT, lambda op, payload: "handled")
+    assert (again.how, again.value) == ("duplicate", None)

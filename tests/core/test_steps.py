@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Retry
+from oncemore.core.op import derive
 from oncemore.core.plan import Call
 from oncemore.errors import (
     ConfigurationError,
@@ -268,6 +269,23 @@ def test_a_new_life_of_the_key_has_new_steps(guard: Guard, call: Caller) -> None
     guard.cache.drop(ASKED.id)
     call(guard, shop.pay)
     assert shop.log == ["reserve", "charge", "ship"] * 3
+
+
+def test_steps_of_one_name_have_keys_of_their_own_and_so_have_their_undos(guard: Guard, call: Caller) -> None:
+    """To a provider, a second charge under the first one's key is the first charge."""
+    keys: list[str] = []
+    fails = [RuntimeError("after the second"), LookupError("out of stock")]
+
+    def pay(op: Op) -> Performing:
+        for _ in range(2):
+            yield take(op, "charge", lambda key: keys.append(key), undo=lambda value, key: keys.append(key))
+        raise fails.pop(0)
+
+    with pytest.raises(RuntimeError):
+        call(guard, pay)
+    assert call(Guard(guard.store), pay).outcome.kind == "error"
+    assert len(keys) == len(set(keys)) == 4
+    assert keys[0] == derive(ASKED, "charge")
 
 
 def test_checkpoints_live_as_long_as_the_operation(guard: Guard, call: Caller) -> None:

@@ -68,11 +68,14 @@ class Step:
         on_unknown: OnUnknownStep = "retry",
         resolver: Callable[..., Any] | None = None,
         *,
+        again: bool = False,
         undoes: bool = False,
     ) -> None:
         self.number = number
         self.name = name
         self.function = function
+        # What its key for the provider is made from: a second charge under the first one's key would be the first.
+        self.label = f"{name}\n{number}" if again else name
         self.undoes = undoes
         self.takes = taken_by(function, name, takes_value=undoes)
         borrows = any(each.name in BORROWED for each in self.takes)

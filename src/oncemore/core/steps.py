@@ -54,6 +54,7 @@ class Steps:
         self.beat = guard.heart.beat(lease, policy.lease)
         self.life = ""  # tells the steps of this record from those of an earlier one under the same key
         self.begun = 0  # the number of the last step that was asked for
+        self.names: set[str] = set()  # of all that were
         self.done = 0  # how many are checkpointed; always the first ones
         self.under_way = ""  # the name of the step that was asked for, and has not ended
         self.failed = ""  # the name of the step that ended without a checkpoint
@@ -101,8 +102,9 @@ class Steps:
         resolver: Callable[..., Any] | None,
     ) -> Plan[Any]:
         """The plan of the next step.  It has its number now, though it may be awaited later."""
-        step = Step(self._next(name), name, function, retry, effect, on_unknown, resolver)
-        back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, undoes=True)
+        again = name in self.names
+        step = Step(self._next(name), name, function, retry, effect, on_unknown, resolver, again=again)
+        back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, again=again, undoes=True)
         return self._taken(step, back)
 
     def _next(self, name: str) -> int:
@@ -116,6 +118,7 @@ class Steps:
                 "an error that the operation can live with belongs in `errors` of its policy"
             )
         self.begun += 1
+        self.names.add(name)
         self.under_way = name
         return self.begun
 
@@ -138,7 +141,7 @@ class Steps:
     def perform(self, step: Step, value: Any = None) -> Plan[Answer]:
         """The step's answer, from its checkpoint or by performing it as often as its retry allows."""
         operation = self.named(step.number, step.name)
-        key = derive(self.operation, step.name)
+        key = derive(self.operation, step.label)
         policy = step.policy(step_policy(self.policy, step.effect), key)
         delays = iter(step.retry.delays())
         while True:

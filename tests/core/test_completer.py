@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from oncemore import Guard, Op, Operation, Policy, once
+from oncemore import Guard, Op, Operation, Policy
 from oncemore.core.backoff import Backoff
 from oncemore.core.completer import Completer, Tally
 from oncemore.core.current import current_operation
@@ -295,46 +295,6 @@ def test_what_must_be_unique_stays_so(guard: Guard, call: Caller) -> None:
     assert first is not None
     assert call(guard, shop.pay, order("k2")).outcome == first.outcome
     assert shop.log == ["reserve", "charge", "ship"]
-
-
-# ── Functions
-
-
-def test_a_function_is_finished_with_the_arguments_it_was_called_with(guard: Guard) -> None:
-    shop = Shop("after")
-    calls: list[Any] = []
-
-    @once(guard, key="order:{order}", effect="steps", ignore=("mailer",))
-    def pay(order: int, *items: str, mailer: object = None, **more: int) -> Any:
-        op = current_operation()
-        op.step("charge", lambda: shop.do("charge"))
-        calls.append((order, items, mailer, more))
-        shop.may_fail("after")
-        return [order, items]
-
-    with pytest.raises(RuntimeError):
-        pay(7, "a", "b", mailer=object(), size=3)
-    completer = Completer(guard, {pay.operation(7).name: pay}, pace=NO_PAUSE)  # type: ignore[attr-defined]
-    assert completer.run_once() == Tally(completed=1)
-    assert calls[1] == (7, ("a", "b"), None, {"size": 3})
-    assert pay(7, "a", "b", size=3) == [7, ("a", "b")]
-    assert shop.log == ["charge"]
-
-
-async def test_an_async_function_is_finished_too(guard: Guard) -> None:
-    shop = Shop("after")
-
-    @once(guard, key="order:{order}", effect="steps", name="pay")
-    async def pay(order: int) -> Any:
-        await current_operation().step("charge", lambda: shop.do("charge"))
-        shop.may_fail("after")
-        return order
-
-    with pytest.raises(RuntimeError):
-        await pay(7)
-    assert await Completer(guard, {"pay": pay}, pace=NO_PAUSE).arun_once() == Tally(completed=1)
-    assert await pay(7) == 7
-    assert shop.log == ["charge"]
 
 
 def test_outside_of_an_operation_there_is_no_current_one() -> None:

@@ -18,6 +18,7 @@ from .model import Operation
 from .op import Op
 from .plan import Plan, arun, run
 from .policy import Policy
+from .step import VARIADIC
 from .template import Template
 from .values import replayed
 
@@ -94,9 +95,19 @@ class Once(Generic[P, T]):
 
     def drive(self, operation: Operation, request: Any) -> Plan[Answer]:
         """The plan that finishes an operation of this function's, from the arguments that were kept."""
+        self._check_kept(request)
         bound = self.signature.bind_partial()
         bound.arguments.update(request)
         return self.guard.guarded(operation, self._performer(*bound.args, **bound.kwargs), self.policy)
+
+    def _check_kept(self, request: Mapping[str, Any]) -> None:
+        """Refuse to call the function with anything but what it was called with: what is ignored must have a default."""
+        parameters = self.signature.parameters
+        instead = "give the completer a function of the operation and the kept arguments instead"
+        for name in (name for name, one in parameters.items() if is_required(one) and name not in request):
+            raise ConfigurationError(f"{self.name} cannot be finished, for {name!r} is not kept: {instead}")
+        for name in (name for name in request if name not in parameters):
+            raise ConfigurationError(f"{self.name} cannot be finished, for it takes no {name!r} any more: {instead}")
 
     def _performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
         """What calls the function, with the operation as the current one."""
@@ -148,6 +159,10 @@ class Once(Generic[P, T]):
         except CorruptRecord as error:
             self.guard.tell("failed", operation, code=error.code, detail=error.detail)
             raise
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
 
 
 def check_function(function: Callable[..., Any]) -> None:

@@ -1,5 +1,6 @@
 """Defence in depth: one payment per order whatever the key, suspicious twins, and keys too old to judge."""
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ from oncemore.core.plan import run
 from oncemore.errors import Duplicate, Fenced, InProgress, KeyExpired, OutcomeNotKept, Suspected, UnknownOutcome
 from oncemore.testing.clock import Clock
 
+from .conftest import Caller
 from .stepping import elsewhere
 from .test_guard import CREATED, Effect, kinds
 
@@ -110,6 +112,58 @@ def test_a_payment_that_a_resolver_found_belongs_to_who_asked(guard, call) -> No
     with pytest.raises(Duplicate):
         call(guard, pay("k3", scope="pay|bob"), effect, policy=policy)
     assert effect.count == 0
+
+
+@pytest.mark.parametrize("awaits", [False, True])
+def test_another_key_cannot_find_out_that_an_order_was_not_paid(guard, awaits) -> None:
+    """The provider is asked by what the payer's own key is derived from, and that is not known to another key."""
+    provider: dict[str, Outcome] = {}
+    call = Caller(asyncio.Runner() if awaits else None)
+
+    def resolve(op: Op) -> Resolution:
+        found = provider.get(op.derive("charge"))
+        return Resolution.released() if found is None else Resolution.settled(found)
+
+    async def aresolve(op: Op) -> Resolution:
+        return resolve(op)
+
+    def charge(op: Op) -> Outcome:
+        provider[op.derive("charge")] = CREATED
+        if len(provider) == 1:
+            raise KeyboardInterrupt
+        return CREATED
+
+    policy = Policy(on_unknown="resolve", resolver=aresolve if awaits else resolve)
+    with pytest.raises(KeyboardInterrupt):
+        call(guard, pay("k1"), charge, policy=policy)
+    for _ in range(2):
+        with pytest.raises(UnknownOutcome):
+            call(guard, pay("k2"), charge, policy=policy)
+    assert call(guard, pay("k1"), charge, policy=policy).outcome == CREATED
+    assert call(guard, pay("k2"), charge, policy=policy).outcome == CREATED
+    with pytest.raises(Duplicate):
+        call(guard, pay("k3", scope="pay|bob"), charge, policy=policy)
+    assert len(provider) == 1
+
+
+def test_what_is_found_to_have_happened_leaves_the_order_as_another_has_settled_it(guard, call) -> None:
+    """It died between the two settles: the order's own was made."""
+    policy = Policy(on_unknown="resolve", resolver=lambda op: Resolution.settled(CREATED))
+    call(guard, pay("k2"), Effect(), policy=policy)
+    settled = guard.find("unique|payments.create", "order-7")
+    run(guard.store.claim(pay("k1"), lease=30))
+    Clock(guard.store).advance(31)
+    assert call(guard, pay("k1"), Effect(), policy=policy).outcome == CREATED
+    assert guard.find("unique|payments.create", "order-7").token == settled.token
+
+
+def test_an_order_whose_payment_is_found_to_have_been_declined_is_free(guard, call) -> None:
+    declined = Outcome("response", 402)
+    policy = Policy(on_unknown="resolve", resolver=lambda op: Resolution.settled(declined))
+    with pytest.raises(KeyboardInterrupt):
+        guard.run(pay("k1"), Effect([KeyboardInterrupt()]), policy=policy)
+    assert call(guard, pay("k1"), Effect(), policy=policy).outcome == declined
+    assert call(guard, pay("k2"), Effect(), policy=policy).how == "stored"
 
 
 def test_an_order_whose_record_is_unreadable_is_not_paid_again(guard, call) -> None:

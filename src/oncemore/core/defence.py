@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from .model import Lease, Operation, Outcome, Record
 from .op import Op, derive
 from .plan import Plan
 from .policy import Policy
+from .resolution import Resolution
 from .store import Store
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def unique(guard: Guard, op: Op, perform: Callable[[Op], Any], policy: Policy, b
     found = yield from guard.turn(inner, under, wait=policy.lease / 2)  # the outer lease is not renewed meanwhile
     if isinstance(found, Record):
         return done_before(found, op, policy)
+    if found.lapsed and not op.lease.lapsed:  # it was another key that vanished
+        under = doubting(under)
     answer = yield from guard.own(
         found, lambda _: perform(op), under, beats=beats, then=lambda outcome: tag(outcome, owner)
     )
@@ -73,6 +76,32 @@ def unique(guard: Guard, op: Op, perform: Callable[[Op], Any], policy: Policy, b
     if owners != owner:  # we are late: the outcome is of the one who took over, and none of our caller's business
         raise fenced(found)
     return msgspec.structs.replace(answer, outcome=outcome, how="replayed" if answer.how == "replayed" else "stored")
+
+
+@lru_cache(maxsize=256)
+def doubting(policy: Policy) -> Policy:
+    """The policy with a resolver that is believed only if it says that it happened.
+
+    It is asked under the name of what must be unique.  That the provider knows nothing under that name does not tell that
+    nothing happened, for it was asked for it under what the vanished one's own key is derived from.
+    """
+    resolver = policy.resolver
+    if resolver is None:
+        return policy
+
+    def ask(op: Op) -> Any:
+        found = resolver(op)
+        return awaited(found) if hasattr(found, "__await__") else believed(found)
+
+    return dataclasses.replace(policy, resolver=ask)
+
+
+async def awaited(found: Awaitable[Resolution]) -> Resolution:
+    return believed(await found)
+
+
+def believed(found: Resolution) -> Resolution:
+    return Resolution.unknown() if found.verdict == "released" else found
 
 
 def done_before(record: Record, op: Op, policy: Policy) -> Answer:

@@ -7,9 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Fenced, StoreError, UnknownOutcome
+from .defence import inner_operation, inner_policy, tag
 from .driven import Driven
-from .judge import Answer
-from .model import Lease
+from .judge import Answer, keeps
+from .model import Lease, Outcome
 from .op import Op
 from .plan import Call, Plan
 from .policy import Policy
@@ -33,9 +34,22 @@ def take_over(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
     guard.tell("resolved", op.operation, token=op.lease.token, detail=resolution.verdict)
     if resolution.verdict == "settled" and resolution.outcome is not None:
         op.note = "resolved: it had happened"
+        yield from unique_too(guard, op, policy, resolution.outcome)
         return Answer(resolution.outcome, "replayed", attempt=op.attempt)
     yield from guard.store.renew(op.lease, lease=policy.lease)  # refused, if it was lost on the way after all
     return None
+
+
+def unique_too(guard: Guard, op: Op, policy: Policy, outcome: Outcome) -> Plan[None]:
+    """What had happened had happened once whatever the key, too: the vanished one has left that undecided as well."""
+    if op.operation.unique is None or policy.on_unique == "serialize":
+        return
+    under = inner_policy(policy)
+    found = yield from guard.store.claim(inner_operation(op.operation, policy), lease=policy.lease)
+    if isinstance(found, Lease) and keeps(under, outcome):
+        yield from guard.store.settle(found, tag(outcome, op.operation.scope), retention=under.ttl)
+    elif isinstance(found, Lease):
+        yield from guard.store.release(found, retention=0.0)
 
 
 def ask(guard: Guard, op: Op, policy: Policy) -> Plan[Resolution]:

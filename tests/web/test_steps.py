@@ -212,6 +212,14 @@ def test_to_the_app_the_client_of_a_redriven_request_has_not_gone(shop: Shop) ->
     assert connected == [True]
 
 
+@pytest.mark.parametrize(
+    "name", ["authorization", "cookie", "x-api-key", "x-forwarded-access-token", "x-goog-iap-jwt-assertion"]
+)
+def test_what_lets_its_bearer_in_is_not_kept(name: str) -> None:
+    kept = kept_request("POST", "/orders/7", "", [(name, "secret"), ("x-tenant", "t1")], b"{}")
+    assert kept["headers"] == [["x-tenant", "t1"]]
+
+
 async def test_after_its_response_a_redriven_request_is_over(shop: Shop) -> None:
     """Whoever waits for the client to leave must not wait for ever."""
     over: list[str] = []

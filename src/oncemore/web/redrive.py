@@ -22,7 +22,9 @@ REDRIVEN = "oncemore.redriven"
 # They let their bearer in, or belong to one connection.  What the app needs of them is given to the one who redrives.
 NOT_KEPT = frozenset(
     {
+        "api-key",
         "authorization",
+        "cf-access-jwt-assertion",
         "connection",
         "cookie",
         "expect",
@@ -33,9 +35,18 @@ NOT_KEPT = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-access-token",
+        "x-amz-security-token",
+        "x-amzn-oidc-accesstoken",
+        "x-amzn-oidc-data",
         "x-api-key",
+        "x-auth-request-access-token",
         "x-auth-token",
+        "x-csrf-token",
+        "x-forwarded-access-token",
+        "x-goog-iap-jwt-assertion",
         "x-request-timeout",
+        "x-session-token",
     }
 )
 

@@ -78,6 +78,12 @@ def test_errors_are_a_tuple_of_exceptions(errors):
         Policy(errors=errors)
 
 
+def test_a_setting_that_is_none_is_refused_with_the_nearest_one():
+    assert Policy(lease=5).but(ttl="1d") == Policy(lease=5, ttl="1d")
+    with pytest.raises(ConfigurationError, match=r"no setting 'tll'.*did you mean 'ttl'"):
+        Policy().but(tll="7d")
+
+
 def test_resolving_needs_someone_to_ask():
     with pytest.raises(ConfigurationError, match="resolver"):
         Policy(on_unknown="resolve", resolver="shop:did_it_happen")

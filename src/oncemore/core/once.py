@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +40,7 @@ def once(
     keys, and is the function's own where it is not given; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
     and what they do not say is as in the guard's own policy.
     """
-    policy = dataclasses.replace(guard.policy, **settings)
+    policy = guard.policy.but(**settings)
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         return Once(guard, function, key, name, ignore, policy).wrapped()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import ConfigurationError
+from .faults import did_you_mean
 
 if TYPE_CHECKING:
     from .model import Outcome
@@ -94,6 +95,13 @@ class Policy:
             raise ConfigurationError(
                 "on_unknown = 'resolve' needs a resolver: the function that asks whether it happened"
             )
+
+    def but(self, **settings: Any) -> Policy:
+        """This policy, but with these *settings*."""
+        known = [field.name for field in fields(self)]
+        for name in settings.keys() - set(known):
+            raise ConfigurationError(f"there is no setting {name!r}{did_you_mean(name, known)}")
+        return replace(self, **settings)
 
     def keeps(self, outcome: Outcome) -> bool:
         """Whether *outcome* is final: kept and replayed, rather than released for another try."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import warnings
 from collections.abc import Callable
@@ -76,7 +75,7 @@ class Inbox:
         for name in settings.keys() & NOT_OURS.keys():
             raise ConfigurationError(f"An inbox has no {name}: {NOT_OURS[name]}")
         settings = {"effect": "transaction", **settings, "ttl": retention, "keep": "all"}
-        self.policy = dataclasses.replace(guard.policy, **settings)
+        self.policy = guard.policy.but(**settings)
         if self.policy.ttl < duration(sender_span):
             warnings.warn(
                 f"The inbox forgets an event after {self.policy.ttl:g} s, but its sender repeats it for "

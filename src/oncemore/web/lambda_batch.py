@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import time
@@ -44,7 +43,7 @@ def each_message(
     *key* names the operation: a template over the message (`"{body.orderId}"`, `"{header.MessageDeduplicationId}"` for
     its attributes), or a function of it; the message's own id unless given.  *settings* are those of `Policy`.
     """
-    policy = dataclasses.replace(guard.policy, **{**DEFAULTS, **settings})
+    policy = guard.policy.but(**{**DEFAULTS, **settings})
     return lambda function: Batch(guard, function, key, policy)
 
 

@@ -28,12 +28,18 @@ class Caller:
 
 
 @pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
+def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner | None]:
+    """What runs the awaiting ones; None for those that block."""
     if request.param == "sync":
-        yield Caller(None)
+        yield None
     else:
         with asyncio.Runner() as runner:
-            yield Caller(runner)
+            yield runner
+
+
+@pytest.fixture
+def call(runner: asyncio.Runner | None) -> Caller:
+    return Caller(runner)
 
 
 @pytest.fixture

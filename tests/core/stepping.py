@@ -20,6 +20,7 @@ Performer = Callable[[Op], Performing]
 POLICY = Policy(effect="steps", errors=(LookupError,))
 ASKED = Operation("customer-1", "k", "same", "orders.pay")
 AT_ONCE = StepRetry(3, Backoff(base=0.0, cap=0.0))
+DONE = ["reserve done", "charge done", "ship done"]  # what a `Shop` gives in the end
 
 
 def take(op: Op, *args: Any, **options: Any) -> Call:
@@ -81,6 +82,12 @@ class Shop:
         shipped = yield take(op, "ship", lambda: self.do("ship"), retry=AT_ONCE)
         self.may_fail("after ship")
         return [reserved, charged, shipped]
+
+
+def steps_of(guard: Guard) -> list[tuple[str, str]]:
+    """Each step in the ledger, by name, with its state."""
+    records = guard.list().records
+    return [(record.name, record.state) for record in records if record.scope.startswith("step|")]
 
 
 def elsewhere(function: Callable[[], Any]) -> Any:

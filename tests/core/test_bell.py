@@ -155,12 +155,15 @@ async def test_a_cancelled_wait_leaves_nothing_behind() -> None:
 
 
 async def test_a_ring_that_comes_with_the_end_of_the_wait_is_harmless() -> None:
-    waiter = Waiter()
+    waiter, troubles = Waiter(), []  # a callback's error is told to the loop, and to nobody else
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: troubles.append(context))
     waiting = asyncio.ensure_future(waiter.wait(PATIENCE).arun())
     await asyncio.sleep(0)
     waiter.ring()
     waiter.ring()
     await waiting
+    await asyncio.sleep(0)
+    assert troubles == []
 
 
 def test_the_one_who_rings_does_not_suffer_from_a_loop_that_was_closed_under_its_waiters() -> None:

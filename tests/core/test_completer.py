@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from oncemore import Guard, Op, Operation, once
+from oncemore import Guard, Op, Operation, Policy
 from oncemore.core.backoff import Backoff
 from oncemore.core.completer import Completer, Tally
 from oncemore.core.current import current_operation
@@ -23,13 +23,9 @@ from .stepping import ASKED, POLICY, Caller, Performing, Shop, take
 NO_PAUSE = Backoff(base=0.0, cap=0.0)
 
 
-@pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    if request.param == "sync":
-        yield Caller(None)
-    else:
-        with asyncio.Runner() as runner:
-            yield Caller(runner)
+@pytest.fixture
+def call(runner: asyncio.Runner | None) -> Caller:
+    return Caller(runner)
 
 
 def asked(key: str = "k", request: Any = "the request") -> Operation:
@@ -169,7 +165,7 @@ def test_it_is_given_up_after_so_many_attempts_undone_and_held(guard: Guard, cal
     assert shop.log.count("ship") == 6  # three tries in each of two attempts; the last one tries nothing new
     record = guard.find(*asked().id)
     assert record is not None
-    assert record.note == "given up after 4 attempts, and undone"
+    assert record.note == "given up after 4 attempts, and undone; but 'ship' was begun, and may have taken effect"
     with pytest.raises(UnknownOutcome, match="given up"):
         call(guard, shop.pay, asked())
 
@@ -186,6 +182,20 @@ def test_a_last_attempt_that_fails_between_two_steps_is_given_up_too(guard: Guar
     leave(guard, call, shop)
     assert Round(guard, call, shop.pay, attempts=1)() == Tally(held=1)
     assert shop.log == ["reserve", "charge", "undo charge done", "undo reserve done"]
+    assert guard.find(*asked().id).note == "given up after 2 attempts, and undone"  # type: ignore[union-attr]
+
+
+def test_a_doubt_outlives_an_interrupted_undoing(guard: Guard, call: Caller) -> None:
+    shop = Shop("after reserve", "charge", "undo reserve done", error=KeyboardInterrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            call(guard, shop.pay, asked())
+    last = msgspec.structs.replace(asked(), giving_up=True)
+    with pytest.raises(KeyboardInterrupt):
+        call(guard, shop.pay, last)
+    with pytest.raises(UnknownOutcome, match="'charge' was begun, and may have taken effect"):
+        call(Guard(guard.store), shop.pay, last)
+    assert shop.log == ["reserve", "charge", "undo reserve done", "undo reserve done"]
 
 
 def test_a_last_attempt_that_takes_other_steps_undoes_nothing(guard: Guard, call: Caller) -> None:
@@ -287,46 +297,6 @@ def test_what_must_be_unique_stays_so(guard: Guard, call: Caller) -> None:
     assert shop.log == ["reserve", "charge", "ship"]
 
 
-# ── Functions
-
-
-def test_a_function_is_finished_with_the_arguments_it_was_called_with(guard: Guard) -> None:
-    shop = Shop("after")
-    calls: list[Any] = []
-
-    @once(guard, key="order:{order}", effect="steps", ignore=("mailer",))
-    def pay(order: int, *items: str, mailer: object = None, **more: int) -> Any:
-        op = current_operation()
-        op.step("charge", lambda: shop.do("charge"))
-        calls.append((order, items, mailer, more))
-        shop.may_fail("after")
-        return [order, items]
-
-    with pytest.raises(RuntimeError):
-        pay(7, "a", "b", mailer=object(), size=3)
-    completer = Completer(guard, {pay.operation(7).name: pay}, pace=NO_PAUSE)  # type: ignore[attr-defined]
-    assert completer.run_once() == Tally(completed=1)
-    assert calls[1] == (7, ("a", "b"), None, {"size": 3})
-    assert pay(7, "a", "b", size=3) == [7, ("a", "b")]
-    assert shop.log == ["charge"]
-
-
-async def test_an_async_function_is_finished_too(guard: Guard) -> None:
-    shop = Shop("after")
-
-    @once(guard, key="order:{order}", effect="steps", name="pay")
-    async def pay(order: int) -> Any:
-        await current_operation().step("charge", lambda: shop.do("charge"))
-        shop.may_fail("after")
-        return order
-
-    with pytest.raises(RuntimeError):
-        await pay(7)
-    assert await Completer(guard, {"pay": pay}, pace=NO_PAUSE).arun_once() == Tally(completed=1)
-    assert await pay(7) == 7
-    assert shop.log == ["charge"]
-
-
 def test_outside_of_an_operation_there_is_no_current_one() -> None:
     with pytest.raises(ConfigurationError, match="No operation is running"):
         current_operation()
@@ -355,7 +325,7 @@ def test_a_store_that_is_down_does_not_end_it(guard: Guard) -> None:
         raise StoreUnavailable
         yield
 
-    completer = Completer(guard, {"orders.pay": lambda op, request: None}, every=0.01)
+    completer = Completer(guard, {"orders.pay": lambda op, request: None}, policy=POLICY, every=0.01)
     completer.guard.store.list = down  # type: ignore[method-assign]
     completer.run(stop)
     assert len(looks) == 3
@@ -375,6 +345,27 @@ async def test_it_goes_round_until_it_is_cancelled() -> None:
         await task
 
 
-def test_a_completer_without_a_policy_has_the_guards(guard: Guard) -> None:
-    assert Completer(guard, {}).policy is guard.policy
+def test_a_completer_without_a_policy_has_the_guards() -> None:
+    guard = Guard("memory://", policy=POLICY)
+    assert Completer(guard, {"orders.pay": lambda op, request: None}).policy is POLICY
     assert ASKED.request is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attempts": 0}, "attempts = 0"),
+        ({"at_once": 0}, "at_once = 0"),
+        ({"every": -1.0}, "every = -1"),
+        ({"policy": Policy()}, "effect = 'steps'"),
+    ],
+)
+def test_a_completer_that_could_do_no_good_is_refused(guard: Guard, options: dict[str, Any], message: str) -> None:
+    """Under another level's policy, what is unfinished would be held as unknown; with no room, nobody would ever begin."""
+    with pytest.raises(ConfigurationError, match=message):
+        Completer(guard, {"orders.pay": lambda op, request: None}, **{"policy": POLICY, **options})
+
+
+def test_what_cannot_be_performed_is_refused(guard: Guard) -> None:
+    with pytest.raises(ConfigurationError, match=r"'orders\.pay': .* function"):
+        Completer(guard, {"orders.pay": "shop:pay"}, policy=POLICY)  # type: ignore[dict-item]

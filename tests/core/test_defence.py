@@ -1,5 +1,6 @@
 """Defence in depth: one payment per order whatever the key, suspicious twins, and keys too old to judge."""
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,9 +9,11 @@ import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
 from oncemore.core.plan import run
-from oncemore.errors import Duplicate, InProgress, KeyExpired, Suspected, UnknownOutcome
+from oncemore.errors import Duplicate, Fenced, InProgress, KeyExpired, OutcomeNotKept, Suspected, UnknownOutcome
 from oncemore.testing.clock import Clock
 
+from .conftest import Caller
+from .stepping import elsewhere
 from .test_guard import CREATED, Effect, kinds
 
 
@@ -111,6 +114,58 @@ def test_a_payment_that_a_resolver_found_belongs_to_who_asked(guard, call) -> No
     assert effect.count == 0
 
 
+@pytest.mark.parametrize("awaits", [False, True])
+def test_another_key_cannot_find_out_that_an_order_was_not_paid(guard, awaits) -> None:
+    """The provider is asked by what the payer's own key is derived from, and that is not known to another key."""
+    provider: dict[str, Outcome] = {}
+    call = Caller(asyncio.Runner() if awaits else None)
+
+    def resolve(op: Op) -> Resolution:
+        found = provider.get(op.derive("charge"))
+        return Resolution.released() if found is None else Resolution.settled(found)
+
+    async def aresolve(op: Op) -> Resolution:
+        return resolve(op)
+
+    def charge(op: Op) -> Outcome:
+        provider[op.derive("charge")] = CREATED
+        if len(provider) == 1:
+            raise KeyboardInterrupt
+        return CREATED
+
+    policy = Policy(on_unknown="resolve", resolver=aresolve if awaits else resolve)
+    with pytest.raises(KeyboardInterrupt):
+        call(guard, pay("k1"), charge, policy=policy)
+    for _ in range(2):
+        with pytest.raises(UnknownOutcome):
+            call(guard, pay("k2"), charge, policy=policy)
+    assert call(guard, pay("k1"), charge, policy=policy).outcome == CREATED
+    assert call(guard, pay("k2"), charge, policy=policy).outcome == CREATED
+    with pytest.raises(Duplicate):
+        call(guard, pay("k3", scope="pay|bob"), charge, policy=policy)
+    assert len(provider) == 1
+
+
+def test_what_is_found_to_have_happened_leaves_the_order_as_another_has_settled_it(guard, call) -> None:
+    """It died between the two settles: the order's own was made."""
+    policy = Policy(on_unknown="resolve", resolver=lambda op: Resolution.settled(CREATED))
+    call(guard, pay("k2"), Effect(), policy=policy)
+    settled = guard.find("unique|payments.create", "order-7")
+    run(guard.store.claim(pay("k1"), lease=30))
+    Clock(guard.store).advance(31)
+    assert call(guard, pay("k1"), Effect(), policy=policy).outcome == CREATED
+    assert guard.find("unique|payments.create", "order-7").token == settled.token
+
+
+def test_an_order_whose_payment_is_found_to_have_been_declined_is_free(guard, call) -> None:
+    declined = Outcome("response", 402)
+    policy = Policy(on_unknown="resolve", resolver=lambda op: Resolution.settled(declined))
+    with pytest.raises(KeyboardInterrupt):
+        guard.run(pay("k1"), Effect([KeyboardInterrupt()]), policy=policy)
+    assert call(guard, pay("k1"), Effect(), policy=policy).outcome == declined
+    assert call(guard, pay("k2"), Effect(), policy=policy).how == "stored"
+
+
 def test_an_order_whose_record_is_unreadable_is_not_paid_again(guard, call) -> None:
     """CASES 28."""
     effect = Effect()
@@ -127,6 +182,49 @@ def test_an_order_that_is_being_paid_may_be_refused(guard, call) -> None:
     with pytest.raises(InProgress):
         call(guard, pay("k2"), Effect(), policy=Policy(in_flight="conflict"))
     assert guard.find("pay|alice", "k2") is None
+
+
+@pytest.mark.parametrize("headers", [(), (("content-type", "application/json"),)])
+def test_an_order_that_an_operator_has_settled_is_shown_to_nobody_and_not_paid_again(guard, call, headers) -> None:
+    """What a person decides has no owner's mark, and its first header is not one."""
+    inner = Operation("unique|payments.create", "order-7", name="payments.create")
+    run(guard.store.hold(run(guard.store.claim(inner, lease=30))))
+    guard.resolve(*inner.id, Resolution.settled(Outcome("response", 201, headers, b"{}")))
+    effect = Effect()
+    with pytest.raises(Duplicate):
+        call(guard, pay("k2"), effect)
+    assert effect.count == 0
+
+
+def test_a_payment_whose_response_was_not_kept_is_not_answered_with_an_empty_one(guard, call) -> None:
+    effect = Effect([Outcome("tombstone", 201)])
+    call(guard, pay("k1"), effect)
+    for _ in range(2):
+        with pytest.raises(OutcomeNotKept):
+            call(guard, pay("k2"), effect)
+    assert effect.count == 1
+
+
+@pytest.mark.parametrize("scope", ["pay|alice", "pay|bob"])
+def test_a_late_payer_of_an_order_never_sees_another_principals_payment(guard, call, scope) -> None:
+    """It slept through its lease, and another key has paid the order meanwhile."""
+    policy = Policy(on_unknown="retry")
+    theirs = Outcome("response", 201, (), b"theirs")
+
+    def late(op: Op) -> Outcome:
+        Clock(guard.store).advance(31)
+        answer = elsewhere(lambda: Guard(guard.store).run(pay("k2", scope=scope), lambda op: theirs, policy=policy))
+        assert answer.how == "stored"
+        return CREATED
+
+    if scope == "pay|alice":
+        answer = call(guard, pay("k1"), late, policy=policy)
+        assert (answer.how, answer.outcome) == ("replayed", theirs)
+        return
+    with pytest.raises(Fenced):
+        call(guard, pay("k1"), late, policy=policy)
+    with pytest.raises(Duplicate):
+        call(guard, pay("k1"), Effect(), policy=policy)
 
 
 # suspect
@@ -162,6 +260,16 @@ def test_a_twin_gets_the_others_outcome(guard, call) -> None:
     effect = Effect()
     call(guard, request("k1"), effect, policy=policy)
     assert [call(guard, request("k2"), effect, policy=policy).how for _ in range(2)] == ["replayed", "replayed"]
+    assert effect.count == 1
+
+
+def test_a_twin_of_one_whose_response_was_not_kept_is_refused(guard, call) -> None:
+    policy = Policy(suspect="replay")
+    effect = Effect([Outcome("tombstone", 201)])
+    call(guard, request("k1"), effect, policy=policy)
+    for _ in range(2):
+        with pytest.raises(OutcomeNotKept):
+            call(guard, request("k2"), effect, policy=policy)
     assert effect.count == 1
 
 

@@ -60,11 +60,9 @@ def test_what_a_rule_does_not_say_is_as_the_guard_says() -> None:
         work(1)
 
 
-@pytest.mark.parametrize(("settings", "error"), [({"tll": "7d"}, TypeError), ({"ttl": "soon"}, ConfigurationError)])
-def test_a_wrong_setting_is_told_when_the_function_is_decorated(
-    guard: Guard, settings: dict[str, Any], error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=r"tll|soon"):
+@pytest.mark.parametrize("settings", [{"tll": "7d"}, {"ttl": "soon"}])
+def test_a_wrong_setting_is_told_when_the_function_is_decorated(guard: Guard, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"tll|soon"):
         once(guard, key="k", **settings)
 
 

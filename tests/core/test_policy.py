@@ -12,7 +12,7 @@ from oncemore.errors import ConfigurationError
 
 DURATIONS = [(0, 0.0), (5, 5.0), (0.25, 0.25), ("250ms", 0.25), ("30s", 30.0), (" 2m ", 120.0), ("1.5h", 5400.0)]
 DURATIONS += [("1h30m", 5400.0), ("30d", 2592000.0), ("1w", 604800.0)]
-NOT_DURATIONS = ["", "30", "s", "30x", "1h 30m", "-1s", "1e3s", "1.s", "٣s", "1h,30m"]
+NOT_DURATIONS = ["", "30", "s", "30x", "1h 30m", "-1s", "1e3s", "1.s", "٣s", "1h,30m", "9" * 400 + "s"]
 NOT_DURATIONS += [None, True, -1, float("inf"), float("nan"), [1]]
 
 
@@ -71,7 +71,22 @@ def test_a_setting_without_choices_takes_any_value():
     check_choice("ttl", "whatever")
 
 
+@pytest.mark.parametrize("errors", [[LookupError], LookupError, ("LookupError",), (BaseException,), (LookupError(),)])
+def test_errors_are_a_tuple_of_exceptions(errors):
+    """What is no such thing would be found out after the effect, and lose its result."""
+    with pytest.raises(ConfigurationError, match=r"CardDeclined"):
+        Policy(errors=errors)
+
+
+def test_a_setting_that_is_none_is_refused_with_the_nearest_one():
+    assert Policy(lease=5).but(ttl="1d") == Policy(lease=5, ttl="1d")
+    with pytest.raises(ConfigurationError, match=r"no setting 'tll'.*did you mean 'ttl'"):
+        Policy().but(tll="7d")
+
+
 def test_resolving_needs_someone_to_ask():
+    with pytest.raises(ConfigurationError, match="resolver"):
+        Policy(on_unknown="resolve", resolver="shop:did_it_happen")
     with pytest.raises(ConfigurationError, match="needs a resolver"):
         Policy(on_unknown="resolve")
     assert Policy(on_unknown="resolve", resolver=lambda operation: None).on_unknown == "resolve"

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Retry
+from oncemore.core.op import derive
 from oncemore.core.plan import Call
 from oncemore.errors import (
     ConfigurationError,
     InvalidPayload,
     PayloadMismatch,
     StepsChanged,
+    StoreError,
     UnknownOutcome,
 )
 
-from .stepping import ASKED, POLICY, Caller, Performing, Shop, take
+from .stepping import ASKED, DONE, POLICY, Broken, Caller, Performing, Shop, steps_of, take
 
 
-@pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    if request.param == "sync":
-        yield Caller(None)
-    else:
-        with asyncio.Runner() as runner:
-            yield Caller(runner)
-
-
-DONE = ["reserve done", "charge done", "ship done"]
-
-
-def steps_of(guard: Guard) -> list[tuple[str, str]]:
-    """Each step in the ledger, by name, with its state."""
-    records = guard.list().records
-    return [(record.name, record.state) for record in records if record.scope.startswith("step|")]
+@pytest.fixture
+def call(runner: asyncio.Runner | None) -> Caller:
+    return Caller(runner)
 
 
 def test_each_step_is_taken_once_and_the_performers_answer_is_the_outcome(guard: Guard, call: Caller) -> None:
@@ -281,6 +271,23 @@ def test_a_new_life_of_the_key_has_new_steps(guard: Guard, call: Caller) -> None
     assert shop.log == ["reserve", "charge", "ship"] * 3
 
 
+def test_steps_of_one_name_have_keys_of_their_own_and_so_have_their_undos(guard: Guard, call: Caller) -> None:
+    """To a provider, a second charge under the first one's key is the first charge."""
+    keys: list[str] = []
+    fails = [RuntimeError("after the second"), LookupError("out of stock")]
+
+    def pay(op: Op) -> Performing:
+        for _ in range(2):
+            yield take(op, "charge", lambda key: keys.append(key), undo=lambda value, key: keys.append(key))
+        raise fails.pop(0)
+
+    with pytest.raises(RuntimeError):
+        call(guard, pay)
+    assert call(Guard(guard.store), pay).outcome.kind == "error"
+    assert len(keys) == len(set(keys)) == 4
+    assert keys[0] == derive(ASKED, "charge")
+
+
 def test_checkpoints_live_as_long_as_the_operation(guard: Guard, call: Caller) -> None:
     shop = Shop("after charge")
     with pytest.raises(RuntimeError):
@@ -292,10 +299,46 @@ def test_checkpoints_live_as_long_as_the_operation(guard: Guard, call: Caller) -
     assert shop.log == ["reserve", "charge", "ship"]
 
 
-def test_what_was_left_for_too_long_is_not_resumed(guard: Guard, call: Caller) -> None:
+@pytest.mark.parametrize("days", [30.5, 32, 400])
+@pytest.mark.parametrize("giving_up", [False, True])
+def test_what_was_left_for_too_long_is_not_resumed(guard: Guard, call: Caller, days: float, giving_up: bool) -> None:
+    """Nor begun anew, when not even the request is kept any more; nor said to be undone, for nobody knows what was done."""
     shop = Shop("after charge")
     with pytest.raises(RuntimeError):
         call(guard, shop.pay)
-    guard.store.shift += 30.5 * 86400
-    with pytest.raises(UnknownOutcome, match="checkpoints may be gone"):
+    guard.store.shift += days * 86400
+    guard.purge()
+    for _ in range(3):
+        with pytest.raises(UnknownOutcome, match="checkpoints may be gone"):
+            call(Guard(guard.store), shop.pay, msgspec.structs.replace(ASKED, giving_up=giving_up))
+    assert shop.log == ["reserve", "charge"]
+    assert guard.find(*ASKED.id).state == "held"  # type: ignore[union-attr]
+
+
+def test_what_was_left_for_too_long_is_not_begun_anew_though_it_cannot_be_held(guard: Guard, call: Caller) -> None:
+    shop = Shop("after charge")
+    with pytest.raises(RuntimeError):
         call(guard, shop.pay)
+    guard.store.shift += 400 * 86400
+    with pytest.raises(StoreError):
+        call(Guard(Broken(guard.store, "hold", "orders.pay")), shop.pay)
+    guard.store.shift += 31
+    with pytest.raises(UnknownOutcome):
+        call(Guard(guard.store), shop.pay)
+    assert shop.log == ["reserve", "charge"]
+
+
+def test_what_failed_before_its_first_step_may_be_asked_for_as_late_as_its_key_is_kept(
+    guard: Guard, call: Caller
+) -> None:
+    policy = dataclasses.replace(POLICY, ttl="90d")
+    shop = Shop()
+
+    def fails(op: Op) -> Performing:
+        raise RuntimeError("not yet")
+        yield
+
+    with pytest.raises(RuntimeError):
+        call(guard, fails, policy=policy)
+    guard.store.shift += 40 * 86400
+    assert call(Guard(guard.store), shop.pay, policy=policy).value == DONE

@@ -5,38 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome
 from oncemore.core.events import Event
-from oncemore.core.plan import Call, run
-from oncemore.errors import (
-    ConfigurationError,
-    StoreError,
-)
+from oncemore.core.plan import Call
+from oncemore.errors import ConfigurationError, StoreError
 
-from .stepping import ASKED, POLICY, Broken, Caller, Performing, Shop, take
+from .stepping import ASKED, POLICY, Broken, Caller, Performing, Shop, steps_of, take
 
 
-@pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    if request.param == "sync":
-        yield Caller(None)
-    else:
-        with asyncio.Runner() as runner:
-            yield Caller(runner)
-
-
-DONE = ["reserve done", "charge done", "ship done"]
-
-
-def steps_of(guard: Guard) -> list[tuple[str, str]]:
-    """Each step in the ledger, by name, with its state."""
-    records = guard.list().records
-    return [(record.name, record.state) for record in records if record.scope.startswith("step|")]
+@pytest.fixture
+def call(runner: asyncio.Runner | None) -> Caller:
+    return Caller(runner)
 
 
 def test_a_step_needs_the_level() -> None:
@@ -193,33 +176,6 @@ def test_twins_are_suspected_and_answered_as_at_other_levels(guard: Guard, call:
     twin = call(guard, shop.pay, Operation("customer-1", "k2", "same", "orders.pay"), policy=policy)
     assert twin.outcome == first.outcome
     assert shop.log == ["reserve", "charge", "ship"]
-
-
-def test_business_uniqueness_goes_with_steps(guard: Guard, call: Caller) -> None:
-    def asked(key: str) -> Operation:
-        return Operation("customer-1", key, key, "orders.pay", unique="order-1")
-
-    shop = Shop("after charge")
-    with pytest.raises(RuntimeError):
-        call(guard, shop.pay, asked("k1"))
-    assert call(guard, shop.pay, asked("k1")).value == DONE
-    assert call(guard, shop.pay, asked("k2")).outcome == call(guard, shop.pay, asked("k1")).outcome
-    assert shop.log == ["reserve", "charge", "ship"]
-
-
-def test_what_must_be_unique_is_taken_over_from_one_that_vanished(guard: Guard, call: Caller) -> None:
-    run(guard.store.claim(Operation("unique|orders.pay", "order-1", name="orders.pay"), lease=0.1))
-    operation = Operation("customer-1", "k", "f", "orders.pay", unique="order-1")
-    assert call(guard, Shop().pay, operation).value == DONE
-
-
-def test_a_door_that_leaves_a_unique_operation_leaves_the_ledger_in_order(guard: Guard) -> None:
-    operation = Operation("customer-1", "k", "f", "orders.pay", unique="order-1")
-    plan = guard.guarded(operation, lambda op: None, POLICY)
-    effect: Any = next(plan)
-    assert effect.op.key == "k"
-    plan.close()
-    assert guard.find(*operation.id).state == "running"  # type: ignore[union-attr]
 
 
 def test_a_checkpoint_that_cannot_be_stored_ends_the_attempt(call: Caller) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,9 @@ from oncemore.errors import (
 from .stepping import ASKED, POLICY, Caller, Performing, Shop, elsewhere, take
 
 
-@pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    if request.param == "sync":
-        yield Caller(None)
-    else:
-        with asyncio.Runner() as runner:
-            yield Caller(runner)
+@pytest.fixture
+def call(runner: asyncio.Runner | None) -> Caller:
+    return Caller(runner)
 
 
 def test_a_late_owners_next_step_is_refused_and_it_answers_with_the_successors_outcome(call: Caller) -> None:

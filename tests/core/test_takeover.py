@@ -1,14 +1,18 @@
 """When a holder vanishes: hold, retry or resolve."""
 
 import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from oncemore import Guard, Op, Outcome, Policy, Resolution
+from oncemore import Answer, Guard, Op, Outcome, Policy, Resolution
 from oncemore.core.plan import run
-from oncemore.errors import ConfigurationError, NotResolvable, UnknownOutcome
+from oncemore.errors import ConfigurationError, Fenced, NotResolvable, UnknownOutcome
 from oncemore.testing.clock import Clock
 
+from .stepping import elsewhere
 from .test_guard import CREATED, OPERATION, Effect, Failing, kinds
 
 
@@ -100,6 +104,60 @@ def test_a_resolver_that_cannot_tell_is_asked_again(guard, call, answer) -> None
         assert refused.value.retry_after
     assert call(guard, OPERATION, effect, policy=policy).outcome == CREATED
     assert (effect.count, answers.count) == (0, 3)
+
+
+def test_a_resolver_that_takes_longer_than_the_lease_keeps_its_place(guard, call) -> None:
+    """Two who ask the provider one after the other's lease would both hear that nothing happened, and both perform."""
+    run(guard.store.claim(OPERATION, lease=0.001))
+    time.sleep(0.01)
+    effect, began = Effect(), threading.Event()
+
+    def slow(op: Op) -> Resolution:
+        began.set()
+        time.sleep(1.0)
+        return Resolution.released()
+
+    policy = Policy(lease=0.3, on_unknown="resolve", resolver=slow)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(Guard(guard.store).run, OPERATION, effect, policy=policy)
+        assert began.wait(10)
+        time.sleep(0.5)
+        assert call(guard, OPERATION, effect, policy=policy).how == "replayed"
+        assert first.result().how == "stored"
+    assert effect.count == 1
+
+
+async def test_an_awaited_resolver_that_takes_longer_than_the_lease_keeps_its_place(guard) -> None:
+    run(guard.store.claim(OPERATION, lease=0.001))
+    effect = Effect()
+
+    async def slow(op: Op) -> Resolution:
+        await asyncio.sleep(1.0)
+        return Resolution.released()
+
+    async def second() -> Answer:
+        await asyncio.sleep(0.5)
+        return await guard.arun(OPERATION, effect, policy=policy)
+
+    await asyncio.sleep(0.01)
+    policy = Policy(lease=0.3, on_unknown="resolve", resolver=slow)
+    answers = await asyncio.gather(guard.arun(OPERATION, effect, policy=policy), second())
+    assert [answer.how for answer in answers] == ["stored", "replayed"]
+    assert effect.count == 1
+
+
+def test_a_resolver_that_slept_through_its_lease_leaves_it_to_the_next(guard, call) -> None:
+    vanished(guard)
+
+    def asleep(op: Op) -> Resolution:
+        Clock(guard.store).advance(31)
+        assert elsewhere(lambda: Guard(guard.store).run(OPERATION, Effect(), policy=Policy(on_unknown="retry")))
+        return Resolution.released()
+
+    effect = Effect()
+    with pytest.raises(Fenced):
+        call(guard, OPERATION, effect, policy=Policy(on_unknown="resolve", resolver=asleep))
+    assert effect.count == 0
 
 
 def test_resolve_needs_a_resolver() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,9 @@ from oncemore.errors import Fenced, StoreError, UnknownOutcome
 from .stepping import ASKED, POLICY, Broken, Caller, Performing, Shop, take
 
 
-@pytest.fixture(params=["sync", "async"])
-def call(request: pytest.FixtureRequest) -> Iterator[Caller]:
-    if request.param == "sync":
-        yield Caller(None)
-    else:
-        with asyncio.Runner() as runner:
-            yield Caller(runner)
+@pytest.fixture
+def call(runner: asyncio.Runner | None) -> Caller:
+    return Caller(runner)
 
 
 UNDONE = ["undo charge done", "undo reserve done"]
@@ -189,6 +184,36 @@ def test_an_undo_that_cannot_be_done_is_held_and_says_which(guard: Guard, call: 
     guard.resolve(*ASKED.id, Resolution.released())
     assert call(another_process(guard), pay).outcome.kind == "error"
     assert shop.log[-2:] == ["undo charge done", "undo reserve done"]
+
+
+def test_what_an_undo_gives_is_nobodys_business(guard: Guard, call: Caller) -> None:
+    """A provider's refund is an object of its own kind, which no checkpoint could hold."""
+    refunds: list[object] = []
+
+    def refund(value: str) -> object:
+        refunds.append(object())
+        return refunds[-1]
+
+    async def arefund(value: str) -> object:
+        return refund(value)
+
+    def pay(op: Op) -> Performing:
+        yield take(op, "charge", lambda: "charged", undo=refund if call.runner is None else arefund)
+        raise LookupError("out of stock")
+
+    assert call(guard, pay).outcome.kind == "error"
+    assert len(refunds) == 1
+
+
+def test_an_undo_that_fails_like_a_step_is_not_done_for_that(guard: Guard, call: Caller) -> None:
+    """The errors of the policy are outcomes of the operation; that a refund was declined is none of an undo."""
+    shop = Shop("after charge", *["undo charge done"] * 3, error=LookupError)
+    with pytest.raises(UnknownOutcome, match=r"the undoing of 'charge' failed: LookupError"):
+        call(guard, shop.pay)
+    assert shop.log == ["reserve", "charge", *["undo charge done"] * 3]
+    guard.resolve(*ASKED.id, Resolution.released())
+    assert call(another_process(guard), shop.pay).outcome.kind == "error"
+    assert shop.log[-2:] == UNDONE
 
 
 def test_a_store_that_is_down_while_undoing_leaves_it_to_the_next(guard: Guard, call: Caller) -> None:

@@ -9,12 +9,22 @@ from typing import Any
 
 import pytest
 
-from oncemore import Guard, Inbox
+from oncemore import Guard, Inbox, Operation, Policy
 from oncemore.core.op import Op
 from oncemore.core.plan import Sleep, arun, run
-from oncemore.errors import ConfigurationError, StoreError, UnknownOutcome, WrongState
+from oncemore.errors import (
+    ConfigurationError,
+    InvalidKey,
+    NotFound,
+    NotResolvable,
+    PayloadMismatch,
+    StoreError,
+    UnknownOutcome,
+    WrongState,
+)
 from oncemore.messages.inbox import Received
 
+from .conftest import on_each_kind
 from .shops import Shop
 
 Handling = Callable[[Op, Any], Generator[Any, Any, Any]]
@@ -159,3 +169,84 @@ def test_an_inbox_that_forgets_sooner_than_its_sender_warns() -> None:
 def test_an_inbox_without_attempts_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="one at least"):
         Inbox(Guard("memory://"), attempts=0)
+
+
+def test_a_mismatch_that_the_handler_met_elsewhere_does_not_flag_the_event() -> None:
+    """Flagged is acknowledged: the event would never be handled."""
+    guard = Guard("memory://")
+    inbox = Inbox(guard, effect="lease")
+    guard.run(Operation("invoices", "i1", "one"), lambda op: None)
+
+    def handle(op: Op, payload: Any) -> None:
+        guard.run(Operation("invoices", "i1", "another"), lambda op: None)
+
+    with pytest.raises(PayloadMismatch):
+        inbox.handle("ev_001", "payments", EVENT, handle)
+    assert inbox.handle("ev_001", "payments", EVENT, lambda op, payload: "handled").how == "processed"
+
+
+@on_each_kind
+@pytest.mark.parametrize("settings", [{}, {"on_duplicate": "reject"}, {"on_duplicate": "ok"}])
+async def test_a_repeated_event_is_acknowledged_whatever_its_handler_gave(shop: Shop, settings: dict[str, Any]) -> None:
+    inbox = Inbox(shop.guard, **settings)
+
+    def handle(op: Op, payload: Any) -> Generator[Any, Any, Any]:
+        yield shop.insert(op, op.key)
+        return object()
+
+    hows = [(await deliver(shop, inbox, handle)).how for _ in range(3)]
+    assert hows == ["processed", "duplicate", "duplicate"]
+    assert shop.refunds() == ["ev_001"]
+
+
+@on_each_kind
+async def test_an_error_that_is_the_outcome_is_acknowledged_each_time(shop: Shop) -> None:
+    inbox = Inbox(shop.guard, errors=(LookupError,))
+    received = [await deliver(shop, inbox, broken(shop, LookupError("no such payment"))) for _ in range(3)]
+    assert [each.how for each in received] == ["processed", "duplicate", "duplicate"]
+    assert [repr(each.value) for each in received] == ["LookupError('no such payment')"] * 3
+    assert shop.refunds() == []
+
+
+@pytest.mark.parametrize("event_id", ["", " ", "a\nb", "a\x00b", "x" * 256, None, 7])
+def test_an_event_without_a_proper_id_is_refused(event_id: Any) -> None:
+    """All events without an id would be one event."""
+    inbox = Inbox(Guard("memory://"), effect="lease")
+    with pytest.raises(InvalidKey):
+        inbox.handle(event_id, "payments", EVENT, lambda op, payload: None)
+
+
+def test_only_dead_letters_are_listed_and_requeued() -> None:
+    """An outcome that nobody knows is held too: to have it handled again takes a decision, not a loop over the letters."""
+    guard = Guard("memory://")
+    inbox = Inbox(guard, effect="lease", attempts=1)
+
+    def handle(op: Op, payload: Any) -> None:
+        raise RuntimeError("cannot be handled")
+
+    assert inbox.handle("ev_001", "payments", EVENT, handle).how == "dead"
+    unknown = inbox.operation("ev_002", "payments", EVENT)
+    run(guard.store.hold(run(guard.store.claim(unknown, lease=30)), note="its holder vanished"))  # type: ignore[arg-type]
+    assert [record.key for record in inbox.dead("payments").records] == ["ev_001"]
+    with pytest.raises(NotResolvable, match="not a dead letter"):
+        inbox.requeue("ev_002", "payments")
+    with pytest.raises(NotFound):
+        inbox.requeue("ev_003", "payments")
+    inbox.requeue("ev_001", "payments")
+    assert inbox.handle("ev_001", "payments", EVENT, lambda op, payload: "handled").how == "processed"
+
+
+@pytest.mark.parametrize(("setting", "message"), [({"ttl": "30d"}, "say retention"), ({"keep": "success"}, "is final")])
+def test_an_inbox_has_a_retention_and_keeps_every_outcome(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Inbox(Guard("memory://"), **setting)
+    errors = Inbox(Guard("memory://", policy=Policy(keep="success")), effect="lease", errors=(LookupError,))
+    received = [errors.handle("ev_001", "payments", EVENT, lambda op, payload: {}["x"]).how for _ in range(2)]
+    assert received == ["processed", "duplicate"]
+
+
+def test_an_error_that_is_no_outcome_any_more_is_acknowledged_without_it() -> None:
+    guard = Guard("memory://")
+    Inbox(guard, effect="lease", errors=(LookupError,)).handle("ev_001", "payments", EVENT, lambda op, payload: {}["x"])
+    again = Inbox(guard, effect="lease").handle("ev_001", "payments", EVENT, lambda op, payload: "handled")
+    assert (again.how, again.value) == ("duplicate", None)

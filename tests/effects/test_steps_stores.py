@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Policy
 from oncemore.core.backoff import Backoff
 from oncemore.core.completer import Completer, Tally
-from oncemore.errors import StepsChanged
+from oncemore.errors import InProgress, StepsChanged
 
 from .conftest import emptied
 
@@ -104,3 +105,24 @@ async def test_a_deleted_operation_begins_anew(guard: Guard) -> None:
     guard.cache = Guard("memory://").cache
     await guard.arun(ASKED, order.pay)
     assert len(order.log) == 4
+
+
+async def test_no_other_key_takes_an_order_that_is_unfinished(guard: Guard) -> None:
+    first, second = (msgspec.structs.replace(ASKED, key=key, fingerprint=key, unique="order-7") for key in ("k1", "k2"))
+    order, other = Order(RuntimeError()), Order()
+    with pytest.raises(RuntimeError):
+        await guard.arun(first, order.pay)
+    for _ in range(2):
+        with pytest.raises(InProgress):
+            await guard.arun(second, other.pay)
+    completer = Completer(guard, {"orders.pay": order.pay}, pace=Backoff(base=0, cap=0))
+    assert await completer.arun_once() == Tally(completed=1)
+    assert (await guard.arun(second, other.pay)).how == "replayed"
+    assert (len(order.log), other.log) == (2, [])
+
+
+async def test_an_order_that_failed_for_good_is_free_again(guard: Guard) -> None:
+    first, second = (msgspec.structs.replace(ASKED, key=key, fingerprint=key, unique="order-7") for key in ("k1", "k2"))
+    order = Order(LookupError("declined"))
+    assert (await guard.arun(first, order.pay)).outcome.kind == "error"
+    assert (await guard.arun(second, order.pay)).how == "stored"

@@ -289,6 +289,26 @@ async def test_a_lease_that_lapsed_is_taken_over_where_the_rule_says_retry(shop:
     assert answer.value == {"refund": "k", "attempt": 2}
 
 
+@on_each_kind
+async def test_an_order_that_is_in_doubt_is_refunded_under_no_other_key(shop: Shop) -> None:
+    """CASES 25: the effect was committed behind the guard's back, and with it that the order was being refunded."""
+
+    def perform(op: Op) -> Performing:
+        yield shop.insert(op, "before")
+        yield shop.sql(op, "COMMIT")
+        return "done"
+
+    with pytest.raises(TransactionEnded):
+        await shop.run(asked("k1", unique="order-1"), perform)
+    shop.guard.store.shift = 60.0
+    for _ in range(2):
+        with pytest.raises(UnknownOutcome, match="order-1"):
+            await shop.run(asked("k2", unique="order-1"), refund(shop))
+    assert shop.refunds() == ["before"]
+    retried = await shop.run(asked("k2", unique="order-1"), refund(shop), policy=policy(on_unknown="retry"))
+    assert retried.how == "stored"
+
+
 async def test_two_keys_for_one_order_make_one_refund(shop: Shop) -> None:
     """CASES: unique_by as a real constraint; the loser waits for the winner's commit and replays."""
     answers = await asyncio.gather(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from oncemore import Guard
 from oncemore.core.contract import Contract
 from oncemore.core.policy import Policy
 from oncemore.core.rule import Rule
-from oncemore.errors import StoreUnavailable
+from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.testing.failing import FailingStore
 from oncemore.web.aws_lambda import IdempotencyMiddleware, current_operation, guarded, idempotent
 from oncemore.web.lambda_events import HttpApi
@@ -508,3 +509,69 @@ class TestStoreDown:
 
         answer = IdempotencyMiddleware(deleted, guard=guard)(http_api(idempotency_key="k"), CONTEXT)
         assert (answer["statusCode"], json.loads(answer["body"])["retryable"]) == (409, True)
+
+
+class Refused(Exception):
+    """What a driver raises when the database refuses a transaction for what others did."""
+
+    sqlite_errorcode = 5
+
+
+class TestTransaction:
+    """The function's effect commits with its outcome; what the database refuses is performed again."""
+
+    RULE = Rule("POST /refunds", key="required", effect="transaction", reruns=2)
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        with closing(sqlite3.connect(tmp_path / "shop.db")) as shop:
+            shop.execute("CREATE TABLE refunds (id TEXT)")
+            shop.commit()
+        return tmp_path / "shop.db"
+
+    def refunds(self, file: Path) -> list[str]:
+        with closing(sqlite3.connect(file)) as shop:
+            return [id for (id,) in shop.execute("SELECT id FROM refunds")]
+
+    def ask(self, file: Path, refused: int, times: int = 1) -> tuple[list[Event], list[Any]]:
+        """What the door answers, and what the function was given in each run; so many of them are refused."""
+        runs: list[Any] = []
+
+        def function(event: Event, context: Any) -> Event:
+            runs.append(event.pop("body"))
+            current_operation().connection.execute("INSERT INTO refunds VALUES (?)", (f"run {len(runs)}",))
+            if len(runs) <= refused:
+                raise Refused
+            return {"statusCode": 201, "body": f"run {len(runs)}"}
+
+        with closing(Guard(f"sqlite:///{file}")) as guard:
+            door = IdempotencyMiddleware(function, guard=guard, contract=Contract(self.RULE))
+            return [door(http_api(body="{}", idempotency_key="k"), CONTEXT) for _ in range(times)], runs
+
+    def test_what_the_database_refuses_is_performed_again(self, file: Path) -> None:
+        """CASES 54."""
+        (first, second), runs = self.ask(file, refused=2, times=2)
+        assert (first["statusCode"], first["body"], second["body"]) == (201, "run 3", "run 3")
+        assert runs == ["{}"] * 3
+        assert self.refunds(file) == ["run 3"]
+
+    def test_it_is_not_performed_for_ever(self, file: Path) -> None:
+        [answer], runs = self.ask(file, refused=9)
+        assert (answer["statusCode"], len(runs)) == (503, 3)
+        assert self.refunds(file) == []
+
+
+class TestMistakes:
+    def test_an_async_function_is_refused_before_it_is_called(self, guard: Guard) -> None:
+        async def function(event: Event, context: Any) -> Event:
+            return {"statusCode": 201}
+
+        with pytest.raises(ConfigurationError, match=r"asyncio\.run"):
+            IdempotencyMiddleware(function, guard=guard)
+
+    def test_an_answer_that_is_no_json_counts_as_the_gateways_502(self, guard: Guard) -> None:
+        """It happened: a rule that keeps everything keeps this, too."""
+        function = Function({"amount": object()})
+        door = IdempotencyMiddleware(function, guard=guard, contract=Contract(Rule("POST /refunds", keep="all")))
+        first, second = (door(http_api(idempotency_key="k"), CONTEXT) for _ in range(2))
+        assert (first, second["statusCode"], len(function.events)) == (function.answer, 502, 1)

@@ -256,3 +256,33 @@ class TestPolicy:
 
         with pytest.raises(KeyboardInterrupt):
             each_message(guard)(work)(batch(message(id="m")), CONTEXT)
+
+
+def test_an_async_function_is_refused_before_a_message_is_lost(guard: Guard) -> None:
+    async def function(message: Event) -> None:
+        """Nobody would await it, and its message would count as done."""
+
+    with pytest.raises(ConfigurationError, match=r"asyncio\.run"):
+        each_message(guard)(function)
+    assert failures(each_message(guard)(lambda each: function(each))(batch(message(id="m1")), CONTEXT)) == ["m1"]
+
+
+def test_what_is_not_kept_is_delivered_again(guard: Guard) -> None:
+    """A rule that keeps successes only says that an error is none, though it is an outcome."""
+    done: list[str] = []
+
+    def function(message: Event) -> None:
+        done.append(message["messageId"])
+        raise LookupError
+
+    handler = each_message(guard, keep="success", errors=(LookupError,))(function)
+    assert [failures(handler(batch(message(id="m1")), CONTEXT)) for _ in range(2)] == [["m1"], ["m1"]]
+    assert done == ["m1", "m1"]
+
+
+@pytest.mark.parametrize("key", [None, 7, ""])
+def test_a_key_function_that_gives_no_key_is_told_of(guard: Guard, key: Any, caplog: pytest.LogCaptureFixture) -> None:
+    work = Work()
+    assert failures(each_message(guard, key=lambda message: key)(work)(batch(message(id="m1")), CONTEXT)) == ["m1"]
+    assert work.done == []
+    assert "InvalidKey" in caplog.text

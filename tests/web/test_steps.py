@@ -1,7 +1,10 @@
 """Steps behind the HTTP doors: a request that failed half-way is gone on with by its retry, or by the completer."""
 
 import asyncio
+import json
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +17,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from oncemore import Contract, Guard, Rule
+from oncemore import Contract, Guard, Operation, Rule
 from oncemore.core.backoff import Backoff
 from oncemore.core.completer import Completer, Tally
+from oncemore.core.plan import arun
 from oncemore.web import asgi, fastapi, wsgi
-from oncemore.web.redrive import RedriveAsgi, RedriveWsgi
+from oncemore.web.redrive import RedriveAsgi, RedriveWsgi, kept_request
+from tests.nursery import Child
 
 from .live import keyed, live
 
@@ -47,6 +52,8 @@ class Shop:
     def asgi(self) -> Any:
         async def pay(request: Request) -> JSONResponse:
             op = asgi.current_operation()
+            if op.steps is None:
+                return JSONResponse(self.do("without steps"))
             body = await request.json()
             seen = request.headers.get("authorization", "nobody")
             await op.step("reserve", lambda: self.do("reserve"), undo=lambda value: self.do(f"undo {value}"))
@@ -67,6 +74,8 @@ class Shop:
             import flask
 
             op = wsgi.current_operation()
+            if op.steps is None:
+                return [self.do("without steps")]
             seen = flask.request.headers.get("authorization", "nobody")
             op.step("reserve", lambda: self.do("reserve"), undo=lambda value: self.do(f"undo {value}"))
             self.fail("after reserve")
@@ -94,11 +103,11 @@ def served(shop: Shop, kind: str) -> Any:
     return live(shop.asgi()) if kind == "asgi" else live(shop.wsgi(), interface="wsgi")
 
 
-def completed(shop: Shop, kind: str, **options: Any) -> Tally:
+def completed(shop: Shop, kind: str, mount: str = "", **options: Any) -> Tally:
     app: Any = shop.asgi() if kind == "asgi" else shop.wsgi()
     redrive: Any = RedriveAsgi if kind == "asgi" else RedriveWsgi
     headers = [("Authorization", "Bearer completer")]
-    completer = Completer(shop.guard, {"orders.pay": redrive(app, headers)}, pace=NO_PAUSE, **options)
+    completer = Completer(shop.guard, {"orders.pay": redrive(app, headers, mount)}, pace=NO_PAUSE, **options)
     return asyncio.run(completer.arun_once())
 
 
@@ -180,3 +189,111 @@ def test_a_client_cannot_say_that_it_is_the_completer(shop: Shop) -> None:
     with served(shop, "asgi") as client:
         answer = client.post("/orders/7", json={"amount": 1}, headers={"oncemore.redriven": "k"})
     assert answer.json()["error_code"] == "VALIDATION.idempotency.key_missing"
+
+
+def test_to_the_app_the_client_of_a_redriven_request_has_not_gone(shop: Shop) -> None:
+    """Apps that stop when nobody listens any more would never get to the end."""
+    connected: list[bool] = []
+
+    async def pay(request: Request) -> JSONResponse:
+        await request.body()
+        await asgi.current_operation().step("reserve", lambda: shop.do("reserve"))
+        shop.fail("after reserve")
+        connected.append(not await request.is_disconnected())
+        return JSONResponse({})
+
+    app = Starlette(routes=[Route("/orders/{id}", pay, methods=["POST"])])
+    app.add_middleware(asgi.IdempotencyMiddleware, guard=shop.guard, contract=shop.contract)
+    shop.asgi = lambda: app  # type: ignore[method-assign]
+    shop.fails = ["after reserve"]
+    with served(shop, "asgi") as client:
+        assert post(client).status_code == 500
+    assert completed(shop, "asgi") == Tally(completed=1)
+    assert connected == [True]
+
+
+@pytest.mark.parametrize(
+    "name", ["authorization", "cookie", "x-api-key", "x-forwarded-access-token", "x-goog-iap-jwt-assertion"]
+)
+def test_what_lets_its_bearer_in_is_not_kept(name: str) -> None:
+    kept = kept_request("POST", "/orders/7", "", [(name, "secret"), ("x-tenant", "t1")], b"{}")
+    assert kept["headers"] == [["x-tenant", "t1"]]
+
+
+async def test_after_its_response_a_redriven_request_is_over(shop: Shop) -> None:
+    """Whoever waits for the client to leave must not wait for ever."""
+    over: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        over.append((await receive())["type"])
+
+    request = kept_request("POST", "/orders/7", "", [], b"{}")
+    async with asyncio.timeout(10):
+        await arun(RedriveAsgi(app).drive(Operation("s", "k"), request))
+    assert over == ["http.disconnect"]
+
+
+CHANGED = [
+    Contract(Rule("POST /orders/{id}", name="orders.pay", key="required", effect="lease")),
+    Contract(),
+]
+
+
+@KINDS
+@pytest.mark.parametrize("contract", CHANGED)
+def test_where_its_rule_has_changed_nothing_is_begun_anew(
+    shop: Shop, kind: str, contract: Contract, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the app's new rule it would be a stranger's first request: it would be charged again, from the beginning."""
+    shop.fails = ["after charge"]
+    with served(shop, kind) as client:
+        assert post(client).status_code == 500
+    shop.contract = contract
+    assert completed(shop, kind) == Tally(failing=1)
+    assert shop.log == ["reserve", "charge 5 by Bearer alice"]
+    assert "orders.pay 'k' was not gone on with" in caplog.text
+
+
+@KINDS
+def test_an_app_may_be_mounted_below_a_prefix(shop: Shop, kind: str) -> None:
+    app: Any = shop.asgi() if kind == "asgi" else mounted(shop.wsgi())
+    shop.fails = ["after reserve"]
+    with live(
+        app, interface=f"{kind}{3 if kind == 'asgi' else ''}", root_path="/api" if kind == "asgi" else ""
+    ) as client:
+        answer = client.post("/api/orders/7" if kind == "wsgi" else "/orders/7", json={"amount": 5}, headers=keyed("k"))
+        assert answer.status_code == 500
+    assert completed(shop, kind) == Tally(failing=1)
+    assert completed(shop, kind, mount="/api") == Tally(completed=1)
+    assert shop.log == ["reserve", "charge 5 by Bearer completer"]
+
+
+def mounted(app: Any) -> Any:
+    """As a server that has the app below a prefix calls it."""
+
+    def below(environ: Any, start_response: Any) -> Any:
+        path = environ["PATH_INFO"].removeprefix("/api")
+        return app({**environ, "SCRIPT_NAME": "/api", "PATH_INFO": path}, start_response)
+
+    return below
+
+
+def test_an_async_app_needs_the_awaited_forms(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+    shop.fails = ["after reserve"]
+    with served(shop, "asgi") as client:
+        assert post(client).status_code == 500
+    completer = Completer(shop.guard, {"orders.pay": RedriveAsgi(shop.asgi())}, pace=NO_PAUSE)
+    assert completer.run_once() == Tally(failing=1)
+    assert "arun_once" in caplog.text
+
+
+@KINDS
+def test_a_django_project_is_gone_on_with_too(kind: str) -> None:
+    command = [sys.executable, "-m", "tests.web.redriven_django", kind]
+    with Child(command, stdout=subprocess.PIPE) as process:
+        assert json.loads(process.communicate(timeout=60)[0]) == [500, 1, ["reserve", "charge"]]

@@ -18,6 +18,7 @@ from .values import replayed, value_outcome
 UNFINISHED = 30 * 86400.0
 # A request that is larger is not kept: then only its caller can have the operation finished, by asking again.
 LARGEST = 1024 * 1024
+DOUBT = "oncemore-doubt"
 CLOSED = ("oncemore-closed", "")  # marks the step at which an operation has failed for good
 
 
@@ -73,9 +74,17 @@ def is_closed(outcome: Outcome | None) -> bool:
     return outcome is not None and outcome.headers[:1] == (CLOSED,)
 
 
-def closing(failure: Outcome | None) -> Outcome:
-    """The mark that no further step is to be taken, and why: the outcome, or None where it was given up."""
-    return Outcome("value", headers=(CLOSED,), body=b"" if failure is None else encode_outcome(failure))
+def closing(failure: Outcome | None, doubt: str) -> Outcome:
+    """The mark that no further step is to be taken, and why: the outcome, or None where it was given up.
+
+    *doubt* is the step in whose place it stands, where that was begun: nobody knows whether it took effect.
+    """
+    return Outcome("value", headers=(CLOSED, (DOUBT, doubt)), body=b"" if failure is None else encode_outcome(failure))
+
+
+def doubt_of(outcome: Outcome | None) -> str:
+    """The step that a mark has doubts about."""
+    return "" if outcome is None else dict(outcome.headers).get(DOUBT, "")
 
 
 def closed_with(outcome: Outcome | None) -> Outcome | None:
@@ -93,7 +102,7 @@ def request_outcome(operation: Operation, deadline: float | None) -> Outcome:
     return outcome
 
 
-def check_age(first: Record) -> None:
+def check_age(record: Record) -> None:
     """Refuse to go on with what was left so long ago that a checkpoint may be missing: its step would be taken again."""
-    if first.now - first.created_at > UNFINISHED:
+    if record.now - record.created_at > UNFINISHED:
         raise UnknownOutcome("It was left unfinished for so long that its checkpoints may be gone; resolve it")

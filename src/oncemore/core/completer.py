@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from ..errors import OncemoreError
+from ..errors import ConfigurationError, OncemoreError
 from .backoff import Backoff
 from .checkpoint import life_of, step_operation
 from .events import log
@@ -31,6 +31,11 @@ PAGE = 100
 
 # After how long it is tried again, counted from its last attempt's end: a provider that is down is given time.
 PACE = Backoff(base=1.0, factor=2.0, cap=600.0, jitter="none")
+
+UNTOUCHED = (
+    "%s %r was not gone on with: whatever performs it did not claim it. Is its rule still there, under this name and with "
+    "effect = 'steps', and is the app given the mount that its server has it at?"
+)
 
 End = Literal["completed", "failing", "held", "unreadable"]
 
@@ -83,6 +88,13 @@ class Completer:
         self.guard = guard
         self.performers = dict(performers)
         self.policy = policy or guard.policy
+        for name, performer in self.performers.items():
+            check_performer(name, performer, self.policy)
+        if attempts < 1 or at_once < 1 or every < 0:
+            raise ConfigurationError(
+                f"attempts = {attempts!r}, at_once = {at_once!r}, every = {every!r}: there is one attempt at least, one at a "
+                "time at least, and no time less than none between two rounds"
+            )
         self.attempts = attempts
         self.at_once = at_once
         self.pace = pace
@@ -139,17 +151,21 @@ class Completer:
 
     def _finished(self, record: Record) -> Plan[End]:
         """What came of going on with it; whatever goes wrong with one, the others must not suffer."""
+        failed = False
         try:
             kept = yield from self._kept(record)
             if kept["request"] is None:
                 return "unreadable"
             yield from self._driven(record, kept)
         except Exception as error:
+            failed = True
             log.warning("%s %r is not finished yet: %r", record.name, record.key, error)
         try:
             found = yield from self.guard.store.find(record.scope, record.key)
         except OncemoreError:
             return "failing"
+        if found is not None and found.token == record.token and not failed:
+            log.warning(UNTOUCHED, record.name, record.key)
         state = found.state if found is not None else "settled"
         return "completed" if state == "settled" else "held" if state == "held" else "failing"
 
@@ -173,6 +189,16 @@ class Completer:
 
     def _performed(self, operation: Operation, request: Any, performer: Any) -> Plan[Answer]:
         return self.guard.guarded(operation, lambda op: performer(op, request), self.policy)
+
+
+def check_performer(name: str, performer: Any, policy: Policy) -> None:
+    """Refuse one that cannot be called, or whose operations would be held as unknown instead of being gone on with."""
+    if hasattr(performer, "drive"):
+        return
+    if not callable(performer):
+        raise ConfigurationError(f"{name!r}: {performer!r} is not a function of the operation and the kept request")
+    if policy.effect != "steps":
+        raise ConfigurationError(f"{name!r}: give the completer the policy that it began under, with effect = 'steps'")
 
 
 def identity(record: Record) -> Operation:

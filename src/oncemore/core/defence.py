@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,12 @@ import msgspec
 
 from ..errors import Duplicate, KeyExpired, Suspected
 from .heartbeat import Beat
-from .judge import Answer
-from .model import Lease, Operation, Outcome
-from .op import Op
+from .judge import Answer, fenced, shown
+from .model import Lease, Operation, Outcome, Record
+from .op import Op, derive
 from .plan import Plan
 from .policy import Policy
+from .resolution import Resolution
 from .store import Store
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _suspect(guard: Guard, ledger: Store | Transaction, op: Op, policy: Policy) 
         return None
     twin = yield from ledger.find(operation.scope, found.fingerprint)
     if policy.suspect == "replay" and twin is not None and twin.outcome is not None:
-        return Answer(twin.outcome, "replayed", attempt=op.attempt)
+        return Answer(shown(twin.outcome), "replayed", attempt=op.attempt)
     raise Suspected("The same request was made a moment ago under another key; retry with that key, or wait")
 
 
@@ -61,25 +62,66 @@ def unique(guard: Guard, op: Op, perform: Callable[[Op], Any], policy: Policy, b
     The record belongs to no principal, so its outcome is shown only to the one who made it.  To `serialize` is only to
     take turns: nothing is kept, and the next one performs.
     """
-    operation = op.operation
-    owner = operation.scope
-    inner, under = inner_operation(operation, policy), inner_policy(policy)
+    owner = op.operation.scope
+    inner, under = inner_operation(op.operation, policy), inner_policy(policy)
     found = yield from guard.turn(inner, under, wait=policy.lease / 2)  # the outer lease is not renewed meanwhile
-    if isinstance(found, Lease):
-        answer = yield from guard.own(
-            found, lambda _: perform(op), under, beats=beats, then=lambda outcome: tag(outcome, owner)
-        )
-        return msgspec.structs.replace(answer, outcome=untagged(answer.outcome)[1], how="stored")
-    owners, outcome = untagged(found.outcome)
-    if policy.on_unique == "reject" or owners != owner:
-        raise Duplicate(f"{operation.unique!r} was done before, under another key")
-    return Answer(outcome, "replayed", attempt=op.attempt)
+    if isinstance(found, Record):
+        return done_before(found, op, policy)
+    if found.lapsed and not op.lease.lapsed:  # it was another key that vanished
+        under = doubting(under)
+    answer = yield from guard.own(
+        found, lambda _: perform(op), under, beats=beats, then=lambda outcome: tag(outcome, owner)
+    )
+    owners, outcome = untagged(answer.outcome)
+    if owners != owner:  # we are late: the outcome is of the one who took over, and none of our caller's business
+        raise fenced(found)
+    return msgspec.structs.replace(answer, outcome=outcome, how="replayed" if answer.how == "replayed" else "stored")
+
+
+@lru_cache(maxsize=256)
+def doubting(policy: Policy) -> Policy:
+    """The policy with a resolver that is believed only if it says that it happened.
+
+    It is asked under the name of what must be unique.  That the provider knows nothing under that name does not tell that
+    nothing happened, for it was asked for it under what the vanished one's own key is derived from.
+    """
+    resolver = policy.resolver
+    if resolver is None:
+        return policy
+
+    def ask(op: Op) -> Any:
+        found = resolver(op)
+        return awaited(found) if hasattr(found, "__await__") else believed(found)
+
+    return dataclasses.replace(policy, resolver=ask)
+
+
+async def awaited(found: Awaitable[Resolution]) -> Resolution:
+    return believed(await found)
+
+
+def believed(found: Resolution) -> Resolution:
+    return Resolution.unknown() if found.verdict == "released" else found
+
+
+def done_before(record: Record, op: Op, policy: Policy) -> Answer:
+    """The answer of one who comes too late, from the settled *record* of what must happen once."""
+    owner, outcome = untagged(record.outcome)
+    if policy.on_unique == "reject" or owner != op.operation.scope:
+        raise Duplicate(f"{op.operation.unique!r} was done before, under another key")
+    return Answer(shown(outcome), "replayed", attempt=op.attempt)
 
 
 def inner_operation(operation: Operation, policy: Policy) -> Operation:
-    """What must happen once whatever the key, or one at a time."""
+    """What must happen once whatever the key, or one at a time.
+
+    In steps, it says whose it is: where that one is left unfinished, it alone can go on.
+    """
     kind = "serial" if policy.on_unique == "serialize" else f"unique|{operation.name}"
-    return Operation(kind, operation.unique or "", name=operation.name)
+    if policy.effect != "steps":
+        return Operation(kind, operation.unique or "", name=operation.name)
+    whose = "" if policy.on_unique == "serialize" else derive(operation, "unique")
+    return Operation(kind, operation.unique or "", whose, f"{operation.name}/unique", matches=lambda stored: True)
 
 
 @lru_cache(maxsize=256)
@@ -101,10 +143,8 @@ def tag(outcome: Outcome, owner: str) -> Outcome:
 
 
 def untagged(outcome: Outcome | None) -> tuple[str, Outcome]:
-    """The owner, and the outcome as it was; nobody's where it cannot be read."""
-    outcome = outcome or NOBODYS
+    """The owner, and the outcome as it was; nobody's where it cannot be read, or a person has decided about it."""
+    if outcome is None or [name for name, _ in outcome.headers[:1]] != [OWNER]:
+        return "", outcome or Outcome("tombstone")
     (_, owner), *headers = outcome.headers
     return owner, msgspec.structs.replace(outcome, headers=tuple(headers))
-
-
-NOBODYS = tag(Outcome("tombstone"), "")  # stands for an outcome that cannot be read

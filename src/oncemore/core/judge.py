@@ -50,9 +50,16 @@ def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None)
         raise Duplicate("This operation was performed before, and repeats are rejected")
     if policy.on_duplicate == "ok":
         outcome = Outcome(outcome.kind, 200) if outcome.kind == "response" else NOTHING
-    elif outcome.kind == "tombstone":
-        raise OutcomeNotKept("The operation was performed once, but its outcome could not be kept; look up its result")
+    else:
+        outcome = shown(outcome)
     return Answer(outcome, "replayed", expires_at)
+
+
+def shown(outcome: Outcome) -> Outcome:
+    """The outcome, where there is more left of it than that it happened."""
+    if outcome.kind == "tombstone":
+        raise OutcomeNotKept("The operation was performed once, but its outcome could not be kept; look up its result")
+    return outcome
 
 
 def keeps(policy: Policy, outcome: Outcome) -> bool:

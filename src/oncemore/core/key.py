@@ -111,6 +111,13 @@ def check_key(key: str, *, max_length: int = MAX_LENGTH, format: KeyFormat = "an
     return key_format(format)(key)
 
 
+def check_name(key: object, what: str) -> str:
+    """The key that code has made, if it is one; *what* is what the error calls it."""
+    if not isinstance(key, str):
+        raise InvalidKey(f"{what} is {key!r}; it must be a text")
+    return check_key(key)
+
+
 def uuid_pattern(version: str) -> re.Pattern[str]:
     return re.compile(
         rf"[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}", re.I | re.ASCII

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
-from ..errors import ConfigurationError, CorruptRecord, InvalidKey
+from ..errors import ConfigurationError, CorruptRecord
 from .current import running
 from .fingerprint import fingerprint_of
 from .guard import Guard
 from .judge import Answer
-from .key import check_key
+from .key import check_name
 from .model import Operation
 from .op import Op
 from .plan import Plan, arun, run
 from .policy import Policy
+from .step import VARIADIC
 from .template import Template
 from .values import replayed
 
@@ -40,7 +40,7 @@ def once(
     keys, and is the function's own where it is not given; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
     and what they do not say is as in the guard's own policy.
     """
-    policy = dataclasses.replace(guard.policy, **settings)
+    policy = guard.policy.but(**settings)
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         return Once(guard, function, key, name, ignore, policy).wrapped()
@@ -83,7 +83,7 @@ class Once(Generic[P, T]):
         if isinstance(self.key, Template):
             name = self.key.render(arguments=arguments, now=self.guard.clock.time())
         else:
-            name = checked(self.key(*args, **kwargs))
+            name = check_name(self.key(*args, **kwargs), "What the key function gave")
         fingerprint = fingerprint_of([arguments[each] for each in self.compared])
         request = (lambda: self._kept(arguments)) if self.policy.effect == "steps" else None
         return Operation(f"once:{self.name}", name, fingerprint, self.name, request=request)
@@ -94,9 +94,19 @@ class Once(Generic[P, T]):
 
     def drive(self, operation: Operation, request: Any) -> Plan[Answer]:
         """The plan that finishes an operation of this function's, from the arguments that were kept."""
+        self._check_kept(request)
         bound = self.signature.bind_partial()
         bound.arguments.update(request)
         return self.guard.guarded(operation, self._performer(*bound.args, **bound.kwargs), self.policy)
+
+    def _check_kept(self, request: Mapping[str, Any]) -> None:
+        """Refuse to call the function with anything but what it was called with: what is ignored must have a default."""
+        parameters = self.signature.parameters
+        instead = "give the completer a function of the operation and the kept arguments instead"
+        for name in (name for name, one in parameters.items() if is_required(one) and name not in request):
+            raise ConfigurationError(f"{self.name} cannot be finished, for {name!r} is not kept: {instead}")
+        for name in (name for name in request if name not in parameters):
+            raise ConfigurationError(f"{self.name} cannot be finished, for it takes no {name!r} any more: {instead}")
 
     def _performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
         """What calls the function, with the operation as the current one."""
@@ -150,6 +160,10 @@ class Once(Generic[P, T]):
             raise
 
 
+def is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
+
+
 def check_function(function: Callable[..., Any]) -> None:
     """Refuse what cannot happen once."""
     if isinstance(function, staticmethod | classmethod):
@@ -164,10 +178,3 @@ def own_name(function: Callable[..., Any]) -> str:
     if not name or name.endswith("<lambda>"):
         raise ConfigurationError(f"{function!r} has no name of its own to keep its keys under: give it one by name=")
     return f"{function.__module__}.{name}"
-
-
-def checked(name: object) -> str:
-    """The key that a function of the user's has made, if it is one."""
-    if not isinstance(name, str):
-        raise InvalidKey(f"The key function gave {name!r}; it must give a text")
-    return check_key(name)

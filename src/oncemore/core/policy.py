@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..errors import ConfigurationError
+from .faults import did_you_mean
 
 if TYPE_CHECKING:
     from .model import Outcome
@@ -32,19 +33,20 @@ UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
 
 def duration(value: float | str) -> float:
     """Seconds, from a number of seconds or from text such as `"30d"`, `"1h30m"` or `"250ms"`."""
-    if isinstance(value, str):
-        text = value.strip()
-        parts = DURATION.findall(text)
-        if not parts or "".join(number + unit for number, unit in parts) != text:
-            raise ConfigurationError(
-                f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
-            )
-        return sum(float(number) * UNITS[unit] for number, unit in parts)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    seconds: object = spelt_out(value) if isinstance(value, str) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise ConfigurationError(
             f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
         )
-    return float(value)
+    return float(seconds)
+
+
+def spelt_out(text: str) -> float | None:
+    """The seconds that a text such as `"1h30m"` stands for; None where it stands for none."""
+    parts = DURATION.findall(text.strip())
+    if not parts or "".join(number + unit for number, unit in parts) != text.strip():
+        return None
+    return sum(float(number) * UNITS[unit] for number, unit in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +85,23 @@ class Policy:
             raise ConfigurationError("lease and ttl must be longer than nothing")
         if type(self.reruns) is not int or self.reruns < 0:
             raise ConfigurationError(f"reruns = {self.reruns!r} is not a number of times: write 0, 1, 2, ...")
+        if not isinstance(self.errors, tuple) or not all(map(is_error, self.errors)):
+            raise ConfigurationError(
+                f"errors = {self.errors!r} is not a tuple of exceptions: write one such as (CardDeclined,)"
+            )
         for field in fields(self):
             check_choice(field.name, getattr(self, field.name))
-        if self.on_unknown == "resolve" and self.resolver is None:
+        if self.on_unknown == "resolve" and not callable(self.resolver):
             raise ConfigurationError(
                 "on_unknown = 'resolve' needs a resolver: the function that asks whether it happened"
             )
+
+    def but(self, **settings: Any) -> Policy:
+        """This policy, but with these *settings*."""
+        known = [field.name for field in fields(self)]
+        for name in settings.keys() - set(known):
+            raise ConfigurationError(f"there is no setting {name!r}{did_you_mean(name, known)}")
+        return replace(self, **settings)
 
     def keeps(self, outcome: Outcome) -> bool:
         """Whether *outcome* is final: kept and replayed, rather than released for another try."""
@@ -99,6 +112,10 @@ class Policy:
         if self.keep == "success":
             return 200 <= outcome.status < 300
         return outcome.status not in UNSETTLED_STATUSES and (outcome.status < 500 or self.keep == "all")
+
+
+def is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Exception)
 
 
 def check_choice(name: str, value: object) -> None:

@@ -196,6 +196,18 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
             "streams: 'release' forgets what a transaction has committed, so that a retry would repeat it; with effect = "
             "'transaction' write 'refuse' or 'store'"
         )
+    if values["effect"] == "steps" and values["streams"] == "release":
+        yield (
+            "streams: 'release' leaves it unfinished when all of its steps are taken, and in the end they would be undone; "
+            "with effect = 'steps' write 'refuse' or 'store'"
+        )
+    if values["effect"] == "steps" and values["if_match"]:
+        yield (
+            "if_match: with effect = 'steps', a request that is gone on with would meet what its own steps have changed; "
+            "compare the versions in a step"
+        )
+    if values["unique_by"] is not None and values["if_match"]:
+        yield "if_match: updates of one resource take turns, and unique_by would not be asked; drop one of them"
     if "on_unique" in given and values["unique_by"] is None:
         yield "on_unique: it needs unique_by, the template of what must be unique"
     if values["fingerprint"].mode == "none":

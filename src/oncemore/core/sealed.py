@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from .around import Around
 from .bell import Id
 from .lending import Lender, Transaction
 from .model import Lease, Operation, Outcome, Record
@@ -23,23 +24,12 @@ class Sealing(Protocol):
     def open(self, id: Id, outcome: Outcome) -> Outcome: ...
 
 
-class SealedStore:
+class SealedStore(Around):
     """The *inner* store, with every outcome sealed in it.  Pages of many records are left sealed: look one up to read it."""
 
     def __init__(self, inner: Store, seal: Sealing) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._seal = seal
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    @property
-    def shift(self) -> float:
-        return self.inner.shift
-
-    @shift.setter
-    def shift(self, seconds: float) -> None:
-        self.inner.shift = seconds
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
         found = yield from self.inner.claim(operation, lease=lease)

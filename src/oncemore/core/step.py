@@ -68,12 +68,16 @@ class Step:
         on_unknown: OnUnknownStep = "retry",
         resolver: Callable[..., Any] | None = None,
         *,
-        takes_value: bool = False,
+        again: bool = False,
+        undoes: bool = False,
     ) -> None:
         self.number = number
         self.name = name
         self.function = function
-        self.takes = taken_by(function, name, takes_value=takes_value)
+        # What its key for the provider is made from: a second charge under the first one's key would be the first.
+        self.label = f"{name}\n{number}" if again else name
+        self.undoes = undoes
+        self.takes = taken_by(function, name, takes_value=undoes)
         borrows = any(each.name in BORROWED for each in self.takes)
         self.effect: StepEffect = effect or ("transaction" if borrows else "lease")
         # A transaction that the database refused is run again anyway, and nothing else is cured by time alone.
@@ -87,7 +91,12 @@ class Step:
             raise ConfigurationError(f"step {name!r}: on_unknown = 'resolve' needs a resolver")
 
     def policy(self, policy: Policy, key: str) -> Policy:
-        """The usual policy of steps, with what this one says about a holder that vanished in it."""
+        """The usual policy of steps, with what this one says about a holder that vanished in it.
+
+        The policy's errors may be what comes of a step, and never what comes of its undoing: that has failed.
+        """
+        if self.undoes:
+            return dataclasses.replace(policy, errors=())
         if self.on_unknown == "retry":
             return policy
         resolver = self.resolver
@@ -115,7 +124,8 @@ class Called:
         rest = {
             each.name: self._given(each.name, op) for each in self.step.takes if each.kind is not each.POSITIONAL_ONLY
         }
-        return self.step.function(*first, **rest)
+        given = self.step.function(*first, **rest)
+        return nothing_of(given) if self.step.undoes else given
 
     def __repr__(self) -> str:  # where it is named in an error
         return f"{self.step.function!r} of step {self.step.name!r}"
@@ -126,6 +136,15 @@ class Called:
         if name == "session":
             return op.session()
         return self.key if name == "key" else self.value
+
+
+def nothing_of(given: Any) -> Any:
+    """What an undo gives is nobody's business: it may well be what no checkpoint could hold."""
+
+    async def ended() -> None:
+        await given
+
+    return ended() if hasattr(given, "__await__") else None
 
 
 def taken_by(function: Callable[..., Any], name: str, *, takes_value: bool) -> tuple[inspect.Parameter, ...]:

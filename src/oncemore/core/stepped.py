@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import Fenced, Refusal, StoreError, UnknownOutcome
-from .defence import unique
+from ..errors import Fenced, InProgress, Refusal, StoreError, UnknownOutcome
+from .defence import done_before, inner_operation, inner_policy, tag
+from .driven import Driven
 from .heartbeat import Beat, Perform
 from .judge import Answer, keeps
-from .model import Lease, Outcome
+from .model import Lease, Outcome, Record
 from .op import Op
-from .plan import Plan, arun, run
+from .plan import Plan
 from .policy import Policy
 from .steps import Steps
 from .takeover import lapse
@@ -46,6 +47,8 @@ class Stepped:
         self.policy = policy
         self.steps = Steps(guard, lease, policy)
         self.op = Op(lease, steps=self.steps)
+        self.turn: Lease | None = None  # on what must happen once whatever the key
+        self.too_old = False  # for anybody to know what was done
 
     def answer(self, wait: float | None) -> Plan[Answer]:
         lease, policy, known = self.lease, self.policy, None
@@ -54,7 +57,7 @@ class Stepped:
         elif lease.attempt == 1 and (policy.suspect != "off" or policy.late != "run"):
             known = yield from self.guard._screen(self.op, policy)
         if known is not None:
-            return (yield from self.guard.settle(self.op, known, policy))
+            return (yield from self._settled(known))
         former = "lapsed" if lease.lapsed else ""
         self.guard.tell("claimed", self.operation, token=lease.token, attempt=lease.attempt, from_state=former)
         answer = yield from self._performed(wait)
@@ -63,28 +66,43 @@ class Stepped:
         if answer is None or self.steps.closed or self._failed_for_good(answer):
             return (yield from self._undone(answer))
         if keeps(policy, answer.outcome):
-            return (yield from self.guard.settle(self.op, answer, policy))
+            return (yield from self._settled(answer))
         yield from self._leave()
         return msgspec.structs.replace(answer, how="released")
 
     def _performed(self, wait: float | None) -> Plan[Answer | None]:
         """What the performer gives; None where it gave nothing, because all is to be undone, or another's."""
         try:
-            self.op.deadline = yield from self.steps.open(wait)
-            answer = yield from self._called((self.steps.beat,))
+            self.op.deadline = yield from self._opened(wait)
+            answer = yield from self._called()
             yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
             return answer
         except GeneratorExit:
             raise
         except BaseException as error:
+            if self.too_old:  # also where it could not be held: then its lease lapses, and it is found too old again
+                raise
             if self.steps.lost or self.steps.closed or (self.operation.giving_up and may_give_up(error)):
                 return None
             yield from self._leave(forget=isinstance(error, Refusal))
             raise
 
-    def _called(self, beats: tuple[Beat, ...]) -> Plan[Answer]:
+    def _opened(self, wait: float | None) -> Plan[float | None]:
+        """The first caller's deadline; what was left for too long is held: nobody can go on with it, nor begin anew."""
+        try:
+            return (yield from self.steps.open(wait))
+        except UnknownOutcome as error:
+            self.too_old = True
+            raise (yield from self._held(error.detail)) from error
+
+    def _called(self) -> Plan[Answer]:
+        beats: tuple[Beat, ...] = (self.steps.beat,)
         if self.operation.unique is not None:
-            return (yield from shown(unique(self.guard, self.op, self.perform, self.policy, beats), self.op))
+            found = yield from self._turn()
+            if isinstance(found, Record):
+                return done_before(found, self.op, self.policy)
+            self.turn = found
+            beats = (*beats, self.guard.heart.beat(found, self.policy.lease))
         try:
             value = yield Perform(self.guard.heart, beats, self.perform, self.op)
         except self.policy.errors as error:
@@ -92,13 +110,45 @@ class Stepped:
         outcome = value if isinstance(value, Outcome) else value_outcome(value)
         return Answer(outcome, "stored", attempt=self.op.attempt, value=value)
 
+    def _turn(self) -> Plan[Lease | Record]:
+        """A second lease, on what must happen once whatever the key, or the record of the one that has done it."""
+        inner = inner_operation(self.operation, self.policy)
+        found = yield from self.guard.turn(inner, inner_policy(self.policy), wait=self.policy.lease / 2)
+        if isinstance(found, Lease) and found.operation.fingerprint not in ("", inner.fingerprint):
+            yield from lapse(self.guard, found)
+            raise InProgress(f"{self.operation.unique!r} is unfinished, under another key", retry_after=5.0)
+        return found
+
+    def _settled(self, answer: Answer) -> Plan[Answer]:
+        try:
+            yield from self._end_turn(answer.outcome)
+        except (Fenced, StoreError):
+            yield from self._leave()
+            raise
+        return (yield from self.guard.settle(self.op, answer, self.policy))
+
+    def _end_turn(self, outcome: Outcome | None) -> Plan[None]:
+        """A success is everyone's answer; anything else leaves the way free for another key."""
+        if self.turn is None:
+            return
+        under = inner_policy(self.policy)
+        if outcome is None or not keeps(under, outcome):
+            yield from self.guard.store.release(self.turn, retention=0.0)
+        else:
+            yield from self.guard.store.settle(self.turn, tag(outcome, self.operation.scope), retention=under.ttl)
+
     def _leave(self, *, forget: bool = False) -> Plan[None]:
         """Unfinished: whoever comes next goes on.  Where no step was begun, the next one begins anew."""
         try:
-            if not (yield from self.steps.any_taken()):
+            taken = yield from self.steps.any_taken()
+            if taken:
+                yield from lapse(self.guard, self.lease)
+            else:
                 yield from self.guard.give_back(self.lease, self.policy, forget=forget and self.lease.attempt == 1)
-                return
-            yield from lapse(self.guard, self.lease)
+            if not taken or self.policy.on_unique == "serialize":
+                yield from self._end_turn(None)
+            elif self.turn is not None:
+                yield from lapse(self.guard, self.turn)
         except (Fenced, StoreError) as error:  # then it lapses by itself, or is another's
             self.guard.tell("failed", self.operation, token=self.lease.token, code=error.code)
 
@@ -116,8 +166,7 @@ class Stepped:
             if not steps.closed:
                 yield from steps.close(None if answer is None else answer.outcome)
             while steps.undos:
-                # Driven apart: to a door, what its own plan performs is the app.
-                yield Driven(partial(steps.perform, *steps.undos[-1]), self.guard, steps.beat)
+                yield Driven(partial(steps.perform, *steps.undos[-1]), self.guard.heart, steps.beat)
                 steps.undos.pop()
         except GeneratorExit:
             raise
@@ -128,62 +177,17 @@ class Stepped:
             where = f"the undoing of {steps.undos[-1][0].name.removeprefix('undo:')!r}" if steps.undos else "the end"
             raise (yield from self._held(f"{where} failed: {error!r}")) from error
         if steps.failure is None:
-            raise (yield from self._held(f"given up after {self.op.attempt} attempts, and undone"))
+            yield from self._end_turn(None)
+            doubt = f"; but {steps.doubt!r} was begun, and may have taken effect" if steps.doubt else ""
+            raise (yield from self._held(f"given up after {self.op.attempt} attempts, and undone{doubt}"))
         if answer is None or answer.outcome is not steps.failure:  # a former attempt's failure is what counts
             answer = Answer(steps.failure, "replayed")
-        return (yield from self.guard.settle(self.op, answer, self.policy))
+        return (yield from self._settled(answer))
 
     def _held(self, note: str) -> Plan[UnknownOutcome]:
         yield from self.guard.store.hold(self.lease, note=note[:500])
         self.guard.tell("held", self.operation, token=self.lease.token, detail=note)
         return UnknownOutcome(f"The operation cannot be finished without a decision: {note}")
-
-
-class Driven:
-    """The effect of a whole plan, while the operation's lease is kept alive."""
-
-    __slots__ = ("beat", "guard", "plan")
-
-    def __init__(self, plan: Callable[[], Plan[Any]], guard: Guard, beat: Beat) -> None:
-        self.plan = plan
-        self.guard = guard
-        self.beat = beat
-
-    def run(self) -> Any:
-        beats = self.guard.heart.threads
-        try:
-            beats.add((self.beat,))
-            return run(self.plan())
-        finally:
-            beats.beats.discard(self.beat)
-
-    async def arun(self) -> Any:
-        beats = self.guard.heart.on_loop()
-        try:
-            beats.add((self.beat,))
-            return await arun(self.plan())
-        finally:
-            beats.beats.discard(self.beat)
-
-
-def shown(plan: Plan[Answer], op: Op) -> Plan[Answer]:
-    """The plan, with whatever it performs shown *op*: the one that has the steps."""
-    try:
-        effect = next(plan)
-        while True:
-            if isinstance(effect, Perform):
-                effect.op = op
-            try:
-                result = yield effect
-            except GeneratorExit:
-                plan.close()
-                raise
-            except BaseException as error:
-                effect = plan.throw(error)
-            else:
-                effect = plan.send(result)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
 
 
 def may_give_up(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from .checkpoint import (
     check_age,
     closed_with,
     closing,
+    doubt_of,
     is_closed,
     kept,
     life_of,
@@ -53,12 +54,14 @@ class Steps:
         self.beat = guard.heart.beat(lease, policy.lease)
         self.life = ""  # tells the steps of this record from those of an earlier one under the same key
         self.begun = 0  # the number of the last step that was asked for
+        self.names: set[str] = set()  # of all that were
         self.done = 0  # how many are checkpointed; always the first ones
         self.under_way = ""  # the name of the step that was asked for, and has not ended
         self.failed = ""  # the name of the step that ended without a checkpoint
         self.undos: list[tuple[Step, Any]] = []
         self.closed = False  # it has failed for good, in this attempt or a former one
         self.failure: Outcome | None = None  # and this is its outcome; None where it was given up
+        self.doubt = ""  # the name of the step that was begun in vain, and may have taken effect all the same
         self.lost: Fenced | None = None
         self._renewed = guard.clock.monotonic()
 
@@ -70,9 +73,12 @@ class Steps:
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
         self.life = life_of(record)
+        if self.lease.lapsed:
+            check_age(record)
         found = yield from self.guard.turn(self.named(0, "request"), step_policy(self.policy, "lease"))
         if isinstance(found, Record):
-            check_age(found)
+            if (yield from self.any_taken()):  # also where a person has released it
+                check_age(found)
             deadline: float | None = replayed(found.outcome or Outcome("tombstone"))["deadline"]
             return deadline
         deadline = None if wait is None else self.guard.clock.time() + wait
@@ -96,8 +102,9 @@ class Steps:
         resolver: Callable[..., Any] | None,
     ) -> Plan[Any]:
         """The plan of the next step.  It has its number now, though it may be awaited later."""
-        step = Step(self._next(name), name, function, retry, effect, on_unknown, resolver)
-        back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, takes_value=True)
+        again = name in self.names
+        step = Step(self._next(name), name, function, retry, effect, on_unknown, resolver, again=again)
+        back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, again=again, undoes=True)
         return self._taken(step, back)
 
     def _next(self, name: str) -> int:
@@ -111,6 +118,7 @@ class Steps:
                 "an error that the operation can live with belongs in `errors` of its policy"
             )
         self.begun += 1
+        self.names.add(name)
         self.under_way = name
         return self.begun
 
@@ -133,7 +141,7 @@ class Steps:
     def perform(self, step: Step, value: Any = None) -> Plan[Answer]:
         """The step's answer, from its checkpoint or by performing it as often as its retry allows."""
         operation = self.named(step.number, step.name)
-        key = derive(self.operation, step.name)
+        key = derive(self.operation, step.label)
         policy = step.policy(step_policy(self.policy, step.effect), key)
         delays = iter(step.retry.delays())
         while True:
@@ -258,7 +266,7 @@ class Steps:
         yield from self.ours()
         found = yield from self.guard.turn(self.named(self.done + 1, ""), step_policy(self.policy, "lease"))
         if isinstance(found, Lease):
-            yield from self._settle(found, closing(failure))
+            yield from self._settle(found, closing(failure, self.doubt))
             self.closed, self.failure = True, failure
         elif is_closed(found.outcome):
             self._close(found.outcome)
@@ -272,7 +280,7 @@ class Steps:
         yield from self.guard.store.settle(lease, outcome, retention=step_policy(self.policy, "lease").ttl)
 
     def _close(self, outcome: Outcome | None) -> None:
-        self.closed, self.failure = True, closed_with(outcome)
+        self.closed, self.failure, self.doubt = True, closed_with(outcome), doubt_of(outcome)
 
     def _stop_where_closed(self, outcome: Outcome) -> None:
         if is_closed(outcome):
@@ -284,5 +292,6 @@ class Steps:
         if self.operation.giving_up:
             record = yield from self.guard.store.find(*self.named(step.number, "").id)
             if record is None or record.state != "settled":
+                self.doubt = "" if record is None else step.name
                 yield from self.close(None)
                 raise Undone("The operation is given up, and its steps are being undone")

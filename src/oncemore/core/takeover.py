@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Fenced, StoreError, UnknownOutcome
-from .judge import Answer
-from .model import Lease
+from .defence import inner_operation, inner_policy, tag
+from .driven import Driven
+from .judge import Answer, keeps
+from .model import Lease, Outcome
 from .op import Op
 from .plan import Call, Plan
 from .policy import Policy
@@ -30,8 +34,22 @@ def take_over(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
     guard.tell("resolved", op.operation, token=op.lease.token, detail=resolution.verdict)
     if resolution.verdict == "settled" and resolution.outcome is not None:
         op.note = "resolved: it had happened"
+        yield from unique_too(guard, op, policy, resolution.outcome)
         return Answer(resolution.outcome, "replayed", attempt=op.attempt)
+    yield from guard.store.renew(op.lease, lease=policy.lease)  # refused, if it was lost on the way after all
     return None
+
+
+def unique_too(guard: Guard, op: Op, policy: Policy, outcome: Outcome) -> Plan[None]:
+    """What had happened had happened once whatever the key, too: the vanished one has left that undecided as well."""
+    if op.operation.unique is None or policy.on_unique == "serialize":
+        return
+    under = inner_policy(policy)
+    found = yield from guard.store.claim(inner_operation(op.operation, policy), lease=policy.lease)
+    if isinstance(found, Lease) and keeps(under, outcome):
+        yield from guard.store.settle(found, tag(outcome, op.operation.scope), retention=under.ttl)
+    elif isinstance(found, Lease):
+        yield from guard.store.release(found, retention=0.0)
 
 
 def ask(guard: Guard, op: Op, policy: Policy) -> Plan[Resolution]:
@@ -39,13 +57,20 @@ def ask(guard: Guard, op: Op, policy: Policy) -> Plan[Resolution]:
     assert policy.resolver is not None, "a policy with on_unknown = 'resolve' has a resolver"
     cause: Exception | None = None
     try:
-        resolution: Resolution = yield Call(policy.resolver, op)
+        # A provider may take longer to answer than the lease lasts, and nobody else is to ask and perform meanwhile.
+        beat = guard.heart.beat(op.lease, policy.lease)
+        resolution: Resolution = yield Driven(partial(asked, policy.resolver, op), guard.heart, beat)
         if resolution.verdict != "unknown":
             return resolution
     except Exception as error:
         cause = error
     yield from lapse(guard, op.lease)
     raise UnknownOutcome("Whether a former attempt took effect is not known yet; retry later", retry_after=5) from cause
+
+
+def asked(resolver: Callable[..., Any], op: Op) -> Plan[Resolution]:
+    resolution: Resolution = yield Call(resolver, op)
+    return resolution
 
 
 def vanish(guard: Guard, lease: Lease, policy: Policy, error: BaseException) -> Plan[None]:

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import ConfigurationError, Duplicate, InProgress, OncemoreError, Refusal, StoreError, StoreUnavailable
-from .defence import inner_operation, inner_policy, screen, tag, untagged
+from ..errors import (
+    ConfigurationError,
+    InProgress,
+    OncemoreError,
+    Refusal,
+    StoreError,
+    StoreUnavailable,
+    UnknownOutcome,
+)
+from .defence import done_before, inner_operation, inner_policy, screen, tag
 from .heartbeat import Perform
 from .judge import Answer, check, in_progress, is_over, keeps, unknown
 from .lending import Again, Lender, Transaction
@@ -144,10 +152,11 @@ class Transacted:
                 raise unknown(found)
             if found.state != "settled":
                 raise in_progress(found)
-            owner, outcome = untagged(found.outcome)
-            if self.policy.on_unique == "reject" or owner != self.operation.scope:
-                raise Duplicate(f"{self.operation.unique!r} was done before, under another key")
-            return Answer(outcome, "replayed", attempt=op.attempt)
+            return done_before(found, op, self.policy)
+        if found.lapsed and self.policy.on_unknown != "retry":
+            raise UnknownOutcome(
+                f"An attempt at {self.operation.unique!r} under another key ended without a trace; it must be resolved first"
+            )
         answer = yield from self._call(op)
         if keeps(under, answer.outcome):
             yield from transaction.settle(found, tag(answer.outcome, self.operation.scope), retention=under.ttl)

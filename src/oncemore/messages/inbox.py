@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import warnings
 from collections.abc import Callable
@@ -12,21 +11,32 @@ import msgspec
 
 from ..core.fingerprint import fingerprint_of
 from ..core.guard import Guard
-from ..core.key import join
-from ..core.model import Lease, Operation, Record
+from ..core.key import check_name, join
+from ..core.model import Lease, Operation, Outcome, Record
 from ..core.op import Op
 from ..core.plan import Plan, arun, run
 from ..core.policy import duration
-from ..core.resolution import Resolution
 from ..core.store import Filter, Page
 from ..core.values import replayed
-from ..errors import ConfigurationError, PayloadMismatch, Refusal, StoreError, UnknownOutcome
+from ..errors import (
+    ConfigurationError,
+    Duplicate,
+    NotResolvable,
+    OutcomeNotKept,
+    PayloadMismatch,
+    Refusal,
+    StoreError,
+)
 
 log = logging.getLogger("oncemore.messages")
 
 How = Literal["processed", "duplicate", "flagged", "dead"]
 DEAD = "dead letter"
 WEEK, DAY = 7 * 86400.0, 86400.0
+NOT_OURS = {
+    "ttl": "say retention, for how long an event's id is remembered",
+    "keep": "whatever the handler gives is final, and what it raises is not, unless it is one of errors",
+}
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -62,7 +72,10 @@ class Inbox:
             raise ConfigurationError(f"attempts = {attempts!r}: an event needs one at least")
         self.guard = guard
         self.attempts = attempts
-        self.policy = dataclasses.replace(guard.policy, **{"effect": "transaction", **settings, "ttl": retention})
+        for name in settings.keys() & NOT_OURS.keys():
+            raise ConfigurationError(f"An inbox has no {name}: {NOT_OURS[name]}")
+        settings = {"effect": "transaction", **settings, "ttl": retention, "keep": "all"}
+        self.policy = guard.policy.but(**settings)
         if self.policy.ttl < duration(sender_span):
             warnings.warn(
                 f"The inbox forgets an event after {self.policy.ttl:g} s, but its sender repeats it for "
@@ -88,24 +101,27 @@ class Inbox:
 
     def operation(self, event_id: str, source: str, payload: Any) -> Operation:
         """The operation that handles an event: the source owns the id, and the payload's digest is the fingerprint."""
-        return Operation(join("inbox", source), event_id, fingerprint_of(payload), name=f"inbox.{source}")
+        key = check_name(event_id, "The event's id")
+        return Operation(join("inbox", source), key, fingerprint_of(payload), name=f"inbox.{source}")
 
     def _received(
         self, operation: Operation, payload: Any, handler: Callable[[Op, Any], Any], delivery: int
     ) -> Plan[Received]:
+        begun: list[Op] = []
+
+        def perform(op: Op) -> Any:
+            begun.append(op)
+            return handler(op, payload)
+
         try:
             if delivery > self.attempts and (yield from self._bury(operation, f"delivery {delivery}")):
                 return Received("dead", attempt=delivery)
-            answer = yield from self.guard.guarded(operation, lambda op: handler(op, payload), self.policy)
-        except PayloadMismatch:
-            log.warning("The event %r of %s came again with another payload", operation.key, operation.name)
-            return Received("flagged")
-        except UnknownOutcome:
-            record = yield from self._dead(operation)
-            if record is None:
+            answer = yield from self.guard.guarded(operation, perform, self.policy)
+        except Refusal as refusal:
+            if begun:  # it is the handler's own
                 raise
-            return Received("dead", attempt=record.attempts)
-        except (Refusal, StoreError):
+            return (yield from self._refused(operation, refusal))
+        except StoreError:
             raise
         except Exception as error:
             record = yield from self.guard.store.find(*operation.id)
@@ -115,8 +131,29 @@ class Inbox:
             log.error("The event %r of %s has failed %d times", operation.key, operation.name, self.attempts)
             return Received("dead", attempt=self.attempts)
         if answer.how == "replayed":
-            return Received("duplicate", replayed(answer.outcome, self.policy.errors), answer.attempt)
+            return Received("duplicate", self._value(answer.outcome), answer.attempt)
         return Received("processed", answer.value, answer.attempt)
+
+    def _refused(self, operation: Operation, refusal: Refusal) -> Plan[Received]:
+        """What the ledger's own refusal means to the sender: that it need not repeat the event, or that it should."""
+        if isinstance(refusal, PayloadMismatch):
+            log.warning("The event %r of %s came again with another payload", operation.key, operation.name)
+            return Received("flagged")
+        if isinstance(refusal, Duplicate | OutcomeNotKept):
+            return Received("duplicate")
+        record = yield from self.guard.store.find(*operation.id)
+        if record is None or not is_dead(record):
+            raise refusal
+        return Received("dead", attempt=record.attempts)
+
+    def _value(self, outcome: Outcome) -> Any:
+        """What the handler gave, or the error that its outcome is; nothing where that cannot be told any more."""
+        try:
+            return replayed(outcome, self.policy.errors)
+        except self.policy.errors as error:
+            return error
+        except OutcomeNotKept:
+            return None
 
     # Dead letters: held records with a note.  To bury takes a claim too, so an event has attempts + 1 of them until then.
 
@@ -128,25 +165,38 @@ class Inbox:
         self.guard.tell("held", operation, token=lease.token, detail=DEAD)
         return True
 
-    def _dead(self, operation: Operation) -> Plan[Record | None]:
-        record = yield from self.guard.store.find(*operation.id)
-        return record if record is not None and record.note.startswith(DEAD) else None
-
     def dead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
-        """The dead letters of a source."""
-        return self.guard.list(where(source), limit=limit, cursor=cursor)
+        """The dead letters of a source: one page, and the cursor of the next."""
+        return letters(self.guard.list(where(source), limit=limit, cursor=cursor))
 
     async def adead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
-        return await self.guard.alist(where(source), limit=limit, cursor=cursor)
+        return letters(await self.guard.alist(where(source), limit=limit, cursor=cursor))
 
     def requeue(self, event_id: str, source: str) -> Record:
         """Let a dead letter be handled when it is delivered again, under the same id."""
-        return self.guard.resolve(join("inbox", source), event_id, Resolution.released(), retention=self.policy.ttl)
+        return run(self._requeued(event_id, source))
 
     async def arequeue(self, event_id: str, source: str) -> Record:
-        return await self.guard.aresolve(
-            join("inbox", source), event_id, Resolution.released(), retention=self.policy.ttl
-        )
+        return await arun(self._requeued(event_id, source))
+
+    def _requeued(self, event_id: str, source: str) -> Plan[Record]:
+        scope = join("inbox", source)
+        record = yield from self.guard.store.find(scope, event_id)
+        if record is not None and not is_dead(record):
+            raise NotResolvable(
+                f"It is {record.state}, and not a dead letter; where nobody knows whether it was handled, find out, and "
+                "say so with guard.resolve()"
+            )
+        return (yield from self.guard.store.resolve(scope, event_id, None, retention=self.policy.ttl))
+
+
+def is_dead(record: Record) -> bool:
+    """Whether it has failed too often, rather than that nobody knows whether it was handled."""
+    return record.state == "held" and record.note.startswith(DEAD)
+
+
+def letters(page: Page) -> Page:
+    return Page(tuple(filter(is_dead, page.records)), page.cursor)
 
 
 def where(source: str) -> Filter:

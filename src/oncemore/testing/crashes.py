@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from ..core.around import Around
 from ..core.lending import Lender, Transaction
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
@@ -25,18 +26,15 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Crashing:
+class Crashing(Around):
     """A *store* in whose process *crash* is called *at* one of the points, in transactions as well as under leases."""
 
     def __init__(self, store: Store, *, at: str, crash: Callable[[], None] = die) -> None:
         if at not in POINTS:
             raise ValueError(f"{at!r} is no point; choose one of {', '.join(POINTS)}")
-        self.inner = store
+        super().__init__(store)
         self.at = at
         self._crash = crash
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def reached(self, point: str) -> None:
         """Crash here, if this is the point."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, Unpack
 
 from ..core.contract import Contract, Match
@@ -21,13 +22,13 @@ from .current import current_operation
 from .environ import matched, mount_of
 from .headers import value_of
 from .http import Door, Request, wait_of
-from .lambda_batch import each_message
+from .lambda_batch import check_plain, each_message
 from .lambda_events import Event, Reply, RestApi, request_body, source_of
 from .lambda_principal import caller_of
 from .lambda_time import patience, time_left, within
 from .options import Options
 from .status import status_plan
-from .turn import Turn
+from .turn import RunAgain, Turn
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "each_message", "guarded", "idempotent"]
 
@@ -59,7 +60,7 @@ class IdempotencyMiddleware:
         profile: str | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self.handler = handler
+        self.handler = check_plain(handler)
         options["principal"] = options.get("principal") or caller_of
         self.door = Door(guard, contract, profile=profile, **options)
         rule = rule_of(handler)
@@ -143,13 +144,25 @@ class Invocation:
         known = run(self.turn.begin(patience(wait_of(self.request.headers), left)))
         if known is not None:
             return self.source.rendered(self.request.native, self.door.replayed(self.match.rule, known))
+        while True:
+            try:
+                return self._attempt()
+            except RunAgain:
+                self.performed = False
+
+    def _attempt(self) -> Any:
+        # What may be performed again must find the event as it came.
+        event = self.request.native if self.turn.policy.effect != "transaction" else deepcopy(self.request.native)
         try:
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
             with self.turn.current():
-                reply = self.source.reply(self.handler(self.request.native, self.context))
+                reply = self.source.reply(self.handler(event, self.context))
         except BaseException as error:
-            run(self.turn.fail(error))
+            try:
+                run(self.turn.fail(error))
+            except StoreError as given_up:
+                return self._refused(given_up)
             raise
         return self._settled(reply)
 
@@ -163,10 +176,13 @@ class Invocation:
         try:
             answer = run(self.turn.whole(reply.status, reply.headers, reply.body))
         except OncemoreError as error:
-            return self.source.rendered(event, self.door.refused(error, self.match, self.turn.operation))
+            return self._refused(error)
         if answer.how == "replayed":  # a late owner: what counts is what the one who took over has settled
             return self.source.rendered(event, self.door.replayed(self.match.rule, answer))
         return self.source.added(event, reply, self.door.headers(self.match.rule, answer))
+
+    def _refused(self, error: OncemoreError) -> Any:
+        return self.source.rendered(self.request.native, self.door.refused(error, self.match, self.turn.operation))
 
 
 def rule_for_all(rule: Rule) -> Rule:

@@ -37,7 +37,7 @@ from .fingerprints import Fingerprints
 from .headers import Headers, is_sent, kept_headers, lines, value_of
 from .principal import Principal, principal_of
 from .problem import Response, problem
-from .redrive import kept_request, redriven
+from .redrive import kept_request, redriven, resumed
 
 log = logging.getLogger("oncemore.web")
 
@@ -128,8 +128,9 @@ class Door:
         """The operation that the request asks for; None where an optional key was not sent."""
         rule, headers = match.rule, request.headers
         steps = rule.policy.effect == "steps"
-        if steps and (resumed := redriven(request.native)) is not None:
-            return resumed
+        unfinished = redriven(request.native)
+        if unfinished is not None:
+            return resumed(unfinished, rule)
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
         named = lines(headers, rule.key.name.lower())

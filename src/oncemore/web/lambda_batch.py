@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ..core.canonical import read_json
+from ..core.current import running
 from ..core.fingerprint import Fingerprinter
 from ..core.guard import Guard
-from ..core.key import check_key, join
+from ..core.key import check_key, check_name, join
 from ..core.model import Operation
 from ..core.op import Op
+from ..core.plan import Call
 from ..core.policy import Policy
 from ..core.template import Template
 from ..errors import ConfigurationError, Duplicate, InvalidPayload, OncemoreError, OutcomeNotKept
-from .current import CURRENT
 from .lambda_time import patience, time_left, within
 
 Message = dict[str, Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
 Key = str | Callable[[Message], str]
 
 log = logging.getLogger("oncemore.web")
@@ -41,7 +43,7 @@ def each_message(
     *key* names the operation: a template over the message (`"{body.orderId}"`, `"{header.MessageDeduplicationId}"` for
     its attributes), or a function of it; the message's own id unless given.  *settings* are those of `Policy`.
     """
-    policy = dataclasses.replace(guard.policy, **{**DEFAULTS, **settings})
+    policy = guard.policy.but(**{**DEFAULTS, **settings})
     return lambda function: Batch(guard, function, key, policy)
 
 
@@ -50,7 +52,7 @@ class Batch:
 
     def __init__(self, guard: Guard, function: Callable[[Message], Any], key: Key | None, policy: Policy) -> None:
         self.guard = guard
-        self.function = function
+        self.function = check_plain(function)
         self.policy = policy
         self.key = Template(key) if isinstance(key, str) else key
         self._fingerprinter = Fingerprinter()
@@ -85,7 +87,7 @@ class Batch:
         if self.key is None:
             return check_key(message["messageId"])
         if not isinstance(self.key, Template):
-            return check_key(self.key(message))
+            return check_name(self.key(message), "What the key function gave")
         sent = float(message["attributes"]["SentTimestamp"]) / 1000  # not now: the same on every delivery
         return self.key.render(headers=attributes_of(message), body=document_of(body), now=sent)
 
@@ -95,24 +97,27 @@ class Batch:
 
         def perform(op: Op) -> None:
             begun.append(op)
-            self._call(message, op)
+            with running(op):
+                Call(self.function, message).run()
 
         try:
             operation, policy = self.operation(message), within(self.policy, left)
-            self.guard.run(operation, perform, policy=policy, wait=patience(None, left))
+            answer = self.guard.run(operation, perform, policy=policy, wait=patience(None, left))
         except Exception as error:
             if isinstance(error, DONE_BEFORE) and not begun:
                 return True
             log.log(*how_bad(error), message["messageId"], exc_info=error)
             return False
-        return True
+        return answer.how != "released"  # then it is as if it had not been performed
 
-    def _call(self, message: Message, op: Op) -> None:
-        token = CURRENT.set(op)
-        try:
-            self.function(message)
-        finally:
-            CURRENT.reset(token)
+
+def check_plain(function: Function) -> Function:
+    """Refuse what Lambda would not await either."""
+    if inspect.iscoroutinefunction(function):
+        raise ConfigurationError(
+            f"{function!r} is async, and Lambda calls plain functions: wrap it in one that calls asyncio.run(...)"
+        )
+    return function
 
 
 def how_bad(error: Exception) -> tuple[int, str]:

@@ -138,7 +138,10 @@ class HttpApi(RestApi):
         """What has no statusCode is itself the body: a text, or anything that JSON can say."""
         if isinstance(value, dict) and "statusCode" in value:
             return structured(value)
-        text = value if isinstance(value, str) else json.dumps(value)
+        try:
+            text = value if isinstance(value, str) else json.dumps(value)
+        except (TypeError, ValueError):
+            return Reply(MALFORMED, (), b"", value, readable=False)
         headers = {"content-type": "application/json"}
         return structured({"statusCode": 200, "headers": headers, "body": text})
 

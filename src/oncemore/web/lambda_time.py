@@ -18,7 +18,7 @@ def time_left(context: Any) -> float | None:
 
 
 def within(policy: Policy, left: float | None) -> Policy:
-    """The policy with a lease that is over soon after the function: then a retry need not wait for longer."""
+    """The policy with a lease no longer than the function has left: then a retry need not wait for much longer."""
     if left is None or left + GRACE >= policy.lease:
         return policy
     return dataclasses.replace(policy, lease=left + GRACE)

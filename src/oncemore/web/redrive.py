@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
@@ -11,6 +12,8 @@ from urllib.parse import quote
 from ..core.lending import Do
 from ..core.model import Operation
 from ..core.plan import Plan
+from ..core.rule import Rule
+from ..errors import ConfigurationError
 from .headers import Headers
 
 # In a scope or environ, what says which operation this is.  A client cannot say so: what it sends is text.
@@ -19,7 +22,9 @@ REDRIVEN = "oncemore.redriven"
 # They let their bearer in, or belong to one connection.  What the app needs of them is given to the one who redrives.
 NOT_KEPT = frozenset(
     {
+        "api-key",
         "authorization",
+        "cf-access-jwt-assertion",
         "connection",
         "cookie",
         "expect",
@@ -30,17 +35,38 @@ NOT_KEPT = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-access-token",
+        "x-amz-security-token",
+        "x-amzn-oidc-accesstoken",
+        "x-amzn-oidc-data",
         "x-api-key",
+        "x-auth-request-access-token",
         "x-auth-token",
+        "x-csrf-token",
+        "x-forwarded-access-token",
+        "x-goog-iap-jwt-assertion",
         "x-request-timeout",
+        "x-session-token",
     }
 )
 
 
 def redriven(native: Any) -> Operation | None:
     """The operation that a request in its client's place goes on with; None for a client's own."""
-    found = native.get(REDRIVEN) if isinstance(native, Mapping) else None
+    # A Django request has what it was made from: the scope, or the environ.
+    place = native if isinstance(native, dict) else getattr(native, "scope", None) or getattr(native, "META", {})
+    found = place.get(REDRIVEN)
     return found if isinstance(found, Operation) else None
+
+
+def resumed(operation: Operation, rule: Rule) -> Operation:
+    """The operation, where the rule still goes on with what is unfinished; any other would begin it anew."""
+    if rule.policy.effect != "steps":
+        raise ConfigurationError(
+            f"{operation.name} {operation.key!r} is unfinished, and its rule is now {rule.name!r} with effect = "
+            f"{rule.policy.effect!r}, which cannot go on with it: let what began in steps be finished in steps"
+        )
+    return operation
 
 
 def kept_request(method: str, path: str, query: str, headers: Headers, body: bytes) -> dict[str, Any]:
@@ -52,11 +78,13 @@ def kept_request(method: str, path: str, query: str, headers: Headers, body: byt
 class Redrive:
     """For a `Completer`: goes on with the requests of *app*, which has the door inside it.
 
-    *headers* are added to each, for instance the credentials by which the app knows the completer.
+    *headers* are added to each, for instance the credentials by which the app knows the completer.  *mount* is the prefix
+    that its server has it below (root_path, SCRIPT_NAME), if any.
     """
 
-    def __init__(self, headers: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, headers: Iterable[tuple[str, str]] = (), mount: str = "") -> None:
         self.headers = [(name.lower(), value) for name, value in headers]
+        self.mount = mount.rstrip("/")
 
     def drive(self, operation: Operation, request: Any) -> Plan[None]:
         yield self.call(operation, request)
@@ -73,22 +101,31 @@ class RedriveAsgi(Redrive):
     """An ASGI app, called on the completer's own loop: use the awaited forms of the completer."""
 
     def __init__(
-        self, app: Callable[[Any, Any, Any], Awaitable[None]], headers: Iterable[tuple[str, str]] = ()
+        self,
+        app: Callable[[Any, Any, Any], Awaitable[None]],
+        headers: Iterable[tuple[str, str]] = (),
+        mount: str = "",
     ) -> None:
-        super().__init__(headers)
+        super().__init__(headers, mount)
         self.app = app
 
     def call(self, operation: Operation, request: Any) -> Do[None]:
-        return Do(None, lambda: self._called(operation, request))
+        return Do(needs_a_loop, lambda: self._called(operation, request))
 
     async def _called(self, operation: Operation, request: Mapping[str, Any]) -> None:
         messages = [{"type": "http.request", "body": request["body"], "more_body": False}]
+        answered = asyncio.Event()
 
         async def receive() -> MutableMapping[str, Any]:
-            return messages.pop() if messages else {"type": "http.disconnect"}
+            if messages:
+                return messages.pop()
+            await answered.wait()  # an app must not take its client for gone before that
+            return {"type": "http.disconnect"}
 
         async def send(message: MutableMapping[str, Any]) -> None:
             """Nobody waits for the response: it is in the ledger."""
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                answered.set()
 
         await self.app(self._scope(operation, request), receive, send)
 
@@ -103,7 +140,7 @@ class RedriveAsgi(Redrive):
             "path": path,
             "raw_path": quote(path).encode("ascii"),
             "query_string": request["query"].encode("latin-1"),
-            "root_path": "",
+            "root_path": self.mount,
             "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers(request)],
             "client": ("127.0.0.1", 0),
             "server": ("127.0.0.1", 0),
@@ -112,11 +149,17 @@ class RedriveAsgi(Redrive):
         }
 
 
+def needs_a_loop() -> None:
+    raise ConfigurationError("An ASGI app is called on an event loop: use the completer's arun_once() or arun()")
+
+
 class RedriveWsgi(Redrive):
     """A WSGI app, called on a thread of the completer's."""
 
-    def __init__(self, app: Callable[[Any, Any], Iterable[bytes]], headers: Iterable[tuple[str, str]] = ()) -> None:
-        super().__init__(headers)
+    def __init__(
+        self, app: Callable[[Any, Any], Iterable[bytes]], headers: Iterable[tuple[str, str]] = (), mount: str = ""
+    ) -> None:
+        super().__init__(headers, mount)
         self.app = app
 
     def call(self, operation: Operation, request: Any) -> Do[None]:
@@ -138,8 +181,8 @@ class RedriveWsgi(Redrive):
         body = request["body"]
         environ: dict[str, Any] = {
             "REQUEST_METHOD": request["method"],
-            "SCRIPT_NAME": "",
-            "PATH_INFO": request["path"].encode().decode("latin-1"),
+            "SCRIPT_NAME": native(self.mount),
+            "PATH_INFO": native(request["path"].removeprefix(self.mount)),
             "QUERY_STRING": request["query"],
             "SERVER_NAME": "127.0.0.1",
             "SERVER_PORT": "80",
@@ -159,3 +202,8 @@ class RedriveWsgi(Redrive):
             environ[field if field in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{field}"] = value
         environ["CONTENT_LENGTH"] = str(len(body))
         return environ
+
+
+def native(path: str) -> str:
+    """A path as WSGI carries it: the bytes of its UTF-8 as latin-1."""
+    return path.encode().decode("latin-1")

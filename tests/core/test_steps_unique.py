@@ -1,0 +1,124 @@
+"""One order, one payment, also in steps: while one key's is unfinished, no other key takes the order."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from oncemore import Guard, Op, Operation
+from oncemore.core.plan import run
+from oncemore.errors import Fenced, InProgress, UnknownOutcome
+
+from .stepping import DONE, POLICY, Broken, Caller, Performing, Shop, elsewhere
+
+
+@pytest.fixture
+def call(runner: asyncio.Runner | None) -> Caller:
+    return Caller(runner)
+
+
+def order(key: str) -> Operation:
+    return Operation("customer-1", key, key, "orders.pay", unique="order-1")
+
+
+def test_business_uniqueness_goes_with_steps(guard: Guard, call: Caller) -> None:
+    shop = Shop("after charge")
+    with pytest.raises(RuntimeError):
+        call(guard, shop.pay, order("k1"))
+    assert call(guard, shop.pay, order("k1")).value == DONE
+    assert call(guard, shop.pay, order("k2")).outcome == call(guard, shop.pay, order("k1")).outcome
+    assert shop.log == ["reserve", "charge", "ship"]
+
+
+def test_what_must_be_unique_is_taken_over_from_one_that_vanished(guard: Guard, call: Caller) -> None:
+    run(guard.store.claim(Operation("unique|orders.pay", "order-1", name="orders.pay"), lease=0.1))
+    assert call(guard, Shop().pay, order("k")).value == DONE
+
+
+@pytest.mark.parametrize("ends", [RuntimeError, KeyboardInterrupt, None])
+def test_while_one_is_unfinished_no_other_key_takes_the_same_order(guard: Guard, call: Caller, ends: Any) -> None:
+    """Its charge is made, and only it can go on from there: another key would charge once more."""
+    shop = Shop(*["after charge"] * 2, error=ends or RuntimeError)
+    with pytest.raises(ends or RuntimeError):
+        call(guard if ends else Guard(Broken(guard.store, "renew", "orders.pay")), shop.pay, order("k1"))
+    guard.store.shift += 31
+    other = Shop()
+    for _ in range(2):
+        with pytest.raises(InProgress, match="under another key"):
+            call(guard, other.pay, order("k2"))
+    with pytest.raises(ends or RuntimeError):  # it may fail more than once
+        call(guard, shop.pay, order("k1"))
+    with pytest.raises(InProgress):
+        call(guard, other.pay, order("k2"))
+    first = call(guard, shop.pay, order("k1"))
+    assert call(guard, other.pay, order("k2")).outcome == first.outcome
+    assert (shop.log, other.log) == (["reserve", "charge", "ship"], [])
+
+
+def test_one_that_took_no_step_leaves_the_order_free(guard: Guard, call: Caller) -> None:
+    def fails(op: Op) -> Performing:
+        raise RuntimeError("not yet")
+        yield
+
+    with pytest.raises(RuntimeError):
+        call(guard, fails, order("k1"))
+    assert call(guard, Shop().pay, order("k2")).value == DONE
+
+
+def test_one_that_failed_for_good_leaves_the_order_free_when_it_is_undone(guard: Guard, call: Caller) -> None:
+    shop = Shop("after charge", error=LookupError)
+    assert call(guard, shop.pay, order("k1")).outcome.kind == "error"
+    assert shop.log[2:] == ["undo charge done", "undo reserve done"]
+    assert call(guard, shop.pay, order("k2")).value == DONE
+
+
+def test_one_that_is_given_up_leaves_the_order_free_when_it_is_undone(guard: Guard, call: Caller) -> None:
+    shop = Shop("after charge")
+    with pytest.raises(RuntimeError):
+        call(guard, shop.pay, order("k1"))
+    with pytest.raises(UnknownOutcome, match="given up"):
+        call(guard, shop.pay, msgspec.structs.replace(order("k1"), giving_up=True))
+    assert shop.log[2:] == ["undo charge done", "undo reserve done"]
+    assert call(guard, shop.pay, order("k2")).value == DONE
+
+
+def test_one_that_slept_while_another_asked_for_its_order_is_finished_by_its_next_attempt(
+    guard: Guard, call: Caller
+) -> None:
+    shop = Shop()
+
+    def slow(op: Op) -> Performing:
+        done = yield from shop.pay(op)
+        if op.attempt == 1:
+            guard.store.shift += 31
+            with pytest.raises(InProgress):
+                elsewhere(lambda: Caller(None)(Guard(guard.store), shop.pay, order("k2")))
+        return done
+
+    with pytest.raises(Fenced):
+        call(guard, slow, order("k1"))
+    assert call(guard, slow, order("k1")).value == DONE
+    assert shop.log == ["reserve", "charge", "ship"]
+
+
+def test_operations_that_only_take_turns_do_not_wait_for_one_that_is_unfinished(guard: Guard, call: Caller) -> None:
+    policy = dataclasses.replace(POLICY, on_unique="serialize")
+    shop = Shop("after charge")
+    with pytest.raises(RuntimeError):
+        call(guard, shop.pay, order("k1"), policy=policy)
+    assert call(guard, shop.pay, order("k2"), policy=policy).value == DONE
+    assert call(guard, shop.pay, order("k1"), policy=policy).value == DONE
+    assert shop.log == ["reserve", "charge", "reserve", "charge", "ship", "ship"]
+
+
+def test_a_door_that_leaves_a_unique_operation_leaves_the_ledger_in_order(guard: Guard) -> None:
+    operation = order("k")
+    plan = guard.guarded(operation, lambda op: None, POLICY)
+    effect: Any = next(plan)
+    assert effect.op.key == "k"
+    plan.close()
+    assert guard.find(*operation.id).state == "running"  # type: ignore[union-attr]

@@ -1,0 +1,47 @@
+"""Stores around others: what they do not change is the inner one's, time included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Operation
+from oncemore.core.model import Lease
+from oncemore.core.plan import run
+from oncemore.errors import StoreUnavailable
+from oncemore.stores.memory import connect
+from oncemore.testing.clock import Clock
+from oncemore.testing.crashes import POINTS, Crashing
+from oncemore.testing.failing import CLAIM_FAILS, FailingStore
+
+
+@pytest.mark.parametrize("around", [FailingStore, lambda store: Crashing(store, at="after effect")])
+def test_time_passes_for_the_inner_store(around: Any) -> None:
+    inner = connect("memory://")
+    outer = around(inner)
+    run(outer.claim(Operation("s", "k"), lease=30))
+    Clock(outer).advance(31)
+    found = run(inner.claim(Operation("s", "k"), lease=30))
+    assert isinstance(found, Lease)
+    assert found.lapsed
+
+
+@pytest.mark.parametrize("at", POINTS)
+def test_a_crash_comes_at_its_point_and_no_other(at: str) -> None:
+    passed: list[str] = []
+    points = Crashing(connect("memory://"), at=at, crash=lambda: passed.append(at))
+    Guard(points).run(Operation("s", "k"), lambda op: points.reached("after effect"))
+    assert passed == [at]
+
+
+def test_what_is_no_point_is_refused() -> None:
+    with pytest.raises(ValueError, match="after claim"):
+        Crashing(connect("memory://"), at="sometimes")
+
+
+def test_only_those_fail_whose_names_say_so() -> None:
+    guard = Guard(FailingStore.around(connect("memory://")))
+    assert guard.run(Operation("s", "k"), lambda op: "done").value == "done"
+    with pytest.raises(StoreUnavailable, match="is down"):
+        guard.run(Operation("s", "k2", name=CLAIM_FAILS), lambda op: "done")

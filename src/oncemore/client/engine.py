@@ -76,22 +76,28 @@ class Engine:
 
     def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
         """What came of each interrupted operation, now sent again through *send*, under its own key."""
-        resumed = []
+        resumed: list[Resumed] = []
         ring = self.ring()
-        for entry in (yield from ring.adopt(opened=opened)):
-            resumed.append((yield from self._resume(ring, send, entry)))
+        waiting = yield from ring.adopt(opened=opened)
+        while waiting:
+            try:
+                resumed.append((yield from self._resume(ring, send, waiting[0])))
+            except GeneratorExit:
+                raise
+            except BaseException:
+                for entry in waiting:
+                    yield from _logged(ring.release(entry))
+                raise
+            yield from _logged(ring.release(waiting.pop(0)))  # which changes nothing, if it was sent
         return resumed
 
     def _resume(self, ring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
         if entry.body is None:
-            yield from ring.leave(entry)
+            yield from _logged(ring.leave(entry))
             return Resumed(entry, error=OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not kept"))
         RESUMING.set(entry)
         try:
             return Resumed(entry, response=(yield Call(send, entry)))
-        except CredentialsMissing as error:
-            yield from ring.leave(entry)
-            return Resumed(entry, error=error)
         except Exception as error:
             return Resumed(entry, error=error)
         finally:
@@ -201,7 +207,7 @@ def check_credentials(entry: Entry) -> None:
     if missing := [name for name in resumed.credentials if name.lower() not in sent]:
         raise CredentialsMissing(
             f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not written down, and a server "
-            "may take it for another caller's without; nothing was sent: resume it through a client that has it, opened=True"
+            "may take it for another caller's without; nothing was sent: resume it through a client that has it"
         )
 
 

@@ -92,6 +92,11 @@ class MemoryKeyring:
         entries: list[Entry] = yield Call(self._pending if opened else list)
         return entries
 
+    def release(self, entry: Entry) -> Plan[None]:
+        # Adopting has changed nothing.
+        return
+        yield
+
     def close(self) -> None:
         """Nothing to close."""
 

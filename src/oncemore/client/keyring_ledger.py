@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import suppress
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -18,8 +19,8 @@ from ..core.judge import is_over
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
 from ..core.store import Filter, Store
-from ..errors import Fenced, Refusal, StoreError
-from .entry import Entry, check_reuse, is_sendable
+from ..errors import CorruptRecord, Fenced, Refusal, StoreError
+from .entry import Entry, State, check_reuse, is_sendable
 from .errors import KeyringError
 from .keyring import RETENTION
 from .keyring_letters import FOREVER, RUN, Letters, encode, opened, run_of
@@ -30,6 +31,9 @@ LEASE = 15.0
 
 TOLD = "its caller was told that the outcome is unknown"
 TOO_OLD = "the server may have forgotten the key"
+UNREADABLE = "what is to be sent cannot be read"
+
+T = TypeVar("T")
 
 
 class Run:
@@ -76,10 +80,7 @@ class LedgerKeyring:
     # The verbs
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
-        try:
-            return (yield from self._claim(entry, oldest))
-        except StoreError as error:
-            raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
+        return (yield from self._told(self._claim(entry, oldest)))
 
     def settle(self, entry: Entry, status: int) -> Plan[None]:
         run = yield from self._end(entry)
@@ -97,7 +98,7 @@ class LedgerKeyring:
     def forget(self, entry: Entry) -> Plan[None]:
         run = yield from self._end(entry)
         if run is None:
-            yield from self._forget_idle(entry)
+            yield from self._told(self._forget_idle(entry))
         elif (yield from self._unless_taken(self.store.release(run.lease, retention=0.0))):
             yield from self._letters.drop(run.lease.operation)
 
@@ -108,23 +109,25 @@ class LedgerKeyring:
                 yield from self._letters.drop(operation)
 
     def pending(self) -> Plan[list[Entry]]:
-        found = []
-        for record in (yield from self._idle(opened=True)):
-            letter = yield from self._letters.read(Operation(*record.id))
-            if letter is not None:
-                found.append(replace(letter, state="sending" if record.state == "running" else "open"))
-        return sorted(found, key=lambda entry: entry.created_at)
+        return (yield from self._told(self._pending()))
 
     def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
-        yield from self._letters.sweep(self.retention)
-        if self._own_store:
-            yield from self.store.purge()
-        adopted = []
-        for record in (yield from self._idle(opened=opened)):
-            entry = yield from self._adopt(record)
-            if entry is not None:
-                adopted.append(entry)
+        adopted: list[Entry] = []
+        try:
+            yield from self._told(self._adopt_all(opened, adopted))
+        except GeneratorExit:
+            raise
+        except BaseException:
+            for entry in adopted:
+                yield from self.release(entry)
+            raise
         return sorted(adopted, key=lambda entry: entry.created_at)
+
+    def release(self, entry: Entry) -> Plan[None]:
+        try:  # one that was interrupted lapses, as it did before
+            yield from self.leave(entry) if entry.state == "open" else self._end(entry)
+        except StoreError as error:
+            log.info("A claim on the keyring could not be given back, and lapses: %s", error)
 
     def close(self) -> None:
         """End the threads and connections; what is at work here lapses."""
@@ -199,13 +202,16 @@ class LedgerKeyring:
         return Turn(lease, replace(entry, created_at=known.created_at), written=False)
 
     def _take_adopted(self, entry: Entry) -> Run | None:
-        """The run that `adopt` began for this entry; from now on it goes by the entry's token."""
-        for token in self._adopted.get((entry.scope, entry.key), ()):
-            run = self._runs[token]
-            check_reuse(run.letter, entry)
-            self._disown(run.letter, token)
-            self._runs[entry.token] = self._runs.pop(token)
-            return run
+        """A run that `adopt` began for this entry; from now on it goes by the entry's token."""
+        for token in tuple(self._adopted.get((entry.scope, entry.key), ())):
+            run = self._runs.get(token)
+            if run is not None:
+                check_reuse(run.letter, entry)
+                run = self._runs.pop(token, None)  # None: another thread was quicker
+            if run is not None:
+                self._disown(run.letter, token)
+                self._runs[entry.token] = run
+                return run
         return None
 
     def _disown(self, entry: Entry, token: int) -> None:
@@ -236,6 +242,13 @@ class LedgerKeyring:
         except StoreError as error:  # the next beat tries again
             log.info("A claim on the keyring could not be renewed: %s", error)
 
+    def _told(self, plan: Plan[T]) -> Plan[T]:
+        """What *plan* gives; a store that fails is told of as the keyring."""
+        try:
+            return (yield from plan)
+        except StoreError as error:
+            raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
+
     def _unless_taken(self, plan: Plan[None]) -> Plan[bool]:
         """Carry out *plan*, unless another process took over meanwhile: then the rest is its business."""
         try:
@@ -255,6 +268,31 @@ class LedgerKeyring:
             found += yield from self._letters.all(Filter(name=RUN, state="released"))
         return found
 
+    def _pending(self) -> Plan[list[Entry]]:
+        found = []
+        for record in (yield from self._idle(opened=True)):
+            letter = yield from self._letter(Operation(*record.id))
+            if isinstance(letter, Entry):
+                found.append(replace(letter, state=state_of(record)))
+        return sorted(found, key=lambda entry: entry.created_at)
+
+    def _letter(self, run: Operation) -> Plan[Entry | CorruptRecord | None]:
+        """The run's letter; one that cannot be read is told of, and must not keep the others from being sent."""
+        try:
+            return (yield from self._letters.read(run))
+        except CorruptRecord as error:
+            log.error("%s, key %s, cannot be resumed: %s", run.scope, run.key, error)
+            return error
+
+    def _adopt_all(self, opened: bool, adopted: list[Entry]) -> Plan[None]:
+        yield from self._letters.sweep(self.retention)
+        if self._own_store:
+            yield from self.store.purge()
+        for record in (yield from self._idle(opened=opened)):
+            entry = yield from self._adopt(record)
+            if entry is not None:
+                adopted.append(entry)
+
     def _adopt(self, record: Record) -> Plan[Entry | None]:
         if record.state == "held":
             yield from self._reopen(record)
@@ -262,19 +300,27 @@ class LedgerKeyring:
         lease = yield from self.store.claim(operation, lease=self.lease)
         if isinstance(lease, Record):
             return None  # another process was quicker
-        letter = yield from self._letters.read(operation)
+        letter = yield from self._letter(operation)
+        if isinstance(letter, CorruptRecord):
+            yield from self._unless_taken(self.store.hold(lease, note=UNREADABLE))
+            return None
         if letter is None:
             yield from self._letters.give_back(lease)
             return None
         token = secrets.randbits(62)
         yield from self._begin(lease, letter, token)
         self._adopted.setdefault((letter.scope, letter.key), []).append(token)
-        return replace(letter, state="sending", token=token)
+        return replace(letter, state=state_of(record), token=token)
 
     def _reopen(self, record: Record) -> Plan[None]:
         """Make a held run claimable, unless another process was quicker."""
         with suppress(Refusal):
             yield from self.store.resolve(*record.id, None, retention=FOREVER, note="continued")
+
+
+def state_of(run: Record) -> State:
+    """How far an idle run came."""
+    return "sending" if run.state == "running" else "open"
 
 
 class Pulse:

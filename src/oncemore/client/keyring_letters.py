@@ -7,7 +7,7 @@ import msgspec
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
 from ..core.store import Filter, Store
-from ..errors import Fenced, Refusal, StoreError
+from ..errors import CorruptRecord, Fenced, Refusal, StoreError
 from .entry import Entry
 from .errors import KeyringError
 from .story import log
@@ -104,4 +104,9 @@ class Letters:
 
 def opened(record: Record) -> Entry | None:
     """The entry in a settled record."""
-    return decode(record.outcome.body) if record.state == "settled" and record.outcome is not None else None
+    if record.state != "settled" or record.outcome is None:
+        return None
+    try:
+        return decode(record.outcome.body)
+    except msgspec.MsgspecError as error:
+        raise CorruptRecord(f"What is to be sent under {record.key!r} cannot be read; was it sealed?") from error

@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..core.plan import Plan
+from ..errors import OncemoreError
 from .entry import Entry, check_reuse, is_sendable
 from .errors import KeyringError
 from .keyring import RETENTION
@@ -40,6 +41,7 @@ SETTLE = "UPDATE oncemore_keys SET state = 'settled', status = ?, body = NULL WH
 LEAVE = "UPDATE oncemore_keys SET state = 'open' WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"
 FORGET = "DELETE FROM oncemore_keys WHERE scope = ? AND key = ? AND token = ?"
 TAKE = "UPDATE oncemore_keys SET owner = ?, token = ?, state = 'sending' WHERE scope = ? AND key = ?"
+RELEASE = "UPDATE oncemore_keys SET owner = 0, state = ? WHERE scope = ? AND key = ? AND token = ?"
 PURGE = "DELETE FROM oncemore_keys WHERE state = 'settled' AND created_at < ?"
 
 # How long to wait for other processes' commits, each of which takes milliseconds.
@@ -80,8 +82,19 @@ class SqliteKeyring:
         return entries
 
     def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
-        entries: list[Entry] = yield InOrder(self, self._adopt, opened)
-        return entries
+        adopted: list[Entry] = []
+        try:
+            yield InOrder(self, self._adopt, opened, adopted)
+        except (GeneratorExit, OncemoreError):
+            raise
+        except BaseException:  # cancelled, while its thread goes on: what that adopts is nobody's
+            for entry in (yield InOrder(self, adopted.copy)):
+                yield from self.release(entry)
+            raise
+        return adopted
+
+    def release(self, entry: Entry) -> Plan[None]:
+        yield InOrder(self, self._write, RELEASE, entry.state, entry.scope, entry.key, entry.token)
 
     def close(self) -> None:
         """Close the file; the next use opens it again."""
@@ -120,15 +133,13 @@ class SqliteKeyring:
             entries = map(_entry, database.execute(UNSETTLED).fetchall())
         return [entry for entry in entries if self._is_idle(entry)]
 
-    def _adopt(self, opened: bool) -> list[Entry]:
+    def _adopt(self, opened: bool, adopted: list[Entry]) -> None:
         mine = this_process(self._owners)
-        adopted = []
         with self._transaction("NORMAL") as database:
             for entry in map(_entry, database.execute(UNSETTLED).fetchall()):
                 if self._is_idle(entry) and (opened or entry.state == "sending"):
-                    adopted.append(replace(entry, owner=mine, token=secrets.randbits(62), state="sending"))
+                    adopted.append(replace(entry, owner=mine, token=secrets.randbits(62)))
             database.executemany(TAKE, [(e.owner, e.token, e.scope, e.key) for e in adopted])
-        return adopted
 
     def _is_idle(self, entry: Entry) -> bool:
         return entry.state == "open" or not is_alive(self._owners, entry.owner)

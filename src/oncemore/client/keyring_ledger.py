@@ -19,7 +19,7 @@ from ..core.judge import is_over
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
 from ..core.store import Filter, Store
-from ..errors import CorruptRecord, Fenced, Refusal, StoreError
+from ..errors import ConfigurationError, CorruptRecord, Fenced, Refusal, StoreError
 from .entry import Entry, State, check_reuse, is_sendable
 from .errors import KeyringError
 from .keyring import RETENTION
@@ -64,6 +64,8 @@ class LedgerKeyring:
     def __init__(
         self, store: Store, *, lease: float = LEASE, retention: float = RETENTION, own_store: bool = False
     ) -> None:
+        if lease <= 0:
+            raise ConfigurationError(f"lease={lease:g}s of the keyring: a living process would lose what it is at")
         self.store = store
         self.lease = lease
         self.retention = retention

@@ -32,6 +32,7 @@ CREATE TABLE IF NOT EXISTS oncemore_keys (
   PRIMARY KEY (scope, key)
 );
 CREATE INDEX IF NOT EXISTS oncemore_keys_pending ON oncemore_keys (created_at) WHERE state <> 'settled';
+CREATE INDEX IF NOT EXISTS oncemore_keys_settled ON oncemore_keys (created_at) WHERE state = 'settled';
 """
 COLUMNS = "scope, key, fingerprint, method, url, headers, body, state, status, created_at, owner, token"
 FIND = f"SELECT {COLUMNS} FROM oncemore_keys WHERE scope = ? AND key = ?"
@@ -42,7 +43,9 @@ LEAVE = "UPDATE oncemore_keys SET state = 'open' WHERE scope = ? AND key = ? AND
 FORGET = "DELETE FROM oncemore_keys WHERE scope = ? AND key = ? AND token = ?"
 TAKE = "UPDATE oncemore_keys SET owner = ?, token = ?, state = 'sending' WHERE scope = ? AND key = ?"
 RELEASE = "UPDATE oncemore_keys SET owner = 0, state = ? WHERE scope = ? AND key = ? AND token = ?"
-PURGE = "DELETE FROM oncemore_keys WHERE state = 'settled' AND created_at < ?"
+# Each claim drops two of those that are too old, so that a process need not be started anew for the file to stay small.
+OLD = "SELECT rowid FROM oncemore_keys WHERE state = 'settled' AND created_at < ? LIMIT 2"
+PURGE = f"DELETE FROM oncemore_keys WHERE rowid IN ({OLD})"
 
 # How long to wait for other processes' commits, each of which takes milliseconds.
 PATIENCE = 10.0
@@ -113,6 +116,7 @@ class SqliteKeyring:
         entry = replace(entry, owner=this_process(self._owners))
         # FULL: the key is on the disk before the first byte is on the wire.
         with self._transaction("FULL") as database:
+            database.execute(PURGE, (entry.created_at - self.retention,))
             row = database.execute(FIND, (entry.scope, entry.key)).fetchone()
             if row:
                 known = _entry(row)
@@ -150,9 +154,10 @@ class SqliteKeyring:
         try:
             with self._lock:
                 database = self._database or self._connect()
-                database.execute(f"PRAGMA synchronous = {synchronous}")
-                database.execute("BEGIN IMMEDIATE")
+                # Also around the beginning: an interrupt that came while others had the lock is noticed just after it.
                 with database:
+                    database.execute(f"PRAGMA synchronous = {synchronous}")
+                    database.execute("BEGIN IMMEDIATE")
                     yield database
         except (sqlite3.Error, OSError) as error:
             raise KeyringError(f"The keyring {self.path} failed: {error}") from error
@@ -168,7 +173,6 @@ class SqliteKeyring:
         database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
         _patiently(lambda: database.execute("PRAGMA journal_mode = WAL"))
         _patiently(lambda: database.executescript(SCHEMA))
-        database.execute(PURGE, (time.time() - self.retention,))
         self._database = database
         return database
 

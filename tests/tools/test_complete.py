@@ -53,6 +53,15 @@ def test_the_completers_own_progress_is_told_as_well() -> None:
     assert ends == ["completed"]
 
 
+def test_a_round_that_is_interrupted_is_not_done() -> None:
+    command = [sys.executable, "-u", "-m", "oncemore.tools.cli", "complete", "completers:slow", "--once"]
+    with subprocess.Popen(command, cwd=MODULE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "it begins\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+
+
 def test_it_runs_until_it_is_interrupted() -> None:
     command = [sys.executable, "-u", "-m", "oncemore.tools.cli", "complete", "completers:lucky"]
     with subprocess.Popen(command, cwd=MODULE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,22 @@ def read_span(ctx: click.Context, option: click.Parameter, value: str) -> float:
         return duration(float(value) if value.isdecimal() else value)
     except ConfigurationError as error:
         raise click.BadParameter(error.detail) from None
+
+
+def read_text(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """What a ledger can hold; a shell passes on any bytes."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter("it is not UTF-8") from None
+    return value
+
+
+def read_number(ctx: click.Context, option: click.Parameter, value: float) -> float:
+    """A number that one can count with: `nan` is within every range."""
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a number to count with")
+    return value
 
 
 @contextmanager

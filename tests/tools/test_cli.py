@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,26 @@ def test_a_reader_that_has_left_is_no_accident(words: list[str]) -> None:
     ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["capacity", "--json"], ["capacity"]])
+def test_a_full_disk_is_not_taken_for_a_refusal(words: list[str]) -> None:
+    command = [sys.executable, "-m", "oncemore.tools.cli", *words]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 141
+    assert ran.stderr == "oncemore: the output could not be written: No space left on device\n"
+
+
+def test_a_store_that_hangs_is_named() -> None:
+    """CASES 27."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        for url in (f"redis://{place}/0?timeout=0.5s", f"postgresql://me:hidden@{place}/db?timeout=0.5s"):
+            ran = oncemore("stats", "--store", url)
+            assert ran.code == 3
+            assert place in ran.err
+            assert "hidden" not in ran.err
 
 
 def test_ctrl_c_at_a_prompt_changes_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ...core.guard import Guard
 from ...core.policy import duration
 from ...core.sealed import Sealing
 from ...core.urls import hide_password, store_module
-from ...errors import ConfigurationError, MissingDriver, StoreUnavailable
+from ...errors import ConfigurationError, MissingDriver, StoreTimeout, StoreUnavailable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,9 +77,9 @@ def ledger(url: str | None, *, create: bool = False) -> Iterator[Guard]:
             raise
         where = hide_password(url)
         raise ConfigurationError(f"{where} has no ledger yet, or an old one; run: {init_command(url)}") from error
-    except StoreUnavailable as error:
+    except (StoreUnavailable, StoreTimeout) as error:
         where = hide_password(url)
-        raise StoreUnavailable(f"{error.detail}\nIs {where} the right address, and does the server run?") from error
+        raise type(error)(f"{error.detail}\nIs {where} the right address, and does the server run?") from error
     finally:
         guard.close()
 

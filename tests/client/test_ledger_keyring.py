@@ -25,7 +25,7 @@ from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.httpx_wire import HttpxWire
 from oncemore.client.keyring import open_keyring
 from oncemore.client.keyring_ledger import LedgerKeyring
-from oncemore.client.keyring_letters import LETTER, RUN
+from oncemore.client.keyring_letters import LETTER, RUN, run_of
 from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
 from oncemore.core.plan import run
@@ -371,6 +371,30 @@ def test_where_giving_back_fails_too_the_claim_lapses_and_was_never_sent() -> No
     inner.shift = 60.0
     ring = LedgerKeyring(inner)
     assert run(ring.pending()) == run(ring.adopt()) == []
+
+
+class FailingOver(Failing):
+    """A ledger that does what it is asked for and then breaks down, before it could say so."""
+
+    def settle(self, *arguments: Any, **options: Any) -> Any:
+        yield from self.store.settle(*arguments, **options)
+        self.verbs = ("release", "renew")
+        raise StoreUnavailable("the ledger is gone")
+
+
+def test_what_was_told_to_have_failed_is_never_sent_though_it_was_written_after_all() -> None:
+    """CASES 27.  Its caller makes a new key, so to resume this one would do it twice."""
+    inner = connect("memory://")
+    store: Any = FailingOver(inner)
+    with closing(LedgerKeyring(store, lease=0.3)) as ring:
+        with pytest.raises(KeyringError):
+            claim(ring, entry())
+        time.sleep(0.2)  # it is still down
+        store.verbs = ()
+        eventually(lambda: run(inner.find(*run_of(entry()).id)) is None)
+        time.sleep(0.4)
+        assert run(LedgerKeyring(inner).adopt(opened=True)) == []
+        assert ring._heart.threads.beats == set()
 
 
 def test_a_letter_that_is_just_being_written_by_another_is_not_overwritten() -> None:

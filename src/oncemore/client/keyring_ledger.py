@@ -77,6 +77,7 @@ class LedgerKeyring:
 
     def _reset(self) -> None:
         self._runs: dict[int, Run] = {}
+        self._unsent: set[Lease] = set()
         self._adopted: dict[tuple[str, str], list[int]] = {}
 
     # The verbs
@@ -161,7 +162,7 @@ class LedgerKeyring:
         except GeneratorExit:
             raise
         except BaseException:
-            yield from self._letters.give_back(turn.lease)
+            yield from self._give_back(turn.lease)
             raise
         yield from self._begin(turn.lease, turn.letter, entry.token)
         return replace(entry, created_at=turn.letter.created_at)
@@ -236,10 +237,23 @@ class LedgerKeyring:
             yield Pulse(self._heart, run.beat, over=True)
         return run
 
+    def _give_back(self, lease: Lease) -> Plan[None]:
+        """Release a run that sends nothing.  Where the ledger fails, that goes on in the background: its caller is told that
+        nothing was sent, but the letter may have been written, and somebody would resume it."""
+        if not (yield from self._letters.give_back(lease)):
+            self._unsent.add(lease)
+            yield Pulse(self._heart, self._heart.beat(lease, self.lease))
+
     def _renew(self, beat: Beat) -> Plan[None]:
         try:
-            yield from self.store.renew(beat.lease, lease=beat.seconds)
+            if beat.lease in self._unsent:
+                yield from self.store.release(beat.lease, retention=0.0)
+                self._unsent.discard(beat.lease)
+                beat.lost = True
+            else:
+                yield from self.store.renew(beat.lease, lease=beat.seconds)
         except Fenced:
+            self._unsent.discard(beat.lease)
             beat.lost = True
         except StoreError as error:  # the next beat tries again
             log.info("A claim on the keyring could not be renewed: %s", error)

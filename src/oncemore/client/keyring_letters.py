@@ -68,12 +68,16 @@ class Letters:
             return False
         return True
 
-    def give_back(self, lease: Lease) -> Plan[None]:
-        """Release a run that has sent nothing; where that fails, it lapses."""
+    def give_back(self, lease: Lease) -> Plan[bool]:
+        """Whether a run that has sent nothing is released, or another's; where the store fails, it lapses."""
         try:
             yield from self.store.release(lease, retention=0.0)
-        except (Fenced, StoreError) as error:
+        except StoreError as error:
             log.info("A claim on the keyring could not be given back, and lapses: %s", error)
+            return False
+        except Fenced:
+            pass
+        return True
 
     def sweep(self, age: float) -> Plan[None]:
         """Delete the letters, older than *age*, of runs that ended while their process died: nobody else would."""

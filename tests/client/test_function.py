@@ -352,6 +352,16 @@ def test_tenacity_keeps_our_policy() -> None:
     assert len(flaky.calls) == 1
 
 
+def test_a_schedule_is_kept_by_tenacity_and_refused_to_stamina() -> None:
+    """CASES 35."""
+    scheduled, flaky = Retry(attempts=3, schedule=("10ms", "30ms")), Flaky(*[ConnectionError("own")] * 9)
+    with pytest.raises(ConnectionError, match="own"):
+        tenacity.retry(**tenacity_arguments(scheduled))(flaky)()
+    assert len(flaky.calls) == 3
+    with pytest.raises(ConfigurationError, match="schedule"):
+        stamina_arguments(scheduled)
+
+
 def test_stamina_keeps_our_policy() -> None:
     """CASES 35."""
     flaky = Flaky(ConnectionError())

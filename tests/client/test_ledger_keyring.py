@@ -36,6 +36,7 @@ from oncemore.errors import StoreUnavailable
 
 from .. import nursery
 from ..strangers import strangers
+from . import clients
 from .clients import CLIENTS, Httpx
 from .killed import BODY, BRIEF, CREDENTIALS, LEASE
 from .server import Server, Visit, answer, effect, hang, performed, reset, then
@@ -64,11 +65,7 @@ def run_killed(library: str, point: str, url: str, place: str) -> None:
 def resumed(library: str, place: str) -> tuple[list[Entry], list[Any]]:
     client = CLIENTS[library](RETRY, briefly(place))
     client.headers = CREDENTIALS
-    before = client.pending()
-    results = client.resume()
-    assert client.pending() == []
-    assert client.resume() == []
-    return before, results
+    return clients.resumed(client)
 
 
 def letters(place: str) -> int:

@@ -267,7 +267,7 @@ def test_a_caller_that_knows_its_key_does_not_wait_for_the_dead_ones_lease(ledge
         client = Httpx(RETRY, ring)
         with pytest.raises(KeyboardInterrupt):
             run(claimed_and_interrupted(client.transport, server.url))
-        ring._heart.close()  # type: ignore[attr-defined]  # as if its process had died
+        ring._runs.heart.close()  # type: ignore[attr-defined]  # as if its process had died
         assert Httpx(RETRY, place).request("POST", f"{server.url}/", BODY, own).status == 201
         time.sleep(LEASE + 0.2)
         assert [one.key for one in Httpx(RETRY, place).pending()] == ["order-17"]
@@ -391,7 +391,7 @@ def test_what_was_told_to_have_failed_is_never_sent_though_it_was_written_after_
         eventually(lambda: run(inner.find(*run_of(entry()).id)) is None)
         time.sleep(0.4)
         assert run(LedgerKeyring(inner).adopt(opened=True)) == []
-        assert ring._heart.threads.beats == set()
+        assert ring._runs.heart.threads.beats == set()
 
 
 def test_a_letter_that_is_just_being_written_by_another_is_not_overwritten() -> None:
@@ -428,8 +428,8 @@ def test_one_that_was_taken_over_leaves_the_rest_to_the_other(ledger: str) -> No
     with closing(connect(ledger)) as store:
         frozen, other = LedgerKeyring(store, lease=0.2), LedgerKeyring(store, lease=30.0)
         held = claim(frozen, entry())
-        frozen._heart.close()
-        frozen._heart.threads.beats.clear()
+        frozen._runs.heart.close()
+        frozen._runs.heart.threads.beats.clear()
         time.sleep(0.3)
         (adopted,) = run(other.adopt())
         for verb in (frozen.settle(held, 201), frozen.leave(held), frozen.forget(replace(held, token=99))):
@@ -522,6 +522,6 @@ def test_a_forked_child_does_not_continue_what_its_parent_has_adopted() -> None:
     run(ring.adopt(opened=True))
     child = os.fork()
     if child == 0:
-        os._exit(int(bool(ring._runs or ring._adopted)))
+        os._exit(int(bool(ring._runs.by_token or ring._runs.adopted)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert claim(ring, entry(token=2)).token == 2

@@ -12,9 +12,6 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from ..core.clock import SYSTEM
-from ..core.fork import reset_in_child
-from ..core.heartbeat import Beat, Heartbeat, LoopBeats, ThreadBeats, end
 from ..core.judge import is_over
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
@@ -23,7 +20,8 @@ from ..errors import ConfigurationError, CorruptRecord, Fenced, Refusal, StoreEr
 from .entry import Entry, State, check_reuse, is_sendable
 from .errors import KeyringError
 from .keyring import RETENTION
-from .keyring_letters import FOREVER, RUN, Letters, encode, opened, run_of
+from .keyring_letters import FOREVER, RUN, Letters, encode, give_back, opened, run_of
+from .keyring_runs import Runs
 from .story import log
 
 # So long after its process died, an operation can be resumed; it is renewed three times in that span.
@@ -34,17 +32,6 @@ TOO_OLD = "the server may have forgotten the key"
 UNREADABLE = "what is to be sent cannot be read"
 
 T = TypeVar("T")
-
-
-class Run:
-    """An operation at work in this process: its lease, kept alive by *beat*, and its letter as it is in the ledger."""
-
-    __slots__ = ("beat", "lease", "letter")
-
-    def __init__(self, lease: Lease, beat: Beat, letter: Entry) -> None:
-        self.lease = lease
-        self.beat = beat
-        self.letter = letter
 
 
 class Turn:
@@ -71,14 +58,7 @@ class LedgerKeyring:
         self.retention = retention
         self._own_store = own_store
         self._letters = Letters(store)
-        self._heart = Heartbeat(self._renew, SYSTEM)
-        self._reset()
-        reset_in_child(self)
-
-    def _reset(self) -> None:
-        self._runs: dict[int, Run] = {}
-        self._unsent: set[Lease] = set()
-        self._adopted: dict[tuple[str, str], list[int]] = {}
+        self._runs = Runs(store, lease)
 
     # The verbs
 
@@ -86,7 +66,7 @@ class LedgerKeyring:
         return (yield from self._told(self._claim(entry, oldest)))
 
     def settle(self, entry: Entry, status: int) -> Plan[None]:
-        run = yield from self._end(entry)
+        run = yield from self._runs.end(entry)
         if run is not None:
             done = encode(replace(run.letter, state="settled", status=status, body=None))
             settling = self.store.settle(run.lease, Outcome("value", status, body=done), retention=self.retention)
@@ -94,12 +74,12 @@ class LedgerKeyring:
                 yield from self._letters.drop(run.lease.operation)
 
     def leave(self, entry: Entry) -> Plan[None]:
-        run = yield from self._end(entry)
+        run = yield from self._runs.end(entry)
         if run is not None:
             yield from self._unless_taken(self.store.hold(run.lease, note=TOLD))
 
     def forget(self, entry: Entry) -> Plan[None]:
-        run = yield from self._end(entry)
+        run = yield from self._runs.end(entry)
         if run is None:
             yield from self._told(self._forget_idle(entry))
         elif (yield from self._unless_taken(self.store.release(run.lease, retention=0.0))):
@@ -128,26 +108,26 @@ class LedgerKeyring:
 
     def release(self, entry: Entry) -> Plan[None]:
         try:  # one that was interrupted lapses, as it did before
-            yield from self.leave(entry) if entry.state == "open" else self._end(entry)
+            yield from self.leave(entry) if entry.state == "open" else self._runs.end(entry)
         except StoreError as error:
             log.info("A claim on the keyring could not be given back, and lapses: %s", error)
 
     def close(self) -> None:
         """End the threads and connections; what is at work here lapses."""
-        self._heart.close()
+        self._runs.close()
         if self._own_store:
             self.store.close()
 
     async def aclose(self) -> None:
         """As `close`, for what belongs to the running event loop too."""
-        self._heart.close()
+        self._runs.close()
         if self._own_store:
             await self.store.aclose()
 
     # Claiming
 
     def _claim(self, entry: Entry, oldest: float) -> Plan[Entry]:
-        run = self._take_adopted(entry)
+        run = self._runs.take_adopted(entry)
         if run is not None:
             if is_sendable(run.letter, entry, oldest):
                 return replace(entry, created_at=run.letter.created_at)
@@ -162,9 +142,9 @@ class LedgerKeyring:
         except GeneratorExit:
             raise
         except BaseException:
-            yield from self._give_back(turn.lease)
+            yield from self._runs.give_back(turn.lease)
             raise
-        yield from self._begin(turn.lease, turn.letter, entry.token)
+        yield from self._runs.begin(turn.lease, turn.letter, entry.token)
         return replace(entry, created_at=turn.letter.created_at)
 
     def _turn(self, entry: Entry, oldest: float) -> Plan[Turn | Entry]:
@@ -203,60 +183,6 @@ class LedgerKeyring:
         if isinstance(lease, Record):
             raise KeyringError(f"{entry.scope}: this run of key {entry.key} is under way already; nothing was sent")
         return Turn(lease, replace(entry, created_at=known.created_at), written=False)
-
-    def _take_adopted(self, entry: Entry) -> Run | None:
-        """A run that `adopt` began for this entry; from now on it goes by the entry's token."""
-        for token in tuple(self._adopted.get((entry.scope, entry.key), ())):
-            run = self._runs.get(token)
-            if run is not None:
-                check_reuse(run.letter, entry)
-                run = self._runs.pop(token, None)  # None: another thread was quicker
-            if run is not None:
-                self._disown(run.letter, token)
-                self._runs[entry.token] = run
-                return run
-        return None
-
-    def _disown(self, entry: Entry, token: int) -> None:
-        tokens = self._adopted.get((entry.scope, entry.key), [])
-        with suppress(ValueError):
-            tokens.remove(token)
-        if not tokens:
-            self._adopted.pop((entry.scope, entry.key), None)
-
-    # Being at work
-
-    def _begin(self, lease: Lease, letter: Entry, token: int) -> Plan[None]:
-        run = self._runs[token] = Run(lease, self._heart.beat(lease, self.lease), letter)
-        yield Pulse(self._heart, run.beat)
-
-    def _end(self, entry: Entry) -> Plan[Run | None]:
-        run = self._runs.pop(entry.token, None)
-        if run is not None:
-            self._disown(entry, entry.token)
-            yield Pulse(self._heart, run.beat, over=True)
-        return run
-
-    def _give_back(self, lease: Lease) -> Plan[None]:
-        """Release a run that sends nothing.  Where the ledger fails, that goes on in the background: its caller is told that
-        nothing was sent, but the letter may have been written, and somebody would resume it."""
-        if not (yield from self._letters.give_back(lease)):
-            self._unsent.add(lease)
-            yield Pulse(self._heart, self._heart.beat(lease, self.lease))
-
-    def _renew(self, beat: Beat) -> Plan[None]:
-        try:
-            if beat.lease in self._unsent:
-                yield from self.store.release(beat.lease, retention=0.0)
-                self._unsent.discard(beat.lease)
-                beat.lost = True
-            else:
-                yield from self.store.renew(beat.lease, lease=beat.seconds)
-        except Fenced:
-            self._unsent.discard(beat.lease)
-            beat.lost = True
-        except StoreError as error:  # the next beat tries again
-            log.info("A claim on the keyring could not be renewed: %s", error)
 
     def _told(self, plan: Plan[T]) -> Plan[T]:
         """What *plan* gives; a store that fails is told of as the keyring."""
@@ -321,11 +247,10 @@ class LedgerKeyring:
             yield from self._unless_taken(self.store.hold(lease, note=UNREADABLE))
             return None
         if letter is None:
-            yield from self._letters.give_back(lease)
+            yield from give_back(self.store, lease)
             return None
         token = secrets.randbits(62)
-        yield from self._begin(lease, letter, token)
-        self._adopted.setdefault((letter.scope, letter.key), []).append(token)
+        yield from self._runs.begin(lease, letter, token, adopted=True)
         return replace(letter, state=state_of(record), token=token)
 
     def _reopen(self, record: Record) -> Plan[None]:
@@ -337,26 +262,3 @@ class LedgerKeyring:
 def state_of(run: Record) -> State:
     """How far an idle run came."""
     return "sending" if run.state == "running" else "open"
-
-
-class Pulse:
-    """Keep a run's lease alive from now on, or no longer (*over*): by a thread, or by the loop it runs on."""
-
-    __slots__ = ("beat", "heart", "over")
-
-    def __init__(self, heart: Heartbeat, beat: Beat, *, over: bool = False) -> None:
-        self.heart = heart
-        self.beat = beat
-        self.over = over
-
-    def run(self) -> None:
-        self._change(self.heart.threads)
-
-    async def arun(self) -> None:
-        self._change(self.heart.on_loop())
-
-    def _change(self, beats: ThreadBeats | LoopBeats) -> None:
-        if self.over:
-            end(beats.beats, (self.beat,))
-        else:
-            beats.add((self.beat,))

@@ -68,17 +68,6 @@ class Letters:
             return False
         return True
 
-    def give_back(self, lease: Lease) -> Plan[bool]:
-        """Whether a run that has sent nothing is released, or another's; where the store fails, it lapses."""
-        try:
-            yield from self.store.release(lease, retention=0.0)
-        except StoreError as error:
-            log.info("A claim on the keyring could not be given back, and lapses: %s", error)
-            return False
-        except Fenced:
-            pass
-        return True
-
     def sweep(self, age: float) -> Plan[None]:
         """Delete the letters, older than *age*, of runs that ended while their process died: nobody else would."""
         for record in (yield from self.all(Filter(name=LETTER, state="settled"))):
@@ -92,7 +81,7 @@ class Letters:
             lease = yield from self.store.claim(run, lease=BRIEF)
             if isinstance(lease, Lease):
                 yield from self.drop(run)
-                yield from self.give_back(lease)
+                yield from give_back(self.store, lease)
         elif known.state == "settled":
             yield from self.drop(run)
 
@@ -114,3 +103,15 @@ def opened(record: Record) -> Entry | None:
         return decode(record.outcome.body)
     except msgspec.MsgspecError as error:
         raise CorruptRecord(f"What is to be sent under {record.key!r} cannot be read; was it sealed?") from error
+
+
+def give_back(store: Store, lease: Lease) -> Plan[bool]:
+    """Whether a run that has sent nothing is free again; where the store fails, it lapses."""
+    try:
+        yield from store.release(lease, retention=0.0)
+    except StoreError as error:
+        log.info("A claim on the keyring could not be given back, and lapses: %s", error)
+        return False
+    except Fenced:  # by whoever has it now
+        pass
+    return True

@@ -213,6 +213,27 @@ def test_a_keyring_that_cannot_be_written_sends_nothing(tmp_path: Path) -> None:
     assert not server.visits
 
 
+@pytest.mark.parametrize("verb", ["claim", "pending", "adopt"])
+def test_a_file_in_a_folder_that_is_not_there_is_named(verb: str, tmp_path: Path) -> None:
+    """CASES 27."""
+    ring = SqliteKeyring(str(tmp_path / "nowhere" / "keys.db"))
+    plan: Any = ring.claim(entry(), oldest=0) if verb == "claim" else getattr(ring, verb)()
+    with pytest.raises(KeyringError, match="nowhere"):
+        run(plan)
+
+
+def test_a_forked_child_is_not_kept_waiting_for_its_parents_thread() -> None:
+    """CASES 54.  Another thread was at the keyring in memory when the process forked."""
+    ring = MemoryKeyring()
+    with ring._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)
+            claim(ring, entry())
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path, caplog: Any) -> None:
     """CASES 27."""
 

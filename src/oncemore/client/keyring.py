@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 from msgspec.structs import replace
 
+from ..core.fork import reset_in_child
 from ..core.guard import Guard
 from ..core.plan import Call, Plan
 from ..core.store import Store
@@ -86,8 +87,12 @@ class MemoryKeyring:
     def __init__(self, *, retention: float = RETENTION) -> None:
         self.retention = retention
         self._entries: dict[tuple[str, str], Entry] = {}
-        self._lock = threading.Lock()
         self._purge_at = 1024
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         held: Entry = yield Call(self._claim, entry, oldest)

@@ -113,9 +113,9 @@ class SqliteKeyring:
         self.close()
 
     def _claim(self, entry: Entry, oldest: float) -> Entry:
-        entry = replace(entry, owner=this_process(self._owners))
         # FULL: the key is on the disk before the first byte is on the wire.
         with self._transaction("FULL") as database:
+            entry = replace(entry, owner=this_process(self._owners))
             database.execute(PURGE, (entry.created_at - self.retention,))
             row = database.execute(FIND, (entry.scope, entry.key)).fetchone()
             if row:
@@ -135,11 +135,11 @@ class SqliteKeyring:
     def _pending(self) -> list[Entry]:
         with self._transaction("NORMAL") as database:
             entries = map(_entry, database.execute(UNSETTLED).fetchall())
-        return [entry for entry in entries if self._is_idle(entry)]
+            return [entry for entry in entries if self._is_idle(entry)]
 
     def _adopt(self, opened: bool, adopted: list[Entry]) -> None:
-        mine = this_process(self._owners)
         with self._transaction("NORMAL") as database:
+            mine = this_process(self._owners)
             for entry in map(_entry, database.execute(UNSETTLED).fetchall()):
                 if self._is_idle(entry) and (opened or entry.state == "sending"):
                     adopted.append(replace(entry, owner=mine, token=secrets.randbits(62)))

@@ -278,6 +278,27 @@ async def test_a_claim_that_is_cancelled_is_taken_back_in_order(tmp_path: Path) 
     assert all(known.state == "open" for known in await arun(ring.pending()))
 
 
+@pytest.mark.parametrize(("verb", "state"), [("settle", "settled"), ("leave", "open")])
+async def test_what_is_to_be_noted_is_noted_though_its_caller_is_cancelled(
+    verb: str, state: str, tmp_path: Path
+) -> None:
+    """CASES 37.  Otherwise it would be this process's to work on until it ends, and nobody would see it."""
+    ring = SqliteKeyring(str(tmp_path / "keys.db"))
+    held = await arun(ring.claim(entry(), oldest=0))
+    other = sqlite3.connect(ring.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    before = asyncio.create_task(arun(ring.pending()))  # it waits for the lock, and the next one for it
+    noting = asyncio.create_task(arun(ring.settle(held, 201) if verb == "settle" else ring.leave(held)))
+    await asyncio.sleep(0.1)
+    noting.cancel()
+    await asyncio.gather(noting, return_exceptions=True)
+    assert noting.cancelled()
+    other.execute("COMMIT")
+    await before
+    await ring.aclose()
+    assert other.execute("SELECT state FROM oncemore_keys").fetchall() == [(state,)]
+
+
 # ── Many processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -209,7 +209,8 @@ class InOrder:
     async def arun(self) -> Any:
         self.keyring.after_fork()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.keyring._executor, self.run)
+        # Shielded, for what is cancelled before its turn has come would not be done at all.
+        return await asyncio.shield(loop.run_in_executor(self.keyring._executor, self.run))
 
 
 def _row(entry: Entry) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 from msgspec.structs import replace
@@ -149,6 +150,25 @@ async def test_adopting_that_is_cancelled_adopts_nothing(opened: Callable[[], Ke
     await asyncio.sleep(LEASE + 0.1)
     assert [one.key for one in await arun(ring.adopt())] == KEYS
     await ring.aclose()
+
+
+async def test_a_scope_that_cancels_again_and_again_leaves_nothing_to_be_resumed_behind_its_back(
+    opened: Callable[[], Keyring],
+) -> None:
+    """CASES 37.  As anyio's do, at every await until the task has left them: whoever called knows, so all is open."""
+    rest = asyncio.Event()
+    with Server(default=lambda visit: rest.is_set() or time.sleep(3)) as server:
+        transport = AsyncRetryTransport(RETRY, opened())
+        async with httpx.AsyncClient(transport=transport, timeout=30) as client:
+            for step in range(25):
+                with anyio.move_on_after(0.004 * step):
+                    await client.post(server.url, content=b"%d" % step)
+            rest.set()
+            await asyncio.sleep(LEASE + 0.2)
+            left = await transport.pending()
+            assert left
+            assert {one.state for one in left} == {"open"}
+            assert await transport.resume() == []
 
 
 def test_what_was_open_and_could_not_be_resumed_is_open_again(opened: Callable[[], Keyring]) -> None:

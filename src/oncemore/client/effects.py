@@ -1,7 +1,8 @@
-"""Effects of the transports: a method with a blocking and an awaited form, and a plan that must end in time."""
+"""Effects of the transports: a method with a blocking and an awaited form, and plans that must end in time, or at all."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
@@ -25,6 +26,27 @@ class Either:
 
     async def arun(self) -> Any:
         return await getattr(self.owner, self.awaited)(*self.arguments)
+
+
+class Unbroken:
+    """Carry out *plan* to its end, also where whoever awaits it is cancelled meanwhile: some are, at every await."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: Plan[Any]) -> None:
+        self.plan = plan
+
+    def run(self) -> Any:
+        return run(self.plan)
+
+    async def arun(self) -> Any:
+        task = asyncio.create_task(arun(self.plan))
+        _unbroken.add(task)
+        task.add_done_callback(_unbroken.discard)
+        return await asyncio.shield(task)
+
+
+_unbroken: set[asyncio.Task[Any]] = set()  # the loop itself would forget them
 
 
 class Within:

@@ -11,6 +11,7 @@ from typing import Any
 from ..core.plan import Call, Plan
 from ..errors import ConfigurationError, InvalidKey, OncemoreError
 from .attempts import World, attempts
+from .effects import Unbroken
 from .entry import CREDENTIALS, FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, without_credentials
 from .errors import CredentialsMissing, OutcomeUnknown
 from .exchange import Exchange, Wire
@@ -212,7 +213,11 @@ def check_credentials(entry: Entry) -> None:
 
 
 def _logged(plan: Plan[None]) -> Plan[None]:
-    """Carry out *plan*; if it fails the answer is still the caller's, and the entry merely stays pending."""
+    """Carry out *plan*, whoever is cancelled; if it fails the answer is still the caller's, and the entry stays pending."""
+    yield Unbroken(_tried(plan))
+
+
+def _tried(plan: Plan[None]) -> Plan[None]:
     try:
         yield from plan
     except OncemoreError:

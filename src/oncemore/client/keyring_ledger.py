@@ -17,6 +17,7 @@ from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
 from ..core.store import Filter, Store
 from ..errors import ConfigurationError, CorruptRecord, Fenced, Refusal, StoreError
+from .effects import Unbroken
 from .entry import Entry, State, check_reuse, is_sendable
 from .errors import KeyringError
 from .keyring import RETENTION
@@ -101,8 +102,7 @@ class LedgerKeyring:
         except GeneratorExit:
             raise
         except BaseException:
-            for entry in adopted:
-                yield from self.release(entry)
+            yield Unbroken(self._release_all(adopted))
             raise
         return sorted(adopted, key=lambda entry: entry.created_at)
 
@@ -111,6 +111,10 @@ class LedgerKeyring:
             yield from self.leave(entry) if entry.state == "open" else self._runs.end(entry)
         except StoreError as error:
             log.info("A claim on the keyring could not be given back, and lapses: %s", error)
+
+    def _release_all(self, adopted: list[Entry]) -> Plan[None]:
+        for entry in adopted:
+            yield from self.release(entry)
 
     def close(self) -> None:
         """End the threads and connections; what is at work here lapses."""
@@ -142,7 +146,7 @@ class LedgerKeyring:
         except GeneratorExit:
             raise
         except BaseException:
-            yield from self._runs.give_back(turn.lease)
+            yield Unbroken(self._runs.give_back(turn.lease))
             raise
         yield from self._runs.begin(turn.lease, turn.letter, entry.token)
         return replace(entry, created_at=turn.letter.created_at)

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from ..core.plan import Plan
 from ..errors import OncemoreError
+from .effects import Unbroken
 from .entry import Entry, check_reuse, is_sendable
 from .errors import KeyringError
 from .keyring import RETENTION
@@ -91,10 +92,13 @@ class SqliteKeyring:
         except (GeneratorExit, OncemoreError):
             raise
         except BaseException:  # cancelled, while its thread goes on: what that adopts is nobody's
-            for entry in (yield InOrder(self, adopted.copy)):
-                yield from self.release(entry)
+            yield Unbroken(self._release_all(adopted))
             raise
         return adopted
+
+    def _release_all(self, adopted: list[Entry]) -> Plan[None]:
+        for entry in (yield InOrder(self, adopted.copy)):  # when its thread is done
+            yield from self.release(entry)
 
     def release(self, entry: Entry) -> Plan[None]:
         yield InOrder(self, self._write, RELEASE, entry.state, entry.scope, entry.key, entry.token)

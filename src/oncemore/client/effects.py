@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
 
 from ..core.plan import Plan, arun, run
 from .watch import within
+
+T = TypeVar("T")
 
 
 class Either:
@@ -39,11 +41,16 @@ class Unbroken:
     def run(self) -> Any:
         return run(self.plan)
 
-    async def arun(self) -> Any:
-        task = asyncio.create_task(arun(self.plan))
-        _unbroken.add(task)
-        task.add_done_callback(_unbroken.discard)
-        return await asyncio.shield(task)
+    def arun(self) -> Awaitable[Any]:
+        return unbroken(arun(self.plan))
+
+
+async def unbroken(awaited: Coroutine[Any, Any, T]) -> T:
+    """What is *awaited*, in a task of its own that a cancellation does not reach."""
+    task = asyncio.create_task(awaited)
+    _unbroken.add(task)
+    task.add_done_callback(_unbroken.discard)
+    return await asyncio.shield(task)
 
 
 _unbroken: set[asyncio.Task[Any]] = set()  # the loop itself would forget them

@@ -83,13 +83,13 @@ class Engine:
         while waiting:
             try:
                 resumed.append((yield from self._resume(ring, send, waiting[0])))
+                yield from _logged(ring.release(waiting[0]))  # which changes nothing, if it was sent
             except GeneratorExit:
                 raise
             except BaseException:
-                for entry in waiting:
-                    yield from _logged(ring.release(entry))
+                yield from _logged(_released(ring, waiting))
                 raise
-            yield from _logged(ring.release(waiting.pop(0)))  # which changes nothing, if it was sent
+            waiting.pop(0)
         return resumed
 
     def _resume(self, ring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
@@ -210,6 +210,11 @@ def check_credentials(entry: Entry) -> None:
             f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not written down, and a server "
             "may take it for another caller's without; nothing was sent: resume it through a client that has it"
         )
+
+
+def _released(ring: Keyring, entries: list[Entry]) -> Plan[None]:
+    for entry in entries:
+        yield from ring.release(entry)
 
 
 def _logged(plan: Plan[None]) -> Plan[None]:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from oncemore import Guard
 from oncemore.client.entry import Keyring, scope_of
-from oncemore.client.errors import CredentialsMissing, KeyringError
+from oncemore.client.errors import CredentialsMissing, KeyringError, OutcomeUnknown
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.keyring import open_keyring
 from oncemore.client.keyring_ledger import LedgerKeyring
@@ -52,7 +52,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
         one.close()
 
 
-def leave_behind(ring: Callable[[], Keyring], url: str, *credentials: str) -> None:
+def leave_behind(ring: Callable[[], Keyring], url: str, *credentials: str, **changes: Any) -> None:
     """Operations under the three keys, of a process that died while it was at them."""
     child = os.fork()
     if child == 0:
@@ -60,7 +60,7 @@ def leave_behind(ring: Callable[[], Keyring], url: str, *credentials: str) -> No
             for number, key in enumerate(KEYS):
                 headers = (("Idempotency-Key", key), *((name, "") for name in credentials))
                 one = replace(entry(key, token=number + 1), url=url, scope=scope_of("POST", url), headers=headers)
-                run(ring().claim(replace(one, fingerprint=""), oldest=0))
+                run(ring().claim(replace(one, fingerprint="", **changes), oldest=0))
         finally:
             os._exit(0)
     os.waitpid(child, 0)
@@ -178,6 +178,16 @@ async def test_a_scope_that_cancels_again_and_again_leaves_nothing_to_be_resumed
             assert left
             assert {one.state for one in left} == {"open"}
             assert await transport.resume() == []
+
+
+@pytest.mark.parametrize("changes", [{"body": None}, {"created_at": 1e9}], ids=["not kept", "too old"])
+def test_what_cannot_be_sent_again_is_told_once(opened: Callable[[], Keyring], changes: Any) -> None:
+    """CASES 34, 41.  Its body was too large to be kept, or the server has forgotten its key."""
+    leave_behind(opened, "http://h/p", **changes)
+    transport = RetryTransport(RETRY, opened())
+    assert [type(done.error) for done in transport.resume()] == [OutcomeUnknown] * 3
+    assert [one.state for one in transport.pending()] == ["open"] * 3
+    assert transport.resume() == []
 
 
 def test_what_was_open_and_could_not_be_resumed_is_open_again(opened: Callable[[], Keyring]) -> None:

@@ -93,12 +93,14 @@ class Engine:
         return resumed
 
     def _resume(self, ring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
-        if entry.body is None:
-            yield from _logged(ring.leave(entry))
-            return Resumed(entry, error=OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not kept"))
         RESUMING.set(entry)
         try:
+            if entry.body is None:
+                raise OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not kept")
             return Resumed(entry, response=(yield Call(send, entry)))
+        except OutcomeUnknown as error:  # it cannot be resumed any more, and whoever called is told so, once
+            yield from _logged(ring.leave(entry))
+            return Resumed(entry, error=error)
         except Exception as error:
             return Resumed(entry, error=error)
         finally:

@@ -43,7 +43,8 @@ SETTLE = "UPDATE oncemore_keys SET state = 'settled', status = ?, body = NULL WH
 LEAVE = "UPDATE oncemore_keys SET state = 'open' WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"
 FORGET = "DELETE FROM oncemore_keys WHERE scope = ? AND key = ? AND token = ?"
 TAKE = "UPDATE oncemore_keys SET owner = ?, token = ?, state = 'sending' WHERE scope = ? AND key = ?"
-RELEASE = "UPDATE oncemore_keys SET owner = 0, state = ? WHERE scope = ? AND key = ? AND token = ?"
+RELEASE = """UPDATE oncemore_keys SET owner = 0, state = ?
+WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"""
 # Each claim drops two of those that are too old, so that a process need not be started anew for the file to stay small.
 OLD = "SELECT rowid FROM oncemore_keys WHERE state = 'settled' AND created_at < ? LIMIT 2"
 PURGE = f"DELETE FROM oncemore_keys WHERE rowid IN ({OLD})"

@@ -45,6 +45,13 @@ def test_a_completer_that_is_not_there_is_told(place: str, capsys: pytest.Captur
     assert place in capsys.readouterr().err
 
 
+def test_a_module_that_fails_is_told_with_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lacking.py").write_text("import os\nurl = os.environ['NO_SUCH_VARIABLE']\n")
+    sys.path.insert(0, str(tmp_path))
+    assert main(["complete", "lacking:completer"]) == 2
+    assert "NO_SUCH_VARIABLE" in capsys.readouterr().err
+
+
 def test_the_completers_own_progress_is_told_as_well() -> None:
     completer = left_unfinished(fails=1)
     ends: list[str] = []

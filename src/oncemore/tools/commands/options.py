@@ -54,11 +54,12 @@ def read_text(ctx: click.Context, option: click.Parameter, value: str | None) ->
     return value
 
 
-def read_number(ctx: click.Context, option: click.Parameter, value: float) -> float:
-    """A number that one can count with: `nan` is within every range."""
-    if not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a number to count with")
-    return value
+class Number(click.FloatRange):
+    """A number within a range that one can count with: `nan` is within every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is not a number to count with", param, ctx)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import click
 from ...errors import ConfigurationError
 from ..simulate import POLICIES, compare
 from ..simulated import Brownout, Report, render_plot, render_table
-from .options import json_option, read_number
+from .options import Number, json_option
 from .screen import Screen
 
 
@@ -26,22 +26,8 @@ def simulate() -> None:
     "--processes", type=click.IntRange(1), default=100, show_default=True, help="That share budgets and circuits."
 )
 @click.option("--seed", default=1, show_default=True, help="The same seed gives the same figures.")
-@click.option(
-    "--brownout",
-    type=click.FloatRange(0, 40),
-    callback=read_number,
-    default=5.0,
-    show_default=True,
-    help="How long it falters, in seconds.",
-)
-@click.option(
-    "--remaining",
-    type=click.FloatRange(0, 1),
-    callback=read_number,
-    default=0.2,
-    show_default=True,
-    help="What capacity it has meanwhile.",
-)
+@click.option("--brownout", type=Number(0, 40), default=5.0, show_default=True, help="How long it falters, in seconds.")
+@click.option("--remaining", type=Number(0, 1), default=0.2, show_default=True, help="What capacity it has meanwhile.")
 @click.option(
     "--policy", "policies", multiple=True, type=click.Choice(list(POLICIES)), help="Only this; may be repeated."
 )

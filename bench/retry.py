@@ -15,7 +15,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import backoff
@@ -115,11 +114,9 @@ def requests(url: str) -> None:
 
     for title, call in {"GET": lambda client: client.get("/"), "POST": post}.items():
         turns = Turns(clients)
-        for number in range(HTTP_BATCHES):
-            for name in turns.order(number):
-                with turns.of(name):
-                    for _ in range(HTTP_BATCH):
-                        call(clients[name])
+        for name in turns.taken_in_turn():
+            for _ in range(HTTP_BATCH):
+                call(clients[name])
         turns.report(f"{title}, sync client")
 
 
@@ -135,11 +132,9 @@ def async_requests(url: str) -> None:
         clients = {name: httpx.AsyncClient(transport=make(), base_url=url) for name, make in contestants.items()}
         for title, call in {"GET": lambda client: client.get("/"), "POST": post}.items():
             turns = Turns(clients)
-            for number in range(HTTP_BATCHES):
-                for name in turns.order(number):
-                    with turns.of(name):
-                        for _ in range(HTTP_BATCH):
-                            await call(clients[name])
+            for name in turns.taken_in_turn():
+                for _ in range(HTTP_BATCH):
+                    await call(clients[name])
             turns.report(f"{title}, async client")
 
     asyncio.run(main())
@@ -159,12 +154,14 @@ class Turns:
         names = names[shift:] + names[:shift]
         return names[::-1] if number // len(names) % 2 else names
 
-    @contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        begun, spent = time.perf_counter(), time.process_time()
-        yield
-        self.spent[name].append(time.process_time() - spent)
-        self.taken[name].append(time.perf_counter() - begun)
+    def taken_in_turn(self) -> Iterator[str]:
+        """Whose batch is next, again and again; what is done until the next one is asked for is counted."""
+        for number in range(HTTP_BATCHES):
+            for name in self.order(number):
+                begun, spent = time.perf_counter(), time.process_time()
+                yield name
+                self.spent[name].append(time.process_time() - spent)
+                self.taken[name].append(time.perf_counter() - begun)
 
     def report(self, title: str) -> None:
         base, cost = quiet(self.taken["bare httpx"]), self.spent["bare httpx"]

@@ -31,7 +31,14 @@ settings.load_profile("oncemore")
 # Those that ask servers in processes of their own, over real sockets, and those that run whole programs: they need no
 # PostgreSQL and no Valkey, but more time than a quick check has.
 LONGER = {
-    "client": ("test_hedge.py", "test_httpx.py", "test_libraries.py", "test_transports.py", "test_written_down.py"),
+    "client": (
+        "test_hedge.py",
+        "test_httpx.py",
+        "test_libraries.py",
+        "test_resume.py",
+        "test_transports.py",
+        "test_written_down.py",
+    ),
     "effects": ("test_django.py", "test_doors.py"),
     "examples": (),
     "stores": ("test_sqlite_processes.py",),

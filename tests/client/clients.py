@@ -150,6 +150,15 @@ class Aiohttp:
         return asyncio.run(go())
 
 
+def resumed(client: Any) -> tuple[list[Entry], list[Resumed]]:
+    """What was left behind, and what came of it; nothing is left after that."""
+    before = client.pending()
+    results = client.resume()
+    assert client.pending() == []
+    assert client.resume() == []
+    return before, results
+
+
 CLIENTS = {
     "httpx": Httpx,
     "httpx-async": AsyncHttpx,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from contextlib import suppress
 from typing import Any
@@ -175,6 +176,71 @@ def test_one_key_is_made_per_call_and_is_the_same_in_every_attempt() -> None:
     assert keys[-1] == "mine"
 
 
+def test_a_key_of_the_callers_own_is_kept_however_it_is_given() -> None:
+    """CASES 34."""
+
+    @retry(key="key")
+    def pay(amount: int, key: str | None = None, *rest: int, **more: int) -> Any:
+        return amount, key, rest, more
+
+    assert pay(1, "own") == pay(1, key="own") == (1, "own", (), {})
+    assert pay(1, "own", 3, four=4) == (1, "own", (3,), {"four": 4})
+    assert uuid7_time(pay(1)[1]) is not None
+    assert uuid7_time(pay(1, None)[1]) is not None
+
+
+def test_a_key_that_the_function_does_not_take_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="kye"):
+        retry(key="kye")(lambda key: key)
+    assert retry(key="key")(lambda **options: options)()["key"]
+
+
+def test_what_is_called_and_is_no_plain_function_is_tried_again_too() -> None:
+    """CASES 33."""
+    flaky = Flaky(ConnectionError())
+
+    class Awaited:
+        async def __call__(self, number: int) -> Any:
+            return flaky(number)
+
+    with no_sleeping():
+        assert retry(functools.partial(flaky, 1))() == ((1,), {})
+        flaky.errors.append(ConnectionError())
+        assert asyncio.run(retry(Awaited())(2)) == ((2,), {})
+
+
+def test_what_cannot_be_tried_again_is_refused() -> None:
+    """A generator's body runs after the call, and so does a coroutine that is only handed on."""
+
+    def generator() -> Any:
+        yield 1
+
+    async def async_generator() -> Any:
+        yield 1
+
+    async def work() -> None: ...
+
+    for function in (generator, async_generator):
+        with pytest.raises(ConfigurationError, match="generator"):
+            retry(function)
+    with pytest.raises(ConfigurationError, match="async def"):
+        retry(lambda: work())()
+    for policy in (5, "5s"):
+        with pytest.raises(ConfigurationError, match="Retry"):
+            retry(policy)  # type: ignore[call-overload]
+        with pytest.raises(ConfigurationError, match="Retry"):
+            retrying(policy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("several", [list, set, tuple])
+def test_errors_may_be_named_in_any_collection(several: Any) -> None:
+    flaky = Flaky(KeyError())
+    with no_sleeping():
+        assert decorated(flaky, errors=several([KeyError]))(1) == ((1,), {})
+    with pytest.raises(ConfigurationError, match="errors"):
+        Retry(errors=several([503]))
+
+
 def test_functions_share_a_budget_only_where_they_name_a_host() -> None:
     """CASES 39."""
     budget = Budget(tokens=4, ratio=0)
@@ -212,6 +278,18 @@ def test_a_block_is_tried_again() -> None:
                 flaky()
     assert numbers == [1, 2, 3]
     assert len(slept) == 2
+
+
+def test_the_same_attempts_may_be_made_again() -> None:
+    policy, made = retrying(Retry()), []
+    with no_sleeping():
+        for number in range(2):
+            for attempt in policy:
+                with attempt:
+                    made.append((number, attempt.number))
+                    if attempt.number == 1:
+                        raise ConnectionError
+    assert made == [(0, 1), (0, 2), (1, 1), (1, 2)]
 
 
 async def test_an_async_block_is_tried_again() -> None:
@@ -272,6 +350,16 @@ def test_tenacity_keeps_our_policy() -> None:
     with pytest.raises(ConnectionError):
         tenacity.retry(**tenacity_arguments(Retry(base=11, cap=20, deadline=10)))(flaky)()
     assert len(flaky.calls) == 1
+
+
+def test_a_schedule_is_kept_by_tenacity_and_refused_to_stamina() -> None:
+    """CASES 35."""
+    scheduled, flaky = Retry(attempts=3, schedule=("10ms", "30ms")), Flaky(*[ConnectionError("own")] * 9)
+    with pytest.raises(ConnectionError, match="own"):
+        tenacity.retry(**tenacity_arguments(scheduled))(flaky)()
+    assert len(flaky.calls) == 3
+    with pytest.raises(ConfigurationError, match="schedule"):
+        stamina_arguments(scheduled)
 
 
 def test_stamina_keeps_our_policy() -> None:

@@ -7,11 +7,14 @@ import threading
 import time
 from typing import Any
 
+import anyio
+import httpx
 import pytest
 
 from oncemore.client.attempts import attempts
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.hosts import HOSTS, Budget
+from oncemore.client.httpx import AsyncRetryTransport
 from oncemore.client.judge import Fault
 from oncemore.client.retry import Retry
 from oncemore.core.plan import arun, run
@@ -161,3 +164,22 @@ def test_a_copy_that_was_never_sent_does_not_hide_that_its_twin_may_have_been(aw
     assert work.story is not None
     assert work.story.attempts[0].verdict.name == "connection"
     assert work.story.known == "unknown"
+
+
+async def test_cancelled_again_and_again_both_copies_give_their_connections_back() -> None:
+    """CASES 37, 53.  As scopes of anyio cancel: at every await, also while a connection is being closed."""
+    slow = threading.Event()
+
+    def act(visit: Visit) -> None:
+        slow.wait(3)
+        performed()(visit)
+
+    limits = httpx.Limits(max_connections=2)
+    transport = AsyncRetryTransport(Retry(hedge=0.005, budget=None), transport=httpx.AsyncHTTPTransport(limits=limits))
+    with Server(default=act) as server:
+        async with httpx.AsyncClient(transport=transport, timeout=2) as client:
+            for _ in range(6):
+                with anyio.move_on_after(0.03):
+                    await client.post(server.url, content=b"x")
+            slow.set()
+            assert (await client.post(server.url, content=b"x")).status_code == 201

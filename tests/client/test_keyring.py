@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +155,18 @@ def test_settled_keys_are_forgotten_after_the_retention_and_pending_ones_never(t
     assert run(again.claim(entry("done", body=b"other"), oldest=0)).body == b"other"
 
 
+def test_a_process_that_lives_on_forgets_settled_keys_too(tmp_path: Path) -> None:
+    """CASES 29.  Nobody opens the file again for months."""
+    ring = SqliteKeyring(str(tmp_path / "keys.db"), retention=50)
+    now = time.time()
+    for number in range(200):
+        held = run(ring.claim(entry(f"k{number}", created_at=now + number), oldest=0))
+        run(ring.leave(held) if number == 0 else ring.settle(held, 201))
+    rows = sqlite3.connect(ring.path).execute("SELECT key FROM oncemore_keys").fetchall()
+    assert ("k0",) in rows
+    assert len(rows) < 60
+
+
 def test_memory_drops_settled_keys_too() -> None:
     """CASES 29."""
     ring = MemoryKeyring(retention=50)
@@ -161,10 +175,33 @@ def test_memory_drops_settled_keys_too() -> None:
     assert len(ring._entries) < 2500
 
 
-@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "keys.db", "sqlite://host/keys.db"])
-def test_an_unknown_keyring_is_named(url: str) -> None:
+@pytest.mark.parametrize(
+    "place",
+    ["sqlite://", "sqlite:///", "keys.db", "sqlite://host/keys.db", "sqlite:///:memory:", Path("keys.db"), 17, None],
+)
+def test_an_unknown_keyring_is_named(place: Any) -> None:
     """CASES 34."""
     with pytest.raises(ConfigurationError, match="sqlite:///"):
+        open_keyring(place)
+
+
+def test_a_file_has_a_retention_too_and_a_name_with_blanks(tmp_path: Path) -> None:
+    ring = open_keyring(f"sqlite:///{tmp_path}/my%20keys.db?retention=30d")
+    assert isinstance(ring, SqliteKeyring)
+    assert (ring.path, ring.retention) == (str(tmp_path / "my keys.db"), 30 * 86400.0)
+
+
+@pytest.mark.parametrize(
+    ("url", "mistake"),
+    [
+        ("sqlite:///keys.db?lease=5s", "lease=5s"),
+        ("sqlite:///keys.db?retentoin=5d", "retentoin"),
+        ("memory://?retention=soon", "retention=soon"),
+        ("postgresql://h/d?lease=0s", "lease=0s"),
+    ],
+)
+def test_an_option_that_a_keyring_does_not_have_is_named(url: str, mistake: str) -> None:
+    with pytest.raises(ConfigurationError, match=mistake):
         open_keyring(url)
 
 
@@ -174,6 +211,27 @@ def test_a_keyring_that_cannot_be_written_sends_nothing(tmp_path: Path) -> None:
     with Server() as server, pytest.raises(KeyringError, match=r"keys\.db"):
         Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db").request("POST", server.url, BODY)
     assert not server.visits
+
+
+@pytest.mark.parametrize("verb", ["claim", "pending", "adopt"])
+def test_a_file_in_a_folder_that_is_not_there_is_named(verb: str, tmp_path: Path) -> None:
+    """CASES 27."""
+    ring = SqliteKeyring(str(tmp_path / "nowhere" / "keys.db"))
+    plan: Any = ring.claim(entry(), oldest=0) if verb == "claim" else getattr(ring, verb)()
+    with pytest.raises(KeyringError, match="nowhere"):
+        run(plan)
+
+
+def test_a_forked_child_is_not_kept_waiting_for_its_parents_thread() -> None:
+    """CASES 54.  Another thread was at the keyring in memory when the process forked."""
+    ring = MemoryKeyring()
+    with ring._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)
+            claim(ring, entry())
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path, caplog: Any) -> None:
@@ -188,6 +246,26 @@ def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path
     assert "stays pending" in caplog.text
 
 
+def test_an_interrupt_while_the_file_is_locked_leaves_it_free_for_all(tmp_path: Path) -> None:
+    """CASES 54.  Ctrl-C, while another process has the lock: the signal is noticed when our turn has come."""
+    ring = SqliteKeyring(str(tmp_path / "keys.db"))
+    claim(ring, entry("first"))
+    other = sqlite3.connect(ring.path, isolation_level=None, timeout=2, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    timers = [
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)),
+        threading.Timer(0.6, other.execute, ("COMMIT",)),
+    ]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        claim(ring, entry("second"))
+    timers[1].join()
+    other.execute("BEGIN IMMEDIATE")
+    other.execute("COMMIT")
+    claim(ring, entry("second"))
+
+
 async def test_a_claim_that_is_cancelled_is_taken_back_in_order(tmp_path: Path) -> None:
     """CASES 37."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
@@ -198,6 +276,27 @@ async def test_a_claim_that_is_cancelled_is_taken_back_in_order(tmp_path: Path) 
     await asyncio.gather(task, return_exceptions=True)
     await arun(ring.leave(one))
     assert all(known.state == "open" for known in await arun(ring.pending()))
+
+
+@pytest.mark.parametrize(("verb", "state"), [("settle", "settled"), ("leave", "open")])
+async def test_what_is_to_be_noted_is_noted_though_its_caller_is_cancelled(
+    verb: str, state: str, tmp_path: Path
+) -> None:
+    """CASES 37.  Otherwise it would be this process's to work on until it ends, and nobody would see it."""
+    ring = SqliteKeyring(str(tmp_path / "keys.db"))
+    held = await arun(ring.claim(entry(), oldest=0))
+    other = sqlite3.connect(ring.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    before = asyncio.create_task(arun(ring.pending()))  # it waits for the lock, and the next one for it
+    noting = asyncio.create_task(arun(ring.settle(held, 201) if verb == "settle" else ring.leave(held)))
+    await asyncio.sleep(0.1)
+    noting.cancel()
+    await asyncio.gather(noting, return_exceptions=True)
+    assert noting.cancelled()
+    other.execute("COMMIT")
+    await before
+    await ring.aclose()
+    assert other.execute("SELECT state FROM oncemore_keys").fetchall() == [(state,)]
 
 
 # ── Many processes ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,6 +13,7 @@ import pytest
 from oncemore.client.retry import Retry
 
 from .. import nursery
+from . import clients
 from .clients import CLIENTS
 from .killed import BODY, CREDENTIALS
 from .server import Act, Server, Visit, answer, effect, performed, response, then
@@ -50,11 +51,7 @@ def run_killed(library: str, point: str, url: str, path: Path) -> None:
 def resumed(library: str, path: Path) -> tuple[list[Any], list[Any]]:
     client = CLIENTS[library](RETRY, f"sqlite:///{path}")
     client.headers = CREDENTIALS
-    before = client.pending()
-    results = client.resume()
-    assert client.pending() == []
-    assert client.resume() == []
-    return before, results
+    return clients.resumed(client)
 
 
 @pytest.mark.parametrize("library", CLIENTS)

@@ -25,7 +25,7 @@ from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.httpx_wire import HttpxWire
 from oncemore.client.keyring import open_keyring
 from oncemore.client.keyring_ledger import LedgerKeyring
-from oncemore.client.keyring_letters import LETTER, RUN
+from oncemore.client.keyring_letters import LETTER, RUN, run_of
 from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
 from oncemore.core.plan import run
@@ -36,6 +36,7 @@ from oncemore.errors import StoreUnavailable
 
 from .. import nursery
 from ..strangers import strangers
+from . import clients
 from .clients import CLIENTS, Httpx
 from .killed import BODY, BRIEF, CREDENTIALS, LEASE
 from .server import Server, Visit, answer, effect, hang, performed, reset, then
@@ -64,11 +65,7 @@ def run_killed(library: str, point: str, url: str, place: str) -> None:
 def resumed(library: str, place: str) -> tuple[list[Entry], list[Any]]:
     client = CLIENTS[library](RETRY, briefly(place))
     client.headers = CREDENTIALS
-    before = client.pending()
-    results = client.resume()
-    assert client.pending() == []
-    assert client.resume() == []
-    return before, results
+    return clients.resumed(client)
 
 
 def letters(place: str) -> int:
@@ -270,7 +267,7 @@ def test_a_caller_that_knows_its_key_does_not_wait_for_the_dead_ones_lease(ledge
         client = Httpx(RETRY, ring)
         with pytest.raises(KeyboardInterrupt):
             run(claimed_and_interrupted(client.transport, server.url))
-        ring._heart.close()  # type: ignore[attr-defined]  # as if its process had died
+        ring._runs.heart.close()  # type: ignore[attr-defined]  # as if its process had died
         assert Httpx(RETRY, place).request("POST", f"{server.url}/", BODY, own).status == 201
         time.sleep(LEASE + 0.2)
         assert [one.key for one in Httpx(RETRY, place).pending()] == ["order-17"]
@@ -373,6 +370,30 @@ def test_where_giving_back_fails_too_the_claim_lapses_and_was_never_sent() -> No
     assert run(ring.pending()) == run(ring.adopt()) == []
 
 
+class FailingOver(Failing):
+    """A ledger that does what it is asked for and then breaks down, before it could say so."""
+
+    def settle(self, *arguments: Any, **options: Any) -> Any:
+        yield from self.store.settle(*arguments, **options)
+        self.verbs = ("release", "renew")
+        raise StoreUnavailable("the ledger is gone")
+
+
+def test_what_was_told_to_have_failed_is_never_sent_though_it_was_written_after_all() -> None:
+    """CASES 27.  Its caller makes a new key, so to resume this one would do it twice."""
+    inner = connect("memory://")
+    store: Any = FailingOver(inner)
+    with closing(LedgerKeyring(store, lease=0.3)) as ring:
+        with pytest.raises(KeyringError):
+            claim(ring, entry())
+        time.sleep(0.2)  # it is still down
+        store.verbs = ()
+        eventually(lambda: run(inner.find(*run_of(entry()).id)) is None)
+        time.sleep(0.4)
+        assert run(LedgerKeyring(inner).adopt(opened=True)) == []
+        assert ring._runs.heart.threads.beats == set()
+
+
 def test_a_letter_that_is_just_being_written_by_another_is_not_overwritten() -> None:
     """CASES 27.  The last try failed half-way, a moment ago."""
     inner = connect("memory://")
@@ -407,8 +428,8 @@ def test_one_that_was_taken_over_leaves_the_rest_to_the_other(ledger: str) -> No
     with closing(connect(ledger)) as store:
         frozen, other = LedgerKeyring(store, lease=0.2), LedgerKeyring(store, lease=30.0)
         held = claim(frozen, entry())
-        frozen._heart.close()
-        frozen._heart.threads.beats.clear()
+        frozen._runs.heart.close()
+        frozen._runs.heart.threads.beats.clear()
         time.sleep(0.3)
         (adopted,) = run(other.adopt())
         for verb in (frozen.settle(held, 201), frozen.leave(held), frozen.forget(replace(held, token=99))):
@@ -501,6 +522,6 @@ def test_a_forked_child_does_not_continue_what_its_parent_has_adopted() -> None:
     run(ring.adopt(opened=True))
     child = os.fork()
     if child == 0:
-        os._exit(int(bool(ring._runs or ring._adopted)))
+        os._exit(int(bool(ring._runs.by_token or ring._runs.adopted)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert claim(ring, entry(token=2)).token == 2

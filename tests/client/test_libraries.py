@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import io
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from oncemore.client.requests import RetryAdapter
 from oncemore.client.retry import Retry
 from oncemore.client.urllib3 import RetryPoolManager, fault_of, limits
 
-from .clients import Httpx
+from .clients import Httpx, Requests, Urllib3
 from .server import Server, Visit, answer, raw, reset
 
 RETRY = Retry(base=0.005, cap=0.01, deadline=5, budget=None)
@@ -63,6 +64,59 @@ async def test_aiohttp_passes_an_event_stream_on_beyond_the_deadline() -> None:
         async with aiohttp.ClientSession(middlewares=[RetryMiddleware(SHORT)]) as http:
             response = await http.post(server.url)
             assert len([part async for part in response.content.iter_any()]) == 6
+
+
+LONG = 2 * 1024 * 1024
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("size", [0, 1000, 200_000, LONG])
+@pytest.mark.parametrize("kind", ["application/json", "text/csv"])
+async def test_aiohttp_streams_what_was_read_ahead_too(method: str, size: int, kind: str) -> None:
+    """CASES 21.  Whoever reads `response.content` gets the body, as without us."""
+    body = bytes(range(256)) * (size // 256)
+    async with aiohttp.ClientSession(middlewares=[RetryMiddleware(RETRY)]) as http:
+        with Server(default=answer(200, body, content_type=kind)) as server:
+            async with http.request(method, server.url) as response:
+                assert b"".join([chunk async for chunk in response.content.iter_chunked(1000)]) == body
+            async with http.request(method, server.url) as response:
+                assert await response.content.read() == body
+            async with http.request(method, server.url) as response:
+                assert await response.read() == body
+
+
+async def test_aiohttp_does_not_keep_a_long_answer_in_memory() -> None:
+    """CASES 21.  It says that it is long, so it is the caller's to read, until the deadline."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % LONG
+
+    def slowly(visit: Visit) -> None:
+        time.sleep(0.5)
+        visit.send(b"x" * LONG)
+
+    retry = Retry(deadline=10, attempt_timeout=5, budget=None)
+    async with aiohttp.ClientSession(middlewares=[RetryMiddleware(retry)]) as http:
+        with Server(raw(head, slowly)) as server:
+            begun = time.monotonic()
+            async with http.post(server.url) as response:
+                assert time.monotonic() - begun < 0.4
+                assert len(await response.read()) == LONG
+
+
+@pytest.mark.parametrize("location", ["http://[", "http://h:99999999/"])
+async def test_aiohttp_returns_a_redirect_to_nowhere(location: str) -> None:
+    async with aiohttp.ClientSession(middlewares=[RetryMiddleware(RETRY)]) as http:
+        with Server(answer(307, Location=location)) as server:
+            response = await http.post(server.url, allow_redirects=False)
+            assert response.status == 307
+
+
+@pytest.mark.parametrize("body", [bytearray(b"abc"), memoryview(b"abc"), array.array("b", b"abc")], ids=type)
+@pytest.mark.parametrize("library", [Requests, Urllib3])
+def test_whatever_is_like_bytes_is_sent_and_sent_again(library: Any, body: Any, tmp_path: Path) -> None:
+    """CASES 38."""
+    with Server(reset) as server:
+        library(RETRY, f"sqlite:///{tmp_path}/keys.db").request("POST", server.url, body)
+    assert [visit.body for visit in server.visits] == [b"abc"] * 2
 
 
 def test_requests_cuts_a_streamed_download_at_the_deadline() -> None:

@@ -18,6 +18,7 @@ from urllib3.exceptions import HTTPError
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
+from oncemore.client.story import RetryEvent
 from oncemore.errors import InvalidKey
 
 from .server import (
@@ -206,6 +207,21 @@ def test_an_attempt_that_hangs_is_cut_and_tried_again(library: Any) -> None:
     assert reply.status == 201
     assert list(server.effects.values()) == [1]
     assert reply.story.attempts[0].verdict.name == "timeout"
+
+
+@pytest.mark.parametrize("failure", [answer(503), reset], ids=["503", "reset"])
+def test_after_a_pause_that_outlasted_the_deadline_nothing_is_sent(library: Any, failure: Act) -> None:
+    """CASES 37.  The machine was busy, and the pause took longer than it should."""
+
+    def dawdle(event: RetryEvent) -> None:
+        time.sleep(0.5 if event.kind == "retrying" else 0)
+
+    client = library(Retry(deadline=0.4, base=0.01, budget=None), observers=[dawdle])
+    with Server(failure) as server, pytest.raises(RetriesExhausted) as caught:
+        client.request("POST", server.url, b"x")
+    assert caught.value.story is not None
+    assert caught.value.story.reason == "deadline"
+    assert len(server.visits) == len(caught.value.story.attempts) == 1
 
 
 def test_a_server_that_does_not_read_is_cut(library: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,17 @@ PLAYBOOK = Retry.playbook(budget=None, attempt_timeout=5)
 
 # Whose the keys are: a refund that is resumed without them would be somebody else's, and another refund.
 CREDENTIALS = {"Authorization": "Bearer demo"}
+
+
+def shop_with(**settings: str) -> Any:
+    """The fixture `shop` of a module: one on SQLite, with these settings, for what is under test is the caller."""
+
+    @pytest.fixture(scope="module", name="shop")
+    def made() -> Iterator[Shop]:
+        with Shop(**settings) as shop:
+            yield shop
+
+    return made
 
 
 class Caller:

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,17 +25,13 @@ from .callers import (
     codes,
     delays,
     given_up,
+    shop_with,
 )
 from .conftest import Shop
 from .gateway import Road, Said
 from .test_refunds import until
 
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
-    """One on SQLite: what is under test here is the caller."""
-    with Shop(PAYMENTS_PROVIDER_TIMEOUT="3") as shop:
-        yield shop
+shop = shop_with(PAYMENTS_PROVIDER_TIMEOUT="3")
 
 
 def answered(resumed: Resumed) -> Answer:

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -29,17 +28,13 @@ from .callers import (
     claims,
     codes,
     given_up,
+    shop_with,
 )
 from .conftest import Shop
 from .gateway import Road, Said
 from .test_refunds import refunds_of, until
 
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
-    """One on SQLite: what is under test here is the caller."""
-    with Shop(PAYMENTS_PROVIDER_TIMEOUT="3") as shop:
-        yield shop
+shop = shop_with(PAYMENTS_PROVIDER_TIMEOUT="3")
 
 
 # When it must end

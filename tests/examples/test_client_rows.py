@@ -7,7 +7,7 @@ gone was killed.  Only what none of them ever says (408, 429, 403, 425) is said 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +15,23 @@ import pytest
 
 from oncemore.webhooks.signature import Signing, new_secret
 
-from .callers import ALL, BOTH, PLAYBOOK, Caller, assert_nothing_refunded, assert_refunded_once, claims, codes, delays
+from .callers import (
+    ALL,
+    BOTH,
+    PLAYBOOK,
+    Caller,
+    assert_nothing_refunded,
+    assert_refunded_once,
+    claims,
+    codes,
+    delays,
+    shop_with,
+)
 from .callers import told as problem
 from .conftest import Shop
 from .gateway import Road, Said
 
-
-@pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
-    """One on SQLite, whose provider is given little time: what is under test here is the caller."""
-    with Shop(PAYMENTS_PROVIDER_TIMEOUT="0.6") as shop:
-        yield shop
+shop = shop_with(PAYMENTS_PROVIDER_TIMEOUT="0.6")
 
 
 # What is retried

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
@@ -144,6 +145,20 @@ class TestDigests:
         digested, plain = told("detail", "levelname")
         assert REFUND.key not in digested[0]
         assert plain == (failure.detail, "ERROR")
+
+    @pytest.mark.parametrize("quote", [str, repr])
+    @pytest.mark.parametrize(
+        ("scope", "key"),
+        [("refunds:principal:ann", "ann"), ("ann", "principal:ann"), ('o\'neil \\ "x"', "a\nb'\"c"), ("s", "a")],
+    )
+    def test_nor_do_they_where_one_name_is_part_of_the_other_or_written_in_quotes(
+        self, told: Told, scope: str, key: str, quote: Any
+    ) -> None:
+        detail = f"<{quote(key)}> <{quote(scope)}>"
+        log_events(logger, keys="digest")(Event(kind="failed", operation=Operation(scope, key), detail=detail))
+        [[shown]] = told("detail")
+        digest = r"<['\"]?sha256:[0-9a-f]{32}['\"]?>"
+        assert re.fullmatch(f"{digest} {digest}", shown)
 
     def test_with_a_secret_nobody_else_can_make_the_digest(self, told: Told) -> None:
         for secret in (b"", b"s" * 16, b"t" * 16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import Any
 
@@ -35,7 +36,20 @@ def left_unfinished(*, fails: int) -> Completer:
     return Completer(guard, {"orders.pay": pay}, pace=Backoff(base=0, cap=0), every=0.01)
 
 
+def never_ending() -> Completer:
+    """A completer whose performer says that it has begun, and no more."""
+    completer = left_unfinished(fails=1)
+
+    async def pay(op: Op, request: Any) -> Any:
+        print("it begins")
+        await asyncio.sleep(60)
+
+    completer.performers["orders.pay"] = pay
+    return completer
+
+
 lucky = left_unfinished(fails=1)
 unlucky = left_unfinished(fails=2)
 idle = left_unfinished(fails=0)
+slow = never_ending()
 nothing = object()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def filled(guard: Guard) -> Guard:
     claim(guard, "running-1")
     claim(guard, "lapsed-1", lease=0.001)
     guard.run(Operation("old", "expired-1"), lambda op: "gone", policy=Policy(ttl=0.001))
+    time.sleep(0.01)  # until that has expired
     return guard
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ from oncemore.core.contract import Contract
 from oncemore.core.guard import Guard
 from oncemore.core.model import Lease, Operation, Outcome
 from oncemore.core.plan import run
+from oncemore.core.policy import Policy
 from oncemore.core.profiles import PROFILES
+from oncemore.core.resolution import Resolution
 from oncemore.encryption import Seal
 from oncemore.tools.cli import EXIT_CODES, main
 from oncemore.tools.commands.program import COMMANDS, program
@@ -145,6 +148,41 @@ def test_an_error_in_json_is_for_programs_to_read() -> None:
     assert '"error_code": "CONFIGURATION.invalid"' in ran.err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["keys", "list", "--state", "nope"],
+        ["keys", "resolve", "k"],
+        ["keys", "nope"],
+        ["capacity", "--rate", "nan"],
+        ["capacity", "--rate", "inf"],
+        ["simulate", "retries", "--brownout", "nan"],
+        ["simulate", "retries", "--remaining", "nan"],
+        ["simulate", "retries", "--clients", "10", "--plot", "/no/such/folder/x.svg"],
+        ["keys", "show", "\udcff"],
+        ["keys", "show", "k", "--scope", "\udcff"],
+        ["keys", "resolve", "k", "--released", "--note", "\udcff"],
+        ["keys", "resolve", "k", "--value", "[" * 100_000],
+        ["keys", "resolve", "k", "--status", "200", "--header", "a: b\r\nc: d"],
+        ["keys", "resolve", "k", "--status", "200", "--header", "a b: c"],
+        ["keys", "resolve", "k", "--status", "200", "--header", "a: \u20ac"],
+    ],
+    ids=lambda words: " ".join(words)[:60].encode("ascii", "replace").decode(),
+)
+def test_a_mistake_in_the_words_is_told_in_either_form(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, *named_store(words)]) == 2
+    assert len(capsys.readouterr().err) > 20
+    group = words[0] == "keys" and words[1] == "nope"  # where --json is not known yet
+    assert main([*words, *named_store(words), "--json"]) == 2
+    told = capsys.readouterr()
+    assert group or json.loads(told.err.splitlines()[-1])["error_code"] == "CONFIGURATION.invalid"
+    assert told.out == ""
+
+
+def named_store(words: list[str]) -> list[str]:
+    return ["--store", "memory://"] if words[0] == "keys" and words[1] != "nope" else []
+
+
 @pytest.mark.parametrize("words", [["--help"], ["capacity", "--json"], ["capacity"]])
 def test_a_reader_that_has_left_is_no_accident(words: list[str]) -> None:
     reader, writer = os.pipe()
@@ -153,6 +191,26 @@ def test_a_reader_that_has_left_is_no_accident(words: list[str]) -> None:
     ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ran.returncode, ran.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["capacity", "--json"], ["capacity"]])
+def test_a_full_disk_is_not_taken_for_a_refusal(words: list[str]) -> None:
+    command = [sys.executable, "-m", "oncemore.tools.cli", *words]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 141
+    assert ran.stderr == "oncemore: the output could not be written: No space left on device\n"
+
+
+def test_a_store_that_hangs_is_named() -> None:
+    """CASES 27."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        for url in (f"redis://{place}/0?timeout=0.5s", f"postgresql://me:hidden@{place}/db?timeout=0.5s"):
+            ran = oncemore("stats", "--store", url)
+            assert ran.code == 3
+            assert place in ran.err
+            assert "hidden" not in ran.err
 
 
 def test_ctrl_c_at_a_prompt_changes_nothing(tmp_path: Path) -> None:
@@ -170,6 +228,43 @@ def test_ctrl_c_at_a_prompt_changes_nothing(tmp_path: Path) -> None:
     assert b"Traceback" not in rest
     assert guard.find("s", "k") is not None
     guard.close()
+
+
+def test_what_changed_while_the_prompt_was_open_is_not_decided(tmp_path: Path) -> None:
+    """CASES 25.  Another operator was quicker, the caller tried again, and nobody knows what came of that."""
+    url = f"sqlite:///{tmp_path}/once.db"
+    guard = Guard(url)
+    operation = Operation("s", "k")
+
+    def lost() -> None:
+        lease = run(guard.store.claim(operation, lease=30))
+        assert isinstance(lease, Lease)
+        run(guard.store.hold(lease))
+
+    lost()
+    for words in (["resolve", "k", "--released"], ["delete", "k"]):
+        command = [sys.executable, "-m", "oncemore.tools.cli", "keys", *words, "--store", url]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        process.stderr.read(len("Forget k of s"))
+        guard.resolve("s", "k", Resolution.released(), retention=60)
+        lost()
+        _, told = process.communicate(b"y\n")
+        assert process.returncode == 1
+        assert b"has changed since" in told
+        record = guard.find("s", "k")
+        assert record is not None
+        assert record.state == "held"
+    guard.close()
+
+
+def test_a_record_that_is_kept_for_longer_than_there_are_dates_can_be_listed(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/once.db"
+    guard = Guard(url)
+    guard.run(Operation("s", "k"), lambda op: None, policy=Policy(ttl="99999999d"))
+    guard.close()
+    assert "9999-12-31" in oncemore("keys", "list", "--store", url).out
+    assert oncemore("keys", "show", "k", "--json", "--store", url).json["expires_at"].startswith("9999-12-31")
 
 
 def test_every_exit_code_is_documented() -> None:

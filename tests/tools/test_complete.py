@@ -45,12 +45,28 @@ def test_a_completer_that_is_not_there_is_told(place: str, capsys: pytest.Captur
     assert place in capsys.readouterr().err
 
 
+def test_a_module_that_fails_is_told_with_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lacking.py").write_text("import os\nurl = os.environ['NO_SUCH_VARIABLE']\n")
+    sys.path.insert(0, str(tmp_path))
+    assert main(["complete", "lacking:completer"]) == 2
+    assert "NO_SUCH_VARIABLE" in capsys.readouterr().err
+
+
 def test_the_completers_own_progress_is_told_as_well() -> None:
     completer = left_unfinished(fails=1)
     ends: list[str] = []
     completer.progress = lambda record, end: ends.append(end)
     assert rounds(completer, once=True, report=lambda line: None).completed == 1
     assert ends == ["completed"]
+
+
+def test_a_round_that_is_interrupted_is_not_done() -> None:
+    command = [sys.executable, "-u", "-m", "oncemore.tools.cli", "complete", "completers:slow", "--once"]
+    with subprocess.Popen(command, cwd=MODULE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "it begins\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
 
 
 def test_it_runs_until_it_is_interrupted() -> None:

@@ -65,6 +65,12 @@ def test_a_record_is_shown_without_its_outcome_unless_asked_for(filled: Guard, s
     assert told["status"] == 201
 
 
+def test_a_cursor_that_no_list_has_given_is_a_mistake(filled: Guard, store_url: str) -> None:
+    ran = oncemore("keys", "list", "--cursor", "garbage", "--store", store_url)
+    assert (ran.code, ran.out) == (2, "")
+    assert "garbage" in ran.err
+
+
 def test_what_is_not_there_is_refused(filled: Guard, store_url: str) -> None:
     for words in (["show", "nothing"], ["show", "expired-1"], ["delete", "nothing", "--yes"]):
         ran = oncemore("keys", *words, "--store", store_url)

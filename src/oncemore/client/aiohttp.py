@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
 from aiohttp import ClientHandlerType, ClientRequest, ClientResponse, ClientSession
+from aiohttp.base_protocol import BaseProtocol
 from yarl import URL
 
 from ..core.plan import Call, Effect, Plan, arun
@@ -118,8 +120,11 @@ class AiohttpWire:
         manner = manner_by(response.status, response.headers)
         if manner == "endless":
             return b""
-        if keyed or manner == "document":
-            return await response.read()
+        if manner == "document" or (keyed and "Content-Length" not in response.headers):
+            body = await response.read()
+            if body:
+                response.content = _again(body)
+            return body
         loop = asyncio.get_running_loop()
         timer = loop.call_at(ends, _cut, response)
         response.content.on_eof(timer.cancel)
@@ -134,6 +139,15 @@ class AiohttpWire:
             if isinstance(error, kind):
                 return Fault(fault.name, fault.sent, fault.fatal or is_distrust(error), name)
         return Fault("error", fatal=True, note=name)
+
+
+def _again(body: bytes) -> aiohttp.StreamReader:
+    """What was read, for those who stream it."""
+    loop = asyncio.get_running_loop()
+    stream = aiohttp.StreamReader(BaseProtocol(loop), len(body), loop=loop)
+    stream.feed_data(body)
+    stream.feed_eof()
+    return stream
 
 
 def _cut(response: ClientResponse) -> None:
@@ -160,8 +174,9 @@ class RetryMiddleware(AsyncContinuing):
         response: Any = reply.response
         response.oncemore = exchange.story
         if response.status in (307, 308) and exchange.key is not None:
-            target = request.url.join(URL(response.headers.get("Location", "")))
-            _redirected.set((request.method, target.with_fragment(None), exchange.key))
+            with suppress(ValueError):  # a redirect to nowhere is not followed
+                target = request.url.join(URL(response.headers.get("Location", "")))
+                _redirected.set((request.method, target.with_fragment(None), exchange.key))
         return response  # type: ignore[no-any-return]
 
     def _carry_key(self, request: ClientRequest) -> None:

@@ -213,10 +213,10 @@ def attempts(work: Work, retry: Retry, world: World = WORLD, started: float | No
             welcome(work, retry, world, verdict, ended - begun)
             return reply
     course = Course(work, retry, world, begun if started is None else started)
-    if begun >= course.ends:
-        return course.give_up("deadline", None, AttemptTimeout("no time was left for a first attempt"))
     while True:
         if not made:
+            if begun >= course.ends:  # writing the key down, or the pause, has taken longer than it should
+                return course.give_up("deadline", None, error or AttemptTimeout("no time was left for the attempt"))
             if retry.breaker is not None:
                 course.check_circuit(begun)
             reply, error = None, None

@@ -42,11 +42,11 @@ class SentBody:
     """A request body as requests and urllib3 take it: bytes, text, a file or an iterable; rewound where that works."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.value = _plain(value)
         self._begun = False
-        self._start = _position(value)
-        if self._start is None and not isinstance(value, bytes | str | None):
-            self.value = self._watched(value)
+        self._start = _position(self.value)
+        if self._start is None and not isinstance(self.value, bytes | str | None):
+            self.value = self._watched(self.value)
 
     def data(self) -> bytes | None:
         """The bytes, if they are at hand or in a small file."""
@@ -75,6 +75,14 @@ class SentBody:
     def _watched(self, value: Any) -> Iterator[Any]:
         self._begun = True
         yield from value
+
+
+def _plain(value: Any) -> Any:
+    """Bytes, of all that is like them; the rest as it is."""
+    try:
+        return value if isinstance(value, bytes) else bytes(memoryview(value))
+    except TypeError:
+        return value
 
 
 def _position(value: Any) -> int | None:

@@ -1,12 +1,15 @@
-"""Effects of the transports: a method with a blocking and an awaited form, and a plan that must end in time."""
+"""Effects of the transports: a method with a blocking and an awaited form, and plans that must end in time, or at all."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
 
 from ..core.plan import Plan, arun, run
 from .watch import within
+
+T = TypeVar("T")
 
 
 class Either:
@@ -25,6 +28,32 @@ class Either:
 
     async def arun(self) -> Any:
         return await getattr(self.owner, self.awaited)(*self.arguments)
+
+
+class Unbroken:
+    """Carry out *plan* to its end, also where whoever awaits it is cancelled meanwhile: some are, at every await."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: Plan[Any]) -> None:
+        self.plan = plan
+
+    def run(self) -> Any:
+        return run(self.plan)
+
+    def arun(self) -> Awaitable[Any]:
+        return unbroken(arun(self.plan))
+
+
+async def unbroken(awaited: Coroutine[Any, Any, T]) -> T:
+    """What is *awaited*, in a task of its own that a cancellation does not reach."""
+    task = asyncio.create_task(awaited)
+    _unbroken.add(task)
+    task.add_done_callback(_unbroken.discard)
+    return await asyncio.shield(task)
+
+
+_unbroken: set[asyncio.Task[Any]] = set()  # the loop itself would forget them
 
 
 class Within:

@@ -11,6 +11,7 @@ from typing import Any
 from ..core.plan import Call, Plan
 from ..errors import ConfigurationError, InvalidKey, OncemoreError
 from .attempts import World, attempts
+from .effects import Unbroken
 from .entry import CREDENTIALS, FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, without_credentials
 from .errors import CredentialsMissing, OutcomeUnknown
 from .exchange import Exchange, Wire
@@ -76,21 +77,29 @@ class Engine:
 
     def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
         """What came of each interrupted operation, now sent again through *send*, under its own key."""
-        resumed = []
+        resumed: list[Resumed] = []
         ring = self.ring()
-        for entry in (yield from ring.adopt(opened=opened)):
-            resumed.append((yield from self._resume(ring, send, entry)))
+        waiting = yield from ring.adopt(opened=opened)
+        while waiting:
+            try:
+                resumed.append((yield from self._resume(ring, send, waiting[0])))
+                yield from _logged(ring.release(waiting[0]))  # which changes nothing, if it was sent
+            except GeneratorExit:
+                raise
+            except BaseException:
+                yield from _logged(_released(ring, waiting))
+                raise
+            waiting.pop(0)
         return resumed
 
     def _resume(self, ring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
-        if entry.body is None:
-            yield from ring.leave(entry)
-            return Resumed(entry, error=OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not kept"))
         RESUMING.set(entry)
         try:
+            if entry.body is None:
+                raise OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not kept")
             return Resumed(entry, response=(yield Call(send, entry)))
-        except CredentialsMissing as error:
-            yield from ring.leave(entry)
+        except OutcomeUnknown as error:  # it cannot be resumed any more, and whoever called is told so, once
+            yield from _logged(ring.leave(entry))
             return Resumed(entry, error=error)
         except Exception as error:
             return Resumed(entry, error=error)
@@ -201,12 +210,21 @@ def check_credentials(entry: Entry) -> None:
     if missing := [name for name in resumed.credentials if name.lower() not in sent]:
         raise CredentialsMissing(
             f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not written down, and a server "
-            "may take it for another caller's without; nothing was sent: resume it through a client that has it, opened=True"
+            "may take it for another caller's without; nothing was sent: resume it through a client that has it"
         )
 
 
+def _released(ring: Keyring, entries: list[Entry]) -> Plan[None]:
+    for entry in entries:
+        yield from ring.release(entry)
+
+
 def _logged(plan: Plan[None]) -> Plan[None]:
-    """Carry out *plan*; if it fails the answer is still the caller's, and the entry merely stays pending."""
+    """Carry out *plan*, whoever is cancelled; if it fails the answer is still the caller's, and the entry stays pending."""
+    yield Unbroken(_tried(plan))
+
+
+def _tried(plan: Plan[None]) -> Plan[None]:
     try:
         yield from plan
     except OncemoreError:

@@ -92,8 +92,13 @@ class Keyring(Protocol):
     def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
         """Those of the pending that were interrupted (`sending`), now owned by this process and by no other.
 
-        With *opened*, also those whose callers were told that the outcome is unknown.
+        With *opened*, also those whose callers were told that the outcome is unknown.  The next claim of the same key sends
+        one of them; whatever is not sent must be released.
         """
+        ...
+
+    def release(self, entry: Entry) -> Plan[None]:
+        """An adopted entry was not sent after all: it is pending as before.  One that was claimed since is left alone."""
         ...
 
     def close(self) -> None:

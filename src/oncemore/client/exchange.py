@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from ..core.plan import Effect, Plan
 from .entry import Entry
-from .errors import OutcomeUnknown, RetriesExhausted
+from .errors import AttemptTimeout, OutcomeUnknown, RetriesExhausted
 from .judge import IDEMPOTENT_METHODS, Fault, Reply, Verdict, accepted, judge_fault, judge_reply
 from .retry import Retry
 from .story import Story
@@ -146,6 +146,6 @@ class Exchange:
             return errors.unknown(str(story), story=story)
         if error is None:
             return None  # the last answer is the caller's to judge
-        late = not story.attempts or story.attempts[-1].verdict.name == "timeout"
+        late = isinstance(error, AttemptTimeout) or story.attempts[-1].verdict.name == "timeout"
         ended = errors.timed_out if late else errors.exhausted
         return ended(str(story), story=story)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import wraps
-from types import TracebackType
+from functools import partial, wraps
+from types import CoroutineType, TracebackType
 from typing import Any, TypeVar, overload
 
-from ..core.plan import Effect, arun, run
+from ..core.plan import Effect, Plan, arun, arun_to, run, run_to
+from ..errors import ConfigurationError
 from .attempts import World, attempts
 from .errors import AttemptTimeout
 from .hosts import HOSTS
@@ -45,7 +46,11 @@ class Calling:
         return self
 
     def run(self) -> Any:
-        return self.function(*self.args, **self.keywords)
+        result = self.function(*self.args, **self.keywords)
+        if isinstance(result, CoroutineType):  # it has not begun, and what it does would not be tried again
+            result.close()
+            raise ConfigurationError(f"{self.name} gives a coroutine: write it as async def, and await in it")
+        return result
 
     async def arun(self) -> Any:
         timeout = asyncio.timeout(self.limit)
@@ -111,17 +116,20 @@ def retry(
         return retry()(policy)
     if policy is not None and settings:
         raise TypeError(f"retry: give a policy or settings, not both ({', '.join(settings)})")
-    chosen: Retry = policy or Retry(**settings)
+    chosen = checked(policy) if policy is not None else Retry(**settings)
     world = World(hosts=HOSTS if host else None, observers=tuple(observers))
     return lambda function: _decorated(function, chosen, world, host, key)
 
 
 def _decorated(function: Callable[..., Any], policy: Retry, world: World, host: str | None, key: str | None) -> Any:
-    name = host or f"{function.__module__}.{function.__qualname__}"
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigurationError(f"{function!r} is a generator: its body runs after the call, where nothing is retried")
+    name = host or own_name(function)
+    keyed = None if key is None else Keyed(function, key)
 
     def calling(args: Any, keywords: Any) -> Calling:
-        if key is not None and keywords.get(key) is None:
-            keywords[key] = new_key()
+        if keyed is not None:
+            args, keywords = keyed.arguments(args, keywords)
         return Calling(function, args, keywords, policy, name)
 
     @wraps(function)
@@ -132,7 +140,44 @@ def _decorated(function: Callable[..., Any], policy: Retry, world: World, host: 
     async def acall(*args: Any, **keywords: Any) -> Any:
         return await arun(attempts(calling(args, keywords), policy, world))
 
-    return acall if inspect.iscoroutinefunction(function) else call
+    awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return acall if awaited else call
+
+
+def checked(policy: object) -> Retry:
+    """The policy, if it is one."""
+    if not isinstance(policy, Retry):
+        raise ConfigurationError(f"{policy!r} is no policy: give a Retry, such as Retry(attempts=3)")
+    return policy
+
+
+def own_name(function: Any) -> str:
+    """What the story calls it: a partial goes by its function, an object by its class."""
+    called = function.func if isinstance(function, partial) else function
+    named = called if hasattr(called, "__qualname__") else type(called)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+class Keyed:
+    """A function's parameter *key*, which gets a new key wherever the caller gave none."""
+
+    def __init__(self, function: Callable[..., Any], key: str) -> None:
+        self.key = key
+        self.signature = inspect.signature(function)
+        parameters = self.signature.parameters
+        self.named = key in parameters
+        if not self.named and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            raise ConfigurationError(f"key={key!r}: {own_name(function)} has no such parameter")
+
+    def arguments(self, args: Any, keywords: Any) -> tuple[Any, Any]:
+        """The call's, with the key among them."""
+        if not self.named:
+            made = keywords.get(self.key)
+            return args, {**keywords, self.key: new_key() if made is None else made}
+        bound = self.signature.bind_partial(*args, **keywords)
+        if bound.arguments.get(self.key) is None:
+            bound.arguments[self.key] = new_key()
+        return bound.args, bound.kwargs
 
 
 class Block:
@@ -152,6 +197,10 @@ class Block:
         # Held back, not swallowed: the plan decides whether it is raised or tried again.
         self.error = error if isinstance(error, Exception) else None
         return self.error is not None
+
+    def tell(self, plan: Plan[Any]) -> Effect[Any]:
+        """The plan's next effect, now that the block has ended."""
+        return plan.send(None) if self.error is None else plan.throw(self.error)
 
     def run(self) -> None:
         raise AssertionError("a block is carried out by its caller")
@@ -178,33 +227,23 @@ class retrying:
     def __init__(
         self, policy: Retry | None = None, *, name: str = "block", observers: Sequence[RetryObserver] = ()
     ) -> None:
-        policy = policy or Retry()
-        work = Attempting(retrying, (), {}, policy, name)
-        self._plan = attempts(work, policy, World(hosts=None, observers=tuple(observers)))
+        self._policy = Retry() if policy is None else checked(policy)
+        self._name = name
+        self._world = World(hosts=None, observers=tuple(observers))
+
+    def _plan(self) -> Plan[Any]:
+        return attempts(Attempting(retrying, (), {}, self._policy, self._name), self._policy, self._world)
 
     def __iter__(self) -> Iterator[Block]:
-        effect = next(self._plan)
-        while True:
-            try:
-                if isinstance(effect, Block):
-                    yield effect
-                    effect = self._resume(effect)
-                else:
-                    effect = self._plan.send(effect.run())
-            except StopIteration:
-                return
+        plan = self._plan()
+        block = run_to(Block, plan, partial(next, plan))
+        while isinstance(block, Block):
+            yield block
+            block = run_to(Block, plan, partial(block.tell, plan))
 
     async def __aiter__(self) -> AsyncIterator[Block]:
-        effect = next(self._plan)
-        while True:
-            try:
-                if isinstance(effect, Block):
-                    yield effect
-                    effect = self._resume(effect)
-                else:
-                    effect = self._plan.send(await effect.arun())
-            except StopIteration:
-                return
-
-    def _resume(self, block: Block) -> Effect[Any]:
-        return self._plan.send(None) if block.error is None else self._plan.throw(block.error)
+        plan = self._plan()
+        block = await arun_to(Block, plan, partial(next, plan))
+        while isinstance(block, Block):
+            yield block
+            block = await arun_to(Block, plan, partial(block.tell, plan))

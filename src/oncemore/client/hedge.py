@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..core.plan import Effect
+from .effects import unbroken
 
 if TYPE_CHECKING:
     from .attempts import Work
@@ -76,12 +77,13 @@ class Hedge:
                     break
                 await self._adrop(ending)
         finally:
-            await self._cancel(running)
+            for task in running:
+                task.cancel()
+            if running:  # their cleaning up must not be cancelled, too: their connections would be lost to the pool
+                await unbroken(self._drop_late(running))
         return _unwrap(ending)
 
-    async def _cancel(self, running: set[asyncio.Task[Ending]]) -> None:
-        for task in running:
-            task.cancel()
+    async def _drop_late(self, running: set[asyncio.Task[Ending]]) -> None:
         for ending in await asyncio.gather(*running, return_exceptions=True):
             if not isinstance(ending, BaseException):
                 await self._adrop(ending)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from ..errors import ConfigurationError
 from .retry import Retry
 
 
@@ -12,6 +13,10 @@ def tenacity_arguments(retry: Retry) -> dict[str, Any]:
     """Keyword arguments for `tenacity.retry(**…)`: the same errors, delays, attempts and deadline."""
 
     def wait(state: Any) -> float:
+        if (
+            state.attempt_number >= retry.attempts
+        ):  # tenacity asks also after the last one, for which a schedule has no time
+            return 0.0
         previous = state.next_action.sleep if state.next_action else 0.0
         elapsed = state.seconds_since_start or 0.0
         return retry.delay(state.attempt_number, random.random(), previous=previous, elapsed=elapsed)
@@ -30,6 +35,8 @@ def tenacity_arguments(retry: Retry) -> dict[str, Any]:
 
 def stamina_arguments(retry: Retry) -> dict[str, Any]:
     """Keyword arguments for `stamina.retry(**…)`: its formula has one jitter, so only `additive` and `none` are exact."""
+    if retry.schedule:
+        raise ConfigurationError("stamina knows no schedule of its own: use oncemore's retry, or tenacity")
     jitter = {"additive": retry.spread, "none": 0.0}.get(retry.jitter, retry.base)
     return {
         "on": retry.wants,

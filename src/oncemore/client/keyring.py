@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote
 
 from msgspec.structs import replace
 
+from ..core.fork import reset_in_child
 from ..core.guard import Guard
 from ..core.plan import Call, Plan
 from ..core.store import Store
@@ -25,33 +26,52 @@ KeyringPlace = str | Store | Guard | Keyring
 def open_keyring(place: KeyringPlace) -> Keyring:
     """The keyring in *place*: a URL, a ledger's store or its guard, or a keyring, which is returned as it is.
 
-    `sqlite:///keys.db` (four slashes for an absolute path) is a file of its own and `memory://` this process; every
-    other URL names a ledger's store, with two more options: `lease=15s` and `retention=7d`.
+    `sqlite:///keys.db` (four slashes for an absolute path) is a file of its own and `memory://` this process, both with one
+    option: `?retention=7d`.  Every other URL names a ledger's store, with one more: `lease=15s`.
     """
     if isinstance(place, str):
         return _at_url(place)
     if isinstance(place, Guard):
         place = place.store
     # A store and a keyring have some verbs in common, but only a keyring adopts.
-    return cast("Keyring", place) if hasattr(place, "adopt") else _in_ledger(place)
+    if hasattr(place, "adopt"):
+        return cast("Keyring", place)
+    if hasattr(place, "claim"):
+        return _in_ledger(place)
+    raise no_keyring(place)
 
 
 def _at_url(url: str) -> Keyring:
     scheme, mark, _ = url.partition("://")
-    if scheme == "memory":
-        return MemoryKeyring()
-    if scheme == "sqlite":
-        parts = urlsplit(url)
-        if not parts.netloc and len(parts.path) > 1:
-            from .keyring_sqlite import SqliteKeyring
+    if scheme in ("memory", "sqlite"):
+        return _of_ours(scheme, url)
+    if not mark:
+        raise no_keyring(url)
+    place, options = take_options(url, {"lease": 15.0, "retention": RETENTION})
+    return _in_ledger(connect(place), own_store=True, **options)
 
-            return SqliteKeyring(parts.path[1:])
-    elif mark:
-        place, options = take_options(url, {"lease": 15.0, "retention": RETENTION})
-        return _in_ledger(connect(place), own_store=True, **options)
-    raise ConfigurationError(
-        f"keyring {hide_password(url)!r}: write sqlite:///keys.db, sqlite:////absolute/keys.db, memory://, "
-        "or the URL of a ledger such as postgresql://host/database"
+
+def _of_ours(scheme: str, url: str) -> Keyring:
+    """In memory, or in a file of its own."""
+    rest, options = take_options(url, {"retention": RETENTION})
+    place, _, unknown = rest.partition("?")
+    if unknown:
+        raise ConfigurationError(f"keyring {url!r}: {unknown!r} is unknown; the only option is ?retention=7d")
+    if scheme == "memory":
+        return MemoryKeyring(**options)
+    path = unquote(place.removeprefix("sqlite:///"))
+    if path in ("", place, ":memory:"):
+        raise no_keyring(url)
+    from .keyring_sqlite import SqliteKeyring
+
+    return SqliteKeyring(path, **options)
+
+
+def no_keyring(place: object) -> ConfigurationError:
+    named = hide_password(place) if isinstance(place, str) else place
+    return ConfigurationError(
+        f"keyring {named!r}: write sqlite:///keys.db, sqlite:////absolute/keys.db, memory://, "
+        "or the URL of a ledger such as postgresql://host/database; or give a guard or a store"
     )
 
 
@@ -67,8 +87,12 @@ class MemoryKeyring:
     def __init__(self, *, retention: float = RETENTION) -> None:
         self.retention = retention
         self._entries: dict[tuple[str, str], Entry] = {}
-        self._lock = threading.Lock()
         self._purge_at = 1024
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         held: Entry = yield Call(self._claim, entry, oldest)
@@ -91,6 +115,11 @@ class MemoryKeyring:
         # Whoever could have been interrupted took the memory along; only those are left whose callers were told.
         entries: list[Entry] = yield Call(self._pending if opened else list)
         return entries
+
+    def release(self, entry: Entry) -> Plan[None]:
+        # Adopting has changed nothing.
+        return
+        yield
 
     def close(self) -> None:
         """Nothing to close."""

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import secrets
 from contextlib import suppress
+from typing import TypeVar
 
 from msgspec.structs import replace
 
-from ..core.clock import SYSTEM
-from ..core.fork import reset_in_child
-from ..core.heartbeat import Beat, Heartbeat, LoopBeats, ThreadBeats, end
 from ..core.judge import is_over
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
 from ..core.store import Filter, Store
-from ..errors import Fenced, Refusal, StoreError
-from .entry import Entry, check_reuse, is_sendable
+from ..errors import ConfigurationError, CorruptRecord, Fenced, Refusal, StoreError
+from .effects import Unbroken
+from .entry import Entry, State, check_reuse, is_sendable
 from .errors import KeyringError
 from .keyring import RETENTION
-from .keyring_letters import FOREVER, RUN, Letters, encode, opened, run_of
+from .keyring_letters import FOREVER, RUN, Letters, encode, give_back, opened, run_of
+from .keyring_runs import Runs
 from .story import log
 
 # So long after its process died, an operation can be resumed; it is renewed three times in that span.
@@ -30,17 +30,9 @@ LEASE = 15.0
 
 TOLD = "its caller was told that the outcome is unknown"
 TOO_OLD = "the server may have forgotten the key"
+UNREADABLE = "what is to be sent cannot be read"
 
-
-class Run:
-    """An operation at work in this process: its lease, kept alive by *beat*, and its letter as it is in the ledger."""
-
-    __slots__ = ("beat", "lease", "letter")
-
-    def __init__(self, lease: Lease, beat: Beat, letter: Entry) -> None:
-        self.lease = lease
-        self.beat = beat
-        self.letter = letter
+T = TypeVar("T")
 
 
 class Turn:
@@ -60,29 +52,22 @@ class LedgerKeyring:
     def __init__(
         self, store: Store, *, lease: float = LEASE, retention: float = RETENTION, own_store: bool = False
     ) -> None:
+        if lease <= 0:
+            raise ConfigurationError(f"lease={lease:g}s of the keyring: a living process would lose what it is at")
         self.store = store
         self.lease = lease
         self.retention = retention
         self._own_store = own_store
         self._letters = Letters(store)
-        self._heart = Heartbeat(self._renew, SYSTEM)
-        self._reset()
-        reset_in_child(self)
-
-    def _reset(self) -> None:
-        self._runs: dict[int, Run] = {}
-        self._adopted: dict[tuple[str, str], list[int]] = {}
+        self._runs = Runs(store, lease)
 
     # The verbs
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
-        try:
-            return (yield from self._claim(entry, oldest))
-        except StoreError as error:
-            raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
+        return (yield from self._told(self._claim(entry, oldest)))
 
     def settle(self, entry: Entry, status: int) -> Plan[None]:
-        run = yield from self._end(entry)
+        run = yield from self._runs.end(entry)
         if run is not None:
             done = encode(replace(run.letter, state="settled", status=status, body=None))
             settling = self.store.settle(run.lease, Outcome("value", status, body=done), retention=self.retention)
@@ -90,14 +75,14 @@ class LedgerKeyring:
                 yield from self._letters.drop(run.lease.operation)
 
     def leave(self, entry: Entry) -> Plan[None]:
-        run = yield from self._end(entry)
+        run = yield from self._runs.end(entry)
         if run is not None:
             yield from self._unless_taken(self.store.hold(run.lease, note=TOLD))
 
     def forget(self, entry: Entry) -> Plan[None]:
-        run = yield from self._end(entry)
+        run = yield from self._runs.end(entry)
         if run is None:
-            yield from self._forget_idle(entry)
+            yield from self._told(self._forget_idle(entry))
         elif (yield from self._unless_taken(self.store.release(run.lease, retention=0.0))):
             yield from self._letters.drop(run.lease.operation)
 
@@ -108,40 +93,45 @@ class LedgerKeyring:
                 yield from self._letters.drop(operation)
 
     def pending(self) -> Plan[list[Entry]]:
-        found = []
-        for record in (yield from self._idle(opened=True)):
-            letter = yield from self._letters.read(Operation(*record.id))
-            if letter is not None:
-                found.append(replace(letter, state="sending" if record.state == "running" else "open"))
-        return sorted(found, key=lambda entry: entry.created_at)
+        return (yield from self._told(self._pending()))
 
     def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
-        yield from self._letters.sweep(self.retention)
-        if self._own_store:
-            yield from self.store.purge()
-        adopted = []
-        for record in (yield from self._idle(opened=opened)):
-            entry = yield from self._adopt(record)
-            if entry is not None:
-                adopted.append(entry)
+        adopted: list[Entry] = []
+        try:
+            yield from self._told(self._adopt_all(opened, adopted))
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield Unbroken(self._release_all(adopted))
+            raise
         return sorted(adopted, key=lambda entry: entry.created_at)
+
+    def release(self, entry: Entry) -> Plan[None]:
+        try:  # one that was interrupted lapses, as it did before
+            yield from self.leave(entry) if entry.state == "open" else self._runs.end(entry)
+        except StoreError as error:
+            log.info("A claim on the keyring could not be given back, and lapses: %s", error)
+
+    def _release_all(self, adopted: list[Entry]) -> Plan[None]:
+        for entry in adopted:
+            yield from self.release(entry)
 
     def close(self) -> None:
         """End the threads and connections; what is at work here lapses."""
-        self._heart.close()
+        self._runs.close()
         if self._own_store:
             self.store.close()
 
     async def aclose(self) -> None:
         """As `close`, for what belongs to the running event loop too."""
-        self._heart.close()
+        self._runs.close()
         if self._own_store:
             await self.store.aclose()
 
     # Claiming
 
     def _claim(self, entry: Entry, oldest: float) -> Plan[Entry]:
-        run = self._take_adopted(entry)
+        run = self._runs.take_adopted(entry)
         if run is not None:
             if is_sendable(run.letter, entry, oldest):
                 return replace(entry, created_at=run.letter.created_at)
@@ -156,9 +146,9 @@ class LedgerKeyring:
         except GeneratorExit:
             raise
         except BaseException:
-            yield from self._letters.give_back(turn.lease)
+            yield Unbroken(self._runs.give_back(turn.lease))
             raise
-        yield from self._begin(turn.lease, turn.letter, entry.token)
+        yield from self._runs.begin(turn.lease, turn.letter, entry.token)
         return replace(entry, created_at=turn.letter.created_at)
 
     def _turn(self, entry: Entry, oldest: float) -> Plan[Turn | Entry]:
@@ -198,43 +188,12 @@ class LedgerKeyring:
             raise KeyringError(f"{entry.scope}: this run of key {entry.key} is under way already; nothing was sent")
         return Turn(lease, replace(entry, created_at=known.created_at), written=False)
 
-    def _take_adopted(self, entry: Entry) -> Run | None:
-        """The run that `adopt` began for this entry; from now on it goes by the entry's token."""
-        for token in self._adopted.get((entry.scope, entry.key), ()):
-            run = self._runs[token]
-            check_reuse(run.letter, entry)
-            self._disown(run.letter, token)
-            self._runs[entry.token] = self._runs.pop(token)
-            return run
-        return None
-
-    def _disown(self, entry: Entry, token: int) -> None:
-        tokens = self._adopted.get((entry.scope, entry.key), [])
-        with suppress(ValueError):
-            tokens.remove(token)
-        if not tokens:
-            self._adopted.pop((entry.scope, entry.key), None)
-
-    # Being at work
-
-    def _begin(self, lease: Lease, letter: Entry, token: int) -> Plan[None]:
-        run = self._runs[token] = Run(lease, self._heart.beat(lease, self.lease), letter)
-        yield Pulse(self._heart, run.beat)
-
-    def _end(self, entry: Entry) -> Plan[Run | None]:
-        run = self._runs.pop(entry.token, None)
-        if run is not None:
-            self._disown(entry, entry.token)
-            yield Pulse(self._heart, run.beat, over=True)
-        return run
-
-    def _renew(self, beat: Beat) -> Plan[None]:
+    def _told(self, plan: Plan[T]) -> Plan[T]:
+        """What *plan* gives; a store that fails is told of as the keyring."""
         try:
-            yield from self.store.renew(beat.lease, lease=beat.seconds)
-        except Fenced:
-            beat.lost = True
-        except StoreError as error:  # the next beat tries again
-            log.info("A claim on the keyring could not be renewed: %s", error)
+            return (yield from plan)
+        except StoreError as error:
+            raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
 
     def _unless_taken(self, plan: Plan[None]) -> Plan[bool]:
         """Carry out *plan*, unless another process took over meanwhile: then the rest is its business."""
@@ -255,6 +214,31 @@ class LedgerKeyring:
             found += yield from self._letters.all(Filter(name=RUN, state="released"))
         return found
 
+    def _pending(self) -> Plan[list[Entry]]:
+        found = []
+        for record in (yield from self._idle(opened=True)):
+            letter = yield from self._letter(Operation(*record.id))
+            if isinstance(letter, Entry):
+                found.append(replace(letter, state=state_of(record)))
+        return sorted(found, key=lambda entry: entry.created_at)
+
+    def _letter(self, run: Operation) -> Plan[Entry | CorruptRecord | None]:
+        """The run's letter; one that cannot be read is told of, and must not keep the others from being sent."""
+        try:
+            return (yield from self._letters.read(run))
+        except CorruptRecord as error:
+            log.error("%s, key %s, cannot be resumed: %s", run.scope, run.key, error)
+            return error
+
+    def _adopt_all(self, opened: bool, adopted: list[Entry]) -> Plan[None]:
+        yield from self._letters.sweep(self.retention)
+        if self._own_store:
+            yield from self.store.purge()
+        for record in (yield from self._idle(opened=opened)):
+            entry = yield from self._adopt(record)
+            if entry is not None:
+                adopted.append(entry)
+
     def _adopt(self, record: Record) -> Plan[Entry | None]:
         if record.state == "held":
             yield from self._reopen(record)
@@ -262,14 +246,16 @@ class LedgerKeyring:
         lease = yield from self.store.claim(operation, lease=self.lease)
         if isinstance(lease, Record):
             return None  # another process was quicker
-        letter = yield from self._letters.read(operation)
+        letter = yield from self._letter(operation)
+        if isinstance(letter, CorruptRecord):
+            yield from self._unless_taken(self.store.hold(lease, note=UNREADABLE))
+            return None
         if letter is None:
-            yield from self._letters.give_back(lease)
+            yield from give_back(self.store, lease)
             return None
         token = secrets.randbits(62)
-        yield from self._begin(lease, letter, token)
-        self._adopted.setdefault((letter.scope, letter.key), []).append(token)
-        return replace(letter, state="sending", token=token)
+        yield from self._runs.begin(lease, letter, token, adopted=True)
+        return replace(letter, state=state_of(record), token=token)
 
     def _reopen(self, record: Record) -> Plan[None]:
         """Make a held run claimable, unless another process was quicker."""
@@ -277,24 +263,6 @@ class LedgerKeyring:
             yield from self.store.resolve(*record.id, None, retention=FOREVER, note="continued")
 
 
-class Pulse:
-    """Keep a run's lease alive from now on, or no longer (*over*): by a thread, or by the loop it runs on."""
-
-    __slots__ = ("beat", "heart", "over")
-
-    def __init__(self, heart: Heartbeat, beat: Beat, *, over: bool = False) -> None:
-        self.heart = heart
-        self.beat = beat
-        self.over = over
-
-    def run(self) -> None:
-        self._change(self.heart.threads)
-
-    async def arun(self) -> None:
-        self._change(self.heart.on_loop())
-
-    def _change(self, beats: ThreadBeats | LoopBeats) -> None:
-        if self.over:
-            end(beats.beats, (self.beat,))
-        else:
-            beats.add((self.beat,))
+def state_of(run: Record) -> State:
+    """How far an idle run came."""
+    return "sending" if run.state == "running" else "open"

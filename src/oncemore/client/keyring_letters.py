@@ -7,7 +7,7 @@ import msgspec
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
 from ..core.store import Filter, Store
-from ..errors import Fenced, Refusal, StoreError
+from ..errors import CorruptRecord, Fenced, Refusal, StoreError
 from .entry import Entry
 from .errors import KeyringError
 from .story import log
@@ -68,13 +68,6 @@ class Letters:
             return False
         return True
 
-    def give_back(self, lease: Lease) -> Plan[None]:
-        """Release a run that has sent nothing; where that fails, it lapses."""
-        try:
-            yield from self.store.release(lease, retention=0.0)
-        except (Fenced, StoreError) as error:
-            log.info("A claim on the keyring could not be given back, and lapses: %s", error)
-
     def sweep(self, age: float) -> Plan[None]:
         """Delete the letters, older than *age*, of runs that ended while their process died: nobody else would."""
         for record in (yield from self.all(Filter(name=LETTER, state="settled"))):
@@ -88,7 +81,7 @@ class Letters:
             lease = yield from self.store.claim(run, lease=BRIEF)
             if isinstance(lease, Lease):
                 yield from self.drop(run)
-                yield from self.give_back(lease)
+                yield from give_back(self.store, lease)
         elif known.state == "settled":
             yield from self.drop(run)
 
@@ -104,4 +97,21 @@ class Letters:
 
 def opened(record: Record) -> Entry | None:
     """The entry in a settled record."""
-    return decode(record.outcome.body) if record.state == "settled" and record.outcome is not None else None
+    if record.state != "settled" or record.outcome is None:
+        return None
+    try:
+        return decode(record.outcome.body)
+    except msgspec.MsgspecError as error:
+        raise CorruptRecord(f"What is to be sent under {record.key!r} cannot be read; was it sealed?") from error
+
+
+def give_back(store: Store, lease: Lease) -> Plan[bool]:
+    """Whether a run that has sent nothing is free again; where the store fails, it lapses."""
+    try:
+        yield from store.release(lease, retention=0.0)
+    except StoreError as error:
+        log.info("A claim on the keyring could not be given back, and lapses: %s", error)
+        return False
+    except Fenced:  # by whoever has it now
+        pass
+    return True

@@ -17,6 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ..core.plan import Plan
+from ..errors import OncemoreError
+from .effects import Unbroken
 from .entry import Entry, check_reuse, is_sendable
 from .errors import KeyringError
 from .keyring import RETENTION
@@ -31,6 +33,7 @@ CREATE TABLE IF NOT EXISTS oncemore_keys (
   PRIMARY KEY (scope, key)
 );
 CREATE INDEX IF NOT EXISTS oncemore_keys_pending ON oncemore_keys (created_at) WHERE state <> 'settled';
+CREATE INDEX IF NOT EXISTS oncemore_keys_settled ON oncemore_keys (created_at) WHERE state = 'settled';
 """
 COLUMNS = "scope, key, fingerprint, method, url, headers, body, state, status, created_at, owner, token"
 FIND = f"SELECT {COLUMNS} FROM oncemore_keys WHERE scope = ? AND key = ?"
@@ -40,7 +43,11 @@ SETTLE = "UPDATE oncemore_keys SET state = 'settled', status = ?, body = NULL WH
 LEAVE = "UPDATE oncemore_keys SET state = 'open' WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"
 FORGET = "DELETE FROM oncemore_keys WHERE scope = ? AND key = ? AND token = ?"
 TAKE = "UPDATE oncemore_keys SET owner = ?, token = ?, state = 'sending' WHERE scope = ? AND key = ?"
-PURGE = "DELETE FROM oncemore_keys WHERE state = 'settled' AND created_at < ?"
+RELEASE = """UPDATE oncemore_keys SET owner = 0, state = ?
+WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"""
+# Each claim drops two of those that are too old, so that a process need not be started anew for the file to stay small.
+OLD = "SELECT rowid FROM oncemore_keys WHERE state = 'settled' AND created_at < ? LIMIT 2"
+PURGE = f"DELETE FROM oncemore_keys WHERE rowid IN ({OLD})"
 
 # How long to wait for other processes' commits, each of which takes milliseconds.
 PATIENCE = 10.0
@@ -80,8 +87,22 @@ class SqliteKeyring:
         return entries
 
     def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
-        entries: list[Entry] = yield InOrder(self, self._adopt, opened)
-        return entries
+        adopted: list[Entry] = []
+        try:
+            yield InOrder(self, self._adopt, opened, adopted)
+        except (GeneratorExit, OncemoreError):
+            raise
+        except BaseException:  # cancelled, while its thread goes on: what that adopts is nobody's
+            yield Unbroken(self._release_all(adopted))
+            raise
+        return adopted
+
+    def _release_all(self, adopted: list[Entry]) -> Plan[None]:
+        for entry in (yield InOrder(self, adopted.copy)):  # when its thread is done
+            yield from self.release(entry)
+
+    def release(self, entry: Entry) -> Plan[None]:
+        yield InOrder(self, self._write, RELEASE, entry.state, entry.scope, entry.key, entry.token)
 
     def close(self) -> None:
         """Close the file; the next use opens it again."""
@@ -97,9 +118,10 @@ class SqliteKeyring:
         self.close()
 
     def _claim(self, entry: Entry, oldest: float) -> Entry:
-        entry = replace(entry, owner=this_process(self._owners))
         # FULL: the key is on the disk before the first byte is on the wire.
         with self._transaction("FULL") as database:
+            entry = replace(entry, owner=this_process(self._owners))
+            database.execute(PURGE, (entry.created_at - self.retention,))
             row = database.execute(FIND, (entry.scope, entry.key)).fetchone()
             if row:
                 known = _entry(row)
@@ -118,17 +140,15 @@ class SqliteKeyring:
     def _pending(self) -> list[Entry]:
         with self._transaction("NORMAL") as database:
             entries = map(_entry, database.execute(UNSETTLED).fetchall())
-        return [entry for entry in entries if self._is_idle(entry)]
+            return [entry for entry in entries if self._is_idle(entry)]
 
-    def _adopt(self, opened: bool) -> list[Entry]:
-        mine = this_process(self._owners)
-        adopted = []
+    def _adopt(self, opened: bool, adopted: list[Entry]) -> None:
         with self._transaction("NORMAL") as database:
+            mine = this_process(self._owners)
             for entry in map(_entry, database.execute(UNSETTLED).fetchall()):
                 if self._is_idle(entry) and (opened or entry.state == "sending"):
-                    adopted.append(replace(entry, owner=mine, token=secrets.randbits(62), state="sending"))
+                    adopted.append(replace(entry, owner=mine, token=secrets.randbits(62)))
             database.executemany(TAKE, [(e.owner, e.token, e.scope, e.key) for e in adopted])
-        return adopted
 
     def _is_idle(self, entry: Entry) -> bool:
         return entry.state == "open" or not is_alive(self._owners, entry.owner)
@@ -139,9 +159,10 @@ class SqliteKeyring:
         try:
             with self._lock:
                 database = self._database or self._connect()
-                database.execute(f"PRAGMA synchronous = {synchronous}")
-                database.execute("BEGIN IMMEDIATE")
+                # Also around the beginning: an interrupt that came while others had the lock is noticed just after it.
                 with database:
+                    database.execute(f"PRAGMA synchronous = {synchronous}")
+                    database.execute("BEGIN IMMEDIATE")
                     yield database
         except (sqlite3.Error, OSError) as error:
             raise KeyringError(f"The keyring {self.path} failed: {error}") from error
@@ -157,7 +178,6 @@ class SqliteKeyring:
         database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
         _patiently(lambda: database.execute("PRAGMA journal_mode = WAL"))
         _patiently(lambda: database.executescript(SCHEMA))
-        database.execute(PURGE, (time.time() - self.retention,))
         self._database = database
         return database
 
@@ -194,7 +214,8 @@ class InOrder:
     async def arun(self) -> Any:
         self.keyring.after_fork()
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.keyring._executor, self.run)
+        # Shielded, for what is cancelled before its turn has come would not be done at all.
+        return await asyncio.shield(loop.run_in_executor(self.keyring._executor, self.run))
 
 
 def _row(entry: Entry) -> tuple[Any, ...]:

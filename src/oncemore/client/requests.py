@@ -10,7 +10,7 @@ from requests.adapters import HTTPAdapter
 from urllib3 import ProxyManager
 from urllib3.exceptions import HTTPError, MaxRetryError
 
-from ..core.plan import Call, Effect, Plan, run
+from ..core.plan import run
 from .bodies import MAX_BODY, SentBody, manner_by
 from .continuing import Continuing
 from .engine import Engine
@@ -20,7 +20,7 @@ from .exchange import Errors
 from .judge import Fault, Reply
 from .keyring import KeyringPlace
 from .retry import Retry
-from .urllib3 import fault_of, limits
+from .urllib3 import BlockingWire, fault_of, limits
 from .urllib3_bounds import BOUNDED_POOLS
 
 
@@ -46,12 +46,10 @@ FATAL = (
 )
 
 
-class RequestsWire:
+class RequestsWire(BlockingWire):
     """One prepared request of a session."""
 
     errors = ERRORS
-    parallel = True
-    ready = False
 
     def __init__(self, adapter: RetryAdapter, request: requests.PreparedRequest, options: dict[str, Any]) -> None:
         self.adapter = adapter
@@ -66,19 +64,6 @@ class RequestsWire:
                 self.headers[name] = value.decode("latin-1")
         self._options = options
         self._sent = SentBody(request.body)
-
-    def body(self) -> Plan[bytes | None]:
-        content: bytes | None = yield Call(self._sent.data)
-        return content
-
-    def resendable(self) -> bool:
-        return self._sent.resendable()
-
-    def send(self, limit: float, keyed: bool) -> Effect[Reply]:
-        return Call(self._attempt, limit)
-
-    def drop(self, reply: Reply) -> Effect[None]:
-        return Call(reply.response.close)
 
     def _attempt(self, limit: float) -> Reply:
         self._sent.rewind()

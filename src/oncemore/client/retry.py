@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random as chances
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -65,6 +65,8 @@ class Retry:
         put("statuses", frozenset(self.statuses))
         if isinstance(self.errors, type):
             put("errors", (self.errors,))
+        elif isinstance(self.errors, Iterable):
+            put("errors", tuple(self.errors))
         put("backoff", Backoff(**{name: getattr(self, name) for name in ("base", "factor", "cap", "jitter", "spread")}))
         put("attempt_limit", min(self.deadline, self.attempt_timeout or self.deadline))
         put("sendable", self.key_lifetime - (self.attempt_timeout or self.deadline))
@@ -73,6 +75,9 @@ class Retry:
     def _check(self) -> None:
         if isinstance(self.attempts, bool) or not isinstance(self.attempts, int) or self.attempts < 1:
             raise ConfigurationError(f"attempts = {self.attempts!r}: there is at least the first one")
+        kinds = self.errors if isinstance(self.errors, tuple) else ()
+        if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+            raise ConfigurationError(f"errors = {kinds!r}: name exceptions, or give a function that tells")
         if self.deadline <= 0 or self.attempt_timeout == 0 or self.key_lifetime <= 0:
             raise ConfigurationError("deadline, attempt_timeout and key_lifetime must be longer than nothing")
         if (self.attempt_timeout or self.deadline) >= self.key_lifetime:

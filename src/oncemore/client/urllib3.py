@@ -79,21 +79,12 @@ def limits(timeout: Any, limit: float) -> tuple[Allowance, Allowance]:
     return first, second
 
 
-class Urllib3Wire:
-    """One request of a pool; *send* is the pool's own urlopen."""
+class BlockingWire:
+    """What the wires of urllib3 and requests have in common: one attempt is one call, and the body is rewound before it."""
 
-    errors = ERRORS
     parallel = True
     ready = False
-
-    def __init__(self, pool: Any, method: str, url: str, headers: MutableMapping[str, str], send: Any, options: Any):
-        self.method = method
-        self.host = host_of(pool.scheme, pool.host, pool.port)
-        self.url = url if "://" in url else f"{pool.scheme}://{self.host}{url}"
-        self.headers = headers
-        self._send = send
-        self._options = options
-        self._sent = SentBody(options.pop("body", None))
+    _sent: SentBody
 
     def body(self) -> Plan[bytes | None]:
         content: bytes | None = yield Call(self._sent.data)
@@ -107,6 +98,24 @@ class Urllib3Wire:
 
     def drop(self, reply: Reply) -> Effect[None]:
         return Call(reply.response.close)
+
+    def _attempt(self, limit: float) -> Reply:
+        raise NotImplementedError
+
+
+class Urllib3Wire(BlockingWire):
+    """One request of a pool; *send* is the pool's own urlopen."""
+
+    errors = ERRORS
+
+    def __init__(self, pool: Any, method: str, url: str, headers: MutableMapping[str, str], send: Any, options: Any):
+        self.method = method
+        self.host = host_of(pool.scheme, pool.host, pool.port)
+        self.url = url if "://" in url else f"{pool.scheme}://{self.host}{url}"
+        self.headers = headers
+        self._send = send
+        self._options = options
+        self._sent = SentBody(options.pop("body", None))
 
     def _attempt(self, limit: float) -> Reply:
         self._sent.rewind()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -122,13 +123,14 @@ def fields_of(event: Event, shown: Callable[[str], str]) -> dict[str, Any]:
 
 def detail_of(event: Event, shown: Callable[[str], str]) -> str:
     """The event's own words; of a suspected duplicate they are its twin's key, and a store's may name the key, too."""
-    operation = event.operation
+    if shown is plain or not event.detail:
+        return event.detail
     if event.kind == "suspected":
         return shown(event.detail)
-    detail = event.detail
-    for name in (operation.key, operation.scope):
-        detail = detail.replace(name, shown(name)) if name else detail
-    return detail
+    spelt = {way: shown(name) for name in event.operation.id if name for way in (name, repr(name)[1:-1])}
+    # The longest first, and all at once: a scope may contain the key, and a digest may contain a short one.
+    either = "|".join(map(re.escape, sorted(spelt, key=len, reverse=True)))
+    return re.sub(either, lambda found: spelt[found[0]], event.detail) if either else event.detail
 
 
 def line(fields: dict[str, Any]) -> str:

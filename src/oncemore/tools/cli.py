@@ -16,7 +16,7 @@ EXIT_CODES = {
     WRONG: "what was written is wrong: the command line, a contract, a store's URL, a driver that is not installed",
     STORE_FAILED: "the store failed or could not be reached; the same command may work later",
     INTERRUPTED: "interrupted (Ctrl-C)",
-    NOBODY_READS: "whoever read the output has gone, as `head` does",
+    NOBODY_READS: "the output could not be written: its reader has gone, as `head` does, or the disk is full",
 }
 
 
@@ -39,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_code(error)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it ends
+        if not isinstance(error, BrokenPipeError):
+            print(f"oncemore: the output could not be written: {error.strerror}", file=sys.stderr)
         return NOBODY_READS
     return code
 

@@ -47,6 +47,8 @@ def load(place: str) -> Completer:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"{place!r} cannot be found: {error}") from error
+    except Exception as error:
+        raise ConfigurationError(f"{place!r} cannot be loaded: {error!r}") from error
     if not isinstance(found, Completer):
         raise ConfigurationError(f"{place!r} is a {type(found).__name__}, not a Completer")
     return found

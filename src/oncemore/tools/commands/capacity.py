@@ -11,7 +11,7 @@ import click
 from ...core.readers import size
 from ...errors import ConfigurationError
 from ..storage import STORES, Load, Need, need
-from .options import json_option, read_span
+from .options import Number, json_option, read_span
 from .screen import Screen, draw_table
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -32,7 +32,7 @@ def read_size(ctx: click.Context, option: click.Parameter, value: str) -> int:
 
 @click.command()
 @click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), default=100.0, show_default=True, help="New operations a second."
+    "--rate", type=Number(0, min_open=True), default=100.0, show_default=True, help="New operations a second."
 )
 @click.option(
     "--ttl", metavar="TIME", callback=read_span, default="1d", show_default=True, help="How long they are kept."

@@ -25,8 +25,10 @@ def complete(screen: Screen, completer: str, once: bool) -> int:
 
     try:
         tally = rounds(load(completer), once, report)
-    except KeyboardInterrupt:  # which is how it ends, where it goes on and on
-        return 0
+    except KeyboardInterrupt:
+        if once:
+            raise
+        return 0  # which is how it ends, where it goes on and on
     counts = {name: getattr(tally, name) for name in ("total", "completed", "failing", "held", "unreadable")}
     screen.answer(
         counts,

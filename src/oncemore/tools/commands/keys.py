@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,19 +13,22 @@ from ...core.guard import Guard
 from ...core.model import Outcome, Record
 from ...core.resolution import Resolution
 from ...core.store import Filter
-from ...errors import ConfigurationError, NotFound
-from .options import agreed, json_option, ledger, read_span, store_option, yes_option
+from ...errors import ConfigurationError, InvalidPayload, NotFound, WrongState
+from .options import agreed, json_option, ledger, read_span, read_text, store_option, yes_option
 from .records import COLUMNS, cells, fields, outcome_fields
 from .screen import Screen, draw_pairs, draw_table, visible
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 STATES = ("running", "settled", "released", "held")
+# What a header may say, so that servers can replay it.
+NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 # Enough to see that a key means several operations.
 MANY = 20
 
-key_argument = click.argument("key")
-scope_option = click.option("--scope", help="Who owns the key; needed only if several do.")
+key_argument = click.argument("key", callback=read_text)
+scope_option = click.option("--scope", callback=read_text, help="Who owns the key; needed only if several do.")
 
 
 @click.group()
@@ -35,9 +39,9 @@ def keys() -> None:
 @keys.command("list", short_help="list records, all or some")
 @click.option("--state", type=click.Choice(STATES), help="Only records in this state.")
 @click.option("--lapsed", is_flag=True, help="Only running ones whose performer has vanished.")
-@click.option("--scope", help="Only those of this scope.")
-@click.option("--key", help="Only those with this key.")
-@click.option("--name", help="Only this kind of operation.")
+@click.option("--scope", callback=read_text, help="Only those of this scope.")
+@click.option("--key", callback=read_text, help="Only those with this key.")
+@click.option("--name", callback=read_text, help="Only this kind of operation.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="How many to show.")
 @click.option("--cursor", help="Go on where the last list stopped.")
 @store_option
@@ -57,7 +61,10 @@ def list_keys(
     """List records.  What they were answered with is not shown: see keys show."""
     where = Filter(state=state, scope=scope, key=key, name=name, lapsed=True if lapsed else None)
     with ledger(url) as guard:
-        page = guard.list(where, limit=limit, cursor=cursor)
+        try:
+            page = guard.list(where, limit=limit, cursor=cursor)
+        except (ValueError, InvalidPayload) as error:  # as this or that store has it
+            raise ConfigurationError(f"--cursor {cursor!r}: that is none which a list has ended with") from error
 
     def draw(out: Any) -> None:
         draw_table(out, COLUMNS, map(cells, page.records))
@@ -97,7 +104,7 @@ def show(screen: Screen, url: str | None, key: str, scope: str | None, outcome: 
 @click.option(
     "--ttl", metavar="TIME", callback=read_span, default="1d", show_default=True, help="How long the decision is kept."
 )
-@click.option("--note", default="", help="Why, for whoever looks at the record later.")
+@click.option("--note", default="", callback=read_text, help="Why, for whoever looks at the record later.")
 @yes_option
 @store_option
 @json_option
@@ -125,7 +132,7 @@ def resolve(
     meaning = "it did not happen, and may be performed" if released else "it happened, and repeats get this outcome"
     with ledger(url) as guard:
         record = the_one(guard, key, scope)
-        agreed(f"Decide for {visible(record.key)} of {visible(record.scope)}: {meaning}?", yes=yes)
+        confirm(guard, record, f"Decide for {visible(record.key)} of {visible(record.scope)}: {meaning}?", yes=yes)
         decided = guard.resolve(record.scope, record.key, decision, retention=ttl, note=note)
     screen.answer(fields(decided), lambda out: out.print(f"{visible(key)} is {decided.state} now."))
 
@@ -141,10 +148,18 @@ def delete(screen: Screen, url: str | None, key: str, scope: str | None, yes: bo
     """Forget the operation KEY: the next request with it is performed as new, even if it already happened."""
     with ledger(url) as guard:
         record = the_one(guard, key, scope)
-        agreed(f"Forget {visible(record.key)} of {visible(record.scope)} ({record.state})?", yes=yes)
+        confirm(guard, record, f"Forget {visible(record.key)} of {visible(record.scope)} ({record.state})?", yes=yes)
         deleted = guard.delete(record.scope, record.key)
     told = {"scope": record.scope, "key": record.key, "deleted": deleted}
     screen.answer(told, lambda out: out.print(f"{visible(key)} is forgotten." if deleted else "It was gone already."))
+
+
+def confirm(guard: Guard, record: Record, question: str, *, yes: bool) -> None:
+    """Go on only with a yes, and if the record is still the one that the question was about."""
+    agreed(question, yes=yes)
+    now = guard.find(record.scope, record.key)
+    if now is None or (now.token, now.state) != (record.token, record.state):
+        raise WrongState("It has changed since you were asked, and nothing was done; look again: oncemore keys show")
 
 
 def the_one(guard: Guard, key: str, scope: str | None) -> Record:
@@ -189,13 +204,13 @@ def resolution(
         )
     try:
         return Resolution.settled(json.loads(value or ""))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"--value is not JSON: {error}; a text needs its quotes: --value '\"text\"'") from None
 
 
 def header(text: str) -> tuple[str, str]:
     name, mark, value = text.partition(":")
-    if not mark or not name.strip():
+    if not mark or not NAME.fullmatch(name.strip()) or not VALUE.fullmatch(value.strip()):
         raise click.UsageError(f"--header {text!r}: write it as 'Content-Type: application/json'")
     return name.strip().lower(), value.strip()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from ...core.guard import Guard
 from ...core.policy import duration
 from ...core.sealed import Sealing
 from ...core.urls import hide_password, store_module
-from ...errors import ConfigurationError, MissingDriver, StoreUnavailable
+from ...errors import ConfigurationError, MissingDriver, StoreTimeout, StoreUnavailable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,6 +45,23 @@ def read_span(ctx: click.Context, option: click.Parameter, value: str) -> float:
         raise click.BadParameter(error.detail) from None
 
 
+def read_text(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """What a ledger can hold; a shell passes on any bytes."""
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise click.BadParameter("it is not UTF-8") from None
+    return value
+
+
+class Number(click.FloatRange):
+    """A number within a range that one can count with: `nan` is within every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is not a number to count with", param, ctx)
+
+
 @contextmanager
 def ledger(url: str | None, *, create: bool = False) -> Iterator[Guard]:
     """The ledger at *url*, closed at the end.  Unless it is to *create* one, it must be there: a typo makes no new one."""
@@ -60,9 +78,9 @@ def ledger(url: str | None, *, create: bool = False) -> Iterator[Guard]:
             raise
         where = hide_password(url)
         raise ConfigurationError(f"{where} has no ledger yet, or an old one; run: {init_command(url)}") from error
-    except StoreUnavailable as error:
+    except (StoreUnavailable, StoreTimeout) as error:
         where = hide_password(url)
-        raise StoreUnavailable(f"{error.detail}\nIs {where} the right address, and does the server run?") from error
+        raise type(error)(f"{error.detail}\nIs {where} the right address, and does the server run?") from error
     finally:
         guard.close()
 

@@ -13,6 +13,7 @@ import click
 from click.shell_completion import get_completion_class, shell_complete
 
 from ...core.faults import did_you_mean
+from ...errors import ConfigurationError
 from .screen import Screen
 
 # The module beside this one, and what the list of commands says.
@@ -88,8 +89,9 @@ def run(argv: Sequence[str] | None, screen: Screen) -> int:
     """
     if COMPLETE in os.environ:
         return shell_complete(program, {}, "oncemore", COMPLETE, os.environ[COMPLETE])
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        with program.make_context("oncemore", list(sys.argv[1:] if argv is None else argv), obj=screen) as context:
+        with program.make_context("oncemore", words.copy(), obj=screen) as context:
             code = program.invoke(context)
     except click.exceptions.Exit as end:
         return end.exit_code
@@ -102,6 +104,9 @@ def run(argv: Sequence[str] | None, screen: Screen) -> int:
         click.echo(error.ctx.get_help() if error.ctx else "")
         return 0
     except click.ClickException as error:
+        if "--json" in words:  # which may not have been read yet
+            screen.json = True
+            raise ConfigurationError(error.format_message()) from None
         error.show()
         return error.exit_code
     return code if isinstance(code, int) else 0

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # Where nobody looks at a terminal, a cut-off key is worse than a long line.
 WIDE = 1000
 
+# The end of the year 9999: what is kept for longer is shown with this date.
+LAST = datetime.max.replace(tzinfo=UTC, microsecond=0).timestamp()
+
 # What needs somebody stands out, on a terminal.
 STYLES = {"held": "bold red", "lapsed": "yellow", "running": "cyan", "settled": "green"}
 
@@ -94,9 +97,14 @@ def visible(text: str, *, keep_lines: bool = False) -> str:
 
 def moment(seconds: float | None) -> str | None:
     """A point in time, as the store's clock has it."""
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    return None if seconds is None else date(seconds).isoformat(timespec="seconds")
 
 
 def brief_moment(seconds: float | None) -> str | None:
     """The same for a column of a table, whose head says that it is UTC."""
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return None if seconds is None else date(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def date(seconds: float) -> datetime:
+    """The date, or the last one that there is."""
+    return datetime.fromtimestamp(min(seconds, LAST), UTC)

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
+from ...errors import ConfigurationError
 from ..simulate import POLICIES, compare
 from ..simulated import Brownout, Report, render_plot, render_table
-from .options import json_option
+from .options import Number, json_option
 from .screen import Screen
 
 
@@ -25,12 +26,8 @@ def simulate() -> None:
     "--processes", type=click.IntRange(1), default=100, show_default=True, help="That share budgets and circuits."
 )
 @click.option("--seed", default=1, show_default=True, help="The same seed gives the same figures.")
-@click.option(
-    "--brownout", type=click.FloatRange(0, 40), default=5.0, show_default=True, help="How long it falters, in seconds."
-)
-@click.option(
-    "--remaining", type=click.FloatRange(0, 1), default=0.2, show_default=True, help="What capacity it has meanwhile."
-)
+@click.option("--brownout", type=Number(0, 40), default=5.0, show_default=True, help="How long it falters, in seconds.")
+@click.option("--remaining", type=Number(0, 1), default=0.2, show_default=True, help="What capacity it has meanwhile.")
 @click.option(
     "--policy", "policies", multiple=True, type=click.Choice(list(POLICIES)), help="Only this; may be repeated."
 )
@@ -51,11 +48,13 @@ def retries(
 
     It runs the plans of the retry client itself; only the sockets, the clock and chance are simulated.
     """
+    if plot:
+        write(plot, "")  # before the long work, in case it cannot be written
     chosen = {name: POLICIES[name] for name in policies or POLICIES}
     trouble = Brownout(clients=clients, ends=Brownout.begins + brownout, remaining=remaining)
     reports = compare(trouble, chosen, seed=seed, processes=processes, progress=show_progress)
     if plot:
-        plot.write_text(render_plot(reports), encoding="utf-8")
+        write(plot, render_plot(reports))
 
     def draw(out: Any) -> None:
         click.echo(render_table(reports))
@@ -63,6 +62,13 @@ def retries(
             click.echo(f"The plot is in {plot}")
 
     screen.answer([figures(report) for report in reports], draw)
+
+
+def write(plot: Path, text: str) -> None:
+    try:
+        plot.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{plot} cannot be written: {error.strerror}") from error
 
 
 def figures(report: Report) -> dict[str, Any]:

@@ -1,0 +1,229 @@
+"""Resuming that is itself interrupted: whatever was not asked for again is still there for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from oncemore import Guard
+from oncemore.client.entry import Keyring, scope_of
+from oncemore.client.errors import CredentialsMissing, KeyringError, OutcomeUnknown
+from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
+from oncemore.client.keyring import open_keyring
+from oncemore.client.keyring_ledger import LedgerKeyring
+from oncemore.client.retry import Retry
+from oncemore.core.plan import arun, run
+from oncemore.core.urls import connect
+from oncemore.encryption import Seal
+
+from .server import Server, Visit
+from .test_keyring import claim, entry
+from .test_ledger_keyring import Failing
+
+RETRY = Retry(base=0.005, cap=0.01, budget=None)
+LEASE = 0.5
+KEYS = ["k0", "k1", "k2"]
+
+
+@pytest.fixture(params=["file", "ledger"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Keyring]]:
+    """Opens the keyring as a process would that has just started."""
+    rings: list[Keyring] = []
+
+    def ring() -> Keyring:
+        if request.param == "file":
+            rings.append(open_keyring(f"sqlite:///{tmp_path}/keys.db"))
+        else:
+            store = connect(f"sqlite:///{tmp_path}/ledger.db")
+            rings.append(LedgerKeyring(store, lease=LEASE, own_store=True))
+        return rings[-1]
+
+    yield ring
+    for one in rings:
+        one.close()
+
+
+def leave_behind(ring: Callable[[], Keyring], url: str, *credentials: str, **changes: Any) -> None:
+    """Operations under the three keys, of a process that died while it was at them."""
+    child = os.fork()
+    if child == 0:
+        try:
+            for number, key in enumerate(KEYS):
+                headers = (("Idempotency-Key", key), *((name, "") for name in credentials))
+                one = replace(entry(key, token=number + 1), url=url, scope=scope_of("POST", url), headers=headers)
+                run(ring().claim(replace(one, fingerprint="", **changes), oldest=0))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(LEASE + 0.1)
+
+
+def interrupted(ring: Keyring) -> list[str]:
+    time.sleep(LEASE + 0.1)
+    return [one.key for one in run(ring.pending()) if one.state == "sending"]
+
+
+class Refusing(httpx.Auth):
+    """Cannot get a token just now."""
+
+    def auth_flow(self, request: httpx.Request) -> Any:
+        raise httpx.ConnectError("no token")
+        yield request
+
+
+def test_what_failed_before_it_was_sent_is_resumed_by_the_next(opened: Callable[[], Keyring]) -> None:
+    """CASES 34.  The client had no token yet; the process lives on, and asks again when it has one."""
+    with Server() as server:
+        leave_behind(opened, server.url)
+        transport = RetryTransport(RETRY, opened())
+        with httpx.Client(transport=transport, auth=Refusing()) as client:
+            assert [type(done.error) for done in transport.resume(client)] == [httpx.ConnectError] * 3
+            assert interrupted(opened()) == KEYS
+            assert [done.error for done in transport.resume()] == [None] * 3
+            assert transport.pending() == []
+    assert server.effects == dict.fromkeys(KEYS, 1)
+
+
+def test_what_lacked_its_credentials_is_resumed_once_they_are_there(opened: Callable[[], Keyring]) -> None:
+    """CASES 34.  Nobody was told anything yet, so it takes no `opened=True`."""
+    with Server() as server:
+        leave_behind(opened, server.url, "Authorization")
+        transport = RetryTransport(RETRY, opened())
+        assert [type(done.error) for done in transport.resume()] == [CredentialsMissing] * 3
+        assert interrupted(opened()) == KEYS
+        with httpx.Client(transport=transport, headers={"Authorization": "Bearer x"}) as client:
+            assert [done.error for done in transport.resume(client)] == [None] * 3
+    assert server.effects == dict.fromkeys(KEYS, 1)
+
+
+@pytest.mark.parametrize("often", [False, True])
+async def test_a_resumption_that_is_cancelled_gives_back_what_it_had_not_come_to(
+    opened: Callable[[], Keyring], often: bool
+) -> None:
+    """CASES 34, 37.  The first was sent and is open, for whoever cancelled knows; the others are as they were."""
+    reached = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang(visit: Visit) -> None:
+        loop.call_soon_threadsafe(reached.set)
+        time.sleep(3)
+
+    with Server(hang) as server:
+        leave_behind(opened, server.url)
+        transport = AsyncRetryTransport(RETRY, opened())
+        if often:
+            async with anyio.create_task_group() as group:
+                group.start_soon(transport.resume)
+                await reached.wait()
+                group.cancel_scope.cancel()
+        else:
+            task = asyncio.create_task(transport.resume())
+            await reached.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await asyncio.sleep(LEASE + 0.1)
+        assert [(one.key, one.state) for one in await transport.pending()] == [
+            ("k0", "open"),
+            ("k1", "sending"),
+            ("k2", "sending"),
+        ]
+        assert [done.entry.key for done in await transport.resume()] == KEYS[1:]
+        assert [done.entry.key for done in await transport.resume(opened=True)] == KEYS[:1]
+        await transport.aclose()
+    assert server.effects == dict.fromkeys(KEYS, 1)
+
+
+@pytest.mark.parametrize("steps", range(0, 24, 4))
+async def test_adopting_that_is_cancelled_adopts_nothing(opened: Callable[[], Keyring], steps: int) -> None:
+    """CASES 37."""
+    leave_behind(opened, "http://h/p")
+    ring = opened()
+    await arun(ring.pending())  # opens the file
+    task = asyncio.create_task(arun(ring.adopt()))
+    for _ in range(steps):
+        await asyncio.sleep(0.0005)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    if not task.cancelled():
+        return
+    await asyncio.sleep(LEASE + 0.1)
+    assert [one.key for one in await arun(ring.adopt())] == KEYS
+    await ring.aclose()
+
+
+async def test_a_scope_that_cancels_again_and_again_leaves_nothing_to_be_resumed_behind_its_back(
+    opened: Callable[[], Keyring],
+) -> None:
+    """CASES 37.  As anyio's do, at every await until the task has left them: whoever called knows, so all is open."""
+    rest = asyncio.Event()
+    with Server(default=lambda visit: rest.is_set() or time.sleep(3)) as server:
+        transport = AsyncRetryTransport(RETRY, opened())
+        async with httpx.AsyncClient(transport=transport, timeout=30) as client:
+            for step in range(25):
+                with anyio.move_on_after(0.004 * step):
+                    await client.post(server.url, content=b"%d" % step)
+            rest.set()
+            await asyncio.sleep(LEASE + 0.2)
+            left = await transport.pending()
+            assert left
+            assert {one.state for one in left} == {"open"}
+            assert await transport.resume() == []
+
+
+@pytest.mark.parametrize("changes", [{"body": None}, {"created_at": 1e9}], ids=["not kept", "too old"])
+def test_what_cannot_be_sent_again_is_told_once(opened: Callable[[], Keyring], changes: Any) -> None:
+    """CASES 34, 41.  Its body was too large to be kept, or the server has forgotten its key."""
+    leave_behind(opened, "http://h/p", **changes)
+    transport = RetryTransport(RETRY, opened())
+    assert [isinstance(done.error, OutcomeUnknown) for done in transport.resume()] == [True] * 3
+    assert [one.state for one in transport.pending()] == ["open"] * 3
+    assert transport.resume() == []
+
+
+def test_what_was_open_and_could_not_be_resumed_is_open_again(opened: Callable[[], Keyring]) -> None:
+    """CASES 34."""
+    ring = opened()
+    run(ring.leave(claim(ring, entry())))
+    transport = RetryTransport(RETRY, ring)
+    with httpx.Client(transport=transport, auth=Refusing()) as client:
+        assert len(transport.resume(client, opened=True)) == 1
+        assert [one.state for one in transport.pending()] == ["open"]
+        assert transport.resume(client) == []
+
+
+def test_a_ledger_that_fails_while_it_is_searched_loses_nothing() -> None:
+    """CASES 27.  What was adopted before it failed is there again when it is back."""
+    inner: Any = connect("memory://")
+    ring = LedgerKeyring(inner)
+    for number, key in enumerate(KEYS):
+        run(ring.leave(claim(ring, entry(key, token=number + 1))))
+    failing: Any = Failing(inner, "claim", after=2)
+    ring = LedgerKeyring(failing)
+    with pytest.raises(KeyringError, match="gone"):
+        run(ring.adopt(opened=True))
+    failing.verbs = ()
+    assert sorted(one.key for one in run(ring.adopt(opened=True))) == KEYS
+
+
+def test_one_letter_that_cannot_be_read_does_not_keep_the_others_from_being_sent(caplog: Any) -> None:
+    """CASES 32.  It was sealed with a key that is lost."""
+    guard = Guard("memory://")
+    old, new = (Guard(guard.store, seal=Seal([bytes([n]) * 32])) for n in (1, 2))
+    for number, (sealed, key) in enumerate([(old, "lost"), (new, "kept")]):
+        ring = open_keyring(sealed)
+        run(ring.leave(claim(ring, entry(key, token=number + 1))))
+    ring = open_keyring(new)
+    assert [one.key for one in run(ring.pending())] == ["kept"]
+    assert [one.key for one in run(ring.adopt(opened=True))] == ["kept"]
+    assert "lost" in caplog.text
+    assert [one.key for one in run(open_keyring(old).adopt(opened=True))] == ["lost"]  # with the old key it can

@@ -152,27 +152,6 @@ async def test_a_flight_carries_nobodys_context() -> None:
     assert await Ask(lane, 1).arun() == "nobody"
 
 
-async def test_a_flight_may_be_over_before_its_task_is_known() -> None:
-    """As with the eager tasks of newer Pythons."""
-    loop = asyncio.get_running_loop()
-
-    def eager(loop: Any, coroutine: Any, **options: Any) -> Any:
-        if "_fly_groups" not in coroutine.__qualname__:
-            return asyncio.Task(coroutine, loop=loop, **options)
-        with pytest.raises(StopIteration):
-            coroutine.send(None)
-        ended = loop.create_future()
-        ended.set_result(None)
-        return ended
-
-    sky = Sky()
-    lane = Lane(sky.fly)
-    loop.set_task_factory(eager)
-    assert [await Ask(lane, item).arun() for item in (1, 2)] == ["<1>", "<2>"]
-    await lane.drain()
-    assert sky.groups == [[1], [2]]
-
-
 async def test_a_lane_serves_sixty_four_callers_on_any_loop() -> None:
     """Each answer goes to its own caller, whatever the loop."""
 
@@ -265,10 +244,11 @@ async def test_a_stopped_flight_is_a_store_error_to_those_on_it_and_the_next_one
     lane = Lane(sky.fly)
     (aboard,) = await take_off(lane, sky, "aboard")
     (waiting,) = await queue_up(lane, "waiting")
-    flight = lane._loops[asyncio.get_running_loop()].task
+    drive = lane._loops[asyncio.get_running_loop()].drive
     draining = asyncio.create_task(lane.drain())
-    assert flight is not None
-    flight.cancel()
+    assert drive is not None
+    assert drive.task is not None
+    drive.task.cancel()
     with pytest.raises(StoreError, match="may or may not have happened"):
         await aboard
     await asyncio.sleep(0.01)

@@ -1,7 +1,7 @@
 """Groups what concurrent callers ask of a store: whatever came in while the last group was in flight is the next group.
 
 A lone caller never waits for company.  Among threads, one of the waiting callers flies the group for all; on an event
-loop a task does, so that a caller's cancellation never stops a flight that carries others.
+loop none of them does, so that a caller's cancellation never stops a flight that carries others.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from ..errors import StoreError
 from .events import log
 from .fork import reset_in_child
-from .plan import Plan, arun, run
+from .plan import Effect, Plan, arun, run
 
 Item = TypeVar("Item")
 
 # How many turns of an event loop that bring nobody, and how many seconds in all, a group waits for those who just landed.
 PATIENCE, LONGEST_BOARDING = 3, 0.005
+
+Entry = tuple[Item, "asyncio.Future[Any]"]
 
 Fly = Callable[[list[Item]], Plan[Sequence[Any]]]  # one result per item, in order; an exception is that item's own
 
@@ -65,14 +68,24 @@ class Tell(Ask[Item]):
 
 
 class Lane(Generic[Item]):
-    """A queue whose items *fly* together.  *abandoned* is told of each answer whose caller has gone away."""
+    """A queue whose items *fly* together.
+
+    *abandoned* is told of each answer whose caller has gone away.  *boards*: on an event loop, those who have just landed
+    are waited for, for a moment, where a larger group costs less.
+    """
 
     def __init__(
-        self, fly: Fly[Item], *, most: int = 256, abandoned: Callable[[Item, Any], Plan[None]] | None = None
+        self,
+        fly: Fly[Item],
+        *,
+        most: int = 256,
+        abandoned: Callable[[Item, Any], Plan[None]] | None = None,
+        boards: bool = True,
     ) -> None:
         self.fly = fly
         self.most = most
         self.abandoned = abandoned
+        self.boards = boards
         self._reset()
         reset_in_child(self)
 
@@ -137,7 +150,7 @@ class Lane(Generic[Item]):
         if taken:
             run(self.abandon(seat.item, seat.result))
 
-    # An event loop: futures for the callers, and one task that flies groups while there are any.
+    # An event loop: futures for the callers.
 
     def enqueue(self, item: Item) -> asyncio.Future[Any]:
         """A future for the answer to *item*, on the running loop."""
@@ -151,15 +164,17 @@ class Lane(Generic[Item]):
     def _on_loop(self, loop: asyncio.AbstractEventLoop) -> LoopLane[Item]:
         for known in self._loops.keyrefs():
             other = known()
-            if other is not None and other.is_closed():  # in mid-flight, and the task that never ended keeps it alive
+            if other is not None and other.is_closed():  # in mid-flight, and those who wait there keep it alive
                 self._loops.pop(other, None)
         return self._loops.setdefault(loop, LoopLane(self))
 
     async def drain(self) -> None:
         """Return when nothing is in flight on the running loop."""
-        lane = self._loops.get(asyncio.get_running_loop())
-        while lane is not None and lane.task is not None:
-            await asyncio.wait([lane.task])
+        loop = asyncio.get_running_loop()
+        lane = self._loops.get(loop)
+        while lane is not None and lane.flying:
+            lane.landed = lane.landed or loop.create_future()
+            await asyncio.wait([lane.landed])
 
     # Both
 
@@ -213,66 +228,137 @@ class Seat(Generic[Item]):
 
 
 class LoopLane(Generic[Item]):
-    """A lane's queue on one event loop."""
+    """A lane's queue on one event loop; one group is in flight at a time."""
 
     def __init__(self, lane: Lane[Item]) -> None:
         self.lane = lane
-        self.waiting: deque[tuple[Item, asyncio.Future[Any]]] = deque()
+        self.waiting: deque[Entry[Item]] = deque()
         self.flying = False
-        self.task: asyncio.Task[None] | None = None
+        self.drive: Drive | None = None
+        self.landed: asyncio.Future[None] | None = None  # who waits for the last flight is told by this
 
     def enqueue(self, loop: asyncio.AbstractEventLoop, item: Item) -> asyncio.Future[Any]:
         future = loop.create_future()
         self.waiting.append((item, future))
         if not self.flying:
-            self._start(loop)
+            self.flying = True
+            # Not at once: those who come in this same turn of the loop fly along.  And in a context of its own: what
+            # the first caller's says (its trace, its user) is not true of the others.
+            loop.call_soon(self._take_off, context=Context())
         return future
 
-    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.flying = True
-        # In a context of its own: what the first caller's says (its trace, its user) is not true of the others.
-        task = loop.create_task(self._fly_groups(loop), context=Context())
-        self.task = task if self.flying else None  # an eager task may have ended already
+    def _drive(self, plan: Plan[Any], done: Callable[[Any], None]) -> None:
+        self.drive = Drive(plan, done)  # kept here, since an event loop does not keep its tasks alive
+        self.drive.go_on()
 
-    async def _fly_groups(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting, most, landed = self.waiting, self.lane.most, 0
-        try:
-            while waiting or landed > 1:
-                if landed > max(1, len(waiting)):
-                    await self._board(loop, landed)
-                landed = min(most, len(waiting))
-                group = [waiting.popleft() for _ in range(landed)]
-                group = [entry for entry in group if not entry[1].done()]  # cancelled before it was sent
-                if group:
-                    await self._fly(group)
-        finally:
-            self.flying, self.task = False, None
-            # Cancelled, as all tasks are when a loop is shut down; but those who tidy up still need their answers.
-            if waiting and not loop.is_closed():
-                self._start(loop)
+    def _take_off(self) -> None:
+        waiting, group = self.waiting, list[Entry[Item]]()
+        while waiting and len(group) < self.lane.most:
+            entry = waiting.popleft()
+            if not entry[1].done():  # or it was cancelled before it was sent
+                group.append(entry)
+        if group:
+            self._drive(self.lane.flight([item for item, _ in group]), partial(self._land, group))
+        else:
+            self._stop()
 
-    async def _board(self, loop: asyncio.AbstractEventLoop, landed: int) -> None:
+    def _land(self, group: list[Entry[Item]], answers: Sequence[Any] | None) -> None:
+        answers = answers or [interrupted() for _ in group]
+        left = [
+            (item, answer) for (item, future), answer in zip(group, answers, strict=True) if not tell(future, answer)
+        ]
+        if left:
+            self._drive(self._abandon(left), lambda _: self._next(len(group)))
+        else:
+            self._next(len(group))
+
+    def _abandon(self, left: list[tuple[Item, Any]]) -> Plan[None]:
+        for item, answer in left:
+            yield from self.lane.abandon(item, answer)
+
+    def _next(self, landed: int) -> None:
+        there = len(self.waiting)
+        if self.lane.boards and (there or landed > 1):
+            loop = asyncio.get_running_loop()
+            until = loop.time() + LONGEST_BOARDING
+            loop.call_soon(self._board, loop, landed, there, PATIENCE, until, context=Context())
+        else:
+            self._take_off()
+
+    def _board(self, loop: asyncio.AbstractEventLoop, landed: int, before: int, patience: int, until: float) -> None:
         """Give those who have just *landed* the chance to fly again: most come back at once, for a claim is settled.
 
         A larger group costs everyone less.  But nobody is waited for who does not come: it goes on only as long as the
         turns of the loop keep bringing someone.
         """
-        until, patience = loop.time() + LONGEST_BOARDING, PATIENCE
-        while len(self.waiting) < landed and patience and loop.time() < until:
-            there = len(self.waiting)
-            await asyncio.sleep(0)
-            patience = PATIENCE if len(self.waiting) > there else patience - 1
+        there = len(self.waiting)
+        patience = PATIENCE if there > before else patience - 1
+        if there < landed and patience and loop.time() < until:
+            loop.call_soon(self._board, loop, landed, there, patience, until)
+        else:
+            self._take_off()
 
-    async def _fly(self, group: list[tuple[Item, asyncio.Future[Any]]]) -> None:
-        try:
-            answers = await arun(self.lane.flight([item for item, _ in group]))
-        except BaseException:
-            for _, future in group:
-                tell(future, interrupted())
-            raise
-        left = [entry for entry in zip(group, answers, strict=True) if not tell(entry[0][1], entry[1])]
-        for (item, _), answer in left:
-            await arun(self.lane.abandon(item, answer))
+    def _stop(self) -> None:
+        self.flying, self.drive = False, None
+        if self.landed is not None:
+            tell(self.landed, None)
+            self.landed = None
+
+
+class Later:
+    """What an effect's `begin` returns where it does not return the result: that it will be told, or must be awaited."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+TOLD, AWAITED = Later("told"), Later("awaited")
+
+
+class Drive:
+    """Carries out a plan on an event loop, and tells *done* its result, or None where it was interrupted.
+
+    A task costs a lone caller two more turns of the loop, which is as long as some servers need for the whole verb.  So
+    effects that can are carried out by callbacks: their `begin(drive)` gives the result at once, or TOLD and then lets the
+    drive `go_on` or `throw`.  The first that can do neither (AWAITED) is awaited in a task, with all that come after it.
+    """
+
+    __slots__ = ("done", "plan", "task")
+
+    def __init__(self, plan: Plan[Any], done: Callable[[Any], None]) -> None:
+        self.plan = plan
+        self.done = done
+        self.task: asyncio.Task[Any] | None = None
+
+    def go_on(self, value: Any = None) -> None:
+        """The last effect has given *value*."""
+        self._carry(self.plan.send, value)
+
+    def throw(self, error: BaseException) -> None:
+        """The last effect has failed."""
+        self._carry(self.plan.throw, error)
+
+    def _carry(self, resume: Callable[[Any], Effect[Any]], value: Any) -> None:
+        while True:
+            try:
+                effect = resume(value)
+            except StopIteration as end:
+                return self.done(end.value)
+            except BaseException:
+                self.done(None)
+                raise
+            try:
+                resume, value = self.plan.send, effect.begin(self) if hasattr(effect, "begin") else AWAITED
+            except BaseException as error:
+                resume, value = self.plan.throw, error
+            if value is TOLD:
+                return None
+            if value is AWAITED:
+                self.task = asyncio.get_running_loop().create_task(arun(self.plan, effect))
+                return self.task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.done(None if task.cancelled() or task.exception() is not None else task.result())
 
 
 def tell(future: asyncio.Future[Any], answer: Any) -> bool:

@@ -44,10 +44,14 @@ def run(plan: Plan[T]) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
-async def arun(plan: Plan[T]) -> T:
-    """The plan's result, each effect awaited; a cancellation is thrown into the plan like any other error."""
+async def arun(plan: Plan[T], effect: Effect[Any] | None = None) -> T:
+    """The plan's result, each effect awaited; a cancellation is thrown into the plan like any other error.
+
+    *effect* is where the plan stands already.
+    """
     try:
-        effect = next(plan)
+        if effect is None:
+            effect = next(plan)
         while True:
             try:
                 result = await effect.arun()

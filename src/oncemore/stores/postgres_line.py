@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import select
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psycopg
 
 from ..core.clock import SYSTEM
 from ..core.fork import reset_in_child
-from .postgres_link import Link, Lost, Rejected, Rows, TimedOut
+from ..core.lane import AWAITED, TOLD, Drive, Later, tell
+from .postgres_link import Link, Lost, Rejected, Rows, Steps, TimedOut
 from .postgres_sql import Statement
 
 # libpq's own smallest; a connection that takes longer than the rest of the caller's time is still given up.
@@ -100,6 +102,9 @@ class Open:
         except psycopg.Error as error:
             raise Lost(str(error).strip()) from error
 
+    def begin(self, drive: Drive) -> Link | Later:
+        return self.line.on_loop().take() or AWAITED
+
     async def arun(self) -> Link:
         idle = self.line.on_loop()
         return idle.take() or LoopLink(await self._aconnect(), idle)
@@ -141,6 +146,10 @@ class Send:
             link.drop()
             raise
 
+    def begin(self, drive: Drive) -> Rows | Later:
+        assert isinstance(self.link, LoopLink)
+        return Sending(self.link, self.link.exchange(self.statement, self.values), self.ends, drive).step()
+
     async def arun(self) -> Rows:
         link = self.link
         assert isinstance(link, LoopLink)
@@ -159,6 +168,43 @@ class Send:
             raise
 
 
+class Sending:
+    """An exchange that goes on whenever its socket is ready, and tells a drive how it ended."""
+
+    __slots__ = ("drive", "ends", "link", "steps")
+
+    def __init__(self, link: LoopLink, steps: Steps, ends: float, drive: Drive) -> None:
+        self.link = link
+        self.steps = steps
+        self.ends = ends
+        self.drive = drive
+
+    def step(self) -> Rows | Later:
+        try:
+            writing = next(self.steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        except Rejected:
+            raise
+        except BaseException:
+            self.link.drop()
+            raise
+        self.link.reader.call(writing, self.ends - SYSTEM.monotonic(), self._go_on)
+        return TOLD
+
+    def _go_on(self, ready: bool) -> None:
+        try:
+            if not ready:
+                self.link.drop()
+                raise too_long()
+            rows = self.step()
+        except BaseException as error:
+            self.drive.throw(error)
+        else:
+            if rows is not TOLD:
+                self.drive.go_on(rows)
+
+
 def wait(socket: int, writing: bool, seconds: float) -> None:
     """Block until the socket has something to read (or can take more, when *writing*)."""
     if hasattr(select, "poll"):
@@ -168,7 +214,11 @@ def wait(socket: int, writing: bool, seconds: float) -> None:
     else:  # Windows
         ready = any(select.select([socket], [socket] if writing else [], [], max(0.0, seconds)))
     if not ready:
-        raise TimedOut("the answer took too long")
+        raise too_long()
+
+
+def too_long() -> TimedOut:
+    return TimedOut("the answer took too long")
 
 
 class LoopLink(Link):
@@ -189,32 +239,51 @@ class Reader:
     def __init__(self, socket: int) -> None:
         self._socket = socket
         self._registered = False
-        self._waiting: asyncio.Future[bool] | None = None
+        self._writing = False
+        self._then: Callable[[bool], object] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def wait(self, writing: bool, seconds: float) -> None:
-        """Return when there is something to read (or room for more, when *writing*)."""
+    def call(self, writing: bool, seconds: float, then: Callable[[bool], object]) -> None:
+        """Call *then* with True when there is something to read (or room for more, when *writing*); else in time with False."""
         loop = asyncio.get_running_loop()
-        waiting = self._waiting = loop.create_future()
         if not self._registered:
             loop.add_reader(self._socket, self._ready)
             self._registered = True
         if writing:
             loop.add_writer(self._socket, self._ready)
-        timer = loop.call_later(max(0.0, seconds), tell, waiting, False)
+        self._then, self._writing = then, writing
+        self._timer = loop.call_later(max(0.0, seconds), self._tell, False)
+
+    async def wait(self, writing: bool, seconds: float) -> None:
+        """Return when there is something to read (or room for more, when *writing*)."""
+        waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.call(writing, seconds, partial(tell, waiting))
         try:
             if not await waiting:
-                raise TimedOut("the answer took too long")
+                raise too_long()
         finally:
-            timer.cancel()
-            self._waiting = None
-            if writing:
-                loop.remove_writer(self._socket)
+            self._stop()
 
     def _ready(self) -> None:
-        if self._waiting is None:  # nobody expects anything: the server has closed the connection, or made a remark
+        if self._then is None:  # nobody expects anything: the server has closed the connection, or made a remark
             self.forget()
         else:
-            tell(self._waiting, True)
+            self._tell(True)
+
+    def _tell(self, ready: bool) -> None:
+        then = self._then
+        self._stop()
+        if then is not None:
+            then(ready)
+
+    def _stop(self) -> None:
+        self._then = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._writing:
+            self._writing = False
+            asyncio.get_running_loop().remove_writer(self._socket)
 
     def forget(self) -> None:
         """Leave the loop alone; the number of a closed socket may soon be another's."""
@@ -222,8 +291,3 @@ class Reader:
             self._registered = False
             with suppress(RuntimeError):  # the loop has ended
                 asyncio.get_running_loop().remove_reader(self._socket)
-
-
-def tell(waiting: asyncio.Future[bool], ready: bool) -> None:
-    if not waiting.done():
-        waiting.set_result(ready)

@@ -30,14 +30,13 @@ import msgspec
 from ..core.bell import Bell, Id
 from ..core.events import log
 from ..core.judge import fenced, not_deletable, not_resolvable
-from ..core.lane import Ask
+from ..core.lane import Ask, Lane
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan
 from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import hide_password, take_options
 from ..errors import ConfigurationError, StoreError
 from .redis_flight import Flights, Item, Plain
-from .redis_lane import ExpressLane
 from .redis_places import read_places
 from .redis_records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
 from .redis_rung import Listener
@@ -97,8 +96,8 @@ class RedisStore:
             Flights(self.places, self._common, timeout=options["timeout"], replicas=options["wait_replicas"])
             for _ in ("claims", "writes", "walks")
         ]
-        self._claims = ExpressLane(self._fly_claims, most=GROUP, abandoned=self._abandoned)
-        self._writes = ExpressLane(self._flights[1].fly, most=GROUP)
+        self._claims = Lane(self._fly_claims, most=GROUP, abandoned=self._abandoned, boards=False)
+        self._writes = Lane(self._flights[1].fly, most=GROUP, boards=False)
         self._walk = Walk(self._flights[2], self.prefix)
         self._looked = False
         self._listener = Listener(self.places, self.channel, self.bell)

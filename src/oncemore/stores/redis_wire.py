@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import hiredis
 import redis.asyncio
 
+from ..core.lane import AWAITED, TOLD, Drive, Later
 from ..errors import StoreError, StoreTimeout, StoreUnavailable
 
 Address: TypeAlias = tuple[str, int] | None  # None: where the URL says
@@ -253,13 +254,13 @@ class Exchange:
                 parcel.line.close()
             raise
 
-    def begin(self, then: Callable[[list[Result]], None]) -> bool:
-        """Start at once, and let *then* have the answers; False where the connection has to be opened first."""
+    def begin(self, drive: Drive) -> Later:
+        """Send at once, and let the drive have the answers; unless the connection has to be opened first."""
         if len(self.parcels) != 1 or (wire := self.parcels[0].line.loop_wire()) is None:
-            return False
+            return AWAITED
         (parcel,) = self.parcels
-        wire.begin(parcel.packet, parcel.count, self.patience, lambda result: then([result]))
-        return True
+        wire.begin(parcel.packet, parcel.count, self.patience, lambda result: drive.go_on([result]))
+        return TOLD
 
     async def arun(self) -> list[Result]:
         if len(self.parcels) == 1:

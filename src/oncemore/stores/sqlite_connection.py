@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
+from ..core.lane import AWAITED, Drive, Later
 from ..errors import StoreError, StoreTimeout, StoreUnavailable
 from .sqlite_worker import Worker
 
@@ -157,16 +158,16 @@ class Connection:
         """A future of the same, for the running event loop; the work is done on this connection's own thread."""
         return self._worker.send(lambda: self.use(work))
 
-    async def awaited(self, work: Work[T]) -> T:
-        """The result of *work*, from the event loop itself where the file is quick and free, else as `send` has it."""
-        if self._is_quick() and self._lock.acquire(blocking=False):
-            try:
-                return self._try(work)
-            except sqlite3.Error:  # another process has the file, which may last
-                pass
-            finally:
-                self._lock.release()
-        return await self.send(work)  # type: ignore[no-any-return]
+    def at_once(self, work: Work[T]) -> T | Later:
+        """The result of *work*, from the event loop itself, where the file is quick and free; else it is to be awaited."""
+        if not self._is_quick() or not self._lock.acquire(blocking=False):
+            return AWAITED
+        try:
+            return self._try(work)
+        except sqlite3.Error:  # another process has the file, which may last
+            return AWAITED
+        finally:
+            self._lock.release()
 
     def _is_quick(self) -> bool:
         open = self._connection is not None  # the first use makes the tables
@@ -230,8 +231,8 @@ class Write(Use[T]):
 
     __slots__ = ()
 
-    def arun(self) -> Awaitable[T]:
-        return self.connection.awaited(self.work)
+    def begin(self, drive: Drive) -> T | Later:
+        return self.connection.at_once(self.work)
 
 
 # SQLite must not be carried across a fork: the child would believe in locks that only its parent holds.  So each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,33 @@ def test_an_outcome_that_is_final_and_no_success_leaves_what_is_unique_free(guar
     first = Operation("customer-1", "k1", unique="order-1")
     assert guard.run(first, lambda op: Outcome("response", 404)).how == "stored"
     assert guard.run(Operation("customer-1", "k2", unique="order-1"), lambda op: "done").value == "done"
+
+
+def test_an_error_that_is_the_outcome_leaves_what_is_unique_free(guard: Guard) -> None:
+    policy = dataclasses.replace(POLICY, errors=(RuntimeError,))
+    first = guard.run(Operation("customer-1", "k1", unique="order-1"), failing, policy=policy)
+    assert (first.how, first.outcome.kind) == ("stored", "error")
+    assert guard.run(Operation("customer-1", "k2", unique="order-1"), lambda op: "done").value == "done"
+
+
+def test_a_failure_is_the_performers_also_where_it_cannot_be_noted(guard: Guard) -> None:
+    """The ledger's own trouble must not take its place."""
+
+    lender: Any = guard.store.lender
+    opens = lender.open
+
+    def closed() -> Plan[Any]:
+        raise ConfigurationError("closed")
+        yield
+
+    def last(op: Op) -> None:
+        lender.open = closed
+        raise RuntimeError("no luck")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        guard.run(ASKED, last)
+    lender.open = opens
+    assert guard.run(ASKED, lambda op: "done").how == "stored"
 
 
 def test_what_failed_under_an_older_fingerprint_is_taken_over_under_its_own(guard: Guard) -> None:

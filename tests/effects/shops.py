@@ -298,7 +298,7 @@ class OnDjango(Shop):
 
     def made(self) -> Guard:
         if not settings.configured:
-            settings.configure(USE_TZ=True, LOGGING_CONFIG=None)
+            settings.configure(USE_TZ=True, LOGGING_CONFIG=None, SECRET_KEY="of these tests")
             django.setup()
         self.alias = f"shop{next(numbers)}"
         said = connections.configure_settings({"default": {}, self.alias: self.database()})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -124,6 +125,49 @@ async def test_connections_go_back_to_the_pool(shop: Shop) -> None:
         with pytest.raises(RuntimeError):
             await shop.run(asked(f"f{number}"), failing)
     assert shop.engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("raises", [True, False])
+async def test_a_connection_that_the_borrower_has_closed_is_somebody_elses(shop: Shop, raises: bool) -> None:
+    """`with op.connection:` gives it back to its pool; whoever gets it next must not be rolled back in our place."""
+    others: list[Any] = []
+    engine: Any = shop.engine  # type: ignore[attr-defined]
+
+    def perform(op: Op) -> Performing:
+        yield called(shop, op.connection.close)
+        others.append((yield called(shop, engine.connect)))
+        yield called(shop, others[0].exec_driver_sql, "INSERT INTO refunds VALUES ('others', 'x')")
+        if raises:
+            raise LookupError
+        return "done"
+
+    with pytest.raises(LookupError if raises else TransactionEnded):
+        await shop.run(asked(), perform)
+    for method in (others[0].commit, others[0].close):
+        if inspect.isawaitable(done := method()):
+            await done
+    assert shop.refunds() == ["others"]
+    assert (await shop.run(asked("k2"), refund(shop))).how == "stored"
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("shop", POSTGRES, indirect=True)
+async def test_what_the_engine_says_at_each_beginning_holds(shop: Shop) -> None:
+    """A tenant for row-level security, say."""
+    engine: Any = shop.engine  # type: ignore[attr-defined]
+    event.listen(
+        getattr(engine, "sync_engine", engine),
+        "begin",
+        lambda connection: connection.exec_driver_sql("SET LOCAL app.tenant = '7'") and None,
+    )
+
+    def perform(op: Op) -> Performing:
+        yield shop.insert(op, op.key)
+        return (yield shop.ask(op, "SELECT current_setting('app.tenant')"))
+
+    for key in ("k1", "k2"):
+        assert (await shop.run(asked(key), perform)).value == "7"
+    assert shop.refunds() == ["k1", "k2"]
 
 
 def failing(op: Op) -> Performing:

@@ -13,10 +13,11 @@ import pytest
 
 from oncemore import Contract, Guard, Rule
 from oncemore.errors import ConfigurationError
-from tests.web.live import keyed
+from oncemore.web import asgi
+from tests.web.live import keyed, live
 
 from .conftest import emptied, opened
-from .doors import Work, behind_asgi, behind_wsgi
+from .doors import CONTRACT, Refused, Work, behind_asgi, behind_wsgi
 from .shops import ON_POSTGRES, ON_SQLITE, POLICY, Shop
 
 DOORS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -168,6 +169,64 @@ def test_a_write_skew_is_refused_at_the_commit_and_the_app_performs_again(
         assert said(ask(serializing, "/leave", answer.headers["x-id"])) == "replayed"
     if request.node.callspec.params["shop"].startswith("asgi"):  # which has background tasks: one for each answer
         assert sorted(work.told) == ["ann", "bob"]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_what_an_app_says_that_catches_all_is_not_the_answer(tmp_path: Path, status: int) -> None:
+    """CASES 54: the commit is refused, and the app answers all the same, though its effect was rolled back."""
+    shop = ON_SQLITE["aiosqlite"](f"sqlite:///{tmp_path / 'shop.db'}")
+    runs: list[int] = []
+
+    def refused() -> Any:
+        raise Refused
+        yield
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        op = asgi.current_operation()
+        runs.append(op.attempt)
+        await op.connection.execute(f"INSERT INTO refunds VALUES ('run {len(runs)}', 'x')")
+        if len(runs) == 1:
+            op.borrowed("").commit = refused  # type: ignore[method-assign]
+        try:
+            await send({"type": "http.response.start", "status": 201, "headers": []})
+            await send({"type": "http.response.body", "body": b"made"})
+        except BaseException:
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": b"sorry"})
+
+    with live(asgi.IdempotencyMiddleware(app, guard=shop.guard, contract=CONTRACT)) as client:
+        answer = ask(client, "/refund")
+    assert (answer.status_code, said(answer), answer.text) == (201, "stored", "made")
+    assert shop.refunds() == ["run 2"]
+
+
+def test_a_session_is_as_it_was_when_the_app_performs_again(tmp_path: Path) -> None:
+    """CASES 54: what the refused run has written into it, as Starlette's middleware lets it, was rolled back with the rest."""
+    shop = ON_SQLITE["aiosqlite"](f"sqlite:///{tmp_path / 'shop.db'}")
+    runs: list[int] = []
+    scopes: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["session"]["payments"]["made"] += 1
+        scope["state"].setdefault("seen", len(runs))
+        runs.append(scope["session"]["payments"]["made"])
+        if len(runs) == 1:
+            raise Refused
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        await send({"type": "http.response.body", "body": b"made"})
+
+    door = asgi.IdempotencyMiddleware(app, guard=shop.guard, contract=CONTRACT)
+
+    async def outer(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"  # no lifespan
+        scopes.append(scope)
+        await door({**scope, "session": scope.setdefault("session", {"payments": {"made": 1}})}, receive, send)
+
+    with live(outer) as client:
+        assert ask(client, "/refund").status_code == 201
+    assert runs == [2, 2]
+    assert scopes[-1]["session"] == {"payments": {"made": 2}}
+    assert scopes[-1]["state"]["seen"] == 1
 
 
 def test_a_stream_that_is_forgotten_cannot_be_transacted() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from oncemore import Guard, Operation, Record
 from oncemore.core.op import Op
 from oncemore.core.plan import run
+from oncemore.errors import InvalidKey
 
 from .conftest import emptied
 from .shops import POLICY
@@ -43,6 +46,19 @@ def test_the_borrowers_own_limit_holds_again_after_a_failed_attempt_was_taken_ov
         guard.run(ASKED, failing)
     answer = guard.run(ASKED, limit)
     assert (answer.value, answer.attempt) == ("0", 2)
+
+
+@pytest.mark.parametrize("suspect", ["log", "flag"])
+def test_the_borrowers_own_limit_holds_again_where_a_twin_was_met(guard: Guard, suspect: Any) -> None:
+    """The mark of the twin is in the way, and the performer goes on: not with the claim's patience, of a millisecond."""
+    policy = dataclasses.replace(POLICY, suspect=suspect, in_flight="conflict")
+    for key in ("k1", "k2"):
+        assert guard.run(Operation("customer-1", key, "same"), limit, policy=policy).value == "0"
+
+
+def test_a_name_that_is_too_long_is_refused_before_anything_happens(guard: Guard) -> None:
+    with pytest.raises(InvalidKey, match="room for"):
+        guard.run(Operation("customer-1", secrets.token_hex(2000)), limit)
 
 
 def test_what_another_takes_over_in_between_is_that_ones(guard: Guard) -> None:

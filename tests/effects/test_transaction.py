@@ -246,6 +246,23 @@ async def test_what_was_committed_behind_the_guards_back_is_in_doubt(shop: Shop)
 
 
 @on_each_kind
+async def test_what_a_slow_one_has_committed_itself_is_in_doubt_as_well(shop: Shop) -> None:
+    """CASES 25.  Its lease is over by then: to note its failure must not make way for a second refund."""
+
+    def perform(op: Op) -> Performing:
+        yield shop.insert(op, "before")
+        yield shop.sql(op, "COMMIT")
+        yield Sleep(0.2)
+        return "done"
+
+    with pytest.raises(TransactionEnded):
+        await shop.run(asked(), perform, policy=policy(lease=0.1))
+    with pytest.raises(UnknownOutcome):
+        await shop.run(asked(), refund(shop))
+    assert shop.refunds() == ["before"]
+
+
+@on_each_kind
 @pytest.mark.parametrize(("verdict", "expected"), [("settled", []), ("released", ["k"])])
 async def test_a_resolver_decides_about_a_lease_that_lapsed(shop: Shop, verdict: str, expected: list[str]) -> None:
     """CASES 25."""
@@ -467,8 +484,9 @@ class Refused(Exception):
     sqlite_errorcode = 5
 
 
-async def test_what_the_database_refuses_is_run_again(shop: Shop) -> None:
-    """CASES 54."""
+@pytest.mark.parametrize("errors", [(), (Exception,)])
+async def test_what_the_database_refuses_is_run_again(shop: Shop, errors: tuple[type[Exception], ...]) -> None:
+    """CASES 54.  It is no outcome, whatever the performer's own errors are."""
     runs: list[int] = []
 
     def perform(op: Op) -> Performing:
@@ -478,9 +496,20 @@ async def test_what_the_database_refuses_is_run_again(shop: Shop) -> None:
             raise Refused
         return "done"
 
-    assert (await shop.run(asked(), perform)).how == "stored"
+    answer = await shop.run(asked(), perform, policy=policy(errors=errors))
+    assert (answer.how, answer.value) == ("stored", "done")
     assert runs == [1, 1, 1]
     assert shop.refunds() == ["run-2"]
+
+
+@on_each_kind
+async def test_what_the_ledger_refuses_is_no_outcome_either(shop: Shop) -> None:
+    """CASES 20."""
+    await arun(shop.guard.store.claim(Operation("unique|refunds.create", "order-1"), lease=30))
+    settings = policy(errors=(Exception,))
+    with pytest.raises(InProgress):
+        await shop.run(asked(unique="order-1"), refund(shop), policy=settings)
+    assert await shop.guard.afind(*asked().id) is None
 
 
 @on_each_kind

@@ -11,10 +11,12 @@ import contextvars
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import ConfigurationError, TransactionEnded
+from .events import log
 from .model import Lease, Operation, Outcome, Record
 from .plan import Plan
 
@@ -100,15 +102,82 @@ def no_session() -> ConfigurationError:
     return ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")
 
 
-async def in_thread(function: Callable[[], T]) -> T:
-    """What the function returns, from a thread; a caller that is cancelled waits for it, for the connection is in use."""
-    context = contextvars.copy_context()
-    task = asyncio.get_running_loop().run_in_executor(threads(), context.run, function)
+class Loan:
+    """A connection for one transaction, of a driver that has no sessions."""
+
+    connection: Any = None  # what the performer borrows
+
+    def session(self) -> Any:
+        raise no_session()
+
+    def kept(self) -> bool:
+        """Whether it is still ours: a performer may have closed it, and then its pool has lent it to somebody else."""
+        return self.connection is not None
+
+
+class Returned(Protocol):
+    """What ends with a transaction: the use of a connection."""
+
+    def end(self, *, healthy: bool, committed: bool) -> Plan[None]: ...  # give the connection back, once
+    def drop(self) -> None: ...
+
+
+def give_back(wire: Returned, *, healthy: bool, committed: bool) -> Plan[None]:
+    """Give the connection back; whoever is cut off meanwhile drops it, for it must not stay anyone's.
+
+    What fails then (a hook of Django's that runs after the commit, say) changes nothing any more, but must not go unheard.
+    """
     try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
+        yield from wire.end(healthy=healthy, committed=committed)
+    except Exception:
+        if committed:
+            log.exception("The transaction was committed; what was to be done after it has failed")
+    except BaseException:
+        wire.drop()
         raise
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """What the function returns, from a thread."""
+    context = contextvars.copy_context()
+    return await to_the_end(asyncio.get_running_loop().run_in_executor(threads(), context.run, function))
+
+
+async def to_the_end(work: asyncio.Future[T]) -> T:
+    """What the work gives; a caller that is cancelled waits for it, however often that is: the connection is in use."""
+    work.add_done_callback(
+        lambda done: done.cancelled() or done.exception()
+    )  # else asyncio complains that nobody asked
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return work.result()
+
+
+def at_once(effect: Do[None]) -> None:
+    """Have it done though nobody can wait for it: here, or by a task where a loop runs, or not at all without one."""
+    try:
+        task = asyncio.get_running_loop().create_task(quietly(effect))
+    except RuntimeError:
+        if effect.plain is not None:
+            with suppress(Exception):
+                effect.plain()
+        return
+    TASKS.add(task)
+    task.add_done_callback(TASKS.discard)
+
+
+async def quietly(effect: Do[None]) -> None:
+    with suppress(Exception):
+        await effect.arun()
+
+
+TASKS: set[asyncio.Task[None]] = set()  # the loop's own references to tasks are weak
 
 
 # As many as there is work: those who wait for a row must never keep its owner from the thread that it commits on.

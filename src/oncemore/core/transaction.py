@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from ..errors import (
     ConfigurationError,
-    InProgress,
     OncemoreError,
     Refusal,
     StoreError,
@@ -35,6 +34,8 @@ from .values import error_outcome, value_outcome
 if TYPE_CHECKING:
     from .guard import Guard
 
+T = TypeVar("T")
+
 # Before the next run of a transaction that the database refused: up to so long, twice as much each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
 LOOK = 0.05  # between two looks at an operation that runs under a lease, which no row lock tells of
@@ -53,6 +54,10 @@ def transacted(
     if lender is None:
         raise ConfigurationError(NO_LENDER.format(url=guard.store.url))
     return Transacted(guard, lender, operation, perform, policy, wait).answer()
+
+
+class Decided(Exception):
+    """The performer has raised what is the outcome: its effects are rolled back, and another transaction keeps it."""
 
 
 class Transacted:
@@ -76,19 +81,16 @@ class Transacted:
         limit = policy.wait if wait is None else min(wait, policy.wait)
         self.ends = guard.clock.monotonic() + (limit if policy.in_flight == "wait" else 0.0)
         self.performed = False
-        self.error: Exception | None = None  # the performer's, where it is the outcome: its effects are rolled back
+        self.error: Exception | None = None  # the performer's, where it is the outcome
 
     def answer(self) -> Plan[Answer]:
         runs = 0
         while True:
-            transaction: Transaction = yield from self.lender.open()
             try:
-                answer = yield from self._attempt(transaction)
-            except GeneratorExit:
-                transaction.drop()
-                raise
+                answer = yield from self._within(self._attempt)
+            except Decided:
+                continue
             except BaseException as error:
-                yield from transaction.abort()
                 if not isinstance(error, Again) and not self.lender.again(error):
                     yield from self._failed(error)
                     raise
@@ -99,6 +101,18 @@ class Transacted:
             else:
                 if answer is not None:
                     return answer
+
+    def _within(self, work: Callable[[Transaction], Plan[T]]) -> Plan[T]:
+        """What *work* gives, in a transaction of its own; whatever ends it early, the connection is given back."""
+        transaction: Transaction = yield from self.lender.open()
+        try:
+            return (yield from work(transaction))
+        except GeneratorExit:
+            transaction.drop()
+            raise
+        except BaseException:
+            yield from transaction.abort()
+            raise
 
     def _attempt(self, transaction: Transaction) -> Plan[Answer | None]:
         """The answer, committed; None where it is worth another look."""
@@ -113,12 +127,7 @@ class Transacted:
         op = Op(found, transaction=transaction, deadline=self.deadline)
         if self.guard.observers:
             self.guard.tell("claimed", self.operation, token=found.token, attempt=found.attempt)
-        try:
-            answer = yield from self._performed(transaction, op)
-        except self.policy.errors as error:
-            self.error = error
-            yield from transaction.abort()
-            return None
+        answer = yield from self._performed(transaction, op)
         if not keeps(self.policy, answer.outcome):
             yield from transaction.abort()
             yield from self._remember()
@@ -138,8 +147,15 @@ class Transacted:
         return (yield from self._unique(transaction, op))
 
     def _call(self, op: Op) -> Plan[Answer]:
+        """What the performer itself gives or raises; the ledger's own refusals, and the database's, never pass for it."""
         self.performed = True
-        value = yield Perform(self.guard.heart, (), self.perform, op)
+        try:
+            value = yield Perform(self.guard.heart, (), self.perform, op)
+        except self.policy.errors as error:
+            if self.lender.again(error):
+                raise
+            self.error = error
+            raise Decided from error
         outcome = value if isinstance(value, Outcome) else value_outcome(value)
         return Answer(outcome, "stored", attempt=op.attempt, value=value)
 
@@ -226,29 +242,24 @@ class Transacted:
     def _remember(self) -> Plan[None]:
         """Note what the key stands for, though its effect was rolled back: another request must not have it."""
         for _ in range(1 + self.policy.reruns):
-            if (yield from self._noted()):
-                return
+            try:
+                yield from self._within(self._note)
+            except Again:
+                continue
+            except OncemoreError:  # then someone else has it already, or nobody can have it now
+                pass
+            return
 
-    def _noted(self) -> Plan[bool]:
-        """Whether there is nothing left to note; else the database has refused it, and it is worth another try."""
-        transaction: Transaction = yield from self.lender.open()
-        try:
-            lease = yield from transaction.begin(self.operation, lease=self.policy.lease, wait=0.0)
-            if isinstance(lease, Lease):
-                yield from transaction.release(lease, retention=self.policy.ttl)
-                yield from transaction.commit()
-                self.guard.tell("released", self.operation, token=lease.token, attempt=lease.attempt)
-                return True
-        except GeneratorExit:
-            transaction.drop()
-            raise
-        except Again:
+    def _note(self, transaction: Transaction) -> Plan[None]:
+        found = yield from transaction.begin(self.operation, lease=self.policy.lease, wait=0.0)
+        if (
+            isinstance(found, Record) or found.lapsed
+        ):  # what the performer has committed itself is in doubt, and stays so
             yield from transaction.abort()
-            return False
-        except (InProgress, StoreError):  # then someone else has it already, or nobody can have it now
-            pass
-        yield from transaction.abort()
-        return True
+            return
+        yield from transaction.release(found, retention=self.policy.ttl)
+        yield from transaction.commit()
+        self.guard.tell("released", self.operation, token=found.token, attempt=found.attempt)
 
 
 def given_up(error: BaseException, runs: int) -> StoreUnavailable:

@@ -12,7 +12,7 @@ from typing import Any
 import asyncpg  # type: ignore[import-untyped]
 from psycopg.conninfo import conninfo_to_dict
 
-from ..core.lending import no_session
+from ..core.lending import Loan
 from ..core.store import Store
 from ..errors import ConfigurationError
 from .asyncpg_wire import AsyncpgWire
@@ -77,17 +77,13 @@ def setting(name: str, value: Any) -> str:
     return str(value)
 
 
-class PoolLoan:
+class PoolLoan(Loan):
     """A connection of the pool's."""
 
     def __init__(self, pool: Any, timeout: float) -> None:
         self.pool = pool
         self.timeout = timeout
-        self.connection: Any = None
         self._transaction: Any = None
-
-    def session(self) -> Any:
-        raise no_session()
 
     async def begin(self, ask: Ask) -> tuple[Any, Rows]:
         try:

@@ -6,13 +6,14 @@ it, its values written into the text.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from .postgres_literals import inline
 from .postgres_sql import Ask, Rows
 from .postgres_transaction import Misuse
-from .postgres_wires import Borrowed, LoanWire, later
+from .postgres_wires import PATIENCE, Borrowed, LoanWire
 
 
 class AsyncpgLoan(Borrowed, Protocol):
@@ -30,20 +31,20 @@ class AsyncpgWire(LoanWire[AsyncpgLoan]):
     """A connection of asyncpg's."""
 
     async def _begin(self, ask: Ask) -> Rows:
-        self.raw, rows = await self.loan.begin(ask)
+        self.taken, rows = await self.loan.begin(ask)
         return rows
 
     async def _rows(self, ask: Ask) -> Rows:
         statement, values = ask
         if statement.name:
-            rows: Rows = await self.raw.fetch(statement.text, *values)
+            rows: Rows = await self._ours().fetch(statement.text, *values)
             return rows
-        await self.raw.execute(inline(statement, values))  # whatever codec the user has set for JSON
+        await self._ours().execute(inline(statement, values))  # whatever codec the user has set for JSON
         return ()
 
     async def _commit(self, asks: Sequence[Ask]) -> None:
         await self.loan.finish()
-        raw = self.raw
+        raw = self._ours()
         if not raw.is_in_transaction():
             raise Misuse
         script = [inline(*ask) for ask in asks]
@@ -56,10 +57,11 @@ class AsyncpgWire(LoanWire[AsyncpgLoan]):
         self.loan.committed()
 
     async def _roll_back(self) -> None:
-        await self.loan.roll_back()
+        async with asyncio.timeout(PATIENCE):
+            await self.loan.roll_back()
 
     async def _end(self, healthy: bool, committed: bool) -> None:
-        raw, self.raw = self.raw, None
+        raw, self.taken = self.raw, None
         if raw is not None and not healthy:
             raw.terminate()
         await self.loan.give(healthy=healthy, committed=committed)
@@ -67,4 +69,4 @@ class AsyncpgWire(LoanWire[AsyncpgLoan]):
     def drop(self) -> None:
         if self.raw is not None:
             self.raw.terminate()
-            later(self._end(False, False))
+        super().drop()

@@ -15,7 +15,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections, transaction  # type: ignore[import-untyped]
 from django.utils.connection import ConnectionDoesNotExist  # type: ignore[import-untyped]
 
-from ..core.lending import Do, no_session
+from ..core.lending import Do, Loan, to_the_end
 from ..core.store import Store
 from ..core.urls import DJANGO
 from ..errors import ConfigurationError, TransactionEnded
@@ -45,16 +45,15 @@ class RolledBack(Exception):
     """Told to Django where the transaction came to nothing, so that it runs no hooks."""
 
 
-class AtomicLoan:
+class AtomicLoan(Loan):
     """A connection of Django's for one transaction: that of the thread."""
 
     def __init__(self, alias: str) -> None:
         self.alias = alias
-        self.connection: Any = None
         self._atomic: Any = None
 
-    def session(self) -> Any:
-        raise no_session()
+    def kept(self) -> bool:
+        return self.connection is not None and not self.connection.closed_in_transaction
 
     def do(self, work: Callable[[], T]) -> Do[T]:
         return do(work)
@@ -98,10 +97,4 @@ def do(work: Callable[[], T]) -> Do[T]:
 
 
 async def in_orm_thread(work: Callable[[], T]) -> T:
-    """What it returns; a caller that is cancelled waits for it, for the connection is in use."""
-    task = asyncio.ensure_future(sync_to_async(work, thread_sensitive=True)())
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    return await to_the_end(asyncio.ensure_future(sync_to_async(work, thread_sensitive=True)()))

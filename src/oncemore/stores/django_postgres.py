@@ -1,17 +1,17 @@
-"""Django's PostgreSQL connections, with psycopg 3 or psycopg2."""
+"""Django's PostgreSQL connections: psycopg's, which Django prefers to psycopg2 and which the ledger needs anyway."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from django.db.backends.postgresql.psycopg_any import is_psycopg3  # type: ignore[import-untyped]
 from psycopg.pq import Conninfo
 
 from ..core.store import Store
 from .django import AtomicLoan
 from .postgres import PostgresStore, url_of
-from .postgres_transaction import Enlisted, Wire
+from .postgres_transaction import Enlisted
+from .postgres_wires import ThreadWire
 
 NAMES = {"NAME": "dbname", "USER": "user", "PASSWORD": "password", "HOST": "host", "PORT": "port"}
 
@@ -19,7 +19,7 @@ NAMES = {"NAME": "dbname", "USER": "user", "PASSWORD": "password", "HOST": "host
 def store_of(alias: str, database: Any, options: Mapping[str, str]) -> Store:
     """The ledger in the database with this alias."""
     store = PostgresStore(url_of(settings_of(database.settings_dict), options))
-    store.lender = Enlisted(store, wires(alias))
+    store.lender = Enlisted(store, lambda: ThreadWire(AtomicLoan(alias)))
     return store
 
 
@@ -31,14 +31,3 @@ def settings_of(said: Mapping[str, Any]) -> dict[str, Any]:
     if said.get("NAME", "") is None:
         found["dbname"] = "postgres"  # as Django does
     return found
-
-
-def wires(alias: str) -> Callable[[], Wire]:
-    """What makes the wire of a transaction, by the driver."""
-    if is_psycopg3:
-        from .postgres_wires import ThreadWire
-
-        return lambda: ThreadWire(AtomicLoan(alias))
-    from .postgres_psycopg2 import Psycopg2Wire
-
-    return lambda: Psycopg2Wire(AtomicLoan(alias))

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ..core.lending import Do
+from ..core.lending import Do, at_once
 from ..core.plan import Plan
 from ..core.store import Store
 from .django import AtomicLoan, do
@@ -50,7 +50,11 @@ class AtomicDesk(ThreadDesk):
         yield self.do(lambda: self.loan.give(healthy=True, committed=committed))
 
     def shut(self) -> None:
-        connection, self.connection = self.connection, None
-        if connection is not None:
-            connection.connection.close()
-            self.loan.give(healthy=False, committed=False)
+        loan, self.connection = self.loan, None
+        if loan.connection is not None:
+            at_once(self.do(lambda: close(loan)))
+
+
+def close(loan: AtomicLoan) -> None:
+    loan.raw.close()
+    loan.give(healthy=False, committed=False)

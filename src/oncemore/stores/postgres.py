@@ -39,14 +39,26 @@ from ..core.plan import Plan
 from ..core.states import HELD, RELEASED, RUNNING, SETTLED, State, read
 from ..core.store import Filter, Holder, Page, Stats, Store
 from ..core.urls import hide_password, take_options
-from ..errors import ConfigurationError, Fenced, InvalidKey, InvalidPayload, OncemoreError, StoreError
+from ..errors import ConfigurationError, Fenced, InvalidPayload, OncemoreError, StoreError
 from . import postgres_schema as tables
 from .postgres_database import Database
 from .postgres_ear import Ear
 from .postgres_flights import Flights, is_expired
 from .postgres_lender import PostgresLender, wire_of
 from .postgres_link import Rows
-from .postgres_rows import Claimed, Found, Item, Moved, Touched, Watched, encode_rows, read_record, safe
+from .postgres_rows import (
+    LONGEST_SPAN,
+    Claimed,
+    Found,
+    Item,
+    Moved,
+    Touched,
+    Watched,
+    check_length,
+    encode_rows,
+    read_record,
+    safe,
+)
 from .postgres_sql import Statement
 from .postgres_transaction import Enlisted
 
@@ -71,8 +83,6 @@ CONNECTION = {
 CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"}
 
 BLIND_POLL = 0.25
-LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
-LONGEST_ID = 2600  # bytes of scope and key that an index entry has room for
 ABANDONED = 60.0  # seconds for which a claim whose caller went away is remembered
 MOST_MARKED = 10_000
 # Not all who wait: while the server works on one group, this process works on what the last one was answered.
@@ -168,7 +178,7 @@ class PostgresStore:
             holder=self.holder.next(),
             lease=min(lease, LONGEST_SPAN),
         )
-        check_length(row)
+        check_length(row.scope, row.key)
         return (yield Ask(self._claims, Item(row, operation)))  # type: ignore[no-any-return]
 
     def _give_back(self, _: Item, answer: Lease | Record) -> Plan[None]:
@@ -334,15 +344,6 @@ def libpq_conninfo(url: str) -> str:
         return make_conninfo("", **{**CONNECTION, **conninfo_to_dict(url), "client_encoding": "UTF8"})
     except psycopg.Error as error:
         raise ConfigurationError(f"{hide_password(url)}: {error}") from error
-
-
-def check_length(row: Claimed) -> None:
-    """Refuse a name that the index has no room for."""
-    if len(row.scope) + len(row.key) <= LONGEST_ID // 4:
-        return
-    size = len(row.scope.encode()) + len(row.key.encode())
-    if size > LONGEST_ID:
-        raise InvalidKey(f"The scope and the key have {size} bytes together; PostgreSQL has room for {LONGEST_ID}")
 
 
 def read_cursor(cursor: str) -> Sequence[str]:

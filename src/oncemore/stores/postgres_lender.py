@@ -12,7 +12,7 @@ import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from ..core.fork import reset_in_child
-from ..core.lending import Do, Transaction, ended, no_session
+from ..core.lending import Do, Loan, Transaction, ended
 from ..core.plan import Plan
 from ..errors import StoreTimeout
 from .postgres_transaction import PostgresTransaction, Wire, again
@@ -92,6 +92,7 @@ class PostgresLender:
         loop = asyncio.get_running_loop()
         pool = self._loops.get(loop)
         if pool is None:
+            self._forget_closed()
             pool = self._loops[loop] = AsyncConnectionPool(
                 self.conninfo, connection_class=AsyncLent, min_size=0, max_size=self.most, open=False, name="oncemore"
             )
@@ -99,11 +100,20 @@ class PostgresLender:
             await pool.open()
         return LoopWire(AsyncPoolLoan(pool, self.store.database.timeout))
 
+    def _forget_closed(self) -> None:
+        """End the connections of loops that are no more, whose pools can no longer do it."""
+        for loop, pool in tuple(self._loops.items()):
+            if loop.is_closed():
+                del self._loops[loop]
+                for connection in getattr(pool, "_pool", ()):
+                    connection.pgconn.finish()
+
     def again(self, error: BaseException) -> bool:
         return again(error)
 
     def close(self) -> None:
         """End our own pool of the threads."""
+        self._forget_closed()
         with self._making:
             pool, self._threads = self._threads, None
         if pool is not None:
@@ -116,16 +126,12 @@ class PostgresLender:
         await asyncio.to_thread(self.close)
 
 
-class PoolLoan:
+class PoolLoan(Loan):
     """A connection of a ConnectionPool's."""
 
     def __init__(self, pool: ConnectionPool[Any], timeout: float) -> None:
         self.pool = pool
         self.timeout = timeout
-        self.connection: Any = None
-
-    def session(self) -> Any:
-        raise no_session()
 
     def do(self, work: Callable[[], T]) -> Do[T]:
         return Do(work, None)
@@ -146,16 +152,12 @@ class PoolLoan:
             self.pool.putconn(connection)
 
 
-class AsyncPoolLoan:
+class AsyncPoolLoan(Loan):
     """A connection of an AsyncConnectionPool's."""
 
     def __init__(self, pool: AsyncConnectionPool[Any], timeout: float) -> None:
         self.pool = pool
         self.timeout = timeout
-        self.connection: Any = None
-
-    def session(self) -> Any:
-        raise no_session()
 
     async def take(self) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""How psycopg2's connections carry the ledger's statements, under SQLAlchemy or Django.
+"""How psycopg2's connections carry the ledger's statements, under SQLAlchemy.
 
 psycopg2 sends text alone, so a statement goes with its values written into it, the claim behind its BEGIN and the
 outcome before its COMMIT, as one message each.  For that the connection must leave its BEGIN to us: it is in autocommit
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psycopg2.extensions  # type: ignore[import-untyped]
 
@@ -28,33 +29,54 @@ LEVELS = {
 class Psycopg2Wire(ThreadWire):
     """A connection of psycopg2's."""
 
-    former = False  # whether it was in autocommit mode before
-
     def _begin(self, ask: Ask) -> Rows:
-        raw = self.raw = self.loan.take()
-        self.former, raw.autocommit = raw.autocommit, True
+        raw = self.taken = self.loan.take()
+        if idle(raw):  # else a hook of the engine's has said something first, and the transaction has begun
+            LENT[raw], raw.autocommit = raw.autocommit, True
         return self._run(f"{begin_of(raw)};\n{inline(*ask)}")
 
     def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
         return [self._run(inline(*ask)) for ask in asks]
 
     def _run(self, script: str) -> Rows:
-        with self.raw.cursor(cursor_factory=psycopg2.extensions.cursor) as cursor:
+        with self._ours().cursor(cursor_factory=psycopg2.extensions.cursor) as cursor:
             cursor.execute(script)
             rows = cursor.fetchall() if cursor.description else ()
         return [[bytes(value) if isinstance(value, memoryview) else value for value in row] for row in rows]
 
     def _commit(self, asks: Sequence[Ask]) -> None:
         self.loan.finish()
-        if self.raw.info.transaction_status == psycopg2.extensions.TRANSACTION_STATUS_IDLE:
+        if idle(self._ours()):
             raise Misuse
         self._run(";\n".join([*(inline(*ask) for ask in asks), "COMMIT"]))
-        self.raw.autocommit = self.former
+        self.committed = True
+        restore(self.taken)
 
     def _roll_back(self) -> None:
         if self.raw is not None:
             self._run("ROLLBACK")
-            self.raw.autocommit = self.former
+            restore(self.taken)
+
+
+# Those that are lent, and whether they were in autocommit mode before.
+LENT: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def restore(raw: Any) -> None:
+    if raw in LENT:
+        raw.autocommit = LENT.pop(raw)
+
+
+def on_return(raw: Any, *_: Any) -> None:
+    """For an engine's pool, which a performer may give its connection back to: nobody must find our transaction on it."""
+    if raw in LENT:
+        with raw.cursor() as cursor:
+            cursor.execute("ROLLBACK")
+        restore(raw)
+
+
+def idle(raw: Any) -> bool:
+    return raw.info.transaction_status == psycopg2.extensions.TRANSACTION_STATUS_IDLE  # type: ignore[no-any-return]
 
 
 def begin_of(raw: Any) -> str:

@@ -11,6 +11,10 @@ import msgspec
 from ..core.clock import SYSTEM
 from ..core.model import Outcome, Record, decode_outcome
 from ..core.states import State
+from ..errors import InvalidKey
+
+LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
+LONGEST_ID = 2600  # bytes of scope and key that an index entry has room for
 
 UNSAFE = re.compile(r"[\\\x00\ud800-\udfff]")
 ESCAPED = re.compile(r"\\(?:([\\0])|u([0-9a-f]{4}))")
@@ -35,6 +39,15 @@ def _escape(found: re.Match[str]) -> str:
 
 def _unescape(found: re.Match[str]) -> str:
     return {"\\": "\\", "0": "\0"}[found[1]] if found[1] else chr(int(found[2], 16))
+
+
+def check_length(scope: str, key: str) -> None:
+    """Refuse a name that the index has no room for."""
+    if len(scope) + len(key) <= LONGEST_ID // 4:
+        return
+    size = len(scope.encode()) + len(key.encode())
+    if size > LONGEST_ID:
+        raise InvalidKey(f"The scope and the key have {size} bytes together; PostgreSQL has room for {LONGEST_ID}")
 
 
 # The rows of the grouped statements' first parameter; their fields are the columns that the SQL reads.

@@ -104,6 +104,7 @@ FROM (SELECT clock_timestamp() + make_interval(secs => $7) AS now,
     set_config('lock_timeout', $8, true) AS wait OFFSET 0) AS here
 ON CONFLICT (scope, key) DO NOTHING
 RETURNING token, date_part('epoch', lease_until){RESTORED}"""
+RESTORE = f"SELECT 1{RESTORED}"  # where a record is in the way, and the transaction goes on all the same
 
 # Look up each item's record, expired or not; before its columns, the item and whether the latest claim took over from a
 # holder that vanished.
@@ -306,6 +307,7 @@ class Statements:
         self.move_one = self._prepared(MOVE_ONE)
         self.claim_here = self._prepared(CLAIM_HERE)
         self.take_here = self._prepared(CLAIM + RESTORED, want=one(CLAIMED))
+        self.restore = self._prepared(RESTORE)
         self.settle_here = self._prepared(SETTLE_HERE)
         self.release_here = self._prepared(RELEASE_HERE)
         self.find_here = self._prepared(FIND_HERE)

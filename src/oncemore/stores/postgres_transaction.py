@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..core.judge import is_over
-from ..core.lending import Again, Transaction, ended, over
+from ..core.lending import Again, Transaction, ended, give_back, over
 from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..core.plan import Effect, Plan
 from ..core.store import Holder
@@ -19,13 +19,12 @@ from ..errors import InProgress, OncemoreError, StoreUnavailable, TransactionEnd
 from .postgres_database import AGAIN, translated
 from .postgres_flights import is_expired
 from .postgres_link import Rejected
-from .postgres_rows import Named, encode_rows, read_record, safe
+from .postgres_rows import LONGEST_SPAN, Named, check_length, encode_rows, read_record, safe
 from .postgres_sql import Ask, Rows, Statements, prepared
 
 if TYPE_CHECKING:
     from .postgres import PostgresStore
 
-LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
 DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
 VIOLATION = "23"
 NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE, FORGOTTEN = "55P03", "22012", "25P02", "26000"
@@ -41,7 +40,7 @@ class Wire(Protocol):
     def rows(self, ask: Ask) -> Effect[Rows]: ...
     def commit(self, asks: Sequence[Ask]) -> Effect[None]: ...  # these statements and COMMIT; one that fails stops it
     def roll_back(self) -> Effect[None]: ...
-    def end(self, *, healthy: bool, committed: bool) -> Effect[None]: ...  # give the connection back, once
+    def end(self, *, healthy: bool, committed: bool) -> Plan[None]: ...  # give the connection back, once
     def drop(self) -> None: ...
 
 
@@ -95,21 +94,31 @@ class PostgresTransaction:
         try:
             rows = yield self._wire.begin(self._claim(operation, lease))
         except Exception as error:
-            retell(error)
+            meant = told(error)
+            if isinstance(meant, StoreUnavailable) and self._wire.connection is not None:
+                raise Again(f"the connection was stale: {error}") from error  # nothing was done: try another
+            raise meant from error
         return first(operation, rows) if rows else (yield from self._met(operation, lease))
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
         rows = yield from self._rows(self._claim(operation, lease))
-        return first(operation, rows) if rows else (yield from self._met(operation, lease))
+        if rows:
+            return first(operation, rows)
+        found = yield from self._met(operation, lease)
+        if isinstance(found, Record):  # the performer may go on, under its own limit
+            yield from self._rows((self._sql.restore, []))
+        return found
 
     def _claim(self, operation: Operation, lease: float) -> Ask:
         milliseconds = max(1, int(1000 * self._wait))  # 0 would be to wait for ever
         return self._sql.claim_here, [*self._named(operation, lease), str(milliseconds)]
 
     def _named(self, operation: Operation, lease: float) -> list[Any]:
+        scope, key = map(safe, operation.id)
+        check_length(scope, key)
         return [
-            safe(operation.scope),
-            safe(operation.key),
+            scope,
+            key,
             safe(operation.name),
             safe(operation.fingerprint),
             self._holder.next(),
@@ -184,14 +193,8 @@ class PostgresTransaction:
         yield from self._end(healthy=healthy, committed=False)
 
     def _end(self, *, healthy: bool, committed: bool) -> Plan[None]:
-        """Give the connection back; whoever is cut off meanwhile drops it, for it must not stay anyone's."""
         self._open = False
-        try:
-            with contextlib.suppress(Exception):
-                yield self._wire.end(healthy=healthy, committed=committed)
-        except BaseException:
-            self._wire.drop()
-            raise
+        yield from give_back(self._wire, healthy=healthy, committed=committed)
 
     def drop(self) -> None:
         if self._open:
@@ -250,7 +253,7 @@ def told(error: Exception, *, committing: bool = False) -> Exception:
         )
     if committing and state.startswith(VIOLATION):  # of the borrower's own constraint, which waited for the commit
         return error
-    if state and not state.startswith(("08", "57")):
+    if state and not state.startswith(("08", "57" if committing else "57P")):  # 57014 is a statement's own time limit
         return translated(Rejected(str(error), state))
     if committing:  # whether it was committed is for whoever claims the key next to see
         return Again(f"the answer to the commit was lost: {error}")

@@ -109,8 +109,8 @@ def answered(pgconn: Any) -> Generator[Wait, Ready, list[PGresult]]:
     """The result of each command, up to the end of the pipeline."""
     results: list[PGresult] = []
     while pgconn.flush():
-        if (yield Wait.RW) & Ready.R:
-            pgconn.consume_input()
+        yield Wait.RW  # which of them it is does not matter, and is not told to one that goes on after a cancellation
+        pgconn.consume_input()
     # Not before it has been waited for: to ask lets go of the interpreter, and other threads come in between.
     yield WAIT_R
     pgconn.consume_input()

@@ -6,13 +6,13 @@ Where a connection comes from, and where it goes, is its *loan*: a pool of our o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from psycopg.pq import TransactionStatus
 
-from ..core.lending import Do
+from ..core.lending import Do, at_once
+from ..core.plan import Plan
 from .postgres_sql import Ask, Rows
 from .postgres_transaction import Misuse
 from .postgres_trip import COMMIT, ROLLBACK, begin, trip
@@ -20,6 +20,9 @@ from .postgres_trip import COMMIT, ROLLBACK, begin, trip
 T = TypeVar("T")
 
 IDLE = int(TransactionStatus.IDLE)
+PATIENCE = (
+    5.0  # seconds for a rollback on an event loop: where the network is silent, to close the connection does as well
+)
 
 
 class Borrowed(Protocol):
@@ -28,9 +31,10 @@ class Borrowed(Protocol):
     @property
     def connection(self) -> Any: ...  # what the performer borrows
     def session(self) -> Any: ...
+    def kept(self) -> bool: ...  # False where the performer has closed it: its pool may have lent it to somebody else
 
 
-class Loan(Borrowed, Protocol):
+class ThreadLoan(Borrowed, Protocol):
     """As that, on threads."""
 
     def do(self, work: Callable[[], T]) -> Do[T]: ...  # on whatever thread the connection can be used
@@ -61,7 +65,19 @@ class LoanWire(Generic[L]):
 
     def __init__(self, loan: L) -> None:
         self.loan = loan
-        self.raw: Any = None  # the driver's own connection, while there is one
+        self.taken: Any = None  # the driver's own connection
+        self.committed = False  # also where whoever asked for it was cancelled before the answer
+
+    @property
+    def raw(self) -> Any:
+        """The driver's own connection, while it is ours."""
+        return self.taken if self.taken is not None and self.loan.kept() else None
+
+    def _ours(self) -> Any:
+        raw = self.raw
+        if raw is None:
+            raise Misuse
+        return raw
 
     @property
     def connection(self) -> Any:
@@ -85,24 +101,27 @@ class LoanWire(Generic[L]):
     def roll_back(self) -> Do[None]:
         return self._do(self._roll_back)
 
-    def end(self, *, healthy: bool, committed: bool) -> Do[None]:
-        return self._do(lambda: self._end(healthy, committed))
+    def end(self, *, healthy: bool, committed: bool) -> Plan[None]:
+        yield self._do(lambda: self._end(healthy, committed or self.committed))
+
+    def drop(self) -> None:
+        at_once(self._do(lambda: self._end(False, self.committed)))
 
 
-class ThreadWire(LoanWire[Loan]):
+class ThreadWire(LoanWire[ThreadLoan]):
     """A sync connection of psycopg's."""
 
     def _do(self, work: Callable[[], Any]) -> Do[Any]:
         return self.loan.do(work)
 
     def _begin(self, ask: Ask) -> Rows:
-        raw = self.raw = self.loan.take()
+        raw = self.taken = self.loan.take()
         _, rows = self._sent((begin(raw), ()), ask)
         raw.lent = True
         return rows
 
     def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
-        raw = self.raw
+        raw = self._ours()
         with raw.lock:
             sent: list[Rows] = raw.wait(trip(raw, asks, wanted=wanted))
         return sent
@@ -112,39 +131,37 @@ class ThreadWire(LoanWire[Loan]):
 
     def _commit(self, asks: Sequence[Ask]) -> None:
         self.loan.finish()
-        raw = self.raw
+        raw = self._ours()
         check(raw)
         raw.lent = False
         self._sent(*asks, (COMMIT, ()), wanted=False)
+        self.committed = True
 
     def _roll_back(self) -> None:
-        if self.raw is not None:
-            self.raw.lent = False
-            if self.raw.pgconn.transaction_status != IDLE:
+        raw = self.raw
+        if raw is not None:
+            raw.lent = False
+            if raw.pgconn.transaction_status != IDLE:
                 self._sent((ROLLBACK, ()))  # its own rollback() would have our prepared statements forgotten
 
     def _end(self, healthy: bool, committed: bool) -> None:
-        if self.raw is not None and not healthy:
-            self.raw.close()
-        self.raw = None
+        raw, self.taken = self.raw, None
+        if raw is not None and not healthy:
+            raw.close()
         self.loan.give(healthy=healthy, committed=committed)
-
-    def drop(self) -> None:
-        with suppress(Exception):
-            self._end(False, False)
 
 
 class LoopWire(LoanWire[LoopLoan]):
     """An async connection of psycopg's."""
 
     async def _begin(self, ask: Ask) -> Rows:
-        raw = self.raw = await self.loan.take()
+        raw = self.taken = await self.loan.take()
         _, rows = await self._sent((begin(raw), ()), ask)
         raw.lent = True
         return rows
 
     async def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
-        raw = self.raw
+        raw = self._ours()
         async with raw.lock:
             sent: list[Rows] = await raw.wait(trip(raw, asks, wanted=wanted))
         return sent
@@ -154,19 +171,22 @@ class LoopWire(LoanWire[LoopLoan]):
 
     async def _commit(self, asks: Sequence[Ask]) -> None:
         await self.loan.finish()
-        raw = self.raw
+        raw = self._ours()
         check(raw)
         raw.lent = False
         await self._sent(*asks, (COMMIT, ()), wanted=False)
+        self.committed = True
 
     async def _roll_back(self) -> None:
-        if self.raw is not None:
-            self.raw.lent = False
-            if self.raw.pgconn.transaction_status != IDLE:
-                await self._sent((ROLLBACK, ()))
+        raw = self.raw
+        if raw is not None:
+            raw.lent = False
+            if raw.pgconn.transaction_status != IDLE:
+                async with asyncio.timeout(PATIENCE):
+                    await self._sent((ROLLBACK, ()))
 
     async def _end(self, healthy: bool, committed: bool) -> None:
-        raw, self.raw = self.raw, None
+        raw, self.taken = self.raw, None
         if raw is not None and not healthy:
             await raw.close()
         await self.loan.give(healthy=healthy, committed=committed)
@@ -174,22 +194,7 @@ class LoopWire(LoanWire[LoopLoan]):
     def drop(self) -> None:
         if self.raw is not None:
             self.raw.pgconn.finish()
-            later(self._end(False, False))
-
-
-# The loop's own references to tasks are weak.
-TASKS: set[asyncio.Task[None]] = set()
-
-
-def later(work: Coroutine[Any, Any, None]) -> None:
-    """Have it done by the running loop; without one there is nothing that the connection could go back to."""
-    try:
-        task = asyncio.get_running_loop().create_task(work)
-    except RuntimeError:
-        work.close()
-        return
-    TASKS.add(task)
-    task.add_done_callback(TASKS.discard)
+        super().drop()
 
 
 def check(raw: Any) -> None:

@@ -33,6 +33,9 @@ class Borrowed:
         self._sessions.append(session)
         return session
 
+    def kept(self) -> bool:
+        return self.connection is not None and not self.connection.closed
+
     def do(self, work: Callable[[], T]) -> Do[T]:
         return Do(work, None)
 
@@ -60,7 +63,7 @@ class Borrowed:
     def give(self, *, healthy: bool, committed: bool) -> None:
         """The driver has ended the transaction; SQLAlchemy hears of it here, and sends nothing more."""
         connection, self.connection = self.connection, None
-        if connection is None:
+        if connection is None or connection.closed:
             return
         try:
             if not healthy:
@@ -86,6 +89,9 @@ class AsyncBorrowed:
         self._sessions.append(session)
         return session
 
+    def kept(self) -> bool:
+        return self.connection is not None and not self.connection.closed
+
     async def take(self) -> Any:
         try:
             connection: AsyncConnection = await self.engine.connect()
@@ -104,7 +110,7 @@ class AsyncBorrowed:
 
     async def give(self, *, healthy: bool, committed: bool) -> None:
         connection, self.connection = self.connection, None
-        if connection is None:
+        if connection is None or connection.closed:
             return
         try:
             if not healthy:
@@ -117,7 +123,7 @@ class AsyncBorrowed:
     def drop(self) -> None:
         """End the connection at once."""
         connection, self.connection = self.connection, None
-        if connection is not None:
+        if connection is not None and not connection.closed:
             connection.sync_connection.invalidate()
 
 

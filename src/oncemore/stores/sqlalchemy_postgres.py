@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -61,8 +62,9 @@ def wires(engine: Engine | AsyncEngine) -> Callable[[], Wire]:
 
         return lambda: ThreadWire(Borrowed(engine))
     elif driver == "psycopg2":
-        from .postgres_psycopg2 import Psycopg2Wire
+        from .postgres_psycopg2 import Psycopg2Wire, on_return
 
+        event.listen(engine, "reset", on_return)
         return lambda: Psycopg2Wire(Borrowed(engine))
     raise ConfigurationError(
         f"An engine on {driver} cannot lend its connections: use postgresql+psycopg, +psycopg2 or +asyncpg"

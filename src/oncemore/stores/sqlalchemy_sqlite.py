@@ -11,7 +11,7 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ..core.bell import Id
-from ..core.lending import Do
+from ..core.lending import Do, ended
 from ..core.plan import Effect, Plan
 from ..core.store import Store
 from ..errors import ConfigurationError
@@ -106,6 +106,8 @@ class AsyncEngineDesk:
         taken()
 
     def call(self, work: Work[T]) -> Effect[T]:
+        if not self.loan.kept():
+            raise ended()
         connection = self.loan.raw
 
         async def awaited() -> T:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ..core.bell import Id
-from ..core.lending import Again, ended, over
+from ..core.lending import Again, ended, give_back, over
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Effect, Plan
 from ..errors import StoreTimeout
@@ -156,14 +156,8 @@ class SqliteTransaction:
         yield from self._end(healthy=healthy, committed=False)
 
     def _end(self, *, healthy: bool, committed: bool) -> Plan[None]:
-        """Give the connection back; whoever is cut off meanwhile drops it, for it must not stay anyone's."""
         self._open = False
-        try:
-            with contextlib.suppress(Exception):
-                yield from self._wire.end(healthy=healthy, committed=committed)
-        except BaseException:
-            self._wire.drop()
-            raise
+        yield from give_back(self._wire, healthy=healthy, committed=committed)
 
     def drop(self) -> None:
         if self._open:

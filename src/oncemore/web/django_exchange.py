@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from io import BytesIO
@@ -12,6 +13,7 @@ from asgiref.sync import sync_to_async
 from django.core.signals import got_request_exception  # type: ignore[import-untyped]
 from django.http import HttpRequest, HttpResponse  # type: ignore[import-untyped]
 from django.http.response import HttpResponseBase  # type: ignore[import-untyped]
+from django.utils.functional import SimpleLazyObject, empty  # type: ignore[import-untyped]
 
 from ..core.contract import Match
 from ..core.judge import Answer
@@ -27,6 +29,8 @@ from .turn import NotKept, RunAgain, Turn
 GetResponse = Callable[[HttpRequest], Any]  # a response, or a coroutine of it
 # What an inner GET, which asks for the resource's ETag, does not repeat of the request.
 NOT_OF_A_GET = ("CONTENT_LENGTH", "CONTENT_TYPE", "HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH", "HTTP_RANGE")
+# Where Django keeps the user that it has read, and the session's contents.
+USERS, IN_SESSION = ("_cached_user", "_acached_user"), "_session_cache"
 # What Django remembers of a request once it has been asked for it.
 REMEMBERED = ("_body", "_post", "_files", "headers")
 
@@ -63,20 +67,15 @@ class Exchange:
         known = yield from self.turn.begin(wait_of(self.request.headers))
         if known is not None:
             return made(self.door.replayed(self.rule, known))
-        untouched = dict(vars(self.request.native))
+        if self.turn.policy.effect != "transaction":
+            return (yield from self._attempt())
+        request = Untouched(self.request.native)
         while True:
             try:
                 return (yield from self._attempt())
-            except RunAgain:
-                self._afresh(untouched)
-
-    def _afresh(self, untouched: dict[str, Any]) -> None:
-        """The database refused the transaction: the same request once more, as it was."""
-        request = self.request.native
-        vars(request).clear()
-        vars(request).update(untouched)
-        request._stream, request._read_started = BytesIO(self.request.body), False
-        self.performed = False
+            except RunAgain:  # the database refused the transaction: the same request once more
+                request.restore(self.request.body)
+                self.performed = False
 
     def _attempt(self) -> Plan[HttpResponseBase]:
         try:
@@ -135,6 +134,35 @@ class Exchange:
         if not self.turn.over:
             response.close = closing(response.close, self.turn)
         return answer
+
+
+class Untouched:
+    """A request as it was before the view had it: what a run has changed and the database refused must not be seen again."""
+
+    def __init__(self, request: HttpRequest) -> None:
+        self.request = request
+        self.said = {name: value for name, value in vars(request).items() if name not in USERS}
+        self.session = session_of(request)
+
+    def restore(self, body: bytes) -> None:
+        request = self.request
+        vars(request).clear()
+        vars(request).update(self.said)
+        for value in self.said.values():
+            if isinstance(
+                value, SimpleLazyObject
+            ):  # request.user: it is read anew, for the last run may have changed it
+                value._wrapped = empty
+        if hasattr(request, "session"):
+            vars(request.session).pop(IN_SESSION, None)
+            vars(request.session).update(copy.deepcopy(self.session))
+        request._stream, request._read_started = BytesIO(body), False
+
+
+def session_of(request: HttpRequest) -> dict[str, Any]:
+    """What the request's session holds, where it has been read; else it is read when it is asked for."""
+    said = vars(request.session) if hasattr(request, "session") else {}
+    return {name: copy.deepcopy(said[name]) for name in (IN_SESSION, "accessed", "modified") if name in said}
 
 
 class Look:

@@ -6,6 +6,8 @@ make an error page first and raise what led to it afterwards, which may be the d
 
 from __future__ import annotations
 
+import copy
+from collections.abc import MutableMapping
 from typing import Any
 
 from ..core.heartbeat import Perform
@@ -14,7 +16,7 @@ from ..core.model import Outcome
 from ..core.plan import arun_to
 from ..errors import OncemoreError, StoreError
 from .current import CURRENT
-from .exchange import Exchange, decoded, finish, nowhere, respond
+from .exchange import Exchange, Message, decoded, finish, nowhere, respond
 from .turn import NotKept, RunAgain
 
 
@@ -25,7 +27,7 @@ class Transacted(Exchange):
     failure: tuple[Outcome, bytes] | None = None  # a 5xx that may yet turn out to be the database's refusal
 
     async def _perform(self, effect: Perform) -> None:
-        untouched: dict[str, Any] = dict(self.request.native)  # as it was before the app wrote into it
+        untouched = Untouched(self.request.native)
         performing: Perform | None = effect
         while performing is not None:
             CURRENT.set(performing.op)
@@ -37,8 +39,7 @@ class Transacted(Exchange):
                     raise
             performing, self.again = self.again, None
             if performing is not None:
-                self.request.native.clear()
-                self.request.native.update(untouched)
+                untouched.restore()
                 self.performed = self.told = False
                 self.start, self.chunks, self.size, self.failure = {}, [], 0, None
 
@@ -55,6 +56,10 @@ class Transacted(Exchange):
             self.answer = Answer(outcome, "released")
             await self._answer(body)
         return self.again is not None
+
+    async def _from_app(self, message: Message) -> None:
+        if self.again is None:  # else the app has not let RunAgain out, and what it says now is of no run
+            await super()._from_app(message)
 
     async def _whole(self, body: bytes) -> None:
         if self.start["status"] < 500:
@@ -101,3 +106,22 @@ class Transacted(Exchange):
         finally:
             if self.again is None:
                 self._end()
+
+
+class Untouched:
+    """A scope as it was before the app wrote into it, with its session and state, which outer middleware keeps there."""
+
+    def __init__(self, scope: MutableMapping[str, Any]) -> None:
+        self.scope = scope
+        self.said = dict(scope)
+        self.session = copy.deepcopy(dict(scope.get("session") or {}))
+        self.state = dict(scope.get("state") or {})
+
+    def restore(self) -> None:
+        self.scope.clear()
+        self.scope.update(self.said)
+        for name, before in (("session", copy.deepcopy(self.session)), ("state", self.state)):
+            there = self.scope.get(name)
+            if there is not None:
+                there.clear()
+                there.update(before)

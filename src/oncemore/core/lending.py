@@ -145,9 +145,7 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 async def to_the_end(work: asyncio.Future[T]) -> T:
     """What the work gives; a caller that is cancelled waits for it, however often that is: the connection is in use."""
-    work.add_done_callback(
-        lambda done: done.cancelled() or done.exception()
-    )  # else asyncio complains that nobody asked
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains that nobody asked
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:

@@ -252,9 +252,8 @@ class Transacted:
 
     def _note(self, transaction: Transaction) -> Plan[None]:
         found = yield from transaction.begin(self.operation, lease=self.policy.lease, wait=0.0)
-        if (
-            isinstance(found, Record) or found.lapsed
-        ):  # what the performer has committed itself is in doubt, and stays so
+        # What the performer has committed itself is in doubt, and stays so.
+        if isinstance(found, Record) or found.lapsed:
             yield from transaction.abort()
             return
         yield from transaction.release(found, retention=self.policy.ttl)

@@ -20,9 +20,8 @@ from .postgres_trip import COMMIT, ROLLBACK, begin, trip
 T = TypeVar("T")
 
 IDLE = int(TransactionStatus.IDLE)
-PATIENCE = (
-    5.0  # seconds for a rollback on an event loop: where the network is silent, to close the connection does as well
-)
+# Seconds for a rollback on an event loop: where the network is silent, to close the connection does as well.
+PATIENCE = 5.0
 
 
 class Borrowed(Protocol):

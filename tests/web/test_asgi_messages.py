@@ -175,6 +175,27 @@ async def test_an_app_that_sends_less_headers_than_it_may_is_understood(guard: G
     assert "content-length" not in second.headers
 
 
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+async def test_what_is_kept_does_not_change_with_the_apps_own_buffer(guard: Guard, kind: Any) -> None:
+    """CASES 19: Starlette sends a memoryview as it is; what it shows may be written over for the next response."""
+    buffer = bytearray(b"first")
+
+    async def view(request: Request) -> Response:
+        return Response(kind(buffer) if kind is memoryview else bytes(buffer))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": buffer})
+
+    starlette = Starlette(routes=[Route("/things", view, methods=["POST"])])
+    door = IdempotencyMiddleware(starlette if kind is memoryview else app, guard=guard)
+    await Wire().through(door)
+    buffer[:] = b"other"
+    assert (await Wire().through(door)).body == b"first"
+    found = await Wire("/idempotency?operation=POST+/things&key=k", method="GET").through(door)
+    assert b'"body":"first"' in found.body
+
+
 async def test_ways_around_the_door_are_not_offered_to_the_app(guard: Guard) -> None:
     """CASES 19: a file that the server sends by itself would never be seen, nor kept."""
     seen: list[set[str]] = []
@@ -214,6 +235,20 @@ async def test_the_etag_is_that_of_the_apps_own_answer_to_a_get(guard: Guard, st
 
     assert (await status("8"), seen) == (412, [("GET", "7")])
     assert (await status("7"), seen[1:]) == (200, [("GET", "7"), ("PUT", "7")])
+
+
+async def test_a_repeat_that_is_rejected_is_not_told_to_try_with_a_new_etag(guard: Guard) -> None:
+    """It was performed: whoever reads the new ETag and sends it again does it twice."""
+
+    async def view(request: Request) -> Response:
+        return Response(headers={"etag": '"7"'})
+
+    app = Starlette(routes=[Route("/things", view, methods=["GET", "PUT"])])
+    contract = Contract(Rule("PUT /things", if_match=True, on_duplicate="reject"))
+    door = IdempotencyMiddleware(app, guard=guard, contract=contract)
+    wires = [await Wire(method="PUT", headers=[("if-match", '"7"')]).through(door) for _ in range(2)]
+    assert [wire.status for wire in wires] == [200, 409]
+    assert b"CONFLICT.idempotency.duplicate" in wires[1].body
 
 
 # When the set-up is wrong

@@ -205,7 +205,7 @@ class Exchange:
     async def _from_app(self, message: Message) -> None:
         kind = message["type"]
         if kind == "http.response.body":
-            chunk, more = message.get("body", b""), message.get("more_body", False)
+            chunk, more = bytes(message.get("body", b"")), message.get("more_body", False)  # some send a memoryview
             if self.passing:
                 await self._pass(chunk, more=more)
             elif more or self.chunks:
@@ -265,6 +265,9 @@ class Exchange:
             await self._stay_unsettled()
         body, self.chunks = b"".join(self.chunks), []
         self._end()
+        if self.answer is not None and self.answer.how == "replayed":  # a late owner, as in _answer
+            await respond(self.send, self.door.replayed(self.rule, self.answer))
+            self.send = nowhere
         await self._start_passing()
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
 

@@ -13,8 +13,8 @@ from ..core.contract import Contract, Match
 from ..core.guard import Guard
 from ..core.match import SAFE_METHODS
 from ..core.rule import idempotent
-from ..errors import OncemoreError, StoreError
-from .current import current_operation
+from ..errors import OncemoreError
+from .current import CURRENT, current_operation
 from .documented import document, outermost
 from .environ import matched
 from .exchange import Exchange, respond
@@ -34,6 +34,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
+
+GUARDED = "oncemore.guarded"  # in the scope of a request that a door guards: the operation's id
 
 
 class IdempotencyMiddleware:
@@ -56,6 +58,8 @@ class IdempotencyMiddleware:
         self._passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if CURRENT.get() is not None and GUARDED not in scope:
+            return await self._apart(scope, receive, send)
         if scope.get("method") in self._passed and not scope["path"].endswith(self.door.status_path):
             return await self.app(scope, receive, send)
         if not self._passed:  # not before: routes may be added after the middleware
@@ -78,13 +82,22 @@ class IdempotencyMiddleware:
             return await self.app(scope, receive, send)
         return await self._guard(match, headers, scope, receive, send)
 
+    async def _apart(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request of its own, in another's context: a server may begin a pipelined one where the last one ended."""
+        token = CURRENT.set(None)
+        try:
+            await self(scope, receive, send)
+        finally:
+            CURRENT.reset(token)
+
     def _declare(self, scope: Scope) -> None:
         """Find the rules on the app's endpoints, and show the whole contract in the app's own document, if it has one."""
         declare(self.door.contract, self.app)
         self.door.declared()
         app = scope.get("app") or outermost(self.app) or self.app
         document(app, self.door.contract, status_path=self.door.status_path, problem_base=self.door.problem_base)
-        self._passed = SAFE_METHODS
+        if scope["type"] == "http":  # the app's own start, or a websocket, may still add routes
+            self._passed = SAFE_METHODS
 
     async def _guard(self, match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
         """Name what is asked, and let it happen once."""
@@ -96,8 +109,9 @@ class IdempotencyMiddleware:
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error, match))
-        if operation is None:
+        if operation is None or scope.get(GUARDED) == operation.id:  # unnamed, or guarded by a door outside this one
             return await self.app(scope, body_first(body, receive), send)
+        scope[GUARDED] = operation.id
         kind = Transacted if match.rule.policy.effect == "transaction" else Exchange
         exchange = kind(self.door, self.app, match, operation, request, receive, send)
         try:
@@ -109,7 +123,7 @@ class IdempotencyMiddleware:
 
     async def _refused(self, error: OncemoreError, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         """Nothing has happened: say why; or, where the rule prefers that to an operation which is not done, do it."""
-        if not isinstance(error, StoreError) or exchange.rule.store_down != "run":
+        if not self.door.runs_without(error, exchange.rule):
             mount = scope.get("root_path", "")
             return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation, mount))
         log.error("The store is down, and %s runs unguarded: %s", exchange.rule.name, error)

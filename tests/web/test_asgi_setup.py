@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -143,6 +143,23 @@ async def test_a_door_within_a_door_leaves_the_operation_to_the_outer_one(guard:
     first = await asyncio.wait_for(Wire("/api/payments").through(app), 5)
     assert (first.status, first.said, first.body) == (200, "stored", b"k")
     assert (await Wire("/api/payments").through(app)).said == "replayed"
+
+
+async def test_a_middleware_that_asks_again_with_the_same_scope_is_guarded_again(guard: Guard) -> None:
+    """CASES 16, 23: also while the first is under way, which it has given up."""
+    runs: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        runs.append(1)
+        await asyncio.sleep(0.1)
+        await Counted()(scope, receive, send)
+
+    door, wire = IdempotencyMiddleware(app, guard=guard), Wire()
+    for _ in range(3):
+        wire.messages, wire.sent = [{"type": "http.request", "body": b"{}"}], []
+        with suppress(TimeoutError):
+            await asyncio.wait_for(wire.through(door), 0.02 if not runs else 5)
+    assert (wire.said, len(runs)) == ("replayed", 1)
 
 
 async def test_an_inner_door_that_does_not_guard_lets_the_outer_ones_operation_be_seen(guard: Guard) -> None:

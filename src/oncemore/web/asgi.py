@@ -17,7 +17,7 @@ from ..errors import OncemoreError
 from .current import CURRENT, current_operation
 from .documented import document, outermost
 from .environ import matched
-from .exchange import Exchange, respond
+from .exchange import GUARDED, Exchange, respond
 from .headers import Fields
 from .http import Door, Request
 from .options import Options
@@ -34,8 +34,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
-
-GUARDED = "oncemore.guarded"  # in the scope of a request that a door guards: the operation's id
 
 
 class IdempotencyMiddleware:
@@ -58,7 +56,8 @@ class IdempotencyMiddleware:
         self._passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if CURRENT.get() is not None and GUARDED not in scope:
+        op = CURRENT.get()
+        if op is not None and scope.get(GUARDED) is not op:
             return await self._apart(scope, receive, send)
         if scope.get("method") in self._passed and not scope["path"].endswith(self.door.status_path):
             return await self.app(scope, receive, send)
@@ -109,9 +108,9 @@ class IdempotencyMiddleware:
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error, match))
-        if operation is None or scope.get(GUARDED) == operation.id:  # unnamed, or guarded by a door outside this one
+        outer = CURRENT.get()  # of a door outside this one
+        if operation is None or (outer is not None and outer.operation.id == operation.id):
             return await self.app(scope, body_first(body, receive), send)
-        scope[GUARDED] = operation.id
         kind = Transacted if match.rule.policy.effect == "transaction" else Exchange
         exchange = kind(self.door, self.app, match, operation, request, receive, send)
         try:

@@ -32,6 +32,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
 
+GUARDED = "oncemore.guarded"  # in the scope of a guarded request: its operation, which code of that request may see
+
 
 class Exchange:
     """The app's messages on one side, the client's on the other, and the guard's plan between them."""
@@ -147,6 +149,7 @@ class Exchange:
             await self._check(op)
         self.performed = True
         scope = self.request.native
+        scope[GUARDED] = op
         await self.app(without_ways_around(scope) if "extensions" in scope else scope, self._heard, self._from_app)
         await self._returned()
 

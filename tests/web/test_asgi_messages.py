@@ -151,6 +151,22 @@ async def test_a_stream_that_breaks_off_is_not_run_again(guard: Guard) -> None:
     assert (await Wire().through(door)).status == 409
 
 
+async def test_a_repeated_stream_is_a_plain_200_where_the_rule_says_so(guard: Guard) -> None:
+    """CASES 21: of what was not kept there was nothing to make a response of, not even a status."""
+    app = Counted(b"one", b"two", length=False)
+    door = IdempotencyMiddleware(app, guard=guard, contract=Contract(Rule("POST /things", on_duplicate="ok")))
+    first, second = await Wire().through(door), await Wire().through(door)
+    assert (first.status, second.status, second.body, app.runs) == (201, 200, b"", 1)
+
+
+async def test_a_stream_is_not_shown_as_nothing_to_whoever_asks_under_another_key(guard: Guard) -> None:
+    """CASES 21: an empty 200 would pass for the response."""
+    app = Counted(b"one", b"two", length=False)
+    door = IdempotencyMiddleware(app, guard=guard, contract=Contract(Rule("POST /things", unique_by="{body.order}")))
+    wires = [await Wire(key=key, body=b'{"order": 7}').through(door) for key in ("a", "b", "b")]
+    assert ([wire.status for wire in wires], app.runs) == ([201, 409, 409], 1)
+
+
 async def test_a_stream_of_a_failure_is_released_at_its_end(guard: Guard) -> None:
     """CASES 20, 21."""
 

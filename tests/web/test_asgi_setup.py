@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -108,6 +109,23 @@ async def test_rules_are_found_on_classes_and_their_methods(guard: Guard) -> Non
 
     assert [await status("/whole", method) for method in ("GET", "POST", "PUT")] == [200, 400, 400]
     assert [await status("/single", method) for method in ("POST", "PUT")] == [200, 400]
+
+
+async def test_a_rule_on_an_endpoint_that_scopes_nothing_warns_once(guard: Guard) -> None:
+    """DESIGN, rule 7: the door has not seen it yet when it is made."""
+
+    @idempotent(scope="global")
+    async def pay(request: Request) -> Response:
+        return Response("paid")
+
+    class Routed(Counted):
+        routes = [Route("/payments", pay, methods=["POST"])]  # noqa: RUF012
+
+    door = IdempotencyMiddleware(Routed(), guard=guard)
+    with pytest.warns(UserWarning, match="POST /payments"):
+        await door({"type": "lifespan"}, Wire().receive, Wire().send)
+    with warnings.catch_warnings(action="error"):
+        assert (await Wire("/payments").through(door)).said == "stored"
 
 
 async def test_rules_are_found_on_routes_that_the_apps_start_has_added(guard: Guard) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from oncemore import Guard, Outcome
+from oncemore import Guard, Outcome, Resolution
 from oncemore.core.contract import Contract
+from oncemore.core.judge import Answer
 from oncemore.core.key import joined
 from oncemore.core.rule import Rule
+from oncemore.core.values import error_outcome, value_outcome
 from oncemore.errors import InvalidKey, InvalidPayload, PrincipalFailed
 from oncemore.web.http import Door, Request, issued_at
 from oncemore.web.principal import principal_of, remembered_digest
@@ -185,3 +187,23 @@ def test_a_redaction_that_returns_no_outcome_keeps_only_that_it_happened(given: 
 def test_an_etag_is_one_of_those_that_the_caller_names(wanted: str, etag: str, status: int, held: bool) -> None:
     """A comma within the quotes is part of the tag: such a resource could never have been updated."""
     assert matches(wanted, status, etag) is held
+
+
+# What is shown again
+
+
+def test_a_value_that_a_resolver_tells_is_shown_as_json() -> None:
+    """CASES 25: it is no response, and had no status that a server could send."""
+    door, rule = Door(Guard("memory://")), Rule("POST /things")
+
+    def shown(outcome: Outcome | None) -> tuple[int, bytes]:
+        assert outcome is not None
+        response = door.replayed(rule, Answer(outcome, "replayed"))
+        return response.status, response.body
+
+    assert shown(Resolution.settled({"id": 7}).outcome) == (200, b'{"id":7}')
+    assert shown(Resolution.settled(None).outcome) == (200, b"")
+    for kept in (Outcome("tombstone", 201), error_outcome(ValueError("no")), value_outcome({(1, 2): 3})):
+        status, body = shown(kept)
+        assert (status, b"CONFLICT.idempotency.outcome_not_kept" in body) == (409, True)
+    assert shown(Outcome("value", body=b"\xc1"))[0] == 503

@@ -10,7 +10,7 @@ from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
 from functools import lru_cache, partial
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote
 
 import msgspec
 
@@ -39,10 +39,11 @@ from ..errors import (
 from .admission import Admission, Rates, default_rates
 from .fingerprints import Fingerprints
 from .headers import Headers, is_sent, kept_headers, lines, value_of
-from .options import check_given
+from .options import check_functions, check_given
 from .principal import Principal, principal_of
 from .problem import Response, problem
 from .redrive import kept_request, redriven
+from .shown import shown_value
 
 log = logging.getLogger("oncemore.web")
 
@@ -86,13 +87,10 @@ class Door:
         problem_base: str = "urn:oncemore:error:",
         rates: Rates | None = None,
     ) -> None:
-        check_given(guard, contract, {"principal": principal, "tenant": tenant, "redact": redact})
+        check_given(guard, contract, keep_headers, status_path)
+        check_functions(principal=principal, tenant=tenant, redact=redact)
         if contract is not None and profile is not None:
             raise ConfigurationError("Name the profile in the contract, or give a profile and no contract")
-        if isinstance(keep_headers, str):
-            raise ConfigurationError(f"keep_headers is a text, not a list of names: write [{keep_headers!r}]")
-        if not status_path.startswith("/"):
-            raise ConfigurationError(f"status_path = {status_path!r} is not a path: write '/{status_path}'")
         self.guard = guard
         self.contract = contract or Contract(profile=profile or "default")
         self.principal = principal
@@ -104,8 +102,8 @@ class Door:
         self._fingerprints = Fingerprints(tuple(secrets))
         self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
-        for name in self.contract.unscoped:
-            warnings.warn(f"The rule {name!r} has no principal: whoever knows a key sees its outcome", stacklevel=3)
+        self._warned: frozenset[str] = frozenset()
+        self._warn(stacklevel=4)
 
     # From a request to an operation
 
@@ -123,7 +121,7 @@ class Door:
             if self.contract.undeclared == "refuse":
                 raise Undeclared(f"No rule of the contract matches {method} {path}")
             if self.contract.undeclared == "warn":
-                log.warning("No rule of the contract matches %s %s", method, path)
+                log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
         if not keyed or key.source == "none":
             return None
         if match.rule.if_match and not value_of(headers, "if-match"):
@@ -205,12 +203,22 @@ class Door:
     def declared(self) -> None:
         """All rules are known now, those on endpoints too: what they need must be there."""
         self.rates = self.rates or default_rates(self.contract)
+        self._warn(stacklevel=3)
+
+    def _warn(self, stacklevel: int) -> None:
+        """Tell, once of each rule, that principals share its keys."""
+        unscoped = frozenset(self.contract.unscoped)
+        for name in sorted(unscoped - self._warned):
+            text = f"The rule {name!r} has no principal: whoever knows a key sees its outcome"
+            warnings.warn(text, stacklevel=stacklevel)
+        self._warned = unscoped
 
     def admit(self, rule: Rule, op: Op, request: Request) -> Plan[None]:
         """Refuse a principal's new key where the rule's rate is used up; whichever path of the rule it is for."""
         if rule.rate is None or op.attempt > 1:
             return
-        self.declared()  # for a rule that was found later than the door could know
+        if self.rates is None:
+            self.declared()  # for a rule that was found later than the door could know
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
         assert self.rates is not None, "a rule with a rate has what counts it"
@@ -251,6 +259,11 @@ class Door:
     def replayed(self, rule: Rule, answer: Answer) -> Response:
         """The stored response, as it was."""
         outcome = answer.outcome
+        if outcome.kind != "response":
+            try:
+                outcome = shown_value(outcome)
+            except OncemoreError as error:
+                return self.refused(error)
         status = outcome.status if rule.replay_status == "same" else int(rule.replay_status)
         if status == outcome.status or not 200 <= outcome.status < 300:
             status = outcome.status

@@ -92,7 +92,7 @@ def anonymous() -> str:
     """The one principal of all who show no credentials; that they share it is said once, loudly."""
     log.warning(
         "A guarded request came without a user or an Authorization or X-API-Key header (cookies do not count): such "
-        "callers share one principal, and see each other's outcomes if they guess a key and its payload.  Give the "
+        "callers share one principal, and see each other's outcomes if they guess a key.  Give the "
         "middleware a principal function."
     )
     return ANONYMOUS

@@ -23,6 +23,7 @@ from ..errors import OncemoreError, PreconditionFailed
 from .current import CURRENT
 from .headers import value_of
 from .http import Door, Request, wait_of
+from .look import look
 from .problem import Response
 from .turn import ELSEWHERE, NotKept, SentElsewhere, matches, never_called
 
@@ -163,32 +164,11 @@ class Exchange:
         if not self.admitted:
             await arun(self.door.admit(self.rule, op, self.request))
             self.admitted = True
-        if self.rule.if_match and not matches(value_of(self.request.headers, "if-match"), *await self._look()):
+        if not self.rule.if_match:
+            return
+        wanted = value_of(self.request.headers, "if-match")
+        if not matches(wanted, *await look(self.app, self.request.native)):
             raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
-
-    async def _look(self) -> tuple[int, str]:
-        """The resource's status and ETag now, from the app's own answer to a GET."""
-        found: dict[Any, Any] = {}
-        asked: list[bool] = []
-
-        async def receive() -> Message:
-            if asked:  # someone listens for the client to leave, which it does not
-                await asyncio.Event().wait()
-            asked.append(True)
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                found.update(
-                    {name.lower(): value for name, value in message.get("headers", ())}, status=message["status"]
-                )
-
-        scope = {**self.request.native, "method": "GET"}
-        scope["headers"] = [
-            (n, v) for n, v in scope["headers"] if n not in (b"content-length", b"content-type", b"if-match")
-        ]
-        await self.app(scope, receive, send)
-        return found.get("status", 500), found.get(b"etag", b"").decode("latin-1")
 
     # What the app hears and sends
 
@@ -248,8 +228,7 @@ class Exchange:
         if self.answer.how == "replayed":  # a late owner: what counts is what the other one settled
             await respond(self.send, self.door.replayed(self.rule, self.answer))
             return
-        added = encoded(tuple(self.door.headers(self.rule, self.answer)))
-        await self.send({**self.start, "headers": [*self.start.get("headers", ()), *added]})
+        await self.send(self._start(self.door.headers(self.rule, self.answer)))
         await self.send({"type": "http.response.body", "body": body})
 
     def _can_wait(self) -> bool:

@@ -282,7 +282,6 @@ def test_a_setting_that_cannot_be_meant_is_refused(settings, hint):
         ({"resolver": did_it_happen}, "never asked"),
         ({"in_flight": "conflict", "wait": "5s"}, "nobody waits"),
         ({"on_unique": "reject"}, "needs unique_by"),
-        ({"unique_by": "{body.a}", "if_match": True}, "unique_by: with if_match, updates of one resource take turns"),
         ({"suspect": "log", "fingerprint": "none"}, "suspect: it compares fingerprints"),
         ({"across_routes": "conflict", "fingerprint": "none"}, "another route's outcome"),
         ({"scope": "global", "fingerprint": "none"}, "another route's outcome"),

@@ -196,8 +196,6 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
             "streams: 'release' forgets what a transaction has committed, so that a retry would repeat it; with effect = "
             "'transaction' write 'refuse' or 'store'"
         )
-    if values["if_match"] and values["unique_by"] is not None:
-        yield "unique_by: with if_match, updates of one resource take turns instead; drop one of them"
     if "on_unique" in given and values["unique_by"] is None:
         yield "on_unique: it needs unique_by, the template of what must be unique"
     if values["fingerprint"].mode == "none":

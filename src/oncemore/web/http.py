@@ -40,10 +40,10 @@ from .admission import Admission, Rates, default_rates
 from .fingerprints import Fingerprints
 from .headers import Headers, is_sent, kept_headers, lines, value_of
 from .options import check_functions, check_given
+from .outcomes import shown_value
 from .principal import Principal, principal_of
 from .problem import Response, problem
 from .redrive import kept_request, redriven
-from .shown import shown_value
 
 log = logging.getLogger("oncemore.web")
 

@@ -15,7 +15,7 @@ from oncemore.core.key import joined
 from oncemore.core.rule import Rule
 from oncemore.core.values import error_outcome, value_outcome
 from oncemore.errors import InvalidKey, InvalidPayload, PrincipalFailed
-from oncemore.web.http import Door, Request, issued_at
+from oncemore.web.http import Door, Request, issued_at, wait_of
 from oncemore.web.principal import principal_of, remembered_digest
 from oncemore.web.turn import matches
 
@@ -97,6 +97,14 @@ def test_a_great_many_headers_take_no_time_to_speak_of() -> None:
     assert time.process_time() - began < 0.5
 
 
+@pytest.mark.parametrize("text", ["9" * 60_000 + "x", "9" * 60_000, "1s" * 30_000, "1." * 30_000])
+def test_a_patience_without_end_takes_no_time_to_read(text: str) -> None:
+    """CASES 18: a header of 16 KB, from anyone at all, held up every other request for 13 seconds."""
+    began = time.process_time()
+    assert wait_of([("x-request-timeout", text)]) is None
+    assert time.process_time() - began < 0.1
+
+
 def test_what_strangers_choose_the_length_of_is_not_remembered() -> None:
     """Four thousand paths or credentials of 64 KB each, which no key needs, would have filled a quarter of a gigabyte."""
     door = Door(Guard("memory://"))
@@ -148,6 +156,20 @@ def test_a_principal_whose_text_is_an_address_is_refused(found: Any) -> None:
 @pytest.mark.parametrize("found", ["alice", 7, Named(), Wrapped(7), ("tenant", 7), "Meet me at 0x7f"])
 def test_a_principal_with_a_name_of_its_own_is_taken_by_it(found: Any) -> None:
     assert principal_of(lambda native: found, post("/things")) == f"user:{found}"
+
+
+def test_a_user_is_not_known_by_a_method_that_nobody_calls() -> None:
+    """CASES 8: its address would be another in the next request."""
+
+    class User:
+        is_authenticated = True
+        username = "alice"
+
+        def id(self) -> str:
+            return "7"
+
+    request = Request("POST", "/things", "", [], b"", {"user": User()})
+    assert principal_of(None, request) == "user:alice"
 
 
 # What is kept

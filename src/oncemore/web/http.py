@@ -49,6 +49,7 @@ log = logging.getLogger("oncemore.web")
 
 MOST_SCOPES = 4096
 LONGEST_REMEMBERED = 1024  # what is longer would fill our memory
+LONGEST_PATIENCE = 32  # a longer text is no duration, and would take long to read
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
@@ -295,7 +296,7 @@ def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
 def wait_of(headers: Headers) -> float | None:
     """The caller's own patience (X-Request-Timeout: seconds, or `500ms`); what cannot be read is ignored."""
     text = value_of(headers, "x-request-timeout")
-    if not text:
+    if not text or len(text) > LONGEST_PATIENCE:
         return None
     try:
         return duration(float(text) if text.replace(".", "", 1).isdigit() else text)

@@ -61,7 +61,7 @@ def user_of(native: Any) -> str:
             found = getattr(user, name, None)
         except NotImplementedError:  # Starlette's own way to say that a user has no identity
             continue
-        if found not in (None, ""):
+        if found not in (None, "") and not callable(found):
             return f"user:{found}"
     return ""
 

@@ -223,6 +223,16 @@ async def test_ways_around_the_door_are_not_offered_to_the_app(guard: Guard) -> 
     offered = {"http.response.pathsend": {}, "http.response.trailers": {}, "tls": {}}
     await Wire(extensions=offered).through(IdempotencyMiddleware(app, guard=guard))
     assert seen == [{"tls"}]
+    assert len(offered) == 3  # a server offers the same ones to everyone
+
+
+@pytest.mark.parametrize("extensions", [None, {}, {"http.response.pathsend": {}}])
+async def test_an_outer_middleware_sees_which_route_it_was(guard: Guard, extensions: Any) -> None:
+    """Those that measure or trace ask the scope for it afterwards, and would have had none under some servers."""
+    app = Starlette(routes=[Route("/things", lambda request: Response(), methods=["POST"])])
+    wire = await Wire(extensions=extensions).through(IdempotencyMiddleware(app, guard=guard))
+    assert wire.scope["path_params"] == {}
+    assert "endpoint" in wire.scope
 
 
 # Conditional updates

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -151,7 +151,9 @@ class Exchange:
         self.performed = True
         scope = self.request.native
         scope[GUARDED] = op
-        await self.app(without_ways_around(scope) if "extensions" in scope else scope, self._heard, self._from_app)
+        if scope.get("extensions"):
+            scope["extensions"] = without_ways_around(scope["extensions"])
+        await self.app(scope, self._heard, self._from_app)
         await self._returned()
 
     async def _returned(self) -> None:
@@ -313,11 +315,9 @@ class Exchange:
         return {**self.start, "headers": [*self.start.get("headers", ()), *encoded(tuple(added))]}
 
 
-def without_ways_around(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The scope without those extensions by which a response would go around us."""
-    extensions = scope["extensions"] or {}
-    kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
-    return {**scope, "extensions": kept}
+def without_ways_around(extensions: Mapping[str, Any]) -> dict[str, Any]:
+    """The server's extensions but for those by which a response would go around us."""
+    return {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
 
 
 def decoded(start: Message) -> list[tuple[str, str]]:

@@ -182,6 +182,40 @@ async def test_an_inner_timeout_while_the_outcome_is_being_stored_does_not_lose_
     assert (again.status, again.said, again.body, app.runs) == (201, "replayed", b"done", 1)
 
 
+async def test_an_inner_timeout_in_the_middle_of_the_response_replaces_it(guard: Guard) -> None:
+    """CASES 20: what was held back of the first one is no part of the second."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        await asyncio.sleep(5)
+
+    wire = await Wire().through(IdempotencyMiddleware(within(app), guard=guard))
+    assert (wire.status, wire.body, await state(guard)) == (504, b"late", "released")
+
+
+async def test_an_inner_timeout_in_the_middle_of_a_stream_does_not_pass_for_its_end(guard: Guard) -> None:
+    """CASES 21: the server refuses a second start, and so the client sees that the stream was cut."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        await asyncio.sleep(5)
+
+    class Strict(Wire):
+        async def send(self, message: Any) -> None:
+            if message["type"] == "http.response.start" and self.sent:
+                raise RuntimeError("The response has begun")
+            await super().send(message)
+
+    for number, streams in enumerate(("refuse", "release")):
+        contract = Contract(Rule("POST /things", streams=streams))  # type: ignore[arg-type]
+        wire = Strict(key=str(number))
+        with pytest.raises(RuntimeError, match="has begun"):
+            await wire.through(IdempotencyMiddleware(within(app), guard=guard, contract=contract))
+        assert wire.body == b"half"
+
+
 async def test_an_inner_timeout_before_the_response_is_a_failure_like_any_other(guard: Guard) -> None:
     """CASES 20."""
     app = Slow()
@@ -195,7 +229,7 @@ async def test_an_inner_timeout_before_the_response_is_a_failure_like_any_other(
 
 
 async def test_a_late_owner_answers_with_what_the_other_settled(guard: Guard) -> None:
-    """CASES 24."""
+    """CASES 24: whether it has it whole, or was about to stream it."""
     other = Guard(guard.store, policy=Policy(on_unknown="retry"))
 
     class Overtaken(Counted):
@@ -205,8 +239,11 @@ async def test_a_late_owner_answers_with_what_the_other_settled(guard: Guard) ->
             operation = same_operation(record)
             await other.arun(operation, lambda op: Outcome("response", 202, (), b"the other's"))
 
-    wire = await Wire().through(IdempotencyMiddleware(Overtaken(), guard=guard))
-    assert (wire.status, wire.body, wire.said) == (202, b"the other's", "replayed")
+    for app in (Overtaken(), Overtaken(b"one", b"two", length=False)):
+        wire = await Wire(key=str(id(app))).through(IdempotencyMiddleware(app, guard=guard))
+        assert (wire.status, wire.body, wire.said) == (202, b"the other's", "replayed")
+        assert len(wire.sent) == 2
+        guard.store._records.clear()  # type: ignore[attr-defined]
 
 
 async def test_a_late_owner_whose_follower_is_not_done_yet_is_refused(guard: Guard) -> None:

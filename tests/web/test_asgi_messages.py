@@ -151,6 +151,22 @@ async def test_a_stream_that_breaks_off_is_not_run_again(guard: Guard) -> None:
     assert (await Wire().through(door)).status == 409
 
 
+async def test_a_repeated_stream_is_a_plain_200_where_the_rule_says_so(guard: Guard) -> None:
+    """CASES 21: of what was not kept there was nothing to make a response of, not even a status."""
+    app = Counted(b"one", b"two", length=False)
+    door = IdempotencyMiddleware(app, guard=guard, contract=Contract(Rule("POST /things", on_duplicate="ok")))
+    first, second = await Wire().through(door), await Wire().through(door)
+    assert (first.status, second.status, second.body, app.runs) == (201, 200, b"", 1)
+
+
+async def test_a_stream_is_not_shown_as_nothing_to_whoever_asks_under_another_key(guard: Guard) -> None:
+    """CASES 21: an empty 200 would pass for the response."""
+    app = Counted(b"one", b"two", length=False)
+    door = IdempotencyMiddleware(app, guard=guard, contract=Contract(Rule("POST /things", unique_by="{body.order}")))
+    wires = [await Wire(key=key, body=b'{"order": 7}').through(door) for key in ("a", "b", "b")]
+    assert ([wire.status for wire in wires], app.runs) == ([201, 409, 409], 1)
+
+
 async def test_a_stream_of_a_failure_is_released_at_its_end(guard: Guard) -> None:
     """CASES 20, 21."""
 
@@ -175,6 +191,27 @@ async def test_an_app_that_sends_less_headers_than_it_may_is_understood(guard: G
     assert "content-length" not in second.headers
 
 
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+async def test_what_is_kept_does_not_change_with_the_apps_own_buffer(guard: Guard, kind: Any) -> None:
+    """CASES 19: Starlette sends a memoryview as it is; what it shows may be written over for the next response."""
+    buffer = bytearray(b"first")
+
+    async def view(request: Request) -> Response:
+        return Response(kind(buffer) if kind is memoryview else bytes(buffer))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": buffer})
+
+    starlette = Starlette(routes=[Route("/things", view, methods=["POST"])])
+    door = IdempotencyMiddleware(starlette if kind is memoryview else app, guard=guard)
+    await Wire().through(door)
+    buffer[:] = b"other"
+    assert (await Wire().through(door)).body == b"first"
+    found = await Wire("/idempotency?operation=POST+/things&key=k", method="GET").through(door)
+    assert b'"body":"first"' in found.body
+
+
 async def test_ways_around_the_door_are_not_offered_to_the_app(guard: Guard) -> None:
     """CASES 19: a file that the server sends by itself would never be seen, nor kept."""
     seen: list[set[str]] = []
@@ -186,6 +223,16 @@ async def test_ways_around_the_door_are_not_offered_to_the_app(guard: Guard) -> 
     offered = {"http.response.pathsend": {}, "http.response.trailers": {}, "tls": {}}
     await Wire(extensions=offered).through(IdempotencyMiddleware(app, guard=guard))
     assert seen == [{"tls"}]
+    assert len(offered) == 3  # a server offers the same ones to everyone
+
+
+@pytest.mark.parametrize("extensions", [None, {}, {"http.response.pathsend": {}}])
+async def test_an_outer_middleware_sees_which_route_it_was(guard: Guard, extensions: Any) -> None:
+    """Those that measure or trace ask the scope for it afterwards, and would have had none under some servers."""
+    app = Starlette(routes=[Route("/things", lambda request: Response(), methods=["POST"])])
+    wire = await Wire(extensions=extensions).through(IdempotencyMiddleware(app, guard=guard))
+    assert wire.scope["path_params"] == {}
+    assert "endpoint" in wire.scope
 
 
 # Conditional updates
@@ -214,6 +261,20 @@ async def test_the_etag_is_that_of_the_apps_own_answer_to_a_get(guard: Guard, st
 
     assert (await status("8"), seen) == (412, [("GET", "7")])
     assert (await status("7"), seen[1:]) == (200, [("GET", "7"), ("PUT", "7")])
+
+
+async def test_a_repeat_that_is_rejected_is_not_told_to_try_with_a_new_etag(guard: Guard) -> None:
+    """It was performed: whoever reads the new ETag and sends it again does it twice."""
+
+    async def view(request: Request) -> Response:
+        return Response(headers={"etag": '"7"'})
+
+    app = Starlette(routes=[Route("/things", view, methods=["GET", "PUT"])])
+    contract = Contract(Rule("PUT /things", if_match=True, on_duplicate="reject"))
+    door = IdempotencyMiddleware(app, guard=guard, contract=contract)
+    wires = [await Wire(method="PUT", headers=[("if-match", '"7"')]).through(door) for _ in range(2)]
+    assert [wire.status for wire in wires] == [200, 409]
+    assert b"CONFLICT.idempotency.duplicate" in wires[1].body
 
 
 # When the set-up is wrong

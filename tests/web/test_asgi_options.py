@@ -203,6 +203,27 @@ async def test_the_status_of_what_no_rule_declares_names_its_method_and_path(gua
         assert json.loads(wire.body)["operation"] == operation
 
 
+async def test_a_name_that_many_paths_share_is_not_looked_up_as_if_it_were_one(guard: Guard) -> None:
+    """CASES 32: "No operation with this key is known" would have sent its caller to do it again under a new one."""
+    contract = Contract(
+        Rule("POST /accounts/{id}", name="accounts.close"),
+        Rule("POST /shared/{id}", name="shared", across_routes="conflict"),
+        Rule("POST /named/{id}", name="named", key="template:{principal}:{path.id}"),
+    )
+    door = IdempotencyMiddleware(Counted(), guard=guard, contract=contract, principal=lambda scope: "alice")
+
+    async def found(operation: str, key: str = "k") -> int:
+        query = urlencode({"operation": operation, "key": key})
+        return (await Wire(f"/idempotency?{query}", method="GET").through(door)).status
+
+    for path in ("/accounts/7", "/shared/7", "/named/7"):
+        assert (await Wire(path).through(door)).said == "stored"
+    assert [await found("accounts.close"), await found("POST /accounts/7")] == [400, 200]
+    assert [await found("acounts.close"), await found("POST /accounts/8")] == [400, 404]
+    assert [await found("shared"), await found("POST /shared/8")] == [200, 200]
+    assert await found("named", "user%3Aalice:7") == 200
+
+
 # Where rules come from
 
 

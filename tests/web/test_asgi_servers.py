@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
@@ -10,6 +12,7 @@ import httpx
 import pytest
 
 from oncemore.testing.door_contract import Caller
+from oncemore.testing.raw_http import head
 
 from . import apps
 from .servers import AsgiServer
@@ -33,6 +36,34 @@ async def test_a_websocket_is_untouched(url: str) -> None:
     async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/ws", headers=named) as socket:
         await socket.send_str("hello")
         assert await socket.receive_str() == "hello"
+
+
+def test_a_pipelined_request_does_not_see_the_operation_of_the_one_before(caller: Caller) -> None:
+    """Servers begin it where the last one ended: its handler would have made the provider's key from another's."""
+    lengths = ("Content-Length", "2")
+    with caller.connection() as connection:
+        requests = [
+            head("POST", caller.target("/default/create"), caller.fields(("Idempotency-Key", caller.key), lengths)),
+            head("POST", caller.target("/default/create"), caller.fields(lengths)),
+            head("POST", caller.target("/default/create"), caller.fields(("Idempotency-Key", "other"), lengths)),
+        ]
+        connection.send(b"{}".join([*requests, b""]))
+        assert [json.loads(connection.response().body)["key"] for _ in requests] == [caller.key, None, "other"]
+
+
+def test_after_a_body_that_is_too_large_the_connection_is_closed_or_in_step(caller: Caller) -> None:
+    """CASES 22: what is left of the body must not be read as the next request."""
+    with caller.connection() as connection:
+        named, much = ("Idempotency-Key", caller.key), b"POST /default/create HTTP/1.1\r\n" * 10_000
+        fields = caller.fields(named, ("Content-Length", str(len(much))))
+        connection.send(head("POST", caller.target("/small/create"), fields))
+        with suppress(OSError):
+            connection.send(much)
+        assert connection.response().status == 413
+        with suppress(ConnectionError):
+            connection.send(head("GET", "/alive", [("Host", caller.connection_host)]))
+            assert connection.response("GET").status == 200
+    assert caller.runs == 0
 
 
 def test_a_lifespan_is_untouched(url: str) -> None:

@@ -315,6 +315,29 @@ class TestDocument:
             assert ours <= {name.lower() for name in told.get("headers", {})}
 
 
+def test_a_dependency_that_ends_with_the_function_commits_before_the_outcome_is_kept() -> None:
+    """CASES 25: what fails there has not happened, and may be tried again."""
+    seen: list[str] = []
+    guard = Guard("memory://", observers=[lambda event: seen.append(event.kind)])
+    app = FastAPI()
+    app.add_middleware(IdempotencyMiddleware, guard=guard)
+
+    def session() -> Iterator[None]:
+        yield
+        seen.append("commit")
+        if seen.count("commit") == 1:
+            raise RuntimeError("The database has gone")
+
+    @app.post("/refunds", dependencies=[Depends(session, scope="function")])
+    def refund() -> str:
+        return "done"
+
+    with live(app) as client:
+        asked = {**keyed("k"), "Connection": "close"}
+        assert [client.post("/refunds", headers=asked).status_code for _ in range(2)] == [500, 200]
+    assert seen == ["claimed", "commit", "released", "claimed", "commit", "settled"]
+
+
 def test_the_options_that_type_checkers_know_are_those_of_the_door() -> None:
     known = set(inspect.signature(Door).parameters) - {"guard", "contract", "profile"}
     assert set(Options.__annotations__) == known

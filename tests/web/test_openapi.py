@@ -232,7 +232,7 @@ class TestResponses:
         assert codes(defended, refund(defended))["412"] == ["PRECONDITION.idempotency.key_expired"]
         assert codes(defended, refund(defended))["429"] == ["RATE_LIMIT.exceeded"]
         opened = enriched(RULES["open"])
-        assert "503" not in codes(opened, refund(opened))
+        assert codes(opened, refund(opened))["503"] == ["TRANSIENT.idempotency.record_corrupt"]
 
     def test_a_mismatch_has_the_status_of_the_rule(self) -> None:
         """CASES 14."""

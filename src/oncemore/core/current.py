@@ -9,18 +9,18 @@ from contextvars import ContextVar
 from ..errors import ConfigurationError
 from .op import Op
 
-CURRENT: ContextVar[Op] = ContextVar("oncemore_operation")
+CURRENT: ContextVar[Op | None] = ContextVar("oncemore_operation", default=None)
 
 
 def current_operation() -> Op:
     """The running operation: its key, its attempt, its steps, and stable keys for providers."""
-    try:
-        return CURRENT.get()
-    except LookupError:
+    op = CURRENT.get()
+    if op is None:
         raise ConfigurationError(
             "No operation is running here: the request is not guarded, or came without a key; "
             "make the key required in the contract, and check that the middleware is installed"
-        ) from None
+        )
+    return op
 
 
 @contextmanager

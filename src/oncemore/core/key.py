@@ -184,12 +184,18 @@ def uuid7_time(key: str) -> float | None:
 UNSAFE = re.compile("[%:~\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 DIGEST_LENGTH = 64
 SHORTEST_LIMIT = DIGEST_LENGTH + 1
+LONGEST_REMEMBERED = 1024  # callers choose some of the names, and longer ones would fill our memory
+
+
+def join(first: str, *rest: str, limit: int = MAX_LENGTH) -> str:
+    """One name for a list of names: `a:b` when they are simple; different lists never give the same name."""
+    parts = (first, *rest)
+    return (joined if sum(map(len, parts)) <= LONGEST_REMEMBERED else joined.__wrapped__)(parts, limit)
 
 
 @lru_cache(maxsize=4096)
-def join(first: str, *rest: str, limit: int = MAX_LENGTH) -> str:
-    """One name for a list of names: `a:b` when they are simple; different lists never give the same name."""
-    return bounded(":".join(map(escaped, (first, *rest))), limit)
+def joined(parts: tuple[str, ...], limit: int) -> str:
+    return bounded(":".join(map(escaped, parts)), limit)
 
 
 def escaped(part: str) -> str:

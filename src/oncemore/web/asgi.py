@@ -13,11 +13,11 @@ from ..core.contract import Contract, Match
 from ..core.guard import Guard
 from ..core.match import SAFE_METHODS
 from ..core.rule import idempotent
-from ..errors import OncemoreError, StoreError
-from .current import current_operation
+from ..errors import OncemoreError
+from .current import CURRENT, current_operation
 from .documented import document, outermost
 from .environ import matched
-from .exchange import Exchange, respond
+from .exchange import GUARDED, Exchange, respond
 from .headers import Fields
 from .http import Door, Request
 from .options import Options
@@ -56,6 +56,9 @@ class IdempotencyMiddleware:
         self._passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        op = CURRENT.get()
+        if op is not None and scope.get(GUARDED) is not op:
+            return await self._apart(scope, receive, send)
         if scope.get("method") in self._passed and not scope["path"].endswith(self.door.status_path):
             return await self.app(scope, receive, send)
         if not self._passed:  # not before: routes may be added after the middleware
@@ -78,13 +81,22 @@ class IdempotencyMiddleware:
             return await self.app(scope, receive, send)
         return await self._guard(match, headers, scope, receive, send)
 
+    async def _apart(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request of its own, in another's context: a server may begin a pipelined one where the last one ended."""
+        token = CURRENT.set(None)
+        try:
+            await self(scope, receive, send)
+        finally:
+            CURRENT.reset(token)
+
     def _declare(self, scope: Scope) -> None:
         """Find the rules on the app's endpoints, and show the whole contract in the app's own document, if it has one."""
         declare(self.door.contract, self.app)
         self.door.declared()
         app = scope.get("app") or outermost(self.app) or self.app
         document(app, self.door.contract, status_path=self.door.status_path, problem_base=self.door.problem_base)
-        self._passed = SAFE_METHODS
+        if scope["type"] == "http":  # the app's own start, or a websocket, may still add routes
+            self._passed = SAFE_METHODS
 
     async def _guard(self, match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
         """Name what is asked, and let it happen once."""
@@ -96,7 +108,8 @@ class IdempotencyMiddleware:
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error, match))
-        if operation is None:
+        outer = CURRENT.get()  # of a door outside this one
+        if operation is None or (outer is not None and outer.operation.id == operation.id):
             return await self.app(scope, body_first(body, receive), send)
         kind = Transacted if match.rule.policy.effect == "transaction" else Exchange
         exchange = kind(self.door, self.app, match, operation, request, receive, send)
@@ -109,7 +122,7 @@ class IdempotencyMiddleware:
 
     async def _refused(self, error: OncemoreError, exchange: Exchange, scope: Scope, receive: Receive) -> None:
         """Nothing has happened: say why; or, where the rule prefers that to an operation which is not done, do it."""
-        if not isinstance(error, StoreError) or exchange.rule.store_down != "run":
+        if not self.door.runs_without(error, exchange.rule):
             mount = scope.get("root_path", "")
             return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation, mount))
         log.error("The store is down, and %s runs unguarded: %s", exchange.rule.name, error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -23,6 +23,7 @@ from ..errors import OncemoreError, PreconditionFailed
 from .current import CURRENT
 from .headers import value_of
 from .http import Door, Request, wait_of
+from .look import look
 from .problem import Response
 from .turn import ELSEWHERE, NotKept, SentElsewhere, matches, never_called
 
@@ -31,6 +32,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
+
+GUARDED = "oncemore.guarded"  # in the scope of a guarded request: its operation, which code of that request may see
 
 
 class Exchange:
@@ -147,7 +150,10 @@ class Exchange:
             await self._check(op)
         self.performed = True
         scope = self.request.native
-        await self.app(without_ways_around(scope) if "extensions" in scope else scope, self._heard, self._from_app)
+        scope[GUARDED] = op
+        if scope.get("extensions"):
+            scope["extensions"] = without_ways_around(scope["extensions"])
+        await self.app(scope, self._heard, self._from_app)
         await self._returned()
 
     async def _returned(self) -> None:
@@ -160,32 +166,11 @@ class Exchange:
         if not self.admitted:
             await arun(self.door.admit(self.rule, op, self.request))
             self.admitted = True
-        if self.rule.if_match and not matches(value_of(self.request.headers, "if-match"), *await self._look()):
+        if not self.rule.if_match:
+            return
+        wanted = value_of(self.request.headers, "if-match")
+        if not matches(wanted, *await look(self.app, self.request.native)):
             raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
-
-    async def _look(self) -> tuple[int, str]:
-        """The resource's status and ETag now, from the app's own answer to a GET."""
-        found: dict[Any, Any] = {}
-        asked: list[bool] = []
-
-        async def receive() -> Message:
-            if asked:  # someone listens for the client to leave, which it does not
-                await asyncio.Event().wait()
-            asked.append(True)
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                found.update(
-                    {name.lower(): value for name, value in message.get("headers", ())}, status=message["status"]
-                )
-
-        scope = {**self.request.native, "method": "GET"}
-        scope["headers"] = [
-            (n, v) for n, v in scope["headers"] if n not in (b"content-length", b"content-type", b"if-match")
-        ]
-        await self.app(scope, receive, send)
-        return found.get("status", 500), found.get(b"etag", b"").decode("latin-1")
 
     # What the app hears and sends
 
@@ -205,7 +190,7 @@ class Exchange:
     async def _from_app(self, message: Message) -> None:
         kind = message["type"]
         if kind == "http.response.body":
-            chunk, more = message.get("body", b""), message.get("more_body", False)
+            chunk, more = bytes(message.get("body", b"")), message.get("more_body", False)  # some send a memoryview
             if self.passing:
                 await self._pass(chunk, more=more)
             elif more or self.chunks:
@@ -213,8 +198,14 @@ class Exchange:
             else:
                 await self._whole(chunk)
         elif kind == "http.response.start":
-            self.start = message
-            if self.settled:  # cut off while it was being settled; what the app says instead is not the outcome
+            self.start, self.chunks, self.size = (
+                message,
+                [],
+                0,
+            )  # what was held is of the response that this one replaces
+            if (
+                self.settled or self.passing
+            ):  # cut off while it was settled, or sent: what is said instead is no outcome
                 await self._start_passing()
         else:
             await self.send(message)
@@ -245,8 +236,7 @@ class Exchange:
         if self.answer.how == "replayed":  # a late owner: what counts is what the other one settled
             await respond(self.send, self.door.replayed(self.rule, self.answer))
             return
-        added = encoded(tuple(self.door.headers(self.rule, self.answer)))
-        await self.send({**self.start, "headers": [*self.start.get("headers", ()), *added]})
+        await self.send(self._start(self.door.headers(self.rule, self.answer)))
         await self.send({"type": "http.response.body", "body": body})
 
     def _can_wait(self) -> bool:
@@ -265,6 +255,9 @@ class Exchange:
             await self._stay_unsettled()
         body, self.chunks = b"".join(self.chunks), []
         self._end()
+        if self.answer is not None and self.answer.how == "replayed":  # a late owner, as in _answer
+            await respond(self.send, self.door.replayed(self.rule, self.answer))
+            self.send = nowhere
         await self._start_passing()
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -322,11 +315,9 @@ class Exchange:
         return {**self.start, "headers": [*self.start.get("headers", ()), *encoded(tuple(added))]}
 
 
-def without_ways_around(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The scope without those extensions by which a response would go around us."""
-    extensions = scope["extensions"] or {}
-    kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
-    return {**scope, "extensions": kept}
+def without_ways_around(extensions: Mapping[str, Any]) -> dict[str, Any]:
+    """The server's extensions but for those by which a response would go around us."""
+    return {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
 
 
 def decoded(start: Message) -> list[tuple[str, str]]:

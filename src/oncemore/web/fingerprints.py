@@ -24,6 +24,7 @@ class Fingerprints:
     """One fingerprinter for each rule, and the fingerprints of the latest requests."""
 
     def __init__(self, secrets: tuple[bytes, ...]) -> None:
+        Fingerprinter(secrets=secrets)  # so that a bad one is told of now, not with the first request
         self._secrets = secrets
         self._rules: dict[int, tuple[Rule, Fingerprinter]] = {}
         self._latest: OrderedDict[object, str] = OrderedDict()  # a plain dict takes long to find its oldest entry

@@ -6,15 +6,17 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
 from functools import lru_cache, partial
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote
 
 import msgspec
 
 from ..core.canonical import read_json
 from ..core.contract import Contract, Match
+from ..core.fields import Field
 from ..core.guard import Guard
 from ..core.judge import Answer
 from ..core.key import join, uuid7_time
@@ -25,16 +27,20 @@ from ..core.policy import Policy, duration
 from ..core.rule import Rule
 from ..errors import (
     ConfigurationError,
+    CorruptRecord,
     InvalidKey,
     InvalidPayload,
     OncemoreError,
     PayloadTooLarge,
     PreconditionRequired,
+    StoreError,
     Undeclared,
 )
 from .admission import Admission, Rates, default_rates
 from .fingerprints import Fingerprints
 from .headers import Headers, is_sent, kept_headers, lines, value_of
+from .options import check_functions, check_given
+from .outcomes import shown_value
 from .principal import Principal, principal_of
 from .problem import Response, problem
 from .redrive import kept_request, redriven, resumed
@@ -42,6 +48,8 @@ from .redrive import kept_request, redriven, resumed
 log = logging.getLogger("oncemore.web")
 
 MOST_SCOPES = 4096
+LONGEST_REMEMBERED = 1024  # what is longer would fill our memory
+LONGEST_PATIENCE = 32  # a longer text is no duration, and would take long to read
 
 
 class Request(msgspec.Struct, frozen=True, eq=False):
@@ -80,6 +88,8 @@ class Door:
         problem_base: str = "urn:oncemore:error:",
         rates: Rates | None = None,
     ) -> None:
+        check_given(guard, contract, keep_headers, status_path)
+        check_functions(principal=principal, tenant=tenant, redact=redact)
         if contract is not None and profile is not None:
             raise ConfigurationError("Name the profile in the contract, or give a profile and no contract")
         self.guard = guard
@@ -93,8 +103,8 @@ class Door:
         self._fingerprints = Fingerprints(tuple(secrets))
         self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
-        for name in self.contract.unscoped:
-            warnings.warn(f"The rule {name!r} has no principal: whoever knows a key sees its outcome", stacklevel=3)
+        self._warned: frozenset[str] = frozenset()
+        self._warn(stacklevel=4)
 
     # From a request to an operation
 
@@ -112,7 +122,7 @@ class Door:
             if self.contract.undeclared == "refuse":
                 raise Undeclared(f"No rule of the contract matches {method} {path}")
             if self.contract.undeclared == "warn":
-                log.warning("No rule of the contract matches %s %s", method, path)
+                log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
         if not keyed or key.source == "none":
             return None
         if match.rule.if_match and not value_of(headers, "if-match"):
@@ -164,22 +174,27 @@ class Door:
             return rule.scope_of(tenant=tenant, custom=principal_of(rule.scope, request), route=route)
         asked = (id(rule), route, principal, tenant)
         found = self._scopes.get(asked)
-        if found is None:
+        if found is not None:
+            return found[0]
+        scope = rule.scope_of(principal=principal, tenant=tenant, route=route)
+        if len(route) + len(principal) + len(tenant) <= LONGEST_REMEMBERED:
             if len(self._scopes) >= MOST_SCOPES:
                 self._scopes.clear()
-            # With the rule, so that its identity is not used again.
-            found = self._scopes[asked] = (rule.scope_of(principal=principal, tenant=tenant, route=route), rule)
-        return found[0]
+            self._scopes[asked] = (scope, rule)  # with the rule, so that its identity is not used again
+        return scope
 
     def _context(self, match: Match, request: Request, principal: str, tenant: str) -> dict[str, Any]:
-        """What templates may name."""
+        """What templates may name; the body only where they do, for it need not be JSON then."""
+        headers: dict[str, list[str]] = {}
+        for name, value in request.headers:
+            headers.setdefault(name, []).append(value)
         return {
             "principal": principal,
             "tenant": tenant,
             "path": match.params,
             "query": parse_qs(request.query, keep_blank_values=True),
-            "headers": {name: lines(request.headers, name) for name, _ in request.headers},
-            "body": request.json() if request.body else None,
+            "headers": headers,
+            "body": request.json() if request.body and reads_body(match.rule) else None,
             "now": self.guard.clock.time(),
         }
 
@@ -190,16 +205,30 @@ class Door:
     def declared(self) -> None:
         """All rules are known now, those on endpoints too: what they need must be there."""
         self.rates = self.rates or default_rates(self.contract)
+        self._warn(stacklevel=3)
+
+    def _warn(self, stacklevel: int) -> None:
+        """Tell, once of each rule, that principals share its keys."""
+        unscoped = frozenset(self.contract.unscoped)
+        for name in sorted(unscoped - self._warned):
+            text = f"The rule {name!r} has no principal: whoever knows a key sees its outcome"
+            warnings.warn(text, stacklevel=stacklevel)
+        self._warned = unscoped
 
     def admit(self, rule: Rule, op: Op, request: Request) -> Plan[None]:
         """Refuse a principal's new key where the rule's rate is used up; whichever path of the rule it is for."""
         if rule.rate is None or op.attempt > 1:
             return
-        self.declared()  # for a rule that was found later than the door could know
+        if self.rates is None:
+            self.declared()  # for a rule that was found later than the door could know
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
         assert self.rates is not None, "a rule with a rate has what counts it"
         yield Admission(self.rates, rule, join(rule.name, tenant, principal))
+
+    def runs_without(self, error: OncemoreError, rule: Rule) -> bool:
+        """Whether the rule has a request run unguarded: where the ledger cannot be asked, not where its answer is unreadable."""
+        return rule.store_down == "run" and isinstance(error, StoreError) and not isinstance(error, CorruptRecord)
 
     # From an answer to a response
 
@@ -211,10 +240,13 @@ class Door:
         if self.redact is None:
             return outcome
         try:
-            return self.redact(outcome)
+            redacted = self.redact(outcome)
+            if not isinstance(redacted, Outcome):
+                raise TypeError(f"The redact function gave a {type(redacted).__name__}: let it return an Outcome")
         except Exception:  # it happened: what cannot be shown again must still not be done again
             log.exception("The redact function failed; the outcome is not kept, only that it happened")
             return Outcome("tombstone", status)
+        return redacted
 
     def headers(self, rule: Rule, answer: Answer) -> list[tuple[str, str]]:
         """What is added to a response to say how it came."""
@@ -229,6 +261,11 @@ class Door:
     def replayed(self, rule: Rule, answer: Answer) -> Response:
         """The stored response, as it was."""
         outcome = answer.outcome
+        if outcome.kind != "response":
+            try:
+                outcome = shown_value(outcome)
+            except OncemoreError as error:
+                return self.refused(error)
         status = outcome.status if rule.replay_status == "same" else int(rule.replay_status)
         if status == outcome.status or not 200 <= outcome.status < 300:
             status = outcome.status
@@ -247,22 +284,32 @@ def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
         return uuid7_time(key)
     text = value_of(headers, rule.first_sent.lower())
     try:
-        return parsedate_to_datetime(text).timestamp() if text else None
+        sent = parsedate_to_datetime(text) if text else None
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidKey(
             f"{rule.first_sent} is not an HTTP date: send one such as Tue, 15 Nov 1994 08:12:31 GMT"
         ) from error
+    if sent is None:
+        return None
+    return (sent if sent.tzinfo else sent.replace(tzinfo=UTC)).timestamp()  # one of HTTP's three forms names no zone
 
 
 def wait_of(headers: Headers) -> float | None:
     """The caller's own patience (X-Request-Timeout: seconds, or `500ms`); what cannot be read is ignored."""
     text = value_of(headers, "x-request-timeout")
-    if not text:
+    if not text or len(text) > LONGEST_PATIENCE:
         return None
     try:
         return duration(float(text) if text.replace(".", "", 1).isdigit() else text)
     except (ConfigurationError, ValueError):
         return None
+
+
+def reads_body(rule: Rule) -> bool:
+    """Whether the rule makes a name from the body."""
+    templates = [template for template in (rule.key.template, rule.unique_by) if template is not None]
+    fields = [part for template in templates for part in template.parts if isinstance(part, Field)]
+    return rule.key.source == "body" or any(field.text.startswith("body") for field in fields)
 
 
 @lru_cache(maxsize=256)

@@ -173,7 +173,7 @@ REFUSALS: tuple[tuple[type[OncemoreError], Callable[[Rule], bool]], ...] = (
     (PrincipalFailed, always),
     (StoreError, lambda rule: rule.store_down != "run"),
     (StoreUnavailable, lambda rule: rule.store_down != "run"),
-    (CorruptRecord, lambda rule: rule.store_down != "run"),
+    (CorruptRecord, always),
     (StoreTimeout, lambda rule: rule.store_down != "run"),
 )
 

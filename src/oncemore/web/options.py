@@ -1,11 +1,14 @@
-"""The options that every door takes, for type checkers: `Door` says what they mean."""
+"""The options that every door takes, for type checkers, and for those who use none: `Door` says what they mean."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
+from ..core.contract import Contract
+from ..core.guard import Guard
 from ..core.model import Outcome
+from ..errors import ConfigurationError
 from .admission import Rates
 from .principal import Principal
 
@@ -21,3 +24,23 @@ class Options(TypedDict, total=False):
     status_path: str
     problem_base: str
     rates: Rates | None
+
+
+def check_given(guard: object, contract: object, keep_headers: object, status_path: str) -> None:
+    """Refuse what would only fail at the first request."""
+    if not isinstance(guard, Guard):
+        raise ConfigurationError(f"guard is a {type(guard).__name__}: make a Guard, as in Guard('sqlite:///once.db')")
+    if not isinstance(contract, Contract | None):
+        raise ConfigurationError(
+            f"contract is a {type(contract).__name__}: make a Contract, as in Contract.load('oncemore.toml')"
+        )
+    if isinstance(keep_headers, str):
+        raise ConfigurationError(f"keep_headers is a text, not a list of names: write [{keep_headers!r}]")
+    if not status_path.startswith("/"):
+        raise ConfigurationError(f"status_path = {status_path!r} is not a path: write '/{status_path}'")
+
+
+def check_functions(**functions: object) -> None:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigurationError(f"{name} is a {type(function).__name__}: give a function")

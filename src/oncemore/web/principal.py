@@ -22,6 +22,10 @@ Principal = Callable[[Any], Any]  # from the framework's own request (ASGI scope
 # Not cookies: they change between two attempts (the first response may set one), and a retry would then be a stranger's.
 CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "api-key"})
 ANONYMOUS = "anonymous"
+# In the text of what has no name: objects, coroutines, a method that was meant to be called.  It differs from one request
+# to the next, so that no retry would be recognised.
+ADDRESS = " at 0x"
+LONGEST_REMEMBERED = 4096  # credentials that are longer would fill our memory
 
 
 def principal_of(function: Principal | None, request: Request) -> str:
@@ -35,20 +39,14 @@ def principal_of(function: Principal | None, request: Request) -> str:
         raise PrincipalFailed("The principal could not be determined; nothing was done") from error
     if found is None or found == "":
         raise InvalidPrincipal("The caller is not known, and a key must belong to someone")
-    if nameless(found):
+    name = f"user:{found}"
+    if inspect.iscoroutine(found):
+        found.close()
+    if ADDRESS in name and not isinstance(found, str):
         raise PrincipalFailed(
             f"The principal function gave a {type(found).__name__}, where a text or a number is needed"
         )
-    return f"user:{found}"
-
-
-def nameless(found: Any) -> bool:
-    """Whether its text differs from one request to the next, so that no retry would be recognised."""
-    if inspect.iscoroutine(found):
-        found.close()
-        return True
-    kind: Any = type(found)
-    return kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__
+    return name
 
 
 def user_of(native: Any) -> str:
@@ -63,7 +61,7 @@ def user_of(native: Any) -> str:
             found = getattr(user, name, None)
         except NotImplementedError:  # Starlette's own way to say that a user has no identity
             continue
-        if found not in (None, ""):
+        if found not in (None, "") and not callable(found):
             return f"user:{found}"
     return ""
 
@@ -73,10 +71,12 @@ def credentials_of(headers: Headers) -> str:
     if isinstance(headers, Fields) and CREDENTIALS.isdisjoint(headers.first):
         return ""
     found = [field for field in headers if field[0] in CREDENTIALS]
-    return digest(tuple(found)) if found else ""
+    if not found:
+        return ""
+    short = sum(len(value) for _, value in found) <= LONGEST_REMEMBERED
+    return (remembered_digest if short else digest)(tuple(found))
 
 
-@lru_cache(maxsize=4096)
 def digest(credentials: tuple[tuple[str, str], ...]) -> str:
     hashed = hashlib.sha256()
     for name, value in credentials:
@@ -84,12 +84,15 @@ def digest(credentials: tuple[tuple[str, str], ...]) -> str:
     return f"credentials:{hashed.hexdigest()[:32]}"
 
 
+remembered_digest = lru_cache(maxsize=4096)(digest)
+
+
 @lru_cache(maxsize=1)
 def anonymous() -> str:
     """The one principal of all who show no credentials; that they share it is said once, loudly."""
     log.warning(
         "A guarded request came without a user or an Authorization or X-API-Key header (cookies do not count): such "
-        "callers share one principal, and see each other's outcomes if they guess a key and its payload.  Give the "
+        "callers share one principal, and see each other's outcomes if they guess a key.  Give the "
         "middleware a principal function."
     )
     return ANONYMOUS

@@ -10,11 +10,9 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from ..errors import (
-    Duplicate,
     InProgress,
     OncemoreError,
     PayloadMismatch,
-    PreconditionFailed,
     Refusal,
     StoreError,
 )
@@ -44,11 +42,8 @@ def problem(
     door: Door, error: OncemoreError, match: Match | None, operation: Operation | None, mount: str = ""
 ) -> Response:
     """The response to an operation that was refused, or could not be looked up; *mount* is where the app is mounted."""
-    if match is not None and operation is not None:
-        if isinstance(error, InProgress) and match.rule.policy.in_flight == "accepted":
-            return accepted(door, error, match, operation, mount)
-        if isinstance(error, Duplicate) and match.rule.if_match:
-            error = PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
+    if isinstance(error, InProgress) and match and operation and match.rule.policy.in_flight == "accepted":
+        return accepted(door, error, match, operation, mount)
     status = error.status
     if isinstance(error, PayloadMismatch) and match is not None:
         status = match.rule.policy.on_mismatch

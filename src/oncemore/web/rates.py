@@ -30,11 +30,15 @@ class NewKeys:
     """
 
     def __init__(self, storage: str = "memory://", **options: Any) -> None:
+        shown = hide_password(storage)
+        if storage.startswith("async+"):
+            raise ConfigurationError(f"{shown!r} cannot count new keys: drop the async+, it is asked in a thread")
         try:
             found = cast("Storage", storage_from_string(storage, **options))
             self._limiter = SlidingWindowCounterRateLimiter(found)
         except (UnknownStorage, NotImplementedError) as error:
-            raise ConfigurationError(f"{hide_password(storage)!r} cannot count new keys: {error}") from error
+            told = str(error).replace(storage, shown)  # nor is the cause shown: it tells the password
+            raise ConfigurationError(f"{shown!r} cannot count new keys: {told}") from None
         self.blocking = not storage.startswith("memory:")
 
     def admit(self, rule: Rule, owner: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..core.contract import Contract
 from ..core.match import SAFE_METHODS
-from ..core.rule import Rule, rule_of
+from ..core.rule import Rule
+from .views import rules_for, served_by
 
 
 def declare(contract: Contract, app: Any) -> None:
@@ -33,11 +34,9 @@ def rules_in(routes: Any, prefix: str = "") -> Iterator[Rule]:
     for route in each(routes):
         path = prefix + (getattr(route, "path", None) or "")
         endpoint = getattr(route, "endpoint", None)
-        rule = rule_of(endpoint)
-        if rule is not None:
-            methods = sorted(set(getattr(route, "methods", None) or ("POST",)) - SAFE_METHODS)
-            if methods:
-                yield rule.at(f"{'|'.join(methods)} {path}")
+        methods = set(getattr(route, "methods", None) or served_by(endpoint))  # the route of a class names none
+        for rule, served in rules_for(endpoint, sorted(methods - SAFE_METHODS)):
+            yield rule.at(f"{'|'.join(served)} {path}")
         yield from rules_in(getattr(route, "routes", None) or (), path)
 
 

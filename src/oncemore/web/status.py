@@ -36,6 +36,10 @@ def status_plan(door: Door, request: Request) -> Plan[Response]:
     tenant = principal_of(door.tenant, request) if door.tenant is not None else ""
     scope = door.scope(rule, route, request, principal, tenant)
     record = yield from door.guard.store.find(scope, key)
+    if record is None and rule is door.contract.default and " /" not in operation:
+        raise InvalidKey(
+            f"No rule is named {operation}: write its name as it is in the contract, or a method and a path"
+        )
     if record is None:
         raise NotFound("No operation with this key is known")
     # Of what no rule declares, the ledger has the default rule's name, which is that of a great many operations.
@@ -47,7 +51,9 @@ def rule_named(contract: Contract, operation: str) -> tuple[Rule, str]:
     """The rule of an operation and what its keys are scoped to, told by its name or by its method and path."""
     for rule in contract.rules:
         if rule.name == operation:
-            return rule, operation
+            if rule.one_route or rule.across_routes == "conflict" or rule.scope == "global":
+                return rule, operation
+            raise InvalidKey(f"{operation} has keys for each path: say which, as in ?operation=POST /refunds/7&key=...")
     method, _, path = operation.partition(" ")
     match = contract.match(method, path)
     return (match.rule, match.route) if match is not None else (contract.default, operation)

@@ -6,6 +6,7 @@ and event loops await it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,9 @@ from .http import Door, Request
 
 # The same request, with the same key, is to be sent to another address: what was asked has not been done here.
 ELSEWHERE = (307, 308)
+
+# One of those in an If-Match: in quotes, where a comma is a character like any other, or as some apps write them.
+TAG = re.compile(r'(?:W/)?"[^"]*"|[^\s,]+')
 
 
 class NotKept(Exception):
@@ -173,7 +177,7 @@ def matches(wanted: str, status: int, etag: str) -> bool:
     """Whether If-Match holds for a resource whose GET has this status and ETag; `*` stands for any that exists."""
     if not 200 <= status < 300:
         return False
-    tags = [tag.strip() for tag in wanted.split(",")]
+    tags = TAG.findall(wanted)
     return tags == ["*"] or (etag != "" and etag in tags)
 
 

@@ -48,8 +48,8 @@ def served_by(view: Any) -> list[str]:
 
 
 def owner_of(view: Any) -> Any:
-    """The class whose `as_view` made this view, in Flask, Django or the REST framework."""
-    return getattr(view, "view_class", None) or getattr(view, "cls", None)
+    """The view itself where it is a class (Starlette), or the one whose `as_view` made it (Flask, Django, its REST framework)."""
+    return view if isinstance(view, type) else getattr(view, "view_class", None) or getattr(view, "cls", None)
 
 
 def actions_of(view: Any) -> dict[str, str]:

@@ -1,0 +1,231 @@
+"""What all HTTP doors share, without I/O: requests that are meant to hurt, and settings that are easily mistaken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Outcome, Resolution
+from oncemore.core.contract import Contract
+from oncemore.core.judge import Answer
+from oncemore.core.key import joined
+from oncemore.core.rule import Rule
+from oncemore.core.values import error_outcome, value_outcome
+from oncemore.errors import InvalidKey, InvalidPayload, PrincipalFailed
+from oncemore.web.http import Door, Request, issued_at, wait_of
+from oncemore.web.principal import principal_of, remembered_digest
+from oncemore.web.turn import matches
+
+SENT = "Repeatability-First-Sent"
+
+
+def operation(door: Door, request: Request) -> Any:
+    match = door.match(request.method, request.path, request.headers)
+    assert match is not None
+    return door.operation(match, request)
+
+
+def post(path: str, body: bytes = b"", *headers: tuple[str, str], key: str = "k") -> Request:
+    return Request("POST", path, "", [("authorization", "alice"), ("idempotency-key", key), *headers], body)
+
+
+# When a key was made
+
+
+@pytest.fixture
+def in_california(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "America/Los_Angeles")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("in_california")
+@pytest.mark.parametrize(
+    "date",
+    [
+        "Sun, 06 Nov 1994 08:49:37 GMT",
+        "Sunday, 06-Nov-94 08:49:37 GMT",
+        "Sun Nov  6 08:49:37 1994",
+        "Sun, 06 Nov 1994 08:49:37 -0000",
+    ],
+)
+def test_a_date_is_read_in_all_forms_that_http_has_wherever_the_server_stands(date: str) -> None:
+    """CASES 29: one of them names no time zone, and was taken for the server's own: eight hours too late here."""
+    rule = Rule("POST /things", late="refuse", first_sent=SENT)
+    assert issued_at(rule, [(SENT.lower(), date)], "k") == 784111777
+
+
+def test_what_is_no_date_is_refused() -> None:
+    rule = Rule("POST /things", late="refuse", first_sent=SENT)
+    for date in ("yesterday", "Sun, 06 Nov 99999 08:49:37 GMT", "1 1 1 1 1 1", ","):
+        with pytest.raises(InvalidKey, match="HTTP date"):
+            issued_at(rule, [(SENT.lower(), date)], "k")
+
+
+# What a name is made from
+
+
+def test_a_name_that_is_not_made_from_the_body_does_not_ask_what_it_is() -> None:
+    """CASES 12: a photo is no JSON, and need not be where the path says whose it is."""
+    contract = Contract(
+        Rule("POST /photos/{id}", key="template:{principal}:{path.id}:{header.x-place}"),
+        Rule("POST /orders/{id}", unique_by="{path.id}"),
+        Rule("POST /messages", key="body:/id"),
+        Rule("POST /reports", key="template:{body.subject}"),
+        Rule("POST /carts", unique_by="{body:/cart}"),
+    )
+    door = Door(Guard("memory://"), contract)
+    jpeg = b"\xff\xd8\xff\xe0"
+    assert operation(door, post("/photos/7", jpeg, ("x-place", "left"))).key.endswith(":7:left")
+    assert operation(door, post("/orders/7", jpeg)).unique == "7"
+    for path in ("/messages", "/reports", "/carts"):
+        with pytest.raises(InvalidPayload, match="made from the body"):
+            operation(door, post(path, jpeg))
+
+
+def test_a_great_many_headers_take_no_time_to_speak_of() -> None:
+    """Ten thousand fit into what servers accept, and took seconds: each was looked for among all the others."""
+    door = Door(Guard("memory://"), Contract(Rule("POST /photos/{id}", key="template:{principal}:{path.id}")))
+    request = post("/photos/7", b"", *((f"a{number}", "") for number in range(10_000)))
+    began = time.process_time()
+    operation(door, request)
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize("text", ["9" * 60_000 + "x", "9" * 60_000, "1s" * 30_000, "1." * 30_000])
+def test_a_patience_without_end_takes_no_time_to_read(text: str) -> None:
+    """CASES 18: a header of 16 KB, from anyone at all, held up every other request for 13 seconds."""
+    began = time.process_time()
+    assert wait_of([("x-request-timeout", text)]) is None
+    assert time.process_time() - began < 0.1
+
+
+def test_what_strangers_choose_the_length_of_is_not_remembered() -> None:
+    """Four thousand paths or credentials of 64 KB each, which no key needs, would have filled a quarter of a gigabyte."""
+    door = Door(Guard("memory://"))
+    before = (remembered_digest.cache_info().currsize, joined.cache_info().currsize)
+    path, bearer = "/" + "p" * 60_000, "b" * 60_000
+    found = operation(door, Request("POST", path, "", [("authorization", bearer), ("idempotency-key", "k")]))
+    again = operation(door, Request("POST", path, "", [("authorization", bearer), ("idempotency-key", "k")]))
+    assert (found.scope, len(found.scope)) == (again.scope, 255)
+    assert (remembered_digest.cache_info().currsize, joined.cache_info().currsize) == before
+    assert door._scopes == {}
+
+
+# Who is calling
+
+
+class Named:
+    """A user whose text is its name."""
+
+    def __str__(self) -> str:
+        return "alice"
+
+    def get_id(self) -> str:
+        return "7"
+
+
+class Wrapped:
+    """As Django's lazy objects: its text is that of what is in it."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def __str__(self) -> str:
+        return str(self.inner)
+
+
+async def later() -> str:
+    return "alice"
+
+
+@pytest.mark.parametrize(
+    "found", [lambda: Named().get_id, later, object, lambda: (1, object()), lambda: Wrapped(object()), lambda: later]
+)
+def test_a_principal_whose_text_is_an_address_is_refused(found: Any) -> None:
+    """CASES 8: a method that was not called has another address in the next request, which would run again."""
+    with pytest.raises(PrincipalFailed, match="a text or a number is needed"):
+        principal_of(lambda native: found(), post("/things"))
+
+
+@pytest.mark.parametrize("found", ["alice", 7, Named(), Wrapped(7), ("tenant", 7), "Meet me at 0x7f"])
+def test_a_principal_with_a_name_of_its_own_is_taken_by_it(found: Any) -> None:
+    assert principal_of(lambda native: found, post("/things")) == f"user:{found}"
+
+
+def test_a_user_is_not_known_by_a_method_that_nobody_calls() -> None:
+    """CASES 8: its address would be another in the next request."""
+
+    class User:
+        is_authenticated = True
+        username = "alice"
+
+        def id(self) -> str:
+            return "7"
+
+    request = Request("POST", "/things", "", [], b"", {"user": User()})
+    assert principal_of(None, request) == "user:alice"
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("given", [None, b"redacted", {"status": 200}])
+def test_a_redaction_that_returns_no_outcome_keeps_only_that_it_happened(given: Any) -> None:
+    """CASES 22: forgetting the `return` would have made every replay a response without a status."""
+    door = Door(Guard("memory://"), redact=lambda outcome: given)
+    assert door.outcome(Rule("POST /things"), 201, [], b"secret") == Outcome("tombstone", 201)
+
+
+# Conditional updates
+
+
+@pytest.mark.parametrize(
+    ("wanted", "etag", "status", "held"),
+    [
+        ('"1"', '"1"', 200, True),
+        ('"0", "1"', '"1"', 200, True),
+        ('"0","1"', '"1"', 200, True),
+        ('"1,2"', '"1,2"', 200, True),
+        ('"a", "1,2"', '"1,2"', 200, True),
+        ('"1,2"', '"1"', 200, False),
+        ('"1,2"', "2", 200, False),
+        ('W/"1"', '"1"', 200, False),
+        ("abc", "abc", 200, True),
+        ("*", "", 200, True),
+        (" * ", '"1"', 204, True),
+        ("*", "", 404, False),
+        ('"1"', "", 200, False),
+        ('"1"', '"1"', 304, False),
+        ('"1', '"1"', 200, False),
+        ("", "", 200, False),
+    ],
+)
+def test_an_etag_is_one_of_those_that_the_caller_names(wanted: str, etag: str, status: int, held: bool) -> None:
+    """A comma within the quotes is part of the tag: such a resource could never have been updated."""
+    assert matches(wanted, status, etag) is held
+
+
+# What is shown again
+
+
+def test_a_value_that_a_resolver_tells_is_shown_as_json() -> None:
+    """CASES 25: it is no response, and had no status that a server could send."""
+    door, rule = Door(Guard("memory://")), Rule("POST /things")
+
+    def shown(outcome: Outcome | None) -> tuple[int, bytes]:
+        assert outcome is not None
+        response = door.replayed(rule, Answer(outcome, "replayed"))
+        return response.status, response.body
+
+    assert shown(Resolution.settled({"id": 7}).outcome) == (200, b'{"id":7}')
+    assert shown(Resolution.settled(None).outcome) == (200, b"")
+    for kept in (Outcome("tombstone", 201), error_outcome(ValueError("no")), value_outcome({(1, 2): 3})):
+        status, body = shown(kept)
+        assert (status, b"CONFLICT.idempotency.outcome_not_kept" in body) == (409, True)
+    assert shown(Outcome("value", body=b"\xc1"))[0] == 503

@@ -33,7 +33,10 @@ Fly = Callable[[list[Item]], Plan[Sequence[Any]]]  # one result per item, in ord
 
 
 class Ask(Generic[Item]):
-    """The effect of putting one *item* into a lane and getting its own answer back."""
+    """The effect of putting one *item* into a lane and getting its own answer back.
+
+    Where the lane has a way to give answers back, a caller that is cancelled has asked for nothing: a claim.
+    """
 
     __slots__ = ("item", "lane")
 
@@ -53,13 +56,15 @@ class Ask(Generic[Item]):
         try:
             return await future
         except asyncio.CancelledError:
-            if self.lane.abandoned and future.done() and not future.cancelled() and future.exception() is None:
-                await arun(self.lane.abandoned(self.item, future.result()))
+            if future.cancelled():
+                self.lane.withdraw(future)
+            elif future.exception() is None:
+                await arun(self.lane.abandon(self.item, future.result()))
             raise
 
 
 class Tell(Ask[Item]):
-    """An Ask whose answer gives the caller nothing that it could leave behind: a settle, a release."""
+    """An Ask of what has to be done, whether or not its caller waits for it: a settle, a release."""
 
     __slots__ = ()
 
@@ -168,6 +173,15 @@ class Lane(Generic[Item]):
                 self._loops.pop(other, None)
         return self._loops.setdefault(loop, LoopLane(self))
 
+    def withdraw(self, future: asyncio.Future[Any]) -> None:
+        """Forget the item that *future* was to answer, if it has not been sent."""
+        lane = self._loops.get(future.get_loop())
+        waiting = lane.waiting if lane is not None else deque()
+        for place, (_, other) in enumerate(waiting):
+            if other is future:
+                del waiting[place]
+                return
+
     async def drain(self) -> None:
         """Return when nothing is in flight on the running loop."""
         loop = asyncio.get_running_loop()
@@ -252,11 +266,8 @@ class LoopLane(Generic[Item]):
         self.drive.go_on()
 
     def _take_off(self) -> None:
-        waiting, group = self.waiting, list[Entry[Item]]()
-        while waiting and len(group) < self.lane.most:
-            entry = waiting.popleft()
-            if not entry[1].done():  # or it was cancelled before it was sent
-                group.append(entry)
+        waiting = self.waiting
+        group = [waiting.popleft() for _ in range(min(len(waiting), self.lane.most))]
         if group:
             self._drive(self.lane.flight([item for item, _ in group]), partial(self._land, group))
         else:

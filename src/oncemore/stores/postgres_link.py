@@ -77,8 +77,7 @@ class Link:
                 pgconn.send_query(statement.text.encode())
                 yield from self._result()
                 return []
-            parameters = [dump(value) for value in values]
-            texts, formats = [text for text, _ in parameters], [format for _, format in parameters]
+            texts, formats = dump_all(values)
             if self.alone and statement.name:
                 yield from self._prepare(statement)
                 pgconn.send_query_prepared(statement.name, texts, formats, 1)
@@ -137,17 +136,19 @@ BYTEA = 17
 NULL = struct.pack("!i", -1)
 
 
-def dump(value: Any) -> tuple[bytes | None, int]:
-    """The value as a parameter, and its format: 0 for text, whose type PostgreSQL infers, or 1 for binary."""
-    if isinstance(value, str):
-        return value.encode(), 0
-    if value is None:
-        return None, 0
-    if isinstance(value, bytes):
-        return value, 1
-    if isinstance(value, list):
-        return dump_array(value), 1
-    return str(value).encode(), 0
+BINARY = (bytes, list)  # sent as they are; all else as text, whose type PostgreSQL infers
+
+
+def dump_all(values: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
+    """The values as parameters, and their formats: 0 for text, 1 for binary."""
+    texts = [value.encode() if type(value) is str else dump(value) for value in values]
+    return texts, [int(isinstance(value, BINARY)) for value in values]
+
+
+def dump(value: Any) -> bytes | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    return dump_array(value) if isinstance(value, list) else str(value).encode()
 
 
 def dump_array(items: list[bytes | None]) -> bytes:

@@ -16,7 +16,7 @@ from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
-from .postgres_link import Lost, Rejected, dump, failure
+from .postgres_link import Lost, Rejected, dump_all, failure
 from .postgres_sql import Ask, Rows, Statement, prepared
 
 Trip = Generator[Wait, Ready, list[Rows]]
@@ -92,17 +92,6 @@ def trip(connection: Any, asks: Sequence[Ask], *, wanted: bool = True) -> Trip:
     if names is not None:
         kit.names = names
     return rows
-
-
-def dump_all(values: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
-    """The values as parameters, and their formats."""
-    texts: list[bytes | None] = []
-    formats: list[int] = []
-    for value in values:
-        text, format = dump(value)
-        texts.append(text)
-        formats.append(format)
-    return texts, formats
 
 
 def answered(pgconn: Any) -> Generator[Wait, Ready, list[PGresult]]:

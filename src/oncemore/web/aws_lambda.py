@@ -108,7 +108,7 @@ class IdempotencyMiddleware:
         except OncemoreError as error:
             if invocation.performed:  # it is the function's own
                 raise
-            if not isinstance(error, StoreError) or match.rule.store_down != "run":
+            if not self.door.runs_without(error, match.rule):
                 mount = mount_of(invocation.request.path, invocation.source.inner_path(event))
                 refused = self.door.refused(error, match, invocation.turn.operation, mount)
                 return invocation.source.rendered(event, refused)

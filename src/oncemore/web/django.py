@@ -18,7 +18,7 @@ from django.http.response import HttpResponseBase  # type: ignore[import-untyped
 from ..core.contract import Match
 from ..core.match import SAFE_METHODS
 from ..core.plan import Call, Plan, arun, run
-from ..errors import OncemoreError, StoreError
+from ..errors import OncemoreError
 from .current import current_operation
 from .django_exchange import Exchange, GetResponse, InThread, body_of, made
 from .django_settings import check_place, door_from_settings
@@ -89,7 +89,7 @@ class IdempotencyMiddleware:
         except OncemoreError as error:
             if exchange.performed:
                 raise
-            if not isinstance(error, StoreError) or exchange.rule.store_down != "run":
+            if not self.door.runs_without(error, exchange.rule):
                 native = exchange.request.native
                 mount = mount_of(native.path, native.path_info)
                 return made(self.door.refused(error, exchange.match, exchange.operation, mount))

@@ -15,7 +15,7 @@ from ..core.guard import Guard
 from ..core.match import SAFE_METHODS
 from ..core.plan import run
 from ..core.rule import idempotent
-from ..errors import OncemoreError, StoreError
+from ..errors import OncemoreError
 from .current import current_operation
 from .environ import decoded, headers_of, matched, put_back, read_body
 from .flask_errors import note_errors
@@ -100,7 +100,7 @@ class IdempotencyMiddleware:
         except OncemoreError as error:
             if exchange.performed:
                 raise
-            if not isinstance(error, StoreError) or exchange.rule.store_down != "run":
+            if not self.door.runs_without(error, exchange.rule):
                 mount = decoded(exchange.environ.get("SCRIPT_NAME", ""))
                 refused = self.door.refused(error, exchange.match, exchange.operation, mount)
                 return respond(exchange.start_response, refused)

@@ -13,9 +13,11 @@ import redis
 from hypothesis.stateful import run_state_machine_as_test
 from redis.crc import key_slot
 
+from oncemore import Guard
 from oncemore.core.model import Lease, Operation, Outcome
 from oncemore.core.plan import arun, run
-from oncemore.core.store import Filter
+from oncemore.core.store import Filter, Stats
+from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable, StoreError
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.testing.servers import ValkeySentinel
@@ -230,6 +232,18 @@ def test_an_unreadable_record_is_answered_and_can_be_deleted(
     assert claimed(store).token > lease.token
 
 
+def test_a_record_that_was_moved_under_another_operations_key_shows_nothing(store: RedisStore, server: Any) -> None:
+    """Whoever can write to the server could otherwise show one caller another's outcome, though it is sealed."""
+    guard = Guard(store, seal=Seal([b"k" * 32]), cache=0)
+    guard.run(Operation("alice", "key", "c1:aa"), lambda op: "alice's")
+    server.copy(store._name(("alice", "key")), store._name(("bob", "key")))
+    with pytest.raises(CorruptRecord):
+        guard.run(Operation("bob", "key", "c1:aa"), lambda op: "bob's")
+    record = run(store.find("bob", "key"))
+    assert record is not None
+    assert (record.id, record.outcome, record.note) == (("bob", "key"), Outcome("tombstone"), "unreadable record")
+
+
 async def test_something_else_under_the_key_fails_alone(store: RedisStore, server: Any) -> None:
     """CASES 28: a clear error for that operation, and nothing for its neighbours."""
     await arun(store.claim(OPERATION, lease=HOUR))
@@ -311,6 +325,23 @@ async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(st
     await store.aclose()
 
 
+async def test_claims_whose_callers_have_left_are_given_back_together(store: RedisStore, server: Any) -> None:
+    """One after the other, they would hold up everyone else's claims for a round trip each."""
+    await arun(store.find("none", "none"))
+    await arun(store.claim(OPERATION, lease=HOUR))
+    tasks = [asyncio.create_task(arun(store.claim(Operation("scope", str(n)), lease=HOUR))) for n in range(30)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # now they are on their way
+    calls = server.info("commandstats")["cmdstat_evalsha"]["calls"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    again = [await arun(store.claim(Operation("scope", str(n)), lease=HOUR)) for n in range(30)]
+    assert all(isinstance(lease, Lease) for lease in again)
+    assert server.info("commandstats")["cmdstat_evalsha"]["calls"] - calls <= 33
+    await store.aclose()
+
+
 # Looking
 
 
@@ -355,3 +386,20 @@ def test_a_purge_in_batches_passes_over_the_keys_once(store: RedisStore) -> None
     settled(store, "later")
     store.shift += 2 * HOUR
     assert run(store.purge()) == 2
+
+
+@pytest.mark.parametrize("walk", ["stats", "purge"])
+def test_a_record_that_goes_while_all_are_counted_does_not_stop_the_count(
+    store: RedisStore, server: Any, walk: str
+) -> None:
+    """They expire in the server at any time, so between a step of SCAN and the look at what it found too."""
+    for n in range(3):
+        settled(store, str(n))
+    plan = getattr(store, walk)()
+    scanned = next(plan).run()
+    server.delete(store._name(("scope", "1")))
+    with pytest.raises(StopIteration) as ended:
+        effect = plan.send(scanned)
+        while True:
+            effect = plan.send(effect.run())
+    assert ended.value.value == (0 if walk == "purge" else Stats(settled=2))

@@ -276,6 +276,33 @@ def test_a_write_that_too_few_replicas_have_does_not_count(url: str) -> None:
     store.close()
 
 
+def test_a_claim_that_too_few_replicas_have_is_given_back(url: str, store: RedisStore) -> None:
+    """It was refused and not performed; left to lapse, it would be held as one that may have happened."""
+    short = connect(f"{url}&wait_replicas=1&timeout=1s")
+    with pytest.raises(StoreUnavailable, match="replicas"):
+        run(short.claim(operation("key"), lease=HOUR))
+    short.close()
+    lease = run(store.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert not lease.lapsed
+
+
+def test_who_waits_for_replicas_follows_a_primary_that_was_one(own_valkey: ValkeyServer) -> None:
+    """A replica refuses WAIT itself."""
+    store = connect(f"{own_valkey.url}?wait_replicas=1&timeout=1s")
+    own_valkey.ask("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(StoreUnavailable, match="READONLY"):
+        run(store.claim(operation("key"), lease=HOUR))
+    store.close()
+
+
+def test_a_walk_waits_for_no_replicas(url: str, store: RedisStore) -> None:
+    run(store.claim(operation("key"), lease=HOUR))
+    short = connect(f"{url}&wait_replicas=1&timeout=1s")
+    assert len(run(short.list(Filter())).records) == 1
+    short.close()
+
+
 @pytest.mark.chaos
 def test_a_slot_that_moves_is_followed() -> None:
     """While it moves, absent keys are the new node's (ASK); then all are (MOVED)."""

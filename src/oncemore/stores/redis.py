@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -36,7 +37,7 @@ from ..core.plan import Plan
 from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import hide_password, take_options
 from ..errors import ConfigurationError, StoreError
-from .redis_flight import Flights, Item, Plain
+from .redis_flight import Flights, Item, Plain, TooFewReplicas
 from .redis_lane import ExpressLane
 from .redis_places import read_places
 from .redis_records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
@@ -94,8 +95,8 @@ class RedisStore:
         if options["wait_replicas"] and not self.places.grouped:
             raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
         self._flights = [
-            Flights(self.places, self._common, timeout=options["timeout"], replicas=options["wait_replicas"])
-            for _ in ("claims", "writes", "walks")
+            Flights(self.places, self._common, timeout=options["timeout"], replicas=replicas)
+            for replicas in (options["wait_replicas"], options["wait_replicas"], 0)  # of claims, writes and walks
         ]
         self._claims = ExpressLane(self._fly_claims, most=GROUP, abandoned=self._abandoned)
         self._writes = ExpressLane(self._flights[1].fly, most=GROUP)
@@ -128,9 +129,17 @@ class RedisStore:
         return read_record(id, *answer)
 
     def _fly_claims(self, items: list[Any]) -> Plan[list[Any]]:
-        """The claims; and with the first of them, a look at the server."""
-        if self._looked:
-            return (yield from self._flights[0].fly(items))
+        """The claims; those that do not count, for want of replicas, are given back: nobody will perform them."""
+        answers = yield from (self._flights[0].fly(items) if self._looked else self._fly_and_look(items))
+        if self._flights[0].replicas:
+            short = zip(items, answers, strict=True)
+            backs = [back(item, it.answer) for item, it in short if isinstance(it, TooFewReplicas)]
+            with suppress(StoreError):  # where that fails, they lapse
+                yield Ask(self._walk.lane, [each for each in backs if each])
+        return answers
+
+    def _fly_and_look(self, items: list[Any]) -> Plan[list[Any]]:
+        """The first claims, and with them a look at the server."""
         *answers, told = yield from self._flights[0].fly([*items, Plain(("INFO", "memory"))])
         self._looked = not all(isinstance(answer, StoreError) for answer in answers)
         if isinstance(told, bytes):  # one that does not tell is trusted
@@ -148,13 +157,9 @@ class RedisStore:
             )
 
     def _abandoned(self, item: Item, answer: Any) -> Plan[None]:
-        """Give back what was granted to a caller who has gone away; what was in doubt stays in doubt."""
-        if isinstance(answer, int):
-            answer = (answer, 0, 1, False)
-        if len(answer) == GRANTED:
-            token, _, _, lapsed = answer
-            back = Item(RENEW, item.key, (token, 0)) if lapsed else Item(RELEASE, item.key, (token, micros(ABANDONED)))
-            yield Ask(self._writes, back)
+        given = back(item, answer)
+        if given is not None:
+            yield Ask(self._writes, given)
 
     # The owner's verbs
 
@@ -236,6 +241,16 @@ class RedisStore:
         for flights in self._flights:
             await flights.aclose()
         self.close()
+
+
+def back(claim: Item, answer: Any) -> Item | None:
+    """What gives back a lease that nobody takes, where *answer* is one; what was in doubt stays in doubt."""
+    if isinstance(answer, int):
+        answer = (answer, 0, 1, False)
+    if len(answer) != GRANTED:
+        return None
+    token, _, _, lapsed = answer
+    return Item(RENEW, claim.key, (token, 0)) if lapsed else Item(RELEASE, claim.key, (token, micros(ABANDONED)))
 
 
 def owned(answer: int, held: Lease) -> int:

@@ -31,6 +31,14 @@ UNWILLING = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
 ASKING = pack("ASKING")
 
 
+class TooFewReplicas(StoreUnavailable):
+    """The primary has done what it was asked for, with this *answer*, but that does not count."""
+
+    def __init__(self, detail: str, answer: Any) -> None:
+        super().__init__(detail)
+        self.answer = answer
+
+
 class Item(NamedTuple):
     """One record's part in a call of *script*."""
 
@@ -193,9 +201,7 @@ class Flight:
             self.places.known = False
             self._later(sent, result)
             return
-        if self.flights.replicas and result.pop() < self.flights.replicas:
-            self._fail(sent, StoreUnavailable(f"Fewer than {self.flights.replicas} replicas have the write"))
-            return
+        short = self._short(result.pop()) if self.flights.replicas else None
         answers = iter(result)
         for call in sent:
             if call.asking:
@@ -204,6 +210,17 @@ class Flight:
             answer = next(answers)
             if not call.answered(answer, self.answers):
                 yield from self._failed(line, call, answer)
+            elif short is not None:
+                for index in call.indexes:
+                    if not isinstance(self.answers[index], StoreError):
+                        self.answers[index] = TooFewReplicas(short, self.answers[index])
+
+    def _short(self, reached: int | hiredis.ReplyError) -> str | None:
+        """What is wrong with the answer to WAIT, if anything is; a replica, and a user without the right, get an error."""
+        if isinstance(reached, hiredis.ReplyError):
+            return f"Redis does not wait for replicas: {reached}"
+        wanted = self.flights.replicas
+        return f"Only {reached} of {wanted} replicas have the write" if reached < wanted else None
 
     def _failed(self, line: Line, call: Call, error: hiredis.ReplyError) -> Plan[None]:
         """The whole call was refused: most often nothing happened and it can be sent again, in another way."""

@@ -23,8 +23,8 @@ Entry = tuple[Any, asyncio.Future[Any]]
 class ExpressLane(Lane[Any]):
     """As every lane among threads; on an event loop, as told above."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def _reset(self) -> None:
+        super()._reset()
         self._queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Queue] = weakref.WeakKeyDictionary()
         self._newest: tuple[Callable[[], object], Queue] = (lambda: None, Queue(self))
 
@@ -37,16 +37,18 @@ class ExpressLane(Lane[Any]):
         return queue.enqueue(loop, item)
 
     def _queue(self, loop: asyncio.AbstractEventLoop) -> Queue:
-        for other in tuple(self._queues):
-            if other.is_closed():  # in mid-flight: those who wait there would keep it alive
-                del self._queues[other]
+        for known in self._queues.keyrefs():
+            other = known()
+            if other is not None and other.is_closed():  # in mid-flight: those who wait there would keep it alive
+                self._queues.pop(other, None)
         return self._queues.setdefault(loop, Queue(self))
 
     async def drain(self) -> None:
-        queue = self._queues.get(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        queue = self._queues.get(loop)
         while queue is not None and queue.flying:
-            queue.landed = asyncio.get_running_loop().create_future()
-            await queue.landed
+            queue.landed = queue.landed or loop.create_future()
+            await asyncio.wait([queue.landed])
 
 
 class Queue:
@@ -82,7 +84,8 @@ class Queue:
     def _stop(self) -> None:
         self.flying = False
         if self.landed is not None:
-            tell(self.landed, None)
+            self.landed.set_result(None)
+            self.landed = None
 
     def _land(self, group: list[Entry], answers: Sequence[Any] | None) -> None:
         answers = answers or [interrupted() for _ in group]
@@ -90,15 +93,24 @@ class Queue:
             (item, answer) for (item, future), answer in zip(group, answers, strict=True) if not tell(future, answer)
         ]
         if left:
-            Drive(self._abandon(left), lambda _: self._take_off()).go_on()
+            self._abandon(left)
         elif self.waiting:
             self._take_off()
         else:
             self._stop()
 
-    def _abandon(self, left: list[tuple[Any, Any]]) -> Plan[None]:
+    def _abandon(self, left: list[tuple[Any, Any]]) -> None:
+        """Give all of it back at once, so that it travels together; the next group takes off after the last."""
+        open = len(left)
+
+        def given_back(_: Any) -> None:
+            nonlocal open
+            open -= 1
+            if not open:
+                self._take_off()
+
         for item, answer in left:
-            yield from self.lane.abandon(item, answer)
+            Drive(self.lane.abandon(item, answer), given_back).go_on()
 
 
 class Drive:

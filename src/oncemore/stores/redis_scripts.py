@@ -304,7 +304,10 @@ TALLY = Script(
     """
 local function verb(key)
   local r = read(key, DECISION)
-  return r and not r.err and r.now ~= 'unreadable' and {r[STATE], r.now}
+  if not r or r.err or r.now == 'unreadable' then
+    return false
+  end
+  return {r[STATE], r.now}
 end
 """,
 )

@@ -15,11 +15,10 @@ from ..core.plan import Plan
 from ..core.store import Filter, Page, Stats
 from ..errors import ConfigurationError, CorruptRecord, StoreError
 from .redis_flight import Flights, Item, Plain
-from .redis_records import read_record
+from .redis_records import NOBODY, read_record
 from .redis_scripts import LOOK, SWEEP, TALLY, Script
 
 CURSOR = re.compile(r"(\d*)\.(\d+)\.([0-9a-f,]*)")
-NOBODY = ("\0", "\0")  # the id of a record that cannot be read
 RECORD = "{" + 40 * "[0-9a-f]" + "}"  # as a pattern for SCAN
 STEP = 50  # keys at a time: the server does them in one go, and a claim that comes meanwhile waits for all of them
 
@@ -143,7 +142,7 @@ def told(answer: Any) -> Any:
 
 def fits(record: Record, where: Filter) -> bool:
     """Whether the record is one that the filter asks for."""
-    if record.id == NOBODY:
+    if record.id == NOBODY:  # it could not be read
         return False
     lapsed = record.state == "running" and record.lease_until <= record.now
     wanted = (

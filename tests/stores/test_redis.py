@@ -16,7 +16,7 @@ from redis.crc import key_slot
 from oncemore import Guard
 from oncemore.core.model import Lease, Operation, Outcome
 from oncemore.core.plan import arun, run
-from oncemore.core.store import Filter, Stats
+from oncemore.core.store import Filter
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable, StoreError
 from oncemore.stores.redis import RedisStore, connect
@@ -340,66 +340,3 @@ async def test_claims_whose_callers_have_left_are_given_back_together(store: Red
     assert all(isinstance(lease, Lease) for lease in again)
     assert server.info("commandstats")["cmdstat_evalsha"]["calls"] - calls <= 33
     await store.aclose()
-
-
-# Looking
-
-
-def test_a_page_goes_on_where_it_ended_whatever_is_written_meanwhile(store: RedisStore) -> None:
-    for n in range(200):
-        settled(store, str(n))
-    seen, cursor = [], None
-    for page_number in range(1000):
-        page = run(store.list(Filter(), limit=7, cursor=cursor))
-        assert len(page.records) <= 7
-        seen += [int(record.key) for record in page.records]
-        cursor = page.cursor
-        if cursor is None:
-            break
-        claimed(store, str(1000 + page_number))
-    assert sorted(key for key in seen if key < 1000) == list(range(200))
-
-
-def test_a_page_of_few_among_many_is_found(store: RedisStore) -> None:
-    for n in range(500):
-        settled(store, str(n))
-    run(store.hold(claimed(store, "held")))
-    page = run(store.list(Filter(state="held"), limit=3))
-    assert ([record.key for record in page.records], page.cursor) == (["held"], None)
-
-
-@pytest.mark.parametrize("cursor", ["x", "1.2", "0.0.{}", "-1.0.", "0.0.a b"])
-def test_a_cursor_of_another_origin_is_refused(store: RedisStore, cursor: str) -> None:
-    with pytest.raises(ConfigurationError):
-        run(store.list(Filter(), cursor=cursor))
-
-
-def test_a_purge_in_batches_passes_over_the_keys_once(store: RedisStore) -> None:
-    for n in range(30):
-        settled(store, str(n))
-    store.shift += 2 * HOUR
-    settled(store, "fresh")
-    gone = []
-    while batch := run(store.purge(batch=8)):
-        gone.append(batch)
-    assert (sum(gone), max(gone)) == (30, 8)
-    settled(store, "later")
-    store.shift += 2 * HOUR
-    assert run(store.purge()) == 2
-
-
-@pytest.mark.parametrize("walk", ["stats", "purge"])
-def test_a_record_that_goes_while_all_are_counted_does_not_stop_the_count(
-    store: RedisStore, server: Any, walk: str
-) -> None:
-    """They expire in the server at any time, so between a step of SCAN and the look at what it found too."""
-    for n in range(3):
-        settled(store, str(n))
-    plan = getattr(store, walk)()
-    scanned = next(plan).run()
-    server.delete(store._name(("scope", "1")))
-    with pytest.raises(StopIteration) as ended:
-        effect = plan.send(scanned)
-        while True:
-            effect = plan.send(effect.run())
-    assert ended.value.value == (0 if walk == "purge" else Stats(settled=2))

@@ -43,7 +43,7 @@ from .redis_places import read_places
 from .redis_records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
 from .redis_rung import Listener
 from .redis_scripts import CLAIM, DELETE, HOLD, LOOK, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH
-from .redis_walk import Walk
+from .redis_walk import Bundle, Walk
 
 OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": 0}
 PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -134,8 +134,9 @@ class RedisStore:
         if self._flights[0].replicas:
             short = zip(items, answers, strict=True)
             backs = [back(item, it.answer) for item, it in short if isinstance(it, TooFewReplicas)]
+            bundle: Bundle = [each for each in backs if each]
             with suppress(StoreError):  # where that fails, they lapse
-                yield Ask(self._walk.lane, [each for each in backs if each])
+                yield Ask(self._walk.lane, bundle)
         return answers
 
     def _fly_and_look(self, items: list[Any]) -> Plan[list[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -17,6 +17,8 @@ from ..errors import ConfigurationError, CorruptRecord, StoreError
 from .redis_flight import Flights, Item, Plain
 from .redis_records import NOBODY, read_record
 from .redis_scripts import LOOK, SWEEP, TALLY, Script
+
+Bundle: TypeAlias = list[Item | Plain]  # what one step of a walk asks for
 
 CURSOR = re.compile(r"(\d*)\.(\d+)\.([0-9a-f,]*)")
 RECORD = "{" + 40 * "[0-9a-f]" + "}"  # as a pattern for SCAN
@@ -53,16 +55,16 @@ class Walk:
     def __init__(self, flights: Flights, prefix: str) -> None:
         self.flights = flights
         self.prefix = prefix
-        self.lane: Lane[list[Item | Plain]] = Lane(self._fly, most=4)
+        self.lane: Lane[Bundle] = Lane(self._fly, most=4)
         self._swept = Trail()
 
-    def _fly(self, bundles: list[list[Item | Plain]]) -> Plan[list[list[Any]]]:
+    def _fly(self, bundles: list[Bundle]) -> Plan[list[list[Any]]]:
         answers = iter((yield from self.flights.fly([item for bundle in bundles for item in bundle])))
         return [[next(answers) for _ in bundle] for bundle in bundles]
 
     def _ask(self, script: Script, keys: Sequence[str]) -> Plan[list[Any]]:
         """One answer per key; a key that holds something else than a record has none."""
-        bundle: list[Item | Plain] = [Item(script, key) for key in keys]
+        bundle: Bundle = [Item(script, key) for key in keys]
         answers = (yield Ask(self.lane, bundle)) if keys else []
         return [told(answer) for answer in answers]
 
@@ -72,7 +74,7 @@ class Walk:
             pending = [f"{self.prefix}:{{{name}}}" for name in trail.pending]
             return pending, msgspec.structs.replace(trail, pending=())
         words = ("SCAN", trail.position, "MATCH", f"{self.prefix}:{pattern}", "COUNT", count)
-        bundle: list[Item | Plain] = [Plain(words, trail.server)]
+        bundle: Bundle = [Plain(words, trail.server)]
         position, keys = told((yield Ask(self.lane, bundle))[0])
         after = Trail(trail.server, int(position))
         if after.position == 0:

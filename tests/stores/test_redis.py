@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,6 +116,15 @@ def test_a_url_that_cannot_be_meant_is_refused(url: str) -> None:
 def test_no_password_is_shown() -> None:
     store = connect("redis+sentinel://user:secret1@a,b/service?sentinel_password=secret2")
     assert "secret" not in store.url
+
+
+@pytest.mark.parametrize("password", ["se/cret", "se#cret", "se?cret", "se?secret&cret", "se/1"])
+def test_a_password_that_was_not_escaped_is_told_and_not_shown(password: str) -> None:
+    for scheme, path in (("redis", "/0"), ("redis+sentinel", "/service"), ("redis+cluster", "")):
+        with pytest.raises(ConfigurationError, match="%2F") as caught:
+            connect(f"{scheme}://user:{password}@host:6379{path}")
+        shown = "".join(traceback.format_exception(caught.value, limit=0))
+        assert not any(part in shown for part in ("cret", "'se", "se@", "/1"))
 
 
 def test_two_prefixes_and_two_databases_are_four_ledgers(valkey_url: str, redis_prefix: str) -> None:

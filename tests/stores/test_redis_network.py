@@ -15,8 +15,9 @@ import pytest
 from oncemore.core.model import Lease, Operation
 from oncemore.core.plan import Plan, arun, run
 from oncemore.core.store import Filter
-from oncemore.errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
+from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
+from oncemore.stores.redis_wire import Address, Exchange, Line, Parcel, pack
 from oncemore.testing.proxy import FaultProxy
 
 from .redis_child import DONE, HOUR
@@ -226,6 +227,49 @@ def test_an_answer_that_comes_after_an_interruption_is_not_taken_for_another(
     far.close()
 
 
+async def test_an_answer_that_comes_after_another_parcels_failure_is_not_taken_for_another(
+    far: RedisStore, proxy: FaultProxy
+) -> None:
+    """Were the rest of the group not waited for, the next group would get its answers: a stranger's lease, or outcome."""
+
+    def no_thread_left(address: Address, on_loop: bool) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    line, broken = Line(far.places.dial, None), Line(no_thread_left, None)
+    await Exchange([Parcel(line, pack("PING"), 1)], 5).arun()
+    proxy.stall()
+    with healed_soon(proxy), pytest.raises(RuntimeError):
+        await Exchange([Parcel(line, pack("ECHO", "one"), 1), Parcel(broken, b"", 1)], 5).arun()
+    assert await Exchange([Parcel(line, pack("ECHO", "two"), 1)], 5).arun() == [[b"two"]]
+    await line.aclose()
+
+
+def test_a_verb_whose_connections_are_closed_meanwhile_is_sent_again_at_once(
+    far: RedisStore, proxy: FaultProxy
+) -> None:
+    """What was sent over the old connection is not waited for on a new one."""
+    run(far.find("scope", "key"))
+    line = far._flights[1].line(None)
+    assert line.send(pack("PING"), 5) is None
+    far.close()
+    began = time.monotonic()
+    assert isinstance(line.receive(1), StoreUnavailable)
+    assert time.monotonic() - began < 2
+
+
+def test_to_forget_an_operation_may_be_said_twice(near: RedisStore) -> None:
+    """A release for no time at all whose answer was lost: it is sent again, and nobody has taken over."""
+    lease = run(near.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    for _ in range(2):
+        run(near.release(lease, retention=0.0))
+    with pytest.raises(Fenced):
+        run(near.settle(lease, DONE, retention=HOUR))
+    assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Lease)
+    with pytest.raises(Fenced):
+        run(near.release(lease, retention=0.0))
+
+
 def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_granted(near: RedisStore) -> None:
     """A copy that was delayed in the network would lock the key for nobody."""
     items: list[Any] = []
@@ -244,7 +288,8 @@ def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_grante
 def test_nothing_but_our_own_errors_comes_out(proxy: FaultProxy) -> None:
     proxy.refuse()
     nobody = f"127.0.0.1:{proxy.port}"
-    for address in (f"redis://{nobody}", f"redis+sentinel://{nobody}/service", f"redis+cluster://{nobody}"):
+    nonsense = f"redis://{64 * 'x'}.example"  # no name of a host is that long
+    for address in (f"redis://{nobody}", f"redis+sentinel://{nobody}/service", f"redis+cluster://{nobody}", nonsense):
         store = connect(f"{address}?timeout=200ms")
         for plan in (store.claim(operation("key"), lease=HOUR), store.stats(), store.purge(), store.list(Filter())):
             with pytest.raises(OncemoreError):

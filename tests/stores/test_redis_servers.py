@@ -342,6 +342,48 @@ def test_a_node_that_restarts_is_waited_for_and_does_not_hold_up_the_others() ->
         store.close()
 
 
+def test_a_node_that_has_lost_sight_of_the_others_is_not_asked_for_ever(cluster_url: str, redis_prefix: str) -> None:
+    with ValkeyServer(fsync=False, cluster_enabled="yes") as lost:
+        lost.ask("CLUSTER", "ADDSLOTSRANGE", 0, 100)
+        hosts = f"127.0.0.1:{lost.port},{urlsplit(cluster_url).netloc}"
+        store = connect(f"redis+cluster://{hosts}?prefix={redis_prefix}&timeout=5s")
+        theirs = (key for key in map(str, range(100)) if key_slot(store._name(("scope", key)).encode()) > 100)
+        for _ in range(3):
+            assert isinstance(run(store.claim(operation(next(theirs)), lease=HOUR)), Lease)
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("redis+cluster://{}", "cluster support disabled"), ("redis+sentinel://{}/main", "unknown command")],
+)
+def test_a_server_that_cannot_show_the_way_says_why(valkey_url: str, kind: str, reason: str) -> None:
+    store = connect(f"{kind.format(urlsplit(valkey_url).netloc)}?timeout=200ms")
+    with pytest.raises(StoreUnavailable, match=reason):
+        run(store.claim(operation("key"), lease=HOUR))
+    store.close()
+
+
+def test_who_may_not_listen_is_told_once_and_looks_by_himself(
+    own_valkey: ValkeyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_valkey.ask("ACL", "SETUSER", "deaf", "on", ">pw", "~*", "resetchannels", "+@all")
+    store = connect(f"redis://deaf:pw@127.0.0.1:{own_valkey.port}")
+    lease = run(store.claim(operation("key"), lease=HOUR))
+    record = run(store.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert isinstance(record, Record)
+    run(store.watch(record))
+    thread = store._listener._thread
+    assert thread is not None
+    thread.join(5)
+    assert not thread.is_alive()
+    assert ["NOPERM" in message for message in caplog.messages] == [True]
+    run(store.watch(record))
+    run(store.settle(lease, DONE, retention=HOUR))
+    store.close()
+
+
 async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_prefix: str) -> None:
     one, two = (connect(f"{cluster_url}?prefix={redis_prefix}") for _ in range(2))
     for n in range(6):

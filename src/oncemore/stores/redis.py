@@ -132,11 +132,11 @@ class RedisStore:
         """The claims; those that do not count, for want of replicas, are given back: nobody will perform them."""
         answers = yield from (self._flights[0].fly(items) if self._looked else self._fly_and_look(items))
         if self._flights[0].replicas:
-            short = zip(items, answers, strict=True)
-            backs = [back(item, it.answer) for item, it in short if isinstance(it, TooFewReplicas)]
-            bundle: Bundle = [each for each in backs if each]
-            with suppress(StoreError):  # where that fails, they lapse
-                yield Ask(self._walk.lane, bundle)
+            short = [each for each in zip(items, answers, strict=True) if isinstance(each[1], TooFewReplicas)]
+            bundle: Bundle = [given for item, it in short if (given := back(item, it.answer))]
+            if bundle:
+                with suppress(StoreError):  # where that fails, they lapse
+                    yield Ask(self._walk.lane, bundle)
         return answers
 
     def _fly_and_look(self, items: list[Any]) -> Plan[list[Any]]:

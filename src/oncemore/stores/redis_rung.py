@@ -10,7 +10,10 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
+import hiredis
+
 from ..core.bell import Bell, Id
+from ..core.events import log
 from ..core.plan import run
 from ..errors import StoreError
 from .redis_places import Places
@@ -58,6 +61,9 @@ class Listener:
         while self._thread is me:
             try:
                 self._hear(me)
+            except hiredis.ReplyError as error:
+                log.warning("Nobody may listen on %s, so those who wait look by themselves: %s", self.channel, error)
+                return
             except (*TROUBLE, StoreError):
                 if self._thread is me:
                     self.places.known = False
@@ -77,7 +83,9 @@ class Listener:
                     with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed; a message is not ours
                         self._pass_on(message)
         finally:
-            self._wire = None
+            with self._lock:
+                if self._wire is wire:  # and not the next thread's
+                    self._wire = None
             wire.close()
 
     def _next(self, wire: Wire) -> list[Any]:
@@ -88,7 +96,9 @@ class Listener:
             wire.send(PING, QUIET)
             return wire.receive(1)
 
-    def _pass_on(self, message: list[Any]) -> None:
+    def _pass_on(self, message: list[Any] | hiredis.ReplyError) -> None:
+        if isinstance(message, hiredis.ReplyError):
+            raise message
         kind, *_, payload = message
         if kind == b"message":
             self.bell.ring(read_id(payload))

@@ -226,7 +226,7 @@ end
 """,
 )
 
-# token, retention → as settle.
+# token, retention → as settle.  One for no time at all leaves nothing that a second one could find released.
 RELEASE = Script(
     "release",
     2,
@@ -238,6 +238,8 @@ local function verb(key, a)
     ring_if_watched(r)
     r[STATE], r[EXPIRES_AT] = 'released', now + ARGV[a + 1]
     write(key, OPEN, r, '', lifetime(ARGV[a + 1]))
+  elseif own == 0 and r and ARGV[a + 1] == '0' and r[STATE] == 'released' and r[TOKEN] == tonumber(ARGV[a]) then
+    return 2
   end
   return own
 end

@@ -26,7 +26,8 @@ Result: TypeAlias = list[Any] | StoreError  # the answers, or what went wrong
 
 RECEIVE = 256 * 1024
 
-TROUBLE = (redis.RedisError, hiredis.HiredisError, OSError, TimeoutError)  # all that can go wrong on the way
+# All that can go wrong on the way; a UnicodeError is a host whose name cannot be looked up.
+TROUBLE = (redis.RedisError, hiredis.HiredisError, OSError, UnicodeError)
 
 
 def pack(*words: str | bytes | int) -> bytes:
@@ -188,7 +189,9 @@ class Line:
     def receive(self, count: int) -> Result:
         """The answers to what this thread has sent."""
         try:
-            return self.wire().receive(count)
+            if self._wire is None:
+                raise ConnectionResetError("the connection was closed meanwhile")
+            return self._wire.receive(count)
         except BaseException as error:
             return self._failed(error)
 
@@ -264,7 +267,12 @@ class Exchange:
     async def arun(self) -> list[Result]:
         if len(self.parcels) == 1:
             return [await self._exchange(self.parcels[0])]
-        return await asyncio.gather(*map(self._exchange, self.parcels))
+        # All are waited for, also where one fails: what its line still owes would be taken for the next group's.
+        results = await asyncio.gather(*map(self._exchange, self.parcels), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, StoreError):
+                raise result
+        return results  # type: ignore[return-value]
 
     def _exchange(self, parcel: Parcel) -> Awaitable[Result]:
         return parcel.line.exchange(parcel.packet, parcel.count, self.patience)

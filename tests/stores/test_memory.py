@@ -2,6 +2,9 @@
 
 import pytest
 
+from oncemore.core.plan import run
+from oncemore.core.store import Filter
+from oncemore.errors import InvalidPayload
 from oncemore.stores import connect, schema
 from oncemore.stores.memory import MemoryStore
 from oncemore.testing.store_contract import StoreContract
@@ -20,6 +23,12 @@ def test_each_connection_is_a_ledger_of_its_own() -> None:
 
 def test_memory_needs_no_schema() -> None:
     assert schema("memory://") == ""
+
+
+@pytest.mark.parametrize("cursor", ["1.0.ab", "9" * 5000])
+def test_a_cursor_of_another_origin_is_refused(cursor: str) -> None:
+    with pytest.raises(InvalidPayload, match="cursor"):
+        run(MemoryStore().list(Filter(), cursor=cursor))
 
 
 class TestMemoryMachine(store_machine(MemoryStore).TestCase):  # type: ignore[misc]

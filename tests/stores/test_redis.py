@@ -100,6 +100,7 @@ def test_any_history_goes_as_in_the_model(url: str) -> None:
         "redis://localhost?prefix=a b",
         "redis://localhost?prefix=",
         "redis://localhost?timeout=0",
+        "redis://localhost?poll=0",
         "redis://localhost?timeout=soon",
         "redis://localhost?wait_replicas=some",
         "redis://localhost?socket_timeout=soon",

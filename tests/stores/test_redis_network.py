@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.model import Lease, Operation
+from oncemore.core.model import Lease
 from oncemore.core.plan import Plan, arun, run
 from oncemore.core.store import Filter
 from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
@@ -20,15 +20,11 @@ from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis_wire import Address, Exchange, Line, Parcel, pack
 from oncemore.testing.proxy import FaultProxy
 
-from .redis_child import DONE, HOUR
+from .redis_child import DONE, HOUR, operation
 
 pytestmark = pytest.mark.server
 
 Drive = Callable[[Plan[Any]], Any]
-
-
-def operation(key: str) -> Operation:
-    return Operation("scope", key, "c1:aa", "refunds.create")
 
 
 @pytest.fixture

@@ -266,6 +266,7 @@ def read_options(url: str) -> tuple[str, dict[str, Any]]:
     rest, options = take_options(url, OPTIONS)
     if not PREFIX.fullmatch(options["prefix"]):
         raise ConfigurationError(f"prefix={options['prefix']}: use letters, digits and _ . : - only, at most 64")
-    if options["timeout"] <= 0:
-        raise ConfigurationError("timeout= in the store's URL must be longer than nothing")
+    for name in ("timeout", "poll"):
+        if options[name] <= 0:
+            raise ConfigurationError(f"{name}= in the store's URL must be longer than nothing")
     return rest, options

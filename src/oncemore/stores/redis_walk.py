@@ -13,14 +13,14 @@ from ..core.lane import Ask, Lane
 from ..core.model import Record
 from ..core.plan import Plan
 from ..core.store import Filter, Page, Stats
-from ..errors import ConfigurationError, CorruptRecord, StoreError
+from ..errors import CorruptRecord, InvalidPayload, StoreError
 from .redis_flight import Flights, Item, Plain
 from .redis_records import NOBODY, read_record
 from .redis_scripts import LOOK, SWEEP, TALLY, Script
 
 Bundle: TypeAlias = list[Item | Plain]  # what one step of a walk asks for
 
-CURSOR = re.compile(r"(\d*)\.(\d+)\.([0-9a-f,]*)")
+CURSOR = re.compile(r"([0-9]{0,9})\.([0-9]{1,20})\.([0-9a-f,]*)")
 RECORD = "{" + 40 * "[0-9a-f]" + "}"  # as a pattern for SCAN
 STEP = 50  # keys at a time: the server does them in one go, and a claim that comes meanwhile waits for all of them
 
@@ -44,7 +44,7 @@ class Trail(msgspec.Struct, frozen=True):
         """The trail that a page's cursor stands for."""
         match = CURSOR.fullmatch(cursor)
         if match is None:
-            raise ConfigurationError(f"{cursor[:40]!r} is not a cursor that this store has given")
+            raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that this store has given")
         server, position, pending = match.groups()
         return cls(int(server) if server else None, int(position), tuple(filter(None, pending.split(","))))
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -149,6 +152,32 @@ def test_a_server_that_cannot_show_the_way_says_why(valkey_url: str, kind: str, 
     with pytest.raises(StoreUnavailable, match=reason):
         run(store.claim(operation("key"), lease=HOUR))
     store.close()
+
+
+@pytest.mark.chaos
+async def test_a_node_that_does_not_answer_holds_up_nobody_who_asks_another() -> None:
+    """By threads and on a loop: whoever needs that node waits for it, and everyone else has an answer at once."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(24))
+    with ValkeyCluster(cluster_require_full_coverage="no", cluster_node_timeout=60_000) as cluster:
+        store = connect(f"{cluster.url}?timeout=8s")
+        await asyncio.gather(*(arun(store.claim(operation(f"{n} before"), lease=HOUR)) for n in range(20)))
+        run(store.claim(operation("before"), lease=HOUR))
+        frozen = cluster.servers[0].pid
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            for kind in ("loop", "threads"):
+                healthy, ill = [], []
+                for key in (f"{kind} {n}" for n in range(24)):
+                    slot = key_slot(store._name(("scope", key)).encode())
+                    claim = store.claim(operation(key), lease=HOUR)
+                    task = asyncio.create_task(arun(claim) if kind == "loop" else asyncio.to_thread(run, claim))
+                    (ill if slot * 3 // 16_384 == 0 else healthy).append(task)
+                done, _ = await asyncio.wait(healthy, timeout=4)
+                assert [len(done), sum(task.done() for task in ill)] == [len(healthy), 0]
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        assert all(isinstance(lease, Lease) for lease in await asyncio.gather(*ill))
+        await store.aclose()
 
 
 async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_prefix: str) -> None:

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,7 +40,7 @@ from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import hide_password, take_options
 from ..errors import ConfigurationError, StoreError
 from .redis_flight import Flights, Item, Plain, TooFewReplicas
-from .redis_lane import ExpressLane
+from .redis_lane import ExpressLane, NodeLanes
 from .redis_places import read_places
 from .redis_records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
 from .redis_rung import Listener
@@ -94,16 +96,26 @@ class RedisStore:
         self.places = read_places(rest, timeout=options["timeout"] / 2)
         if options["wait_replicas"] and not self.places.grouped:
             raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
-        self._flights = [
-            Flights(self.places, self._common, timeout=options["timeout"], replicas=replicas)
-            for replicas in (options["wait_replicas"], options["wait_replicas"], 0)  # of claims, writes and walks
-        ]
-        self._claims = ExpressLane(self._fly_claims, most=GROUP, abandoned=self._abandoned)
-        self._writes = ExpressLane(self._flights[1].fly, most=GROUP)
-        self._walk = Walk(self._flights[2], self.prefix)
+        self._timeout: float = options["timeout"]
+        self._replicas: int = options["wait_replicas"]
+        self._flights: list[Flights] = []
+        self._claims = self._lane(self._fly_claims, abandoned=self._abandoned)
+        self._writes = self._lane(Flights.fly)
+        self._walk = Walk(self._new_flights(0), self.prefix)
         self._looked = False
         self._listener = Listener(self.places, self.channel, self.bell)
         weakref.finalize(self, self._listener.stop)
+
+    def _lane(self, fly: Callable[[Flights, list[Any]], Plan[list[Any]]], **options: Any) -> ExpressLane:
+        def one() -> ExpressLane:
+            return ExpressLane(partial(fly, self._new_flights(self._replicas)), most=GROUP, **options)
+
+        return one() if self.places.grouped else NodeLanes(one, self.places.place)
+
+    def _new_flights(self, replicas: int) -> Flights:
+        flights = Flights(self.places, self._common, timeout=self._timeout, replicas=replicas)
+        self._flights.append(flights)
+        return flights
 
     def _common(self) -> tuple[int, str]:
         return round(self.shift * MICRO), self.channel
@@ -128,10 +140,10 @@ class RedisStore:
             return HeldLease(operation, token, lease_until / MICRO, attempt, lapsed == 1, record=name)
         return read_record(id, *answer)
 
-    def _fly_claims(self, items: list[Any]) -> Plan[list[Any]]:
+    def _fly_claims(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
         """The claims; those that do not count, for want of replicas, are given back: nobody will perform them."""
-        answers = yield from (self._flights[0].fly(items) if self._looked else self._fly_and_look(items))
-        if self._flights[0].replicas:
+        answers = yield from (flights.fly(items) if self._looked else self._fly_and_look(flights, items))
+        if self._replicas:
             short = [each for each in zip(items, answers, strict=True) if isinstance(each[1], TooFewReplicas)]
             bundle: Bundle = [given for item, it in short if (given := back(item, it.answer))]
             if bundle:
@@ -139,9 +151,9 @@ class RedisStore:
                     yield Ask(self._walk.lane, bundle)
         return answers
 
-    def _fly_and_look(self, items: list[Any]) -> Plan[list[Any]]:
+    def _fly_and_look(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
         """The first claims, and with them a look at the server."""
-        *answers, told = yield from self._flights[0].fly([*items, Plain(("INFO", "memory"))])
+        *answers, told = yield from flights.fly([*items, Plain(("INFO", "memory"))])
         self._looked = not all(isinstance(answer, StoreError) for answer in answers)
         if isinstance(told, bytes):  # one that does not tell is trusted
             self._warn_of_eviction(told)
@@ -232,14 +244,14 @@ class RedisStore:
     def close(self) -> None:
         """End this process's connections and thread, but for those of event loops; the next use opens them again."""
         self._listener.stop()
-        for flights in self._flights:
+        for flights in tuple(self._flights):
             flights.close()
 
     async def aclose(self) -> None:
         """As `close`, for the running event loop too, once nothing is in flight on it."""
         for lane in (self._claims, self._writes, self._walk.lane):
             await lane.drain()
-        for flights in self._flights:
+        for flights in tuple(self._flights):
             await flights.aclose()
         self.close()
 

@@ -152,6 +152,7 @@ class Flight:
         self.places = flights.places
         self.answers = answers
         self.left = left
+        self.lost = False  # the way has to be asked for before the next attempt
 
     def stay_up(self, ends: float) -> Plan[None]:
         """Send, and send again what has to be, until all is answered or the time is up."""
@@ -173,8 +174,9 @@ class Flight:
         """Send all that is left; what has to be sent once more is left again."""
         now, self.left = self.left, []
         try:
-            if not self.places.known:
+            if self.lost or not self.places.known:
                 yield from self.places.locate(patience)
+                self.lost = False
         except StoreError as error:
             self._later(now, error)
             return
@@ -198,7 +200,7 @@ class Flight:
 
     def _unpack(self, line: Line, sent: list[Call], result: list[Any] | StoreError) -> Plan[None]:
         if isinstance(result, StoreError):
-            self.places.known = False
+            self._lose_way()
             self._later(sent, result)
             return
         short = self._short(result.pop()) if self.flights.replicas else None
@@ -231,7 +233,7 @@ class Flight:
         elif word in ("MOVED", "ASK"):
             self._redirect(call, word, rest, line.address)
         elif word in STALE:
-            self.places.known = False
+            self._lose_way()
             yield HangUp(line)
         elif word not in LATER:
             if len(call.items) == 1:
@@ -239,6 +241,12 @@ class Flight:
                 return
             again = call.split()  # so that one bad item fails alone
         self._later(again, refusal(error))
+
+    def _lose_way(self) -> None:
+        """In a cluster, for this flight alone: the nodes of others may be well, and need not be asked for."""
+        self.lost = True
+        if self.places.grouped:
+            self.places.known = False
 
     def _redirect(self, call: Call, word: str, rest: str, asked: Address) -> None:
         slot, _, place = rest.partition(" ")

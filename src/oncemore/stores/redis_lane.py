@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core.lane import Lane, interrupted, tell
 from ..core.plan import Effect, Plan
-from .redis_wire import Exchange
+from .redis_wire import Address, Exchange
 
 Entry = tuple[Any, asyncio.Future[Any]]
 
@@ -49,6 +49,31 @@ class ExpressLane(Lane[Any]):
         while queue is not None and queue.flying:
             queue.landed = queue.landed or loop.create_future()
             await asyncio.wait([queue.landed])
+
+
+class NodeLanes(ExpressLane):
+    """A lane for each node of a cluster, made as needed: a node that is slow holds up nobody who asks another."""
+
+    def __init__(self, make: Callable[[], ExpressLane], place: Callable[[str], Address]) -> None:
+        first = make()
+        super().__init__(first.fly, most=first.most, abandoned=first.abandoned)
+        self._make = make
+        self._place = place
+        self._lanes: dict[Address, ExpressLane] = {}
+
+    def _lane(self, item: Any) -> ExpressLane:
+        address = self._place(item.key)
+        return self._lanes.get(address) or self._lanes.setdefault(address, self._make())
+
+    def submit(self, item: Any) -> Any:
+        return self._lane(item).submit(item)
+
+    def enqueue(self, item: Any) -> asyncio.Future[Any]:
+        return self._lane(item).enqueue(item)
+
+    async def drain(self) -> None:
+        for lane in tuple(self._lanes.values()):
+            await lane.drain()
 
 
 class Queue:

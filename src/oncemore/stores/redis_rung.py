@@ -57,22 +57,22 @@ class Listener:
             thread.join(timeout=1.0)
 
     def _listen(self) -> None:
-        me = threading.current_thread()
+        me, lost = threading.current_thread(), False
         while self._thread is me:
             try:
+                if lost or not self.places.known:
+                    run(self.places.locate(QUIET))
                 self._hear(me)
             except hiredis.ReplyError as error:
                 log.warning("Nobody may listen on %s, so those who wait look by themselves: %s", self.channel, error)
                 return
             except (*TROUBLE, StoreError):
+                lost = True
                 if self._thread is me:
-                    self.places.known = False
                     time.sleep(PAUSE)
 
     def _hear(self, me: threading.Thread) -> None:
         """Subscribe and pass on what comes, until the connection is lost or nobody listens any more."""
-        if not self.places.known:
-            run(self.places.locate(QUIET))
         wire = Wire(self.places.dial(random.choice(self.places.primaries()), False))
         try:
             with self._lock:

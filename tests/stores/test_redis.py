@@ -15,9 +15,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from redis.crc import key_slot
 
 from oncemore import Guard
-from oncemore.core.model import Lease, Operation, Outcome
+from oncemore.core.model import Lease, Operation, Outcome, Record
 from oncemore.core.plan import arun, run
-from oncemore.core.store import Filter
+from oncemore.core.store import Filter, Stats
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable, StoreError
 from oncemore.stores.redis import RedisStore, connect
@@ -190,6 +190,15 @@ def test_an_audited_record_is_archived_whole_and_in_its_own_slot(store: RedisSto
     assert run(store.stats()).archived == 1
 
 
+def test_a_deletion_takes_nothing_from_the_audit(store: RedisStore) -> None:
+    """What has expired is no more an operator's to delete; it only waits to be archived."""
+    settled(store, audit=True)
+    store.shift += 2 * HOUR
+    assert run(store.delete(*OPERATION.id)) is False
+    assert run(store.stats()) == Stats(archived=1)
+    assert claimed(store).attempt == 1
+
+
 def test_tokens_grow_though_the_record_was_deleted_and_the_clock_was_set_back(store: RedisStore, server: Any) -> None:
     """CASES 53: a deleted record leaves its token behind; here that of a clock which was an hour ahead."""
     ahead = settled(store)
@@ -333,6 +342,23 @@ async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(st
                     await asyncio.sleep(0.01)
             assert found.lapsed
         store.shift += 2 * HOUR
+    await store.aclose()
+
+
+async def test_what_failed_before_is_still_remembered_when_its_claimer_goes_away(store: RedisStore) -> None:
+    """CASES 14: another payload under the same key is refused, whoever has gone away meanwhile."""
+    lease: Any = await arun(store.claim(OPERATION, lease=HOUR))
+    await arun(store.release(lease, retention=24 * HOUR))
+    task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # now it is on its way
+    task.cancel()
+    await asyncio.wait([task])
+    await store._claims.drain()
+    store.shift += HOUR
+    found = await arun(store.claim(msgspec.structs.replace(OPERATION, fingerprint="c1:bb"), lease=HOUR))
+    assert isinstance(found, Record)
+    assert (found.state, found.fingerprint, found.attempts) == ("released", "c1:aa", 2)
     await store.aclose()
 
 

@@ -285,6 +285,20 @@ def test_many_loops_may_begin_at_once(store: RedisStore) -> None:
     assert not failures
 
 
+def test_who_gets_no_thread_to_listen_looks_by_himself(
+    store: RedisStore, other: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lease = claimed(other)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", none_left)
+        run(store.watch(blocked(store)))
+        store.close()
+    assert wait_for_ring(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
+
+
 def test_a_listener_asks_a_silent_server_for_a_sign_of_life(
     url: str, valkey_url: str, other: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

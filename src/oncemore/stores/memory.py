@@ -207,13 +207,15 @@ class MemoryStore:
     @at_once
     def delete(self, scope: str, key: str) -> bool:
         with self._lock:
-            _, state = self._state((scope, key), self._now())
+            record, state = self._state((scope, key), self._now())
             if state == RUNNING:
                 raise not_deletable()
-            known = self._records.pop((scope, key), None) is not None and state != "absent"
+            if record is not None and state == "absent":
+                self._archive(record)
+            self._records.pop((scope, key), None)
             self._audited.discard((scope, key))
         self.bell.ring((scope, key))
-        return known
+        return state != "absent"
 
     @at_once
     def purge(self, *, batch: int = 1000) -> int:

@@ -57,7 +57,9 @@ ACL = (
 # Two smaller groups keep the server and this process at work at the same time; one large one makes them take turns.
 GROUP = 32
 GRANTED = 4  # so many parts has the answer to a claim that was granted, and not for the first time
-ABANDONED = 60.0  # seconds for which the record of a claim is kept whose caller has gone away
+# Seconds for which the record of a claim is kept whose caller has gone away: the first, or one after a failure, which
+# must still be remembered.
+ABANDONED, ABANDONED_AGAIN = 60.0, 86_400.0
 
 
 def connect(url: str) -> RedisStore:
@@ -262,8 +264,10 @@ def back(claim: Item, answer: Any) -> Item | None:
         answer = (answer, 0, 1, False)
     if len(answer) != GRANTED:
         return None
-    token, _, _, lapsed = answer
-    return Item(RENEW, claim.key, (token, 0)) if lapsed else Item(RELEASE, claim.key, (token, micros(ABANDONED)))
+    token, _, attempt, lapsed = answer
+    if lapsed:
+        return Item(RENEW, claim.key, (token, 0))
+    return Item(RELEASE, claim.key, (token, micros(ABANDONED if attempt == 1 else ABANDONED_AGAIN)))
 
 
 def owned(answer: int, held: Lease) -> int:

@@ -45,7 +45,10 @@ class Listener:
             with self._lock:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._listen, name="oncemore-redis", daemon=True)
-                    self._thread.start()
+                    try:
+                        self._thread.start()
+                    except RuntimeError:  # there is none left: those who wait look by themselves
+                        self._thread = None
 
     def stop(self) -> None:
         with self._lock:

@@ -356,6 +356,9 @@ local function verb(key, a)
   end
   local again = r and r[STATE] == 'deleted' and r[DECISION] == ARGV[a]
   if r and r[STATE] ~= 'deleted' then
+    if r.now == 'absent' and r[AUDIT] then
+      archive(key, r)
+    end
     save(key, DELETED .. pack('deleted', tonumber(r[TOKEN]) or 0, 0, 0, 0, nil, nil, nil, '', false, false, false,
       ARGV[a]), DAY)
   end

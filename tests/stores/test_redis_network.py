@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.model import Lease
+from oncemore.core.model import Lease, Record
 from oncemore.core.plan import Plan, arun, run
 from oncemore.core.store import Filter
 from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
@@ -151,6 +151,30 @@ async def test_a_group_cut_in_mid_answer_is_answered_whole(far: RedisStore, prox
     await far.aclose()
 
 
+@pytest.mark.parametrize("before", ["nothing", "released", "lapsed"])
+def test_a_claim_that_nobody_heard_of_is_given_back_with_the_next_that_is_answered(
+    impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, before: str
+) -> None:
+    """Its caller was refused and performed nothing; left to lapse, it would be held as one that may have happened."""
+    if before != "nothing":
+        former = run(near.claim(operation("key"), lease=0.0))
+        assert isinstance(former, Lease)
+        if before == "released":
+            run(near.release(former, retention=HOUR))
+    drive(impatient.claim(operation("first"), lease=HOUR))
+    proxy.drop_answers()
+    with pytest.raises(StoreError):
+        drive(impatient.claim(operation("key"), lease=HOUR))
+    record = run(near.find("scope", "key"))
+    assert record is not None
+    assert record.lease_until > record.now  # it was granted all the same
+    proxy.heal()
+    drive(impatient.claim(operation("other"), lease=HOUR))
+    lease = run(near.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert lease.lapsed == (before == "lapsed")
+
+
 def test_a_connection_that_was_closed_while_idle_is_replaced_at_once(
     impatient: RedisStore, proxy: FaultProxy, drive: Drive
 ) -> None:
@@ -202,25 +226,46 @@ def test_an_answer_that_comes_after_an_interruption_is_not_taken_for_another(
     far: RedisStore, proxy: FaultProxy
 ) -> None:
     """Ctrl-C in mid-verb: the connection still owes an answer, and must not be used again."""
-
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
     run(far.claim(operation("key"), lease=HOUR))
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        proxy.stall()
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(Interrupted):
-            run(far.find("scope", "key"))
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    proxy.stall()
+    interrupt(far.find("scope", "key"))
     proxy.heal()
     assert run(far.find("scope", "none")) is None
     far.close()
+
+
+def test_a_claim_that_was_interrupted_is_given_back_with_the_next(
+    far: RedisStore, near: RedisStore, proxy: FaultProxy
+) -> None:
+    run(far.claim(operation("first"), lease=HOUR))
+    proxy.drop_answers()
+    interrupt(far.claim(operation("key"), lease=HOUR))
+    proxy.heal()
+    assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Record)  # it was granted all the same
+    run(far.claim(operation("other"), lease=HOUR))
+    lease = run(near.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert not lease.lapsed
+    far.close()
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt."""
+
+
+def interrupt(plan: Plan[Any]) -> None:
+    """Carry out *plan*, but for its end."""
+
+    def now(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, now)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            run(plan)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 async def test_an_answer_that_comes_after_another_parcels_failure_is_not_taken_for_another(

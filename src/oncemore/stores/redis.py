@@ -44,7 +44,7 @@ from .redis_lane import ExpressLane, NodeLanes
 from .redis_places import read_places
 from .redis_records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
 from .redis_rung import Listener
-from .redis_scripts import CLAIM, DELETE, HOLD, LOOK, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH
+from .redis_scripts import CLAIM, DELETE, HOLD, LOOK, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH, UNCLAIM
 from .redis_walk import Bundle, Walk
 
 OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": 0}
@@ -57,9 +57,6 @@ ACL = (
 # Two smaller groups keep the server and this process at work at the same time; one large one makes them take turns.
 GROUP = 32
 GRANTED = 4  # so many parts has the answer to a claim that was granted, and not for the first time
-# Seconds for which the record of a claim is kept whose caller has gone away: the first, or one after a failure, which
-# must still be remembered.
-ABANDONED, ABANDONED_AGAIN = 60.0, 86_400.0
 
 
 def connect(url: str) -> RedisStore:
@@ -101,21 +98,27 @@ class RedisStore:
         self._timeout: float = options["timeout"]
         self._replicas: int = options["wait_replicas"]
         self._flights: list[Flights] = []
-        self._claims = self._lane(self._fly_claims, abandoned=self._abandoned)
+        self._claims = self._lane(self._fly_claims, unclaim, abandoned=self._abandoned)
         self._writes = self._lane(Flights.fly)
-        self._walk = Walk(self._new_flights(0), self.prefix)
+        self._walk = Walk(self._new_flights(), self.prefix)
         self._looked = False
         self._listener = Listener(self.places, self.channel, self.bell)
         weakref.finalize(self, self._listener.stop)
 
-    def _lane(self, fly: Callable[[Flights, list[Any]], Plan[list[Any]]], **options: Any) -> ExpressLane:
+    def _lane(
+        self,
+        fly: Callable[[Flights, list[Any]], Plan[list[Any]]],
+        undo: Callable[[Item], Item] | None = None,
+        **options: Any,
+    ) -> ExpressLane:
         def one() -> ExpressLane:
-            return ExpressLane(partial(fly, self._new_flights(self._replicas)), most=GROUP, **options)
+            flights = self._new_flights(replicas=self._replicas, undo=undo)
+            return ExpressLane(partial(fly, flights), most=GROUP, **options)
 
         return one() if self.places.grouped else NodeLanes(one, self.places.place)
 
-    def _new_flights(self, replicas: int) -> Flights:
-        flights = Flights(self.places, self._common, timeout=self._timeout, replicas=replicas)
+    def _new_flights(self, *, replicas: int = 0, undo: Callable[[Item], Item] | None = None) -> Flights:
+        flights = Flights(self.places, self._common, timeout=self._timeout, replicas=replicas, undo=undo)
         self._flights.append(flights)
         return flights
 
@@ -146,8 +149,8 @@ class RedisStore:
         """The claims; those that do not count, for want of replicas, are given back: nobody will perform them."""
         answers = yield from (flights.fly(items) if self._looked else self._fly_and_look(flights, items))
         if self._replicas:
-            short = [each for each in zip(items, answers, strict=True) if isinstance(each[1], TooFewReplicas)]
-            bundle: Bundle = [given for item, it in short if (given := back(item, it.answer))]
+            short = zip(items, answers, strict=True)
+            bundle: Bundle = [unclaim(item) for item, answer in short if isinstance(answer, TooFewReplicas)]
             if bundle:
                 with suppress(StoreError):  # where that fails, they lapse
                     yield Ask(self._walk.lane, bundle)
@@ -172,9 +175,9 @@ class RedisStore:
             )
 
     def _abandoned(self, item: Item, answer: Any) -> Plan[None]:
-        given = back(item, answer)
-        if given is not None:
-            yield Ask(self._writes, given)
+        """Give back what was granted to a caller who has gone away."""
+        if isinstance(answer, int) or len(answer) == GRANTED:
+            yield Ask(self._writes, unclaim(item))
 
     # The owner's verbs
 
@@ -258,16 +261,9 @@ class RedisStore:
         self.close()
 
 
-def back(claim: Item, answer: Any) -> Item | None:
-    """What gives back a lease that nobody takes, where *answer* is one; what was in doubt stays in doubt."""
-    if isinstance(answer, int):
-        answer = (answer, 0, 1, False)
-    if len(answer) != GRANTED:
-        return None
-    token, _, attempt, lapsed = answer
-    if lapsed:
-        return Item(RENEW, claim.key, (token, 0))
-    return Item(RELEASE, claim.key, (token, micros(ABANDONED if attempt == 1 else ABANDONED_AGAIN)))
+def unclaim(item: Item) -> Item:
+    """What takes back a claim, if it was granted, that nobody will use."""
+    return Item(UNCLAIM, item.key, item.args[1:]) if item.script is CLAIM else item
 
 
 def owned(answer: int, held: Lease) -> int:

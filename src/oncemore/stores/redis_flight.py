@@ -28,6 +28,8 @@ STALE = {"READONLY", "MASTERDOWN", "CLUSTERDOWN", "NOAUTH"}
 LATER = {"LOADING", "BUSY", "TRYAGAIN", *STALE}
 UNWILLING = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
 
+MOST_OWED = 1000
+
 ASKING = pack("ASKING")
 
 
@@ -101,13 +103,27 @@ class Call:
 
 
 class Flights:
-    """The connections of one lane.  *common* gives the arguments that every script call begins with."""
+    """The connections of one lane.  *common* gives the arguments that every script call begins with.
 
-    def __init__(self, places: Places, common: Callable[[], tuple[Any, ...]], *, timeout: float, replicas: int) -> None:
+    An item without an answer may have had its effect all the same.  Where *undo* makes an item that takes that back, it
+    is owed, and flies ahead of the next group.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        common: Callable[[], tuple[Any, ...]],
+        *,
+        timeout: float,
+        replicas: int,
+        undo: Callable[[Item], Item] | None = None,
+    ) -> None:
         self.places = places
         self.common = common
         self.timeout = timeout
         self.replicas = replicas
+        self.undo = undo
+        self.owed: list[Item] = []
         self.lines: dict[Address, Line] = {}
 
     def line(self, address: Address) -> Line:
@@ -115,6 +131,22 @@ class Flights:
 
     def fly(self, items: list[Any]) -> Plan[list[Any]]:
         """Each item's answer, or its own error."""
+        owed: list[Any] = []
+        if self.owed:
+            owed, self.owed = self.owed, []
+        try:
+            answers = yield from self._fly([*owed, *items] if owed else items)
+        except BaseException:  # interrupted: nobody gets an answer
+            self.owe([*owed, *items])
+            raise
+        return answers[len(owed) :] if owed else answers
+
+    def owe(self, items: Sequence[Any]) -> None:
+        """What has to be undone, though not without end: in a long failure the later ones were hardly ever sent."""
+        if self.undo is not None and len(self.owed) < MOST_OWED:
+            self.owed += [self.undo(item) for item in items if type(item) is Item]
+
+    def _fly(self, items: list[Any]) -> Plan[list[Any]]:
         ends = SYSTEM.monotonic() + self.timeout
         answers: list[Any] = [None] * len(items)
         left = list(calls(items, grouped=self.places.grouped))
@@ -265,6 +297,7 @@ class Flight:
     def _fail(self, failed: list[Call], error: StoreError) -> None:
         """An error of its own for each item, so that callers who share a failure do not share a traceback."""
         for call in failed:
+            self.flights.owe(call.items)
             for index in call.indexes:
                 own = self.answers[index] = type(error)(error.detail)
                 own.__cause__ = error.__cause__

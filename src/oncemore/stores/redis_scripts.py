@@ -184,6 +184,32 @@ end
 """,
 )
 
+# who claims what → 1 where that claim was granted and its lease is given back, by one who will not use it; else 0.
+# What was in doubt stays in doubt, and what had failed before is remembered for longer.
+UNCLAIM = Script(
+    "unclaim",
+    1,
+    """
+local function verb(key, a)
+  local r = read(key, HOLDER)
+  local _, holder = peek(ARGV[a], 1)
+  if not r or r.err or r[STATE] ~= 'running' or r[HOLDER] ~= holder then
+    return 0
+  end
+  ring_if_watched(r)
+  if r[LAPSED] then
+    r[LEASE_UNTIL] = now
+    write(key, OPEN, r, '')
+  else
+    local retention = (r[ATTEMPTS] == 1 and GRACE or DAY) * 1000
+    r[STATE], r[EXPIRES_AT] = 'released', now + retention
+    write(key, OPEN, r, '', lifetime(retention))
+  end
+  return 1
+end
+""",
+)
+
 # token, lease → lease_until, or 0 for a late owner.  A lease of nothing ends it now, which those who wait should know.
 RENEW = Script(
     "renew",

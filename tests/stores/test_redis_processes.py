@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import redis
 
+from oncemore import Guard
 from oncemore.core.model import Lease, Operation, Record
+from oncemore.core.op import Op
 from oncemore.core.plan import arun, run
 from oncemore.stores import redis_rung
 from oncemore.stores.redis import RedisStore, connect
+from oncemore.stores.redis_anyones import LOOK
 from oncemore.stores.redis_flight import Item
-from oncemore.stores.redis_scripts import LOOK
 from oncemore.testing.proxy import FaultProxy
 
 from ..strangers import strangers
@@ -111,6 +113,26 @@ def test_a_waiter_is_answered_by_another_process(url: str) -> None:
             assert time.monotonic() < deadline
     process.join()
     store.close()
+
+
+def test_what_another_process_deletes_is_replayed_no_more(store: RedisStore, other: RedisStore, server: Any) -> None:
+    """The guard's cache hears of it, though nobody has waited for anything in this process."""
+    guard, performed = Guard(store), []
+
+    def perform(op: Op) -> int:
+        performed.append(op)
+        return len(performed)
+
+    for _ in range(2):
+        guard.run(OPERATION, perform)
+    assert len(performed) == 1
+    until = time.monotonic() + 10
+    while not dict(server.pubsub_numsub(store.channel))[store.channel.encode()] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert Guard(other).delete(*OPERATION.id)
+    while len(performed) < 2 and time.monotonic() < until:
+        guard.run(OPERATION, perform)
+    assert len(performed) == 2
 
 
 def test_a_listener_that_lost_its_connection_comes_back_and_has_all_look_again(

@@ -32,6 +32,7 @@ import msgspec
 
 from ..core.bell import Bell, Id
 from ..core.events import log
+from ..core.fork import reset_in_child
 from ..core.judge import fenced, not_deletable, not_resolvable
 from ..core.lane import Ask
 from ..core.model import Lease, Operation, Outcome, Record
@@ -39,12 +40,13 @@ from ..core.plan import Plan
 from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import hide_password, take_options
 from ..errors import ConfigurationError, StoreError
+from .redis_anyones import DELETE, LOOK, RESOLVE
 from .redis_flight import Flights, Item, Plain, TooFewReplicas
 from .redis_lane import ExpressLane, NodeLanes
 from .redis_places import read_places
 from .redis_records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
 from .redis_rung import Listener
-from .redis_scripts import CLAIM, DELETE, HOLD, LOOK, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH, UNCLAIM
+from .redis_scripts import CLAIM, HOLD, RELEASE, RENEW, SETTLE, TOUCH, UNCLAIM
 from .redis_walk import Bundle, Walk
 
 OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": 0}
@@ -101,9 +103,13 @@ class RedisStore:
         self._claims = self._lane(self._fly_claims, unclaim, abandoned=self._abandoned)
         self._writes = self._lane(Flights.fly)
         self._walk = Walk(self._new_flights(), self.prefix)
-        self._looked = False
         self._listener = Listener(self.places, self.channel, self.bell)
+        self._reset()
+        reset_in_child(self)
         weakref.finalize(self, self._listener.stop)
+
+    def _reset(self) -> None:
+        self._looked = False  # at the server, with the first claim
 
     def _lane(
         self,
@@ -157,7 +163,8 @@ class RedisStore:
         return answers
 
     def _fly_and_look(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
-        """The first claims, and with them a look at the server."""
+        """The first claims, and with them a look at the server; from now on the guard's cache hears of deletions."""
+        self._listener.start()
         *answers, told = yield from flights.fly([*items, Plain(("INFO", "memory"))])
         self._looked = not all(isinstance(answer, StoreError) for answer in answers)
         if isinstance(told, bytes):  # one that does not tell is trusted
@@ -208,7 +215,7 @@ class RedisStore:
         yield Ask(self._writes, Item(TOUCH, self._name(record.id), (record.token, micros(retention))))
 
     def watch(self, record: Record) -> Plan[None]:
-        """The claim that was stopped has asked for a message; from now on someone listens."""
+        """The claim that was stopped has asked for a message; someone listens."""
         self._listener.start()
         yield from ()
 
@@ -248,6 +255,7 @@ class RedisStore:
 
     def close(self) -> None:
         """End this process's connections and thread, but for those of event loops; the next use opens them again."""
+        self._reset()
         self._listener.stop()
         for flights in tuple(self._flights):
             flights.close()

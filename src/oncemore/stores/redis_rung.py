@@ -1,4 +1,4 @@
-"""Hears of other processes' writes: one connection and one thread per store, from the first waiter on."""
+"""Hears of other processes' writes: one connection and one thread per store, from the first claim on."""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@ from ..core.model import Record
 from ..core.plan import Plan
 from ..core.store import Filter, Page, Stats
 from ..errors import CorruptRecord, InvalidPayload, StoreError
+from .redis_anyones import LOOK, SWEEP, TALLY
 from .redis_flight import Flights, Item, Plain
 from .redis_records import NOBODY, read_record
-from .redis_scripts import LOOK, SWEEP, TALLY, Script
+from .redis_scripts import Script
 
 Bundle: TypeAlias = list[Item | Plain]  # what one step of a walk asks for
 

@@ -120,6 +120,25 @@ def test_a_slot_that_moves_is_followed() -> None:
 
 
 @pytest.mark.chaos
+def test_a_slot_that_moves_to_a_node_that_fails_is_followed_back() -> None:
+    with ValkeyCluster(fsync=False, cluster_node_timeout=60_000) as cluster:
+        store = connect(f"{cluster.url}?timeout=4s")
+        run(store.claim(operation("before"), lease=HOUR))
+        slot = key_slot(store._name(("scope", "key")).encode())
+        source, target = (cluster.servers[(slot * 3 // 16_384 + n) % 3] for n in range(2))
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", target.ask("CLUSTER", "MYID"))
+        os.kill(target.pid, signal.SIGSTOP)
+        back = threading.Timer(0.5, source.ask, ["CLUSTER", "SETSLOT", slot, "STABLE"])
+        back.start()
+        try:
+            assert isinstance(run(store.claim(operation("key"), lease=HOUR)), Lease)
+        finally:
+            os.kill(target.pid, signal.SIGCONT)
+            back.join()
+        store.close()
+
+
+@pytest.mark.chaos
 def test_a_node_that_restarts_is_waited_for_and_does_not_hold_up_the_others() -> None:
     with ValkeyCluster(cluster_require_full_coverage="no") as cluster:
         store = connect(f"{cluster.url}?timeout=15s")

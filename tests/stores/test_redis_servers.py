@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import hiredis
 import pytest
 import redis
 
 from oncemore.core.model import Lease, Outcome, Record
 from oncemore.core.plan import Plan, arun, run
 from oncemore.core.store import Filter
-from oncemore.errors import StoreUnavailable
+from oncemore.errors import StoreError, StoreUnavailable
 from oncemore.stores import schema
 from oncemore.stores.redis import RedisStore, connect
+from oncemore.stores.redis_flight import kind, refusal
 from oncemore.testing.servers import ValkeyServer
 
 from .redis_child import DONE, HOUR, load, operation
@@ -136,6 +138,24 @@ def test_a_server_that_refuses_for_a_moment_is_asked_again(
 def spin(server: ValkeyServer) -> None:
     with contextlib.suppress(RuntimeError):  # it is killed
         server.ask("EVAL", "while true do end", "0")
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        ("READONLY You can't write against a read only replica.", "READONLY"),
+        ("OOM command not allowed when used memory > 'maxmemory'.", "OOM"),
+        ("NOREPLICAS Not enough good replicas to write.", "NOREPLICAS"),
+    ],
+)
+def test_what_redis_6_says_within_a_script_is_understood(said: str, word: str) -> None:
+    """Word for word as 6.2.14 says it; a newer one says no more than the end of it."""
+    within = "ERR Error running script (call to f_4929d58979d9): @user_script:72: @user_script: 72: -" + said
+    for text in (said, within):
+        error = hiredis.ReplyError(text)
+        assert (kind(error), type(refusal(error))) == (word, StoreUnavailable)
+    other = hiredis.ReplyError("ERR Error running script (call to f_49): @user_script:9: bad argument -X")
+    assert (kind(other), type(refusal(other))) == ("ERR", StoreError)
 
 
 def test_a_server_without_memory_refuses_and_changes_nothing(own_valkey: ValkeyServer) -> None:

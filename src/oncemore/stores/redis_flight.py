@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ AT_ONCE = 3  # rounds without a pause: an idle connection that was closed, a slo
 STALE = {"READONLY", "MASTERDOWN", "CLUSTERDOWN", "NOAUTH"}
 LATER = {"LOADING", "BUSY", "TRYAGAIN", *STALE}
 UNWILLING = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
+
+WITHIN_SCRIPT = re.compile(r"ERR Error running script .*: -([A-Z]+) ")
 
 MOST_OWED = 1000
 
@@ -233,6 +236,8 @@ class Flight:
     def _unpack(self, line: Line, sent: list[Call], result: list[Any] | StoreError) -> Plan[None]:
         if isinstance(result, StoreError):
             self._lose_way()
+            for call in sent:
+                call.asking = None
             self._later(sent, result)
             return
         short = self._short(result.pop()) if self.flights.replicas else None
@@ -258,7 +263,7 @@ class Flight:
 
     def _failed(self, line: Line, call: Call, error: hiredis.ReplyError) -> Plan[None]:
         """The whole call was refused: most often nothing happened and it can be sent again, in another way."""
-        word, _, rest = str(error).partition(" ")
+        word, rest = kind(error), str(error).partition(" ")[2]
         again = [call]
         if word == "NOSCRIPT" and not call.full:
             call.full = True
@@ -317,10 +322,16 @@ def calls(items: list[Any], *, grouped: bool) -> Iterator[Call]:
             yield Call(part, [items[index] for index in part])
 
 
+def kind(error: hiredis.ReplyError) -> str:
+    """The word that says what is wrong; before Redis 7, an error within a script has it inside."""
+    text = str(error)
+    inside = WITHIN_SCRIPT.match(text)
+    return inside[1] if inside else text.partition(" ")[0]
+
+
 def refusal(error: hiredis.ReplyError) -> StoreError:
     """What an error that the server answered with is to the caller."""
-    text = str(error)
-    word = text.partition(" ")[0]
+    text, word = str(error), kind(error)
     failure: StoreError
     if word == "WRONGTYPE":
         failure = CorruptRecord("Something that is no record lies under this operation's key in Redis; remove it")

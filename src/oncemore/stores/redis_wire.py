@@ -166,11 +166,12 @@ class Line:
             weakref.WeakKeyDictionary()
         )
 
-    def wire(self) -> Wire:
-        """The connection for threads."""
-        if self._wire is None:
-            self._wire = Wire(self.dial(self.address, False))
-        return self._wire
+    def _connection(self, on_loop: bool, patience: float) -> Any:
+        """Not yet connected; no step on the way takes longer than *patience*."""
+        connection = self.dial(self.address, on_loop)
+        for name in ("socket_timeout", "socket_connect_timeout"):
+            setattr(connection, name, min(getattr(connection, name, None) or patience, patience))
+        return connection
 
     def loop_wire(self) -> LoopWire | None:
         """The connection on the running loop, where there is one."""
@@ -181,7 +182,10 @@ class Line:
     def send(self, packet: bytes, patience: float) -> StoreError | None:
         """Send from this thread; what went wrong, if anything did."""
         try:
-            self.wire().send(packet, patience)
+            wire = self._wire
+            if wire is None:
+                wire = self._wire = Wire(self._connection(False, patience))
+            wire.send(packet, patience)
         except BaseException as error:
             return self._failed(error)
         return None
@@ -189,9 +193,10 @@ class Line:
     def receive(self, count: int) -> Result:
         """The answers to what this thread has sent."""
         try:
-            if self._wire is None:
+            wire = self._wire
+            if wire is None:
                 raise ConnectionResetError("the connection was closed meanwhile")
-            return self._wire.receive(count)
+            return wire.receive(count)
         except BaseException as error:
             return self._failed(error)
 
@@ -206,7 +211,7 @@ class Line:
         wire = self.loop_wire()
         try:
             if wire is None:
-                wire = await LoopWire.open(self.dial(self.address, True), self.address)
+                wire = await LoopWire.open(self._connection(True, patience), self.address)
                 self._loops[asyncio.get_running_loop()] = weakref.ref(wire)
         except TROUBLE as error:
             return trouble(error, self.address)

@@ -68,7 +68,10 @@ class Seal:
 
     def _unsealed(self, outcome: Outcome) -> Outcome:
         if not self._plain:
-            raise CorruptRecord("The outcome is not sealed; if it was stored before there was a seal, say plain=True")
+            raise CorruptRecord(
+                "The outcome is not sealed: its record cannot be read, or it was stored before there was a seal; "
+                "only then say plain=True"
+            )
         return outcome
 
 

@@ -131,10 +131,14 @@ class TestSeal:
             Seal([KEY]).open(PAYMENT.id, SECRET)
         assert Seal([KEY], plain=True).open(PAYMENT.id, SECRET) == SECRET
 
-    @pytest.mark.parametrize("keys", [[], [b"short"], KEY, "text", ["k" * 32]])
+    @pytest.mark.parametrize("keys", [[], [b"short"], KEY, "text", ["k" * 32], None])
     def test_keys_that_are_none_are_refused_at_start_up(self, keys: Any) -> None:
         with pytest.raises(ConfigurationError, match=r"bytes"):
             Seal(keys)
+
+    def test_keys_may_come_one_after_the_other(self) -> None:
+        sealed = Seal(iter([KEY])).seal(PAYMENT.id, SECRET)
+        assert Seal([KEY]).open(PAYMENT.id, sealed) == SECRET
 
 
 class TestGuard:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 from cryptography.exceptions import InvalidTag
@@ -34,7 +34,7 @@ class Seal:
     pass that were stored before there was a seal; without it, whoever can write to the store could pass one off as such.
     """
 
-    def __init__(self, keys: Sequence[bytes], *, plain: bool = False) -> None:
+    def __init__(self, keys: Iterable[bytes], *, plain: bool = False) -> None:
         checked = check_keys(keys)
         self._plain = plain
         self._ciphers = {key_id(key): AESGCM(key) for key in checked}
@@ -68,16 +68,20 @@ class Seal:
 
     def _unsealed(self, outcome: Outcome) -> Outcome:
         if not self._plain:
-            raise CorruptRecord("The outcome is not sealed; if it was stored before there was a seal, say plain=True")
+            raise CorruptRecord(
+                "The outcome is not sealed: its record cannot be read, or it was stored before there was a seal; "
+                "only then say plain=True"
+            )
         return outcome
 
 
-def check_keys(keys: Sequence[bytes]) -> list[bytes]:
-    if isinstance(keys, bytes | str) or not all(isinstance(key, bytes) for key in keys):
+def check_keys(keys: Iterable[bytes]) -> list[bytes]:
+    listed = [] if isinstance(keys, bytes | str) or not isinstance(keys, Iterable) else list(keys)
+    if not all(isinstance(key, bytes) for key in listed):
         raise ConfigurationError("keys is not a list of bytes: write [key], or [newest, older] while they rotate")
-    if not keys or any(len(key) not in KEY_LENGTHS for key in keys):
-        raise ConfigurationError("Give one or more keys of 32 random bytes each: secrets.token_bytes(32)")
-    return list(keys)
+    if not listed or any(len(key) not in KEY_LENGTHS for key in listed):
+        raise ConfigurationError("Give one or more keys of 32 random bytes each, in a list: [secrets.token_bytes(32)]")
+    return listed
 
 
 def key_id(key: bytes) -> bytes:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -189,6 +189,50 @@ def test_a_waiter_is_forgotten_when_its_block_ends_and_the_others_are_not() -> N
         assert second not in bell._waiters[ID]
         assert len(bell._waiters[ID]) == 1
     assert bell._waiters == {}
+
+
+def test_a_forgotten_wait_may_end_while_the_bell_rings() -> None:
+    """A plan that nobody goes on with ends when the garbage is collected: at any time, in any thread."""
+    bell = Bell()
+
+    def forgotten() -> Iterator[Waiter]:
+        with bell.waiting(ID) as waiter:
+            yield waiter
+
+    class Collecting(str):
+        def __hash__(self) -> int:
+            gc.collect()
+            return hash(str(self))
+
+    plan: list[Any] = [forgotten()]
+    next(plan[0])
+    plan.append(plan)  # a cycle, which only the collector ends
+    del plan
+    ringing = threading.Thread(target=bell.ring, args=[("scope", Collecting("key"))], daemon=True)
+    ringing.start()
+    ringing.join(PATIENCE)
+    assert not ringing.is_alive()
+    assert bell._waiters == {}
+
+
+def test_listeners_that_come_at_once_are_all_heard_of() -> None:
+    bell = Bell()
+
+    def come() -> None:
+        for _ in range(200):
+            bell.hear(lambda id: None)
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=come) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    assert len(bell._listeners) == 800
 
 
 def test_listeners_hear_of_every_change() -> None:

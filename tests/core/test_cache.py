@@ -98,6 +98,16 @@ def test_what_would_push_out_too_many_others_is_not_kept(clock: HandClock) -> No
     assert cache.get(("scope", "small")) is None  # what it was is not true any more
 
 
+def test_headers_take_room_too(clock: HandClock) -> None:
+    """A security policy is longer than many bodies."""
+    cache = Cache(clock, most=20 * 1024)
+    policy = Outcome("response", 204, (("content-security-policy", "x" * 480),))
+    for number in range(40):
+        cache.put(("scope", str(number)), "fingerprint", policy, remaining=3600.0, expires_at=5.0)
+    found = [number for number in range(40) if cache.get(("scope", str(number)))]
+    assert len(found) <= 20
+
+
 def test_a_cache_of_nothing_keeps_nothing(clock: HandClock) -> None:
     cache = Cache(clock, most=0)
     keep(cache)

@@ -244,9 +244,8 @@ async def test_a_stopped_flight_is_a_store_error_to_those_on_it_and_the_next_one
     lane = Lane(sky.fly)
     (aboard,) = await take_off(lane, sky, "aboard")
     (waiting,) = await queue_up(lane, "waiting")
-    drive = lane._loops[asyncio.get_running_loop()].drive
+    [drive] = lane._loops[asyncio.get_running_loop()].drives
     draining = asyncio.create_task(lane.drain())
-    assert drive is not None
     assert drive.task is not None
     drive.task.cancel()
     with pytest.raises(StoreError, match="may or may not have happened"):

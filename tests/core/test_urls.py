@@ -34,6 +34,18 @@ def test_a_url_that_names_no_store_is_refused_with_those_that_are_known_and_with
     assert "secret" not in str(refused.value)
 
 
+def test_a_url_that_is_no_text_is_refused_without_its_password() -> None:
+    """As a settings library gives it."""
+
+    class Dsn:
+        def __repr__(self) -> str:
+            return "Dsn('redis://user:secret@host/0?sentinel_password=secret')"
+
+    with pytest.raises(ConfigurationError, match=r"Dsn\('redis://user:.*is no ledger") as refused:
+        connect(Dsn())
+    assert "secret" not in str(refused.value)
+
+
 WITHOUT_DRIVER = """
 import sys
 from oncemore.core.urls import connect

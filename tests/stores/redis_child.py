@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 from oncemore.core.model import Lease, Operation, Outcome, Record
-from oncemore.core.plan import run
-from oncemore.errors import Fenced
+from oncemore.core.plan import arun, run
+from oncemore.errors import Fenced, StoreError
 from oncemore.stores.redis import RedisStore, connect
 
 DONE = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_123"}')
@@ -16,8 +17,12 @@ HOUR = 3600.0
 OPERATION = Operation("scope", "key", "c1:aa", "refunds.create")
 
 
+def operation(key: str) -> Operation:
+    return Operation("scope", key, "c1:aa", "refunds.create")
+
+
 def claimed(store: RedisStore, key: str = "key", lease: float = HOUR) -> Lease:
-    found = run(store.claim(Operation("scope", key, "c1:aa", "refunds.create"), lease=lease))
+    found = run(store.claim(operation(key), lease=lease))
     assert isinstance(found, Lease)
     return found
 
@@ -32,6 +37,32 @@ def blocked(store: RedisStore, key: str = "key") -> Record:
     found = run(store.claim(Operation("scope", key, "c1:aa"), lease=HOUR))
     assert isinstance(found, Record)
     return found
+
+
+async def load(
+    store: RedisStore, keys: int, settled: set[str], *, until: Callable[[], bool] = lambda: True, prefix: str = ""
+) -> int:
+    """Claim and settle by 16 callers; those acknowledged are added to *settled*.  How many failed."""
+    failures, numbers = 0, iter(range(10**9))
+
+    async def caller() -> None:
+        nonlocal failures
+        for number in numbers:
+            if number >= keys and until():
+                return
+            key = f"{prefix}{number}"
+            try:
+                lease = await arun(store.claim(operation(key), lease=1.0))
+                assert isinstance(lease, Lease)
+                await arun(store.settle(lease, DONE, retention=HOUR))
+            except StoreError:
+                failures += 1
+                await asyncio.sleep(0.01)
+            else:
+                settled.add(key)
+
+    await asyncio.gather(*(caller() for _ in range(16)))
+    return failures
 
 
 # Each of these is the whole life of a process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +14,11 @@ import redis
 from hypothesis.stateful import run_state_machine_as_test
 from redis.crc import key_slot
 
-from oncemore.core.model import Lease, Operation, Outcome
+from oncemore import Guard
+from oncemore.core.model import Lease, Operation, Outcome, Record
 from oncemore.core.plan import arun, run
-from oncemore.core.store import Filter
+from oncemore.core.store import Filter, Stats
+from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable, StoreError
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.testing.servers import ValkeySentinel
@@ -97,6 +100,7 @@ def test_any_history_goes_as_in_the_model(url: str) -> None:
         "redis://localhost?prefix=a b",
         "redis://localhost?prefix=",
         "redis://localhost?timeout=0",
+        "redis://localhost?poll=0",
         "redis://localhost?timeout=soon",
         "redis://localhost?wait_replicas=some",
         "redis://localhost?socket_timeout=soon",
@@ -113,6 +117,15 @@ def test_a_url_that_cannot_be_meant_is_refused(url: str) -> None:
 def test_no_password_is_shown() -> None:
     store = connect("redis+sentinel://user:secret1@a,b/service?sentinel_password=secret2")
     assert "secret" not in store.url
+
+
+@pytest.mark.parametrize("password", ["se/cret", "se#cret", "se?cret", "se?secret&cret", "se/1"])
+def test_a_password_that_was_not_escaped_is_told_and_not_shown(password: str) -> None:
+    for scheme, path in (("redis", "/0"), ("redis+sentinel", "/service"), ("redis+cluster", "")):
+        with pytest.raises(ConfigurationError, match="%2F") as caught:
+            connect(f"{scheme}://user:{password}@host:6379{path}")
+        shown = "".join(traceback.format_exception(caught.value, limit=0))
+        assert not any(part in shown for part in ("cret", "'se", "se@", "/1"))
 
 
 def test_two_prefixes_and_two_databases_are_four_ledgers(valkey_url: str, redis_prefix: str) -> None:
@@ -177,6 +190,15 @@ def test_an_audited_record_is_archived_whole_and_in_its_own_slot(store: RedisSto
     assert run(store.stats()).archived == 1
 
 
+def test_a_deletion_takes_nothing_from_the_audit(store: RedisStore) -> None:
+    """What has expired is no more an operator's to delete; it only waits to be archived."""
+    settled(store, audit=True)
+    store.shift += 2 * HOUR
+    assert run(store.delete(*OPERATION.id)) is False
+    assert run(store.stats()) == Stats(archived=1)
+    assert claimed(store).attempt == 1
+
+
 def test_tokens_grow_though_the_record_was_deleted_and_the_clock_was_set_back(store: RedisStore, server: Any) -> None:
     """CASES 53: a deleted record leaves its token behind; here that of a clock which was an hour ahead."""
     ahead = settled(store)
@@ -228,6 +250,18 @@ def test_an_unreadable_record_is_answered_and_can_be_deleted(
         run(store.resolve(*OPERATION.id, DONE, retention=HOUR))
     assert run(store.delete(*OPERATION.id)) is True
     assert claimed(store).token > lease.token
+
+
+def test_a_record_that_was_moved_under_another_operations_key_shows_nothing(store: RedisStore, server: Any) -> None:
+    """Whoever can write to the server could otherwise show one caller another's outcome, though it is sealed."""
+    guard = Guard(store, seal=Seal([b"k" * 32]), cache=0)
+    guard.run(Operation("alice", "key", "c1:aa"), lambda op: "alice's")
+    server.copy(store._name(("alice", "key")), store._name(("bob", "key")))
+    with pytest.raises(CorruptRecord):
+        guard.run(Operation("bob", "key", "c1:aa"), lambda op: "bob's")
+    record = run(store.find("bob", "key"))
+    assert record is not None
+    assert (record.id, record.outcome, record.note) == (("bob", "key"), Outcome("tombstone"), "unreadable record")
 
 
 async def test_something_else_under_the_key_fails_alone(store: RedisStore, server: Any) -> None:
@@ -311,47 +345,35 @@ async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(st
     await store.aclose()
 
 
-# Looking
+async def test_what_failed_before_is_still_remembered_when_its_claimer_goes_away(store: RedisStore) -> None:
+    """CASES 14: another payload under the same key is refused, whoever has gone away meanwhile."""
+    lease: Any = await arun(store.claim(OPERATION, lease=HOUR))
+    await arun(store.release(lease, retention=24 * HOUR))
+    task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # now it is on its way
+    task.cancel()
+    await asyncio.wait([task])
+    await store._claims.drain()
+    store.shift += HOUR
+    found = await arun(store.claim(msgspec.structs.replace(OPERATION, fingerprint="c1:bb"), lease=HOUR))
+    assert isinstance(found, Record)
+    assert (found.state, found.fingerprint, found.attempts) == ("released", "c1:aa", 2)
+    await store.aclose()
 
 
-def test_a_page_goes_on_where_it_ended_whatever_is_written_meanwhile(store: RedisStore) -> None:
-    for n in range(200):
-        settled(store, str(n))
-    seen, cursor = [], None
-    for page_number in range(1000):
-        page = run(store.list(Filter(), limit=7, cursor=cursor))
-        assert len(page.records) <= 7
-        seen += [int(record.key) for record in page.records]
-        cursor = page.cursor
-        if cursor is None:
-            break
-        claimed(store, str(1000 + page_number))
-    assert sorted(key for key in seen if key < 1000) == list(range(200))
-
-
-def test_a_page_of_few_among_many_is_found(store: RedisStore) -> None:
-    for n in range(500):
-        settled(store, str(n))
-    run(store.hold(claimed(store, "held")))
-    page = run(store.list(Filter(state="held"), limit=3))
-    assert ([record.key for record in page.records], page.cursor) == (["held"], None)
-
-
-@pytest.mark.parametrize("cursor", ["x", "1.2", "0.0.{}", "-1.0.", "0.0.a b"])
-def test_a_cursor_of_another_origin_is_refused(store: RedisStore, cursor: str) -> None:
-    with pytest.raises(ConfigurationError):
-        run(store.list(Filter(), cursor=cursor))
-
-
-def test_a_purge_in_batches_passes_over_the_keys_once(store: RedisStore) -> None:
-    for n in range(30):
-        settled(store, str(n))
-    store.shift += 2 * HOUR
-    settled(store, "fresh")
-    gone = []
-    while batch := run(store.purge(batch=8)):
-        gone.append(batch)
-    assert (sum(gone), max(gone)) == (30, 8)
-    settled(store, "later")
-    store.shift += 2 * HOUR
-    assert run(store.purge()) == 2
+async def test_claims_whose_callers_have_left_are_given_back_together(store: RedisStore, server: Any) -> None:
+    """One after the other, they would hold up everyone else's claims for a round trip each."""
+    await arun(store.find("none", "none"))
+    await arun(store.claim(OPERATION, lease=HOUR))
+    tasks = [asyncio.create_task(arun(store.claim(Operation("scope", str(n)), lease=HOUR))) for n in range(30)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # now they are on their way
+    calls = server.info("commandstats")["cmdstat_evalsha"]["calls"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    again = [await arun(store.claim(Operation("scope", str(n)), lease=HOUR)) for n in range(30)]
+    assert all(isinstance(lease, Lease) for lease in again)
+    assert server.info("commandstats")["cmdstat_evalsha"]["calls"] - calls <= 33
+    await store.aclose()

@@ -12,22 +12,19 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.model import Lease, Operation
+from oncemore.core.model import Lease, Record
 from oncemore.core.plan import Plan, arun, run
 from oncemore.core.store import Filter
-from oncemore.errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
+from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
+from oncemore.stores.redis_wire import Address, Exchange, Line, Parcel, pack
 from oncemore.testing.proxy import FaultProxy
 
-from .redis_child import DONE, HOUR
+from .redis_child import DONE, HOUR, operation
 
 pytestmark = pytest.mark.server
 
 Drive = Callable[[Plan[Any]], Any]
-
-
-def operation(key: str) -> Operation:
-    return Operation("scope", key, "c1:aa", "refunds.create")
 
 
 @pytest.fixture
@@ -154,6 +151,30 @@ async def test_a_group_cut_in_mid_answer_is_answered_whole(far: RedisStore, prox
     await far.aclose()
 
 
+@pytest.mark.parametrize("before", ["nothing", "released", "lapsed"])
+def test_a_claim_that_nobody_heard_of_is_given_back_with_the_next_that_is_answered(
+    impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, before: str
+) -> None:
+    """Its caller was refused and performed nothing; left to lapse, it would be held as one that may have happened."""
+    if before != "nothing":
+        former = run(near.claim(operation("key"), lease=0.0))
+        assert isinstance(former, Lease)
+        if before == "released":
+            run(near.release(former, retention=HOUR))
+    drive(impatient.claim(operation("first"), lease=HOUR))
+    proxy.drop_answers()
+    with pytest.raises(StoreError):
+        drive(impatient.claim(operation("key"), lease=HOUR))
+    record = run(near.find("scope", "key"))
+    assert record is not None
+    assert record.lease_until > record.now  # it was granted all the same
+    proxy.heal()
+    drive(impatient.claim(operation("other"), lease=HOUR))
+    lease = run(near.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert lease.lapsed == (before == "lapsed")
+
+
 def test_a_connection_that_was_closed_while_idle_is_replaced_at_once(
     impatient: RedisStore, proxy: FaultProxy, drive: Drive
 ) -> None:
@@ -205,25 +226,89 @@ def test_an_answer_that_comes_after_an_interruption_is_not_taken_for_another(
     far: RedisStore, proxy: FaultProxy
 ) -> None:
     """Ctrl-C in mid-verb: the connection still owes an answer, and must not be used again."""
-
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
     run(far.claim(operation("key"), lease=HOUR))
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        proxy.stall()
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(Interrupted):
-            run(far.find("scope", "key"))
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    proxy.stall()
+    interrupt(far.find("scope", "key"))
     proxy.heal()
     assert run(far.find("scope", "none")) is None
     far.close()
+
+
+def test_a_claim_that_was_interrupted_is_given_back_with_the_next(
+    far: RedisStore, near: RedisStore, proxy: FaultProxy
+) -> None:
+    run(far.claim(operation("first"), lease=HOUR))
+    proxy.drop_answers()
+    interrupt(far.claim(operation("key"), lease=HOUR))
+    proxy.heal()
+    assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Record)  # it was granted all the same
+    run(far.claim(operation("other"), lease=HOUR))
+    lease = run(near.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert not lease.lapsed
+    far.close()
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt."""
+
+
+def interrupt(plan: Plan[Any]) -> None:
+    """Carry out *plan*, but for its end."""
+
+    def now(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, now)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            run(plan)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+async def test_an_answer_that_comes_after_another_parcels_failure_is_not_taken_for_another(
+    far: RedisStore, proxy: FaultProxy
+) -> None:
+    """Were the rest of the group not waited for, the next group would get its answers: a stranger's lease, or outcome."""
+
+    def no_thread_left(address: Address, on_loop: bool) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    line, broken = Line(far.places.dial, None), Line(no_thread_left, None)
+    await Exchange([Parcel(line, pack("PING"), 1)], 5).arun()
+    proxy.stall()
+    with healed_soon(proxy), pytest.raises(RuntimeError):
+        await Exchange([Parcel(line, pack("ECHO", "one"), 1), Parcel(broken, b"", 1)], 5).arun()
+    assert await Exchange([Parcel(line, pack("ECHO", "two"), 1)], 5).arun() == [[b"two"]]
+    await line.aclose()
+
+
+def test_a_verb_whose_connections_are_closed_meanwhile_is_sent_again_at_once(
+    far: RedisStore, proxy: FaultProxy
+) -> None:
+    """What was sent over the old connection is not waited for on a new one."""
+    run(far.find("scope", "key"))
+    line = far._flights[1].line(None)
+    assert line.send(pack("PING"), 5) is None
+    far.close()
+    began = time.monotonic()
+    assert isinstance(line.receive(1), StoreUnavailable)
+    assert time.monotonic() - began < 2
+
+
+def test_to_forget_an_operation_may_be_said_twice(near: RedisStore) -> None:
+    """A release for no time at all whose answer was lost: it is sent again, and nobody has taken over."""
+    lease = run(near.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    for _ in range(2):
+        run(near.release(lease, retention=0.0))
+    with pytest.raises(Fenced):
+        run(near.settle(lease, DONE, retention=HOUR))
+    assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Lease)
+    with pytest.raises(Fenced):
+        run(near.release(lease, retention=0.0))
 
 
 def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_granted(near: RedisStore) -> None:
@@ -244,7 +329,8 @@ def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_grante
 def test_nothing_but_our_own_errors_comes_out(proxy: FaultProxy) -> None:
     proxy.refuse()
     nobody = f"127.0.0.1:{proxy.port}"
-    for address in (f"redis://{nobody}", f"redis+sentinel://{nobody}/service", f"redis+cluster://{nobody}"):
+    nonsense = f"redis://{64 * 'x'}.example"  # no name of a host is that long
+    for address in (f"redis://{nobody}", f"redis+sentinel://{nobody}/service", f"redis+cluster://{nobody}", nonsense):
         store = connect(f"{address}?timeout=200ms")
         for plan in (store.claim(operation("key"), lease=HOUR), store.stats(), store.purge(), store.list(Filter())):
             with pytest.raises(OncemoreError):

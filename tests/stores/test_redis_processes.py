@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import signal
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,10 +16,14 @@ from typing import Any
 import pytest
 import redis
 
+from oncemore import Guard
 from oncemore.core.model import Lease, Operation, Record
+from oncemore.core.op import Op
 from oncemore.core.plan import arun, run
 from oncemore.stores import redis_rung
 from oncemore.stores.redis import RedisStore, connect
+from oncemore.stores.redis_anyones import LOOK
+from oncemore.stores.redis_flight import Item
 from oncemore.testing.proxy import FaultProxy
 
 from ..strangers import strangers
@@ -109,6 +115,26 @@ def test_a_waiter_is_answered_by_another_process(url: str) -> None:
     store.close()
 
 
+def test_what_another_process_deletes_is_replayed_no_more(store: RedisStore, other: RedisStore, server: Any) -> None:
+    """The guard's cache hears of it, though nobody has waited for anything in this process."""
+    guard, performed = Guard(store), []
+
+    def perform(op: Op) -> int:
+        performed.append(op)
+        return len(performed)
+
+    for _ in range(2):
+        guard.run(OPERATION, perform)
+    assert len(performed) == 1
+    until = time.monotonic() + 10
+    while not dict(server.pubsub_numsub(store.channel))[store.channel.encode()] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert Guard(other).delete(*OPERATION.id)
+    while len(performed) < 2 and time.monotonic() < until:
+        guard.run(OPERATION, perform)
+    assert len(performed) == 2
+
+
 def test_a_listener_that_lost_its_connection_comes_back_and_has_all_look_again(
     store: RedisStore, other: RedisStore, server: Any
 ) -> None:
@@ -182,6 +208,7 @@ async def test_parent_and_child_of_a_fork_both_go_on(store: RedisStore, other: R
 
     def child() -> None:
         gc.collect()
+        assert not store._claims._queues  # what waits there waits for the parent's flights
         settled(store, "child's")
         fresh = connect(store.url)
         own = claimed(fresh, "own")
@@ -242,6 +269,56 @@ async def test_closing_waits_for_what_is_in_flight(store: RedisStore) -> None:
     await asyncio.sleep(0)
     await store.aclose()
     assert all(task.done() and isinstance(task.result(), Lease) for task in tasks)
+
+
+async def test_two_who_close_at_once_both_return(store: RedisStore) -> None:
+    """As two guards on one store do when a service ends."""
+    task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await asyncio.gather(store.aclose(), store.aclose())
+    assert isinstance(task.result(), Lease)
+
+
+def test_many_loops_may_begin_at_once(store: RedisStore) -> None:
+    """Each has a queue of its own; to make one is to look at all the others."""
+    failures: list[BaseException] = []
+
+    def begin() -> None:
+        try:
+            for _ in range(100):
+                asyncio.run(enqueue())
+        except BaseException as error:
+            failures.append(error)
+
+    async def enqueue() -> None:
+        store._claims.enqueue(Item(LOOK, "none")).cancel()
+
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=begin) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    assert not failures
+
+
+def test_who_gets_no_thread_to_listen_looks_by_himself(
+    store: RedisStore, other: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lease = claimed(other)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", none_left)
+        run(store.watch(blocked(store)))
+        store.close()
+    assert wait_for_ring(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
 
 
 def test_a_listener_asks_a_silent_server_for_a_sign_of_life(

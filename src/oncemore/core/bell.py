@@ -21,7 +21,7 @@ class Waiter:
     __slots__ = ("_lock", "_rung", "_wake")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as the bell's
         self._rung = False
         self._wake: Callable[[], object] | None = None
 
@@ -97,17 +97,19 @@ class Bell:
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        # One that its own thread may take twice: a wait that nobody goes on with ends when the garbage is collected.
+        self._lock = threading.RLock()
         self._waiters: dict[Id, set[Waiter]] = {}
 
     def hear(self, listener: Callable[[Id], None]) -> None:
         """Call *listener* with the id of every record that changes; a method, for as long as its object is in use."""
-        # The dead are removed here, where they are replaced, so that ringing need not change the list.
-        living = [(owner, function) for owner, function in self._listeners if owner is None or owner() is not None]
+        added: tuple[weakref.ref[Any] | None, Callable[..., None]] = (None, listener)
         if isinstance(listener, MethodType):
-            self._listeners = [*living, (weakref.ref(listener.__self__), listener.__func__)]
-        else:
-            self._listeners = [*living, (None, listener)]
+            added = (weakref.ref(listener.__self__), listener.__func__)
+        with self._lock:
+            # The dead are removed here, where they are replaced, so that ringing need not change the list.
+            living = [(owner, function) for owner, function in self._listeners if owner is None or owner() is not None]
+            self._listeners = [*living, added]
 
     @contextmanager
     def waiting(self, id: Id) -> Iterator[Waiter]:

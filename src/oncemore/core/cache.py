@@ -23,11 +23,7 @@ class Kept(msgspec.Struct, frozen=True, gc=False):
     outcome: Outcome
     until: float
     expires_at: float | None
-
-    @property
-    def size(self) -> int:
-        """About how many bytes it takes."""
-        return 512 + len(self.outcome.body)
+    size: int  # about how many bytes it takes
 
 
 class Cache:
@@ -56,8 +52,10 @@ class Cache:
 
     def put(self, id: Id, fingerprint: str, outcome: Outcome, *, remaining: float, expires_at: float | None) -> None:
         """Remember *outcome* for as long as it is kept in the store, or for a minute, whichever is shorter."""
-        kept = Kept(fingerprint, outcome, self._monotonic() + min(remaining, LONGEST), expires_at)
-        size = kept.size
+        size = 512 + len(outcome.body)
+        for name, value in outcome.headers:
+            size += len(name) + len(value)
+        kept = Kept(fingerprint, outcome, self._monotonic() + min(remaining, LONGEST), expires_at, size)
         with self._lock:
             self._forget(id)
             if size > self._most // 16:

@@ -248,7 +248,7 @@ class LoopLane(Generic[Item]):
         self.lane = lane
         self.waiting: deque[Entry[Item]] = deque()
         self.flying = False
-        self.drive: Drive | None = None
+        self.drives: list[Drive] = []
         self.landed: asyncio.Future[None] | None = None  # who waits for the last flight is told by this
 
     def enqueue(self, loop: asyncio.AbstractEventLoop, item: Item) -> asyncio.Future[Any]:
@@ -261,15 +261,11 @@ class LoopLane(Generic[Item]):
             loop.call_soon(self._take_off, context=Context())
         return future
 
-    def _drive(self, plan: Plan[Any], done: Callable[[Any], None]) -> None:
-        self.drive = Drive(plan, done)  # kept here, since an event loop does not keep its tasks alive
-        self.drive.go_on()
-
     def _take_off(self) -> None:
         waiting = self.waiting
         group = [waiting.popleft() for _ in range(min(len(waiting), self.lane.most))]
         if group:
-            self._drive(self.lane.flight([item for item, _ in group]), partial(self._land, group))
+            self._drive([self.lane.flight([item for item, _ in group])], partial(self._land, group))
         else:
             self._stop()
 
@@ -279,13 +275,26 @@ class LoopLane(Generic[Item]):
             (item, answer) for (item, future), answer in zip(group, answers, strict=True) if not tell(future, answer)
         ]
         if left:
-            self._drive(self._abandon(left), lambda _: self._next(len(group)))
+            self._abandon(left, partial(self._next, len(group)))
         else:
             self._next(len(group))
 
-    def _abandon(self, left: list[tuple[Item, Any]]) -> Plan[None]:
-        for item, answer in left:
-            yield from self.lane.abandon(item, answer)
+    def _abandon(self, left: list[tuple[Item, Any]], then: Callable[[], None]) -> None:
+        """Give all of it back at once, so that it travels together; *then* comes after the last."""
+        open = len(left)
+
+        def given_back(_: None) -> None:
+            nonlocal open
+            open -= 1
+            if not open:
+                then()
+
+        self._drive([self.lane.abandon(item, answer) for item, answer in left], given_back)
+
+    def _drive(self, plans: list[Plan[Any]], done: Callable[[Any], None]) -> None:
+        self.drives = drives = [Drive(plan, done) for plan in plans]  # kept here, since a loop does not keep its tasks
+        for drive in drives:
+            drive.go_on()
 
     def _next(self, landed: int) -> None:
         there = len(self.waiting)
@@ -310,7 +319,7 @@ class LoopLane(Generic[Item]):
             self._take_off()
 
     def _stop(self) -> None:
-        self.flying, self.drive = False, None
+        self.flying, self.drives = False, []
         if self.landed is not None:
             tell(self.landed, None)
             self.landed = None

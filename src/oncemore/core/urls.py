@@ -64,7 +64,8 @@ def connect(source: Any, **options: str) -> Store:
     module = "oncemore.stores.django" if package == "django" else FLAVOURS.get(package)
     if module is None:
         raise ConfigurationError(
-            f"{source!r} is no ledger: give a URL, a pool of psycopg_pool or asyncpg, an engine of SQLAlchemy, or 'django:alias'"
+            f"{hide_password(repr(source))} is no ledger: "
+            "give a URL as text, a pool of psycopg_pool or asyncpg, an engine of SQLAlchemy, or 'django:alias'"
         )
     with naming_extras(f"The ledger in a database of {package}'s"):
         return cast("Store", importlib.import_module(module).enlist(source, options))

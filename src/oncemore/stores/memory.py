@@ -6,6 +6,7 @@ It is also the model that the other stores are compared with: every verb asks th
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -22,6 +23,7 @@ from ..core.plan import Plan
 from ..core.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
 from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import take_options
+from ..errors import InvalidPayload
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -175,14 +177,13 @@ class MemoryStore:
 
     @at_once
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Page:
+        after = read_cursor(cursor)
         with self._lock:
             now = self._now()
             found = [
                 replace(record, now=now)
                 for record in sorted(self._records.values(), key=lambda record: record.token)
-                if record.token > int(cursor or 0)
-                and self._state(record.id, now)[1] != "absent"
-                and fits(record, where, now)
+                if record.token > after and self._state(record.id, now)[1] != "absent" and fits(record, where, now)
             ]
         more = str(found[limit - 1].token) if len(found) > limit else None
         return Page(tuple(found[:limit]), more)
@@ -206,13 +207,15 @@ class MemoryStore:
     @at_once
     def delete(self, scope: str, key: str) -> bool:
         with self._lock:
-            _, state = self._state((scope, key), self._now())
+            record, state = self._state((scope, key), self._now())
             if state == RUNNING:
                 raise not_deletable()
-            known = self._records.pop((scope, key), None) is not None and state != "absent"
+            if record is not None and state == "absent":
+                self._archive(record)
+            self._records.pop((scope, key), None)
             self._audited.discard((scope, key))
         self.bell.ring((scope, key))
-        return known
+        return state != "absent"
 
     @at_once
     def purge(self, *, batch: int = 1000) -> int:
@@ -238,6 +241,13 @@ class MemoryStore:
 
     async def aclose(self) -> None:
         """Nothing to end."""
+
+
+def read_cursor(cursor: str | None) -> int:
+    """The token of the last record that was listed."""
+    if cursor and not re.fullmatch("[0-9]{1,20}", cursor):
+        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
+    return int(cursor or 0)
 
 
 def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:

@@ -23,12 +23,16 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ..core.bell import Bell, Id
 from ..core.events import log
+from ..core.fork import reset_in_child
 from ..core.judge import fenced, not_deletable, not_resolvable
 from ..core.lane import Ask, Lane
 from ..core.model import Lease, Operation, Outcome, Record
@@ -36,12 +40,14 @@ from ..core.plan import Plan
 from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import hide_password, take_options
 from ..errors import ConfigurationError, StoreError
-from .redis_flight import Flights, Item, Plain
+from .redis_anyones import DELETE, LOOK, RESOLVE
+from .redis_flight import Flights, Item, Plain, TooFewReplicas
+from .redis_lane import NodeLanes
 from .redis_places import read_places
 from .redis_records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
 from .redis_rung import Listener
-from .redis_scripts import CLAIM, DELETE, HOLD, LOOK, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH
-from .redis_walk import Walk
+from .redis_scripts import CLAIM, HOLD, RELEASE, RENEW, SETTLE, TOUCH, UNCLAIM
+from .redis_walk import Bundle, Walk
 
 OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": 0}
 PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
@@ -53,7 +59,6 @@ ACL = (
 # Two smaller groups keep the server and this process at work at the same time; one large one makes them take turns.
 GROUP = 32
 GRANTED = 4  # so many parts has the answer to a claim that was granted, and not for the first time
-ABANDONED = 60.0  # seconds for which the record of a claim is kept whose caller has gone away
 
 
 def connect(url: str) -> RedisStore:
@@ -92,16 +97,36 @@ class RedisStore:
         self.places = read_places(rest, timeout=options["timeout"] / 2)
         if options["wait_replicas"] and not self.places.grouped:
             raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
-        self._flights = [
-            Flights(self.places, self._common, timeout=options["timeout"], replicas=options["wait_replicas"])
-            for _ in ("claims", "writes", "walks")
-        ]
-        self._claims = Lane(self._fly_claims, most=GROUP, abandoned=self._abandoned, boards=False)
-        self._writes = Lane(self._flights[1].fly, most=GROUP, boards=False)
-        self._walk = Walk(self._flights[2], self.prefix)
-        self._looked = False
+        self._timeout: float = options["timeout"]
+        self._replicas: int = options["wait_replicas"]
+        self._flights: list[Flights] = []
+        self._claims = self._lane(self._fly_claims, unclaim, abandoned=self._abandoned)
+        self._writes = self._lane(Flights.fly)
+        self._walk = Walk(self._new_flights(), self.prefix)
         self._listener = Listener(self.places, self.channel, self.bell)
+        self._reset()
+        reset_in_child(self)
         weakref.finalize(self, self._listener.stop)
+
+    def _reset(self) -> None:
+        self._looked = False  # at the server, with the first claim
+
+    def _lane(
+        self,
+        fly: Callable[[Flights, list[Any]], Plan[list[Any]]],
+        undo: Callable[[Item], Item] | None = None,
+        **options: Any,
+    ) -> Lane[Any]:
+        def one() -> Lane[Any]:
+            flights = self._new_flights(replicas=self._replicas, undo=undo)
+            return Lane(partial(fly, flights), most=GROUP, boards=False, **options)
+
+        return one() if self.places.grouped else NodeLanes(one, self.places.place)
+
+    def _new_flights(self, *, replicas: int = 0, undo: Callable[[Item], Item] | None = None) -> Flights:
+        flights = Flights(self.places, self._common, timeout=self._timeout, replicas=replicas, undo=undo)
+        self._flights.append(flights)
+        return flights
 
     def _common(self) -> tuple[int, str]:
         return round(self.shift * MICRO), self.channel
@@ -126,11 +151,21 @@ class RedisStore:
             return HeldLease(operation, token, lease_until / MICRO, attempt, lapsed == 1, record=name)
         return read_record(id, *answer)
 
-    def _fly_claims(self, items: list[Any]) -> Plan[list[Any]]:
-        """The claims; and with the first of them, a look at the server."""
-        if self._looked:
-            return (yield from self._flights[0].fly(items))
-        *answers, told = yield from self._flights[0].fly([*items, Plain(("INFO", "memory"))])
+    def _fly_claims(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
+        """The claims; those that do not count, for want of replicas, are given back: nobody will perform them."""
+        answers = yield from (flights.fly(items) if self._looked else self._fly_and_look(flights, items))
+        if self._replicas:
+            short = zip(items, answers, strict=True)
+            bundle: Bundle = [unclaim(item) for item, answer in short if isinstance(answer, TooFewReplicas)]
+            if bundle:
+                with suppress(StoreError):  # where that fails, they lapse
+                    yield Ask(self._walk.lane, bundle)
+        return answers
+
+    def _fly_and_look(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
+        """The first claims, and with them a look at the server; from now on the guard's cache hears of deletions."""
+        self._listener.start()
+        *answers, told = yield from flights.fly([*items, Plain(("INFO", "memory"))])
         self._looked = not all(isinstance(answer, StoreError) for answer in answers)
         if isinstance(told, bytes):  # one that does not tell is trusted
             self._warn_of_eviction(told)
@@ -147,13 +182,9 @@ class RedisStore:
             )
 
     def _abandoned(self, item: Item, answer: Any) -> Plan[None]:
-        """Give back what was granted to a caller who has gone away; what was in doubt stays in doubt."""
-        if isinstance(answer, int):
-            answer = (answer, 0, 1, False)
-        if len(answer) == GRANTED:
-            token, _, _, lapsed = answer
-            back = Item(RENEW, item.key, (token, 0)) if lapsed else Item(RELEASE, item.key, (token, micros(ABANDONED)))
-            yield Ask(self._writes, back)
+        """Give back what was granted to a caller who has gone away."""
+        if isinstance(answer, int) or len(answer) == GRANTED:
+            yield Ask(self._writes, unclaim(item))
 
     # The owner's verbs
 
@@ -184,7 +215,7 @@ class RedisStore:
         yield Ask(self._writes, Item(TOUCH, self._name(record.id), (record.token, micros(retention))))
 
     def watch(self, record: Record) -> Plan[None]:
-        """The claim that was stopped has asked for a message; from now on someone listens."""
+        """The claim that was stopped has asked for a message; someone listens."""
         self._listener.start()
         yield from ()
 
@@ -224,17 +255,23 @@ class RedisStore:
 
     def close(self) -> None:
         """End this process's connections and thread, but for those of event loops; the next use opens them again."""
+        self._reset()
         self._listener.stop()
-        for flights in self._flights:
+        for flights in tuple(self._flights):
             flights.close()
 
     async def aclose(self) -> None:
         """As `close`, for the running event loop too, once nothing is in flight on it."""
         for lane in (self._claims, self._writes, self._walk.lane):
             await lane.drain()
-        for flights in self._flights:
+        for flights in tuple(self._flights):
             await flights.aclose()
         self.close()
+
+
+def unclaim(item: Item) -> Item:
+    """What takes back a claim, if it was granted, that nobody will use."""
+    return Item(UNCLAIM, item.key, item.args[1:]) if item.script is CLAIM else item
 
 
 def owned(answer: int, held: Lease) -> int:
@@ -249,6 +286,7 @@ def read_options(url: str) -> tuple[str, dict[str, Any]]:
     rest, options = take_options(url, OPTIONS)
     if not PREFIX.fullmatch(options["prefix"]):
         raise ConfigurationError(f"prefix={options['prefix']}: use letters, digits and _ . : - only, at most 64")
-    if options["timeout"] <= 0:
-        raise ConfigurationError("timeout= in the store's URL must be longer than nothing")
+    for name in ("timeout", "poll"):
+        if options[name] <= 0:
+            raise ConfigurationError(f"{name}= in the store's URL must be longer than nothing")
     return rest, options

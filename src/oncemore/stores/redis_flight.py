@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +29,19 @@ STALE = {"READONLY", "MASTERDOWN", "CLUSTERDOWN", "NOAUTH"}
 LATER = {"LOADING", "BUSY", "TRYAGAIN", *STALE}
 UNWILLING = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
 
+WITHIN_SCRIPT = re.compile(r"ERR Error running script .*: -([A-Z]+) ")
+
+MOST_OWED = 1000
+
 ASKING = pack("ASKING")
+
+
+class TooFewReplicas(StoreUnavailable):
+    """The primary has done what it was asked for, with this *answer*, but that does not count."""
+
+    def __init__(self, detail: str, answer: Any) -> None:
+        super().__init__(detail)
+        self.answer = answer
 
 
 class Item(NamedTuple):
@@ -93,13 +106,27 @@ class Call:
 
 
 class Flights:
-    """The connections of one lane.  *common* gives the arguments that every script call begins with."""
+    """The connections of one lane.  *common* gives the arguments that every script call begins with.
 
-    def __init__(self, places: Places, common: Callable[[], tuple[Any, ...]], *, timeout: float, replicas: int) -> None:
+    An item without an answer may have had its effect all the same.  Where *undo* makes an item that takes that back, it
+    is owed, and flies ahead of the next group.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        common: Callable[[], tuple[Any, ...]],
+        *,
+        timeout: float,
+        replicas: int,
+        undo: Callable[[Item], Item] | None = None,
+    ) -> None:
         self.places = places
         self.common = common
         self.timeout = timeout
         self.replicas = replicas
+        self.undo = undo
+        self.owed: list[Item] = []
         self.lines: dict[Address, Line] = {}
 
     def line(self, address: Address) -> Line:
@@ -107,6 +134,22 @@ class Flights:
 
     def fly(self, items: list[Any]) -> Plan[list[Any]]:
         """Each item's answer, or its own error."""
+        owed: list[Any] = []
+        if self.owed:
+            owed, self.owed = self.owed, []
+        try:
+            answers = yield from self._fly([*owed, *items] if owed else items)
+        except BaseException:  # interrupted: nobody gets an answer
+            self.owe([*owed, *items])
+            raise
+        return answers[len(owed) :] if owed else answers
+
+    def owe(self, items: Sequence[Any]) -> None:
+        """What has to be undone, though not without end: in a long failure the later ones were hardly ever sent."""
+        if self.undo is not None and len(self.owed) < MOST_OWED:
+            self.owed += [self.undo(item) for item in items if type(item) is Item]
+
+    def _fly(self, items: list[Any]) -> Plan[list[Any]]:
         ends = SYSTEM.monotonic() + self.timeout
         answers: list[Any] = [None] * len(items)
         left = list(calls(items, grouped=self.places.grouped))
@@ -144,6 +187,7 @@ class Flight:
         self.places = flights.places
         self.answers = answers
         self.left = left
+        self.lost = False  # the way has to be asked for before the next attempt
 
     def stay_up(self, ends: float) -> Plan[None]:
         """Send, and send again what has to be, until all is answered or the time is up."""
@@ -165,8 +209,9 @@ class Flight:
         """Send all that is left; what has to be sent once more is left again."""
         now, self.left = self.left, []
         try:
-            if not self.places.known:
+            if self.lost or not self.places.known:
                 yield from self.places.locate(patience)
+                self.lost = False
         except StoreError as error:
             self._later(now, error)
             return
@@ -190,12 +235,12 @@ class Flight:
 
     def _unpack(self, line: Line, sent: list[Call], result: list[Any] | StoreError) -> Plan[None]:
         if isinstance(result, StoreError):
-            self.places.known = False
+            self._lose_way()
+            for call in sent:
+                call.asking = None
             self._later(sent, result)
             return
-        if self.flights.replicas and result.pop() < self.flights.replicas:
-            self._fail(sent, StoreUnavailable(f"Fewer than {self.flights.replicas} replicas have the write"))
-            return
+        short = self._short(result.pop()) if self.flights.replicas else None
         answers = iter(result)
         for call in sent:
             if call.asking:
@@ -204,17 +249,28 @@ class Flight:
             answer = next(answers)
             if not call.answered(answer, self.answers):
                 yield from self._failed(line, call, answer)
+            elif short is not None:
+                for index in call.indexes:
+                    if not isinstance(self.answers[index], StoreError):
+                        self.answers[index] = TooFewReplicas(short, self.answers[index])
+
+    def _short(self, reached: int | hiredis.ReplyError) -> str | None:
+        """What is wrong with the answer to WAIT, if anything is; a replica, and a user without the right, get an error."""
+        if isinstance(reached, hiredis.ReplyError):
+            return f"Redis does not wait for replicas: {reached}"
+        wanted = self.flights.replicas
+        return f"Only {reached} of {wanted} replicas have the write" if reached < wanted else None
 
     def _failed(self, line: Line, call: Call, error: hiredis.ReplyError) -> Plan[None]:
         """The whole call was refused: most often nothing happened and it can be sent again, in another way."""
-        word, _, rest = str(error).partition(" ")
+        word, rest = kind(error), str(error).partition(" ")[2]
         again = [call]
         if word == "NOSCRIPT" and not call.full:
             call.full = True
         elif word in ("MOVED", "ASK"):
             self._redirect(call, word, rest, line.address)
         elif word in STALE:
-            self.places.known = False
+            self._lose_way()
             yield HangUp(line)
         elif word not in LATER:
             if len(call.items) == 1:
@@ -222,6 +278,12 @@ class Flight:
                 return
             again = call.split()  # so that one bad item fails alone
         self._later(again, refusal(error))
+
+    def _lose_way(self) -> None:
+        """In a cluster, for this flight alone: the nodes of others may be well, and need not be asked for."""
+        self.lost = True
+        if self.places.grouped:
+            self.places.known = False
 
     def _redirect(self, call: Call, word: str, rest: str, asked: Address) -> None:
         slot, _, place = rest.partition(" ")
@@ -240,6 +302,7 @@ class Flight:
     def _fail(self, failed: list[Call], error: StoreError) -> None:
         """An error of its own for each item, so that callers who share a failure do not share a traceback."""
         for call in failed:
+            self.flights.owe(call.items)
             for index in call.indexes:
                 own = self.answers[index] = type(error)(error.detail)
                 own.__cause__ = error.__cause__
@@ -259,10 +322,16 @@ def calls(items: list[Any], *, grouped: bool) -> Iterator[Call]:
             yield Call(part, [items[index] for index in part])
 
 
+def kind(error: hiredis.ReplyError) -> str:
+    """The word that says what is wrong; before Redis 7, an error within a script has it inside."""
+    text = str(error)
+    inside = WITHIN_SCRIPT.match(text)
+    return inside[1] if inside else text.partition(" ")[0]
+
+
 def refusal(error: hiredis.ReplyError) -> StoreError:
     """What an error that the server answered with is to the caller."""
-    text = str(error)
-    word = text.partition(" ")[0]
+    text, word = str(error), kind(error)
     failure: StoreError
     if word == "WRONGTYPE":
         failure = CorruptRecord("Something that is no record lies under this operation's key in Redis; remove it")

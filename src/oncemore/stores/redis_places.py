@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
@@ -9,6 +11,7 @@ import redis.asyncio.connection
 import redis.connection
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
+from ..core.clock import SYSTEM
 from ..core.plan import Plan
 from ..core.urls import hide_password
 from ..errors import ConfigurationError, StoreError, StoreUnavailable
@@ -16,6 +19,7 @@ from .redis_wire import Address, Dial, Exchange, HangUp, Line, Parcel, pack
 
 SENTINEL_PORT = 26379
 REDIS_PORT = 6379
+AUTHORITY = re.compile(r"[/?#]")  # what it ends with; it is between the second of these and the third
 
 
 class Places(Protocol):
@@ -62,21 +66,16 @@ class SentinelPrimary:
 
     def __init__(self, dial: Dial, ask: Dial, sentinels: list[Address], service: str) -> None:
         self.dial = dial
-        self.ask = ask
-        self.sentinels = sentinels
+        self.guides = Guides(ask, sentinels)
         self.service = service
         self.known = False
         self._primary: Address = None
 
     def locate(self, patience: float) -> Plan[None]:
         question = pack("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
-        for sentinel in tuple(self.sentinels):
-            answer = yield from ask_once(self.ask, sentinel, question, patience)
-            if isinstance(answer, list):
-                self._primary, self.known = (answer[0].decode(), int(answer[1])), True
-                return
-            self.sentinels = [*(each for each in self.sentinels if each != sentinel), sentinel]
-        raise StoreUnavailable(f"No sentinel knows a primary for {self.service!r}")
+        failure = f"No sentinel knows a primary for {self.service!r}"
+        _, (host, port) = yield from self.guides.ask(question, patience, failure)
+        self._primary, self.known = (host.decode(), int(port)), True
 
     def place(self, key: str) -> Address:
         return self._primary
@@ -95,36 +94,56 @@ class ClusterNodes:
 
     def __init__(self, dial: Dial, nodes: list[Address]) -> None:
         self.dial = dial
-        self.nodes = nodes
+        self.guides = Guides(dial, nodes)
         self.known = False
         self._slots: list[Address] = [None] * REDIS_CLUSTER_HASH_SLOTS
 
     def locate(self, patience: float) -> Plan[None]:
-        question = pack("CLUSTER", "SLOTS")
-        for node in dict.fromkeys((*self.nodes, *self.primaries())):
-            answer = yield from ask_once(self.dial, node, question, patience)
-            if isinstance(answer, list) and answer:
-                self._slots, self.known = read_slots(answer, node), True
-                return
-            self.nodes = [*(each for each in self.nodes if each != node), node]
-        raise StoreUnavailable("No node of the Redis cluster can be reached")
+        failure = "No node shows the way through the Redis cluster"
+        node, slots = yield from self.guides.ask(pack("CLUSTER", "SLOTS"), patience, failure, self.primaries())
+        self._slots, self.known = read_slots(slots, node), True
 
     def place(self, key: str) -> Address:
-        return self._slots[key_slot(key.encode())] or self.nodes[0]  # of an uncovered slot, any node says what is wrong
+        # Of an uncovered slot, any node says what is wrong.
+        return self._slots[key_slot(key.encode())] or self.guides.addresses[0]
 
     def primaries(self) -> list[Address]:
-        return [*sorted({address for address in self._slots if address})] or self.nodes
+        return [*sorted({address for address in self._slots if address})] or self.guides.addresses
 
     def move(self, slot: int, address: Address) -> None:
         self._slots[slot] = address
 
 
+class Guides:
+    """Servers that know the way to others.  Each time another is the first to be asked: one may be behind the times."""
+
+    def __init__(self, dial: Dial, addresses: list[Address]) -> None:
+        self.dial = dial
+        self.addresses = addresses
+
+    def ask(
+        self, question: bytes, patience: float, failure: str, others: Sequence[Address] = ()
+    ) -> Plan[tuple[Address, list[Any]]]:
+        """The first answer, and whose it is; *failure*, with the last reason, where nobody has one before the time is up."""
+        ends = SYSTEM.monotonic() + patience
+        for address in dict.fromkeys((*self.addresses, *others)):
+            if address in self.addresses:
+                self.addresses = [*(each for each in self.addresses if each != address), address]
+            answer = yield from ask_once(self.dial, address, question, patience)
+            if isinstance(answer, list) and answer:
+                return address, answer
+            reason = f": {answer}" if answer else ""
+            if SYSTEM.monotonic() >= ends:
+                break
+        raise StoreUnavailable(failure + reason)
+
+
 def ask_once(dial: Dial, address: Address, question: bytes, patience: float) -> Plan[Any]:
-    """One answer over a connection of its own; None where there is none, so that there is time to ask another."""
+    """The answer, over a connection of its own, or what went wrong; soon enough for there to be time to ask another."""
     line = Line(dial, address)
     answers = (yield Exchange([Parcel(line, question, 1)], patience / 2))[0]
     yield HangUp(line)
-    return None if isinstance(answers, StoreError) else answers[0]
+    return answers if isinstance(answers, StoreError) else answers[0]
 
 
 def read_slots(ranges: list[Any], asked: Address) -> list[Address]:
@@ -154,7 +173,10 @@ def read_places(url: str, *, timeout: float) -> Places:
             return OneServer(dialler(url.replace("redis", "unix", 1), timeout))
         raise ValueError(f"/{path} is no database of this kind of server")
     except (TypeError, ValueError, redis.RedisError) as error:
-        raise ConfigurationError(f"{hide_password(url)}: {error}") from error
+        shown = hide_password(url)
+        if "@" in url and "@" not in AUTHORITY.split(url)[2]:  # the error would show a part of the password
+            raise ConfigurationError(f"{shown}: in the password, write / as %2F, ? as %3F and # as %23") from None
+        raise ConfigurationError(f"{shown}: {error}") from error
 
 
 def read_sentinel(parts: SplitResult, timeout: float) -> SentinelPrimary:

@@ -14,6 +14,7 @@ from ..errors import InvalidKey
 MICRO = 1_000_000
 LONGEST = 3_200_000_000.0  # seconds, a century: what is longer would leave the range of exact numbers in Lua
 UNREADABLE = "unreadable record"
+NOBODY = ("\0", "\0")
 SPOILT = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
@@ -84,10 +85,16 @@ def micros(seconds: float) -> int:
 
 
 def read_record(id: Id, now: int, value: bytes) -> Record:
-    """The record *id*; one that cannot be read is shown as settled, with a tombstone: an answer, and not a crash."""
+    """The record *id*; one that cannot be read is shown as settled, with a tombstone: an answer, and not a crash.
+
+    So is one that was moved here from another operation, whose outcome is none of this caller's business.  A walk does
+    not know whose record it has found, and asks for that of NOBODY.
+    """
     try:
         row = decode_row(value)
     except SPOILT:
+        return unreadable(id, now)
+    if id != (row.scope, row.key) and id != NOBODY:
         return unreadable(id, now)
     return Record(
         scope=row.scope,

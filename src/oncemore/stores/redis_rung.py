@@ -1,4 +1,4 @@
-"""Hears of other processes' writes: one connection and one thread per store, from the first waiter on."""
+"""Hears of other processes' writes: one connection and one thread per store, from the first claim on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
+import hiredis
+
 from ..core.bell import Bell, Id
+from ..core.events import log
 from ..core.plan import run
 from ..errors import StoreError
 from .redis_places import Places
@@ -42,7 +45,10 @@ class Listener:
             with self._lock:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._listen, name="oncemore-redis", daemon=True)
-                    self._thread.start()
+                    try:
+                        self._thread.start()
+                    except RuntimeError:  # there is none left: those who wait look by themselves
+                        self._thread = None
 
     def stop(self) -> None:
         with self._lock:
@@ -54,19 +60,22 @@ class Listener:
             thread.join(timeout=1.0)
 
     def _listen(self) -> None:
-        me = threading.current_thread()
+        me, lost = threading.current_thread(), False
         while self._thread is me:
             try:
+                if lost or not self.places.known:
+                    run(self.places.locate(QUIET))
                 self._hear(me)
+            except hiredis.ReplyError as error:
+                log.warning("Nobody may listen on %s, so those who wait look by themselves: %s", self.channel, error)
+                return
             except (*TROUBLE, StoreError):
+                lost = True
                 if self._thread is me:
-                    self.places.known = False
                     time.sleep(PAUSE)
 
     def _hear(self, me: threading.Thread) -> None:
         """Subscribe and pass on what comes, until the connection is lost or nobody listens any more."""
-        if not self.places.known:
-            run(self.places.locate(QUIET))
         wire = Wire(self.places.dial(random.choice(self.places.primaries()), False))
         try:
             with self._lock:
@@ -77,7 +86,9 @@ class Listener:
                     with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed; a message is not ours
                         self._pass_on(message)
         finally:
-            self._wire = None
+            with self._lock:
+                if self._wire is wire:  # and not the next thread's
+                    self._wire = None
             wire.close()
 
     def _next(self, wire: Wire) -> list[Any]:
@@ -88,7 +99,9 @@ class Listener:
             wire.send(PING, QUIET)
             return wire.receive(1)
 
-    def _pass_on(self, message: list[Any]) -> None:
+    def _pass_on(self, message: list[Any] | hiredis.ReplyError) -> None:
+        if isinstance(message, hiredis.ReplyError):
+            raise message
         kind, *_, payload = message
         if kind == b"message":
             self.bell.ring(read_id(payload))

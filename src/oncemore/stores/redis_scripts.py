@@ -184,6 +184,32 @@ end
 """,
 )
 
+# who claims what → 1 where that claim was granted and its lease is given back, by one who will not use it; else 0.
+# What was in doubt stays in doubt, and what had failed before is remembered for longer.
+UNCLAIM = Script(
+    "unclaim",
+    1,
+    """
+local function verb(key, a)
+  local r = read(key, HOLDER)
+  local _, holder = peek(ARGV[a], 1)
+  if not r or r.err or r[STATE] ~= 'running' or r[HOLDER] ~= holder then
+    return 0
+  end
+  ring_if_watched(r)
+  if r[LAPSED] then
+    r[LEASE_UNTIL] = now
+    write(key, OPEN, r, '')
+  else
+    local retention = (r[ATTEMPTS] == 1 and GRACE or DAY) * 1000
+    r[STATE], r[EXPIRES_AT] = 'released', now + retention
+    write(key, OPEN, r, '', lifetime(retention))
+  end
+  return 1
+end
+""",
+)
+
 # token, lease → lease_until, or 0 for a late owner.  A lease of nothing ends it now, which those who wait should know.
 RENEW = Script(
     "renew",
@@ -226,7 +252,7 @@ end
 """,
 )
 
-# token, retention → as settle.
+# token, retention → as settle.  One for no time at all leaves nothing that a second one could find released.
 RELEASE = Script(
     "release",
     2,
@@ -238,6 +264,8 @@ local function verb(key, a)
     ring_if_watched(r)
     r[STATE], r[EXPIRES_AT] = 'released', now + ARGV[a + 1]
     write(key, OPEN, r, '', lifetime(ARGV[a + 1]))
+  elseif own == 0 and r and ARGV[a + 1] == '0' and r[STATE] == 'released' and r[TOKEN] == tonumber(ARGV[a]) then
+    return 2
   end
   return own
 end
@@ -277,104 +305,6 @@ local function verb(key, a)
   end
   r[ACCESSED_AT], r[EXPIRES_AT] = now, now + ARGV[a + 1]
   write(key, SETTLED, r, '', lifetime(ARGV[a + 1], r[AUDIT]))
-  return 1
-end
-""",
-)
-
-# → {now, record}, or nothing where it is absent.
-LOOK = Script(
-    "look",
-    0,
-    """
-local function verb(key)
-  local r = read(key, DECISION)
-  if not r or r.err then
-    return r or false
-  end
-  return r.now ~= 'absent' and {now, r.value}
-end
-""",
-)
-
-# → the state as stored and as the clock sees it; of something that is no record, nothing.
-TALLY = Script(
-    "tally",
-    0,
-    """
-local function verb(key)
-  local r = read(key, DECISION)
-  return r and not r.err and r.now ~= 'unreadable' and {r[STATE], r.now}
-end
-""",
-)
-
-# nonce, retention, note, settled or released, outcome and its hash → {now, record}, or the state that forbids it.
-RESOLVE = Script(
-    "resolve",
-    5,
-    """
-local function verb(key, a)
-  local r = read(key, DECISION)
-  if not r or r.err then
-    return r or 'absent'
-  end
-  if r.now == 'held' or r.now == 'lapsed' then
-    ring_if_watched(r)
-    local target = ARGV[a + 3]
-    r[STATE], r[TOKEN], r[NOTE], r[DECISION] = target, next_token(r), ARGV[a + 2], ARGV[a]
-    r[EXPIRES_AT] = now + ARGV[a + 1]
-    if target == 'settled' then
-      r[SETTLED_AT], r[ACCESSED_AT] = now, now
-    end
-    write(key, target == 'settled' and SETTLED or OPEN, r, ARGV[a + 4], lifetime(ARGV[a + 1]))
-  elseif r.now == 'absent' or r[DECISION] ~= ARGV[a] then
-    return r.now
-  end
-  return {now, redis.call('GET', key)}
-end
-""",
-)
-
-# nonce, scope, key → 1 where there was a record, 0 where there was none, -1 where it is running.
-DELETE = Script(
-    "delete",
-    3,
-    """
-local function verb(key, a)
-  local r = read(key, DECISION)
-  if r and r.err then
-    return r
-  end
-  if r and r.now == 'running' then
-    return -1
-  end
-  local again = r and r[STATE] == 'deleted' and r[DECISION] == ARGV[a]
-  if r and r[STATE] ~= 'deleted' then
-    save(key, DELETED .. pack('deleted', tonumber(r[TOKEN]) or 0, 0, 0, 0, nil, nil, nil, '', false, false, false,
-      ARGV[a]), DAY)
-  end
-  ring(ARGV[a + 1], ARGV[a + 2])
-  return (again or r and r.now ~= 'absent') and 1 or 0
-end
-""",
-)
-
-# → 1 where the record had expired and is gone now, archived if its rule asks for that.
-SWEEP = Script(
-    "sweep",
-    0,
-    """
-local function verb(key)
-  local r = read(key, DECISION)
-  if not r or r.err or r.now ~= 'absent' or r[STATE] == 'deleted' then
-    return 0
-  end
-  if r[AUDIT] then
-    archive(key, r)
-  else
-    redis.call('DEL', key)
-  end
   return 1
 end
 """,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -13,13 +13,15 @@ from ..core.lane import Ask, Lane
 from ..core.model import Record
 from ..core.plan import Plan
 from ..core.store import Filter, Page, Stats
-from ..errors import ConfigurationError, CorruptRecord, StoreError
+from ..errors import CorruptRecord, InvalidPayload, StoreError
+from .redis_anyones import LOOK, SWEEP, TALLY
 from .redis_flight import Flights, Item, Plain
-from .redis_records import read_record
-from .redis_scripts import LOOK, SWEEP, TALLY, Script
+from .redis_records import NOBODY, read_record
+from .redis_scripts import Script
 
-CURSOR = re.compile(r"(\d*)\.(\d+)\.([0-9a-f,]*)")
-NOBODY = ("\0", "\0")  # the id of a record that cannot be read
+Bundle: TypeAlias = list[Item | Plain]  # what one step of a walk asks for
+
+CURSOR = re.compile(r"([0-9]{0,9})\.([0-9]{1,20})\.([0-9a-f,]*)")
 RECORD = "{" + 40 * "[0-9a-f]" + "}"  # as a pattern for SCAN
 STEP = 50  # keys at a time: the server does them in one go, and a claim that comes meanwhile waits for all of them
 
@@ -43,7 +45,7 @@ class Trail(msgspec.Struct, frozen=True):
         """The trail that a page's cursor stands for."""
         match = CURSOR.fullmatch(cursor)
         if match is None:
-            raise ConfigurationError(f"{cursor[:40]!r} is not a cursor that this store has given")
+            raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that this store has given")
         server, position, pending = match.groups()
         return cls(int(server) if server else None, int(position), tuple(filter(None, pending.split(","))))
 
@@ -54,16 +56,16 @@ class Walk:
     def __init__(self, flights: Flights, prefix: str) -> None:
         self.flights = flights
         self.prefix = prefix
-        self.lane: Lane[list[Item | Plain]] = Lane(self._fly, most=4)
+        self.lane: Lane[Bundle] = Lane(self._fly, most=4)
         self._swept = Trail()
 
-    def _fly(self, bundles: list[list[Item | Plain]]) -> Plan[list[list[Any]]]:
+    def _fly(self, bundles: list[Bundle]) -> Plan[list[list[Any]]]:
         answers = iter((yield from self.flights.fly([item for bundle in bundles for item in bundle])))
         return [[next(answers) for _ in bundle] for bundle in bundles]
 
     def _ask(self, script: Script, keys: Sequence[str]) -> Plan[list[Any]]:
         """One answer per key; a key that holds something else than a record has none."""
-        bundle: list[Item | Plain] = [Item(script, key) for key in keys]
+        bundle: Bundle = [Item(script, key) for key in keys]
         answers = (yield Ask(self.lane, bundle)) if keys else []
         return [told(answer) for answer in answers]
 
@@ -73,7 +75,7 @@ class Walk:
             pending = [f"{self.prefix}:{{{name}}}" for name in trail.pending]
             return pending, msgspec.structs.replace(trail, pending=())
         words = ("SCAN", trail.position, "MATCH", f"{self.prefix}:{pattern}", "COUNT", count)
-        bundle: list[Item | Plain] = [Plain(words, trail.server)]
+        bundle: Bundle = [Plain(words, trail.server)]
         position, keys = told((yield Ask(self.lane, bundle))[0])
         after = Trail(trail.server, int(position))
         if after.position == 0:
@@ -143,7 +145,7 @@ def told(answer: Any) -> Any:
 
 def fits(record: Record, where: Filter) -> bool:
     """Whether the record is one that the filter asks for."""
-    if record.id == NOBODY:
+    if record.id == NOBODY:  # it could not be read
         return False
     lapsed = record.state == "running" and record.lease_until <= record.now
     wanted = (

@@ -27,7 +27,8 @@ Result: TypeAlias = list[Any] | StoreError  # the answers, or what went wrong
 
 RECEIVE = 256 * 1024
 
-TROUBLE = (redis.RedisError, hiredis.HiredisError, OSError, TimeoutError)  # all that can go wrong on the way
+# All that can go wrong on the way; a UnicodeError is a host whose name cannot be looked up.
+TROUBLE = (redis.RedisError, hiredis.HiredisError, OSError, UnicodeError)
 
 
 def pack(*words: str | bytes | int) -> bytes:
@@ -166,11 +167,12 @@ class Line:
             weakref.WeakKeyDictionary()
         )
 
-    def wire(self) -> Wire:
-        """The connection for threads."""
-        if self._wire is None:
-            self._wire = Wire(self.dial(self.address, False))
-        return self._wire
+    def _connection(self, on_loop: bool, patience: float) -> Any:
+        """Not yet connected; no step on the way takes longer than *patience*."""
+        connection = self.dial(self.address, on_loop)
+        for name in ("socket_timeout", "socket_connect_timeout"):
+            setattr(connection, name, min(getattr(connection, name, None) or patience, patience))
+        return connection
 
     def loop_wire(self) -> LoopWire | None:
         """The connection on the running loop, where there is one."""
@@ -181,7 +183,10 @@ class Line:
     def send(self, packet: bytes, patience: float) -> StoreError | None:
         """Send from this thread; what went wrong, if anything did."""
         try:
-            self.wire().send(packet, patience)
+            wire = self._wire
+            if wire is None:
+                wire = self._wire = Wire(self._connection(False, patience))
+            wire.send(packet, patience)
         except BaseException as error:
             return self._failed(error)
         return None
@@ -189,7 +194,10 @@ class Line:
     def receive(self, count: int) -> Result:
         """The answers to what this thread has sent."""
         try:
-            return self.wire().receive(count)
+            wire = self._wire
+            if wire is None:
+                raise ConnectionResetError("the connection was closed meanwhile")
+            return wire.receive(count)
         except BaseException as error:
             return self._failed(error)
 
@@ -204,7 +212,7 @@ class Line:
         wire = self.loop_wire()
         try:
             if wire is None:
-                wire = await LoopWire.open(self.dial(self.address, True), self.address)
+                wire = await LoopWire.open(self._connection(True, patience), self.address)
                 self._loops[asyncio.get_running_loop()] = weakref.ref(wire)
         except TROUBLE as error:
             return trouble(error, self.address)
@@ -265,7 +273,12 @@ class Exchange:
     async def arun(self) -> list[Result]:
         if len(self.parcels) == 1:
             return [await self._exchange(self.parcels[0])]
-        return await asyncio.gather(*map(self._exchange, self.parcels))
+        # All are waited for, also where one fails: what its line still owes would be taken for the next group's.
+        results = await asyncio.gather(*map(self._exchange, self.parcels), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, StoreError):
+                raise result
+        return results  # type: ignore[return-value]
 
     def _exchange(self, parcel: Parcel) -> Awaitable[Result]:
         return parcel.line.exchange(parcel.packet, parcel.count, self.patience)

@@ -19,7 +19,7 @@ from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.stores.sqlite_items import NO_RECORD
 from oncemore.testing.store_contract import StoreContract
 
-from .sqlite_child import HOUR
+from .sqlite_child import DONE, HOUR
 
 
 @pytest.fixture
@@ -124,3 +124,33 @@ async def test_the_loop_goes_on_while_a_thread_of_this_process_has_the_file(stor
     assert await longest_pause(claim) < 0.3
     assert isinstance(claim.result(), Lease)
     thread.join()
+
+
+@pytest.mark.parametrize("verb", ["settle", "release", "hold"])
+async def test_what_an_owner_says_is_written_though_it_is_cancelled_before_its_turn(
+    store: SqliteStore, path: Path, verb: str
+) -> None:
+    """Rule 3: the effect has happened, and its outcome waits behind a flight that is in the air."""
+    lease = await arun(store.claim(Operation("scope", "key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    words = {
+        "settle": lambda: store.settle(lease, DONE, retention=HOUR),
+        "release": lambda: store.release(lease, retention=HOUR),
+        "hold": lambda: store.hold(lease),
+    }
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    ahead = asyncio.create_task(arun(store.claim(Operation("scope", "ahead"), lease=HOUR)))
+    await asyncio.sleep(0.05)
+    owner = asyncio.create_task(arun(words[verb]()))
+    await asyncio.sleep(0.05)
+    owner.cancel()
+    other.execute("COMMIT")
+    await ahead
+    with pytest.raises(asyncio.CancelledError):
+        await owner
+    await store._lane.drain()
+    record = await arun(store.find("scope", "key"))
+    assert record is not None
+    assert record.state == {"settle": "settled", "release": "released", "hold": "held"}[verb]
+    other.close()

@@ -30,7 +30,10 @@ Fly = Callable[[list[Item]], Plan[Sequence[Any]]]  # one result per item, in ord
 
 
 class Ask(Generic[Item]):
-    """The effect of putting one *item* into a lane and getting its own answer back."""
+    """The effect of putting one *item* into a lane and getting its own answer back.
+
+    Where the lane has a way to give answers back, a caller that is cancelled has asked for nothing: a claim.
+    """
 
     __slots__ = ("item", "lane")
 
@@ -50,13 +53,15 @@ class Ask(Generic[Item]):
         try:
             return await future
         except asyncio.CancelledError:
-            if self.lane.abandoned and future.done() and not future.cancelled() and future.exception() is None:
-                await arun(self.lane.abandoned(self.item, future.result()))
+            if future.cancelled():
+                self.lane.withdraw(future)
+            elif future.exception() is None:
+                await arun(self.lane.abandon(self.item, future.result()))
             raise
 
 
 class Tell(Ask[Item]):
-    """An Ask whose answer gives the caller nothing that it could leave behind: a settle, a release."""
+    """An Ask of what has to be done, whether or not its caller waits for it: a settle, a release."""
 
     __slots__ = ()
 
@@ -155,6 +160,14 @@ class Lane(Generic[Item]):
                 self._loops.pop(other, None)
         return self._loops.setdefault(loop, LoopLane(self))
 
+    def withdraw(self, future: asyncio.Future[Any]) -> None:
+        """Forget the item that *future* was to answer, if it has not been sent."""
+        lane = self._loops.get(future.get_loop())
+        for place, (_, other) in enumerate(lane.waiting if lane is not None else ()):
+            if other is future:
+                del lane.waiting[place]
+                return
+
     async def drain(self) -> None:
         """Return when nothing is in flight on the running loop."""
         lane = self._loops.get(asyncio.get_running_loop())
@@ -232,7 +245,19 @@ class LoopLane(Generic[Item]):
         self.flying = True
         # In a context of its own: what the first caller's says (its trace, its user) is not true of the others.
         task = loop.create_task(self._fly_groups(loop), context=Context())
-        self.task = task if self.flying else None  # an eager task may have ended already
+        if self.flying:  # an eager task may have ended already
+            self.task = task
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self.task is task:  # it was cancelled before its first step, and so has tidied nothing up
+            self._stop(task.get_loop())
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.flying, self.task = False, None
+        # Cancelled, as all tasks are when a loop is shut down; but those who tidy up still need their answers.
+        if self.waiting and not loop.is_closed():
+            self._start(loop)
 
     async def _fly_groups(self, loop: asyncio.AbstractEventLoop) -> None:
         waiting, most, landed = self.waiting, self.lane.most, 0
@@ -241,15 +266,12 @@ class LoopLane(Generic[Item]):
                 if landed > max(1, len(waiting)):
                     await self._board(loop, landed)
                 landed = min(most, len(waiting))
-                group = [waiting.popleft() for _ in range(landed)]
-                group = [entry for entry in group if not entry[1].done()]  # cancelled before it was sent
-                if group:
+                if group := [waiting.popleft() for _ in range(landed)]:
                     await self._fly(group)
+                if landed == most:  # a flight that never waits would keep all others from their turn on the loop
+                    await asyncio.sleep(0)
         finally:
-            self.flying, self.task = False, None
-            # Cancelled, as all tasks are when a loop is shut down; but those who tidy up still need their answers.
-            if waiting and not loop.is_closed():
-                self._start(loop)
+            self._stop(loop)
 
     async def _board(self, loop: asyncio.AbstractEventLoop, landed: int) -> None:
         """Give those who have just *landed* the chance to fly again: most come back at once, for a claim is settled.

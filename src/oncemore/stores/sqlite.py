@@ -157,7 +157,7 @@ class SqliteStore:
         yield from self._fly([Change(item.id, give_back, rings=True)])  # not through the lane, which waits for this
 
     def _change(self, id: Id, apply: Callable[[Flight], Any], *, rings: bool = False) -> Plan[Any]:
-        return (yield Ask(self._lane, Change(id, apply, rings=rings)))
+        return (yield Tell(self._lane, Change(id, apply, rings=rings)))
 
     # What the guard asks
 

@@ -401,6 +401,30 @@ def test_a_fingerprint_of_an_older_algorithm_is_the_same_request(guard, call) ->
     assert call(guard, OPERATION, effect).how == "replayed"
 
 
+def test_a_key_that_was_given_away_between_two_looks_is_looked_at_again(guard, call, monkeypatch) -> None:
+    """Rule 6: freed, deleted and used for something else just before it is taken over under its old fingerprint."""
+    with pytest.raises(OSError):
+        call(guard, OPERATION, Effect([OSError()]))
+    upgraded = msgspec.structs.replace(OPERATION, fingerprint="c2:bb", matches=lambda stored: stored == "c1:aa")
+    stolen = msgspec.structs.replace(OPERATION, fingerprint="c1:other")
+    claim, looks = guard.store.claim, []
+
+    def claim_late(operation: Operation, *, lease: float):
+        looks.append(operation.fingerprint)
+        if len(looks) == 2:
+            run(guard.store.delete(*OPERATION.id))
+            lease_of_another = run(claim(stolen, lease=lease))
+            run(guard.store.settle(lease_of_another, Outcome("response", 200, (), b"another's"), retention=60.0))
+        return (yield from claim(operation, lease=lease))
+
+    monkeypatch.setattr(guard.store, "claim", claim_late)
+    effect = Effect()
+    with pytest.raises(PayloadMismatch):
+        call(guard, upgraded, effect)
+    assert looks == ["c2:bb", "c1:aa"]
+    assert effect.count == 0
+
+
 # The store fails
 
 

@@ -28,16 +28,18 @@ NEVER = float("inf")
 
 
 class Beat:
-    """A lease to be kept alive; *lost* once the store has refused to renew it, *over* once its performer has ended."""
+    """A lease to be kept alive; *lost* once the store has refused to renew it.
 
-    __slots__ = ("due", "lease", "lost", "over", "seconds")
+    *begun* once its performer may have been called, *over* once that one has ended.
+    """
+
+    __slots__ = ("begun", "due", "lease", "lost", "over", "seconds")
 
     def __init__(self, lease: Lease, seconds: float, due: float) -> None:
         self.lease = lease
         self.seconds = seconds
         self.due = due
-        self.lost = False
-        self.over = False
+        self.begun = self.lost = self.over = False
 
 
 class Heartbeat:

@@ -35,7 +35,7 @@ from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan, Sleep
 from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import take_options, with_options
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, InvalidPayload
 from .sqlite_connection import MEMORY, Connection, Use, Write
 from .sqlite_flight import Flight, fly, state_of
 from .sqlite_items import NO_RECORD, Change, Claim, Item, Settle
@@ -45,6 +45,7 @@ from .sqlite_sql import Statements, as_record
 
 OPTIONS = {"create": True, "prefix": "oncemore_", "synchronous": "full", "thread": "auto", "timeout": 5.0}
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
+CURSOR = re.compile("[0-9]{1,18}")
 
 # A purge goes in slices, so that a claim never waits long for the commit that it shares; and rests after each for so
 # many times as long as it took, since it keeps the disk busy too.
@@ -94,6 +95,13 @@ def read_url(url: str) -> tuple[str, dict[str, Any]]:
         raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 or newer is needed")
     path = unquote(place.removeprefix("sqlite://")[1:])
     return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
+
+
+def read_cursor(cursor: str) -> int:
+    """The token that a page ended with."""
+    if not CURSOR.fullmatch(cursor):
+        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
+    return int(cursor)
 
 
 class SqliteStore:
@@ -196,7 +204,7 @@ class SqliteStore:
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
         text, values = self.sql.page(where)
-        parameters = (self.shift, int(cursor or 0), limit + 1, *values)
+        parameters = (self.shift, read_cursor(cursor or "0"), limit + 1, *values)
         rows = yield Use(self._reader, lambda connection: connection.execute(text, parameters).fetchall())
         records = tuple(as_record(row) for row in rows[:limit])
         return Page(records, str(records[-1].token) if records and len(rows) > limit else None)

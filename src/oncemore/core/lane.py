@@ -163,9 +163,10 @@ class Lane(Generic[Item]):
     def withdraw(self, future: asyncio.Future[Any]) -> None:
         """Forget the item that *future* was to answer, if it has not been sent."""
         lane = self._loops.get(future.get_loop())
-        for place, (_, other) in enumerate(lane.waiting if lane is not None else ()):
+        waiting = lane.waiting if lane is not None else deque()
+        for place, (_, other) in enumerate(waiting):
             if other is future:
-                del lane.waiting[place]
+                del waiting[place]
                 return
 
     async def drain(self) -> None:

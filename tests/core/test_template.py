@@ -252,6 +252,13 @@ def test_absurd_numbers_are_refused_at_once(value):
         body_name(value)
 
 
+@pytest.mark.parametrize("number", [b"15e999999999999999999", b"-15e999999999999999999", b"0.1e-999999999999999999"])
+def test_absurd_numbers_in_a_body_are_refused_too(number):
+    """CASES 11: never a 500."""
+    with pytest.raises(InvalidKey, match="number"):
+        Template("{body.x}").render(body=read_json(b'{"x": %b}' % number)[0])
+
+
 @given(st.one_of(st.integers(-(10**30), 10**30), st.floats(allow_nan=False, allow_infinity=False)))
 def test_numbers_are_named_exactly(number):
     """CASES 10."""

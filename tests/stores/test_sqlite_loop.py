@@ -154,3 +154,21 @@ async def test_what_an_owner_says_is_written_though_it_is_cancelled_before_its_t
     assert record is not None
     assert record.state == {"settle": "settled", "release": "released", "hold": "held"}[verb]
     other.close()
+
+
+async def test_a_thread_that_could_not_be_started_is_started_by_the_next_one(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that is short of threads for a moment fails one claim; it must not leave the others waiting for ever."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = connect(url)
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            await arun(store.claim(Operation("scope", "key"), lease=HOUR))
+    claim = arun(store.claim(Operation("scope", "key"), lease=HOUR))
+    assert isinstance(await asyncio.wait_for(claim, 5), Lease)
+    await store.aclose()

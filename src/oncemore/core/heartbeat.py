@@ -194,12 +194,12 @@ class ThreadBeats:
     def _hasten(self, due: float, rest: float) -> None:
         """Have our thread look by *due*, and from now on often enough that the next such beat need not call it."""
         with self._changed:
-            self.next = min(self.next, due)
             if self._thread is None:
                 self._rest, self._busy = IDLE, self.heart.now()
                 thread = threading.Thread(target=self._run, name="oncemore-heartbeat", daemon=True)
                 thread.start()
                 self._thread = thread
+            self.next = min(self.next, due)  # not before there is a thread to keep the promise
             self._rest = max(BRIEFEST, min(self._rest, rest))
             self._changed.notify_all()
 

@@ -227,6 +227,13 @@ def test_waiting_ends_at_the_shorter_limit(guard, call, limit, wait) -> None:
     assert effect.count == 0
 
 
+def test_a_wait_that_is_no_number_is_the_rules(guard, call) -> None:
+    """And not one without an end."""
+    run(guard.store.claim(OPERATION, lease=30.0))
+    with pytest.raises(InProgress):
+        call(guard, OPERATION, Effect(), policy=Policy(wait=0.05), wait=float("nan"))
+
+
 def test_a_waiter_whose_owner_failed_performs_itself(guard, call) -> None:
     """CASES 18."""
     lease = run(guard.store.claim(OPERATION, lease=30))

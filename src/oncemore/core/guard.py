@@ -125,7 +125,7 @@ class Guard(Ledger):
         found = yield from self._judge(record, operation, policy)
         if isinstance(found, Lease) or found.state == "settled":
             return found
-        limit = policy.wait if wait is None else min(wait, policy.wait)
+        limit = policy.wait if wait is None else min(policy.wait, wait)
         if policy.in_flight != "wait" or limit <= 0:
             raise in_progress(found)
         self.tell("waiting", operation, token=found.token)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..errors import ConfigurationError
 from .model import Record
 from .plan import Plan, arun, run
+from .policy import duration
 from .resolution import Resolution
 from .store import Filter, Page, Stats, Store
 
@@ -35,20 +36,22 @@ class Ledger:
         return await arun(self.store.list(where or Filter(), limit=limit, cursor=cursor))
 
     def resolve(
-        self, scope: str, key: str, resolution: Resolution, *, retention: float = DAY, note: str = ""
+        self, scope: str, key: str, resolution: Resolution, *, retention: float | str = DAY, note: str = ""
     ) -> Record:
-        """Decide an unknown outcome; the record as it is then."""
+        """Decide an unknown outcome, and for how long that is remembered; the record as it is then."""
         return run(self._resolved(scope, key, resolution, retention, note))
 
     async def aresolve(
-        self, scope: str, key: str, resolution: Resolution, *, retention: float = DAY, note: str = ""
+        self, scope: str, key: str, resolution: Resolution, *, retention: float | str = DAY, note: str = ""
     ) -> Record:
         return await arun(self._resolved(scope, key, resolution, retention, note))
 
-    def _resolved(self, scope: str, key: str, resolution: Resolution, retention: float, note: str) -> Plan[Record]:
+    def _resolved(
+        self, scope: str, key: str, resolution: Resolution, retention: float | str, note: str
+    ) -> Plan[Record]:
         if resolution.verdict == "unknown":
             raise ConfigurationError("To resolve is to decide: say Resolution.settled(...) or Resolution.released()")
-        return self.store.resolve(scope, key, resolution.outcome, retention=retention, note=note)
+        return self.store.resolve(scope, key, resolution.outcome, retention=duration(retention), note=note)
 
     def delete(self, scope: str, key: str) -> bool:
         """Forget the operation, so that its key runs as new; False where there was no record.  Never a running one."""

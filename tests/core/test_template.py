@@ -135,7 +135,16 @@ def test_a_day_begins_at_midnight_of_its_time_zone():
 def test_a_template_knows_how_long_a_name_lasts():
     assert Template("{principal}").window == 0
     assert Template("{window:1h}:{window:2h}").window == 7200
-    assert Template("{window:1h}:{date}").window == 86400
+    assert Template("{window:1h}:{date}").window == Template("{date:UTC}").window == 86400
+
+
+def test_a_day_on_which_the_clocks_go_back_has_25_hours():
+    """Kept for 24 hours, what was done just after midnight would be done again before the next."""
+    template = Template("{date:Europe/Berlin}")
+    first = datetime(2026, 10, 24, 22, 5, tzinfo=UTC)  # 00:05 in Berlin
+    last = datetime(2026, 10, 25, 22, 55, tzinfo=UTC)  # 23:55
+    assert template.render(now=first) == template.render(now=last) == "2026-10-25"
+    assert template.window >= (last - first).total_seconds() > 86400
 
 
 @pytest.mark.parametrize("now", [None, datetime(2026, 2, 19)])

@@ -23,6 +23,7 @@ from .policy import duration
 
 PUBLIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 DAY = 86400.0
+LONGEST_DAY = 25 * 3600.0  # where the clocks go back
 # A number with more digits than this is an attack, not a name.
 MOST_DIGITS = 1000
 # What is too large even for Decimal is no number then, rather than an error.
@@ -106,7 +107,8 @@ def window_field(text: str, rest: str, path_params: Collection[str] | None) -> F
 def date_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
     """The calendar day of *now* in a time zone: `2026-02-19`."""
     zone = time_zone(rest) if rest else UTC
-    return Field(text, lambda context: instant(context).astimezone(zone).date(), DAY)
+    day = DAY if rest in ("", "UTC") else LONGEST_DAY
+    return Field(text, lambda context: instant(context).astimezone(zone).date(), day)
 
 
 def time_zone(name: str) -> ZoneInfo:

@@ -172,3 +172,25 @@ async def test_a_thread_that_could_not_be_started_is_started_by_the_next_one(
     claim = arun(store.claim(Operation("scope", "key"), lease=HOUR))
     assert isinstance(await asyncio.wait_for(claim, 5), Lease)
     await store.aclose()
+
+
+async def test_a_claimer_that_goes_away_does_not_make_a_failure_forgotten_sooner(
+    store: SqliteStore, path: Path
+) -> None:
+    """CASES 14: the key still stands for what was asked under it, after a failure too."""
+    operation = Operation("scope", "key", "c1:aa")
+    lease = await arun(store.claim(operation, lease=HOUR))
+    assert isinstance(lease, Lease)
+    await arun(store.release(lease, retention=HOUR))
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    retry = asyncio.create_task(arun(store.claim(operation, lease=HOUR)))
+    await asyncio.sleep(0.05)
+    retry.cancel()
+    other.execute("COMMIT")
+    await store._lane.drain()
+    record = await arun(store.find("scope", "key"))
+    assert record is not None
+    assert (record.state, record.attempts) == ("released", 2)
+    assert record.remaining > HOUR / 2
+    other.close()

@@ -20,6 +20,7 @@ off.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,13 +68,17 @@ CONNECTION = {
     "keepalives_count": "3",
 }
 
+STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
+
 # What psycopg's connect() takes, and libpq does not know.
 CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"}
 
 BLIND_POLL = 0.25
 LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
 LONGEST_ID = 2600  # bytes of scope and key that an index entry has room for
-ABANDONED = 60.0  # seconds for which a claim whose caller went away is remembered
+# Seconds for which a key is remembered whose lease was granted to a caller who had gone away; and one that had been used
+# before, since a former attempt may have left it to be remembered for longer than that.
+ABANDONED, USED_BEFORE = 60.0, 86400.0
 MOST_MARKED = 10_000
 # Not all who wait: while the server works on one group, this process works on what the last one was answered.
 TOGETHER = 32
@@ -177,7 +182,7 @@ class PostgresStore:
                 if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
                     yield from self.renew(answer, lease=0.0)
                 else:
-                    yield from self.release(answer, retention=ABANDONED)
+                    yield from self.release(answer, retention=ABANDONED if answer.attempt == 1 else USED_BEFORE)
             except (Fenced, StoreError) as error:
                 log.info("An abandoned claim of %r could not be given back: %s", answer.operation.key, error)
 
@@ -330,6 +335,8 @@ class PostgresStore:
 
 def libpq_conninfo(url: str) -> str:
     """The URL as libpq takes it, with our defaults."""
+    if STRAY_PERCENT.search(url):  # libpq would quote what is around it, which may be the password
+        raise ConfigurationError(f"{hide_password(url)}: a % in it stands for itself; write it as %25")
     try:
         return make_conninfo("", **{**CONNECTION, **conninfo_to_dict(url), "client_encoding": "UTF8"})
     except psycopg.Error as error:

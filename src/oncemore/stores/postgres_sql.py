@@ -174,7 +174,8 @@ WITHDRAW = f"""
 UPDATE {{records}} r SET
     state = CASE WHEN r.lapsed THEN 'running' ELSE 'released' END,
     lease_until = CASE WHEN r.lapsed THEN want.now ELSE r.lease_until END,
-    expires_at = CASE WHEN NOT r.lapsed THEN want.now + interval '60 s' END
+    expires_at = CASE WHEN NOT r.lapsed THEN
+        want.now + CASE r.attempts WHEN 1 THEN interval '60 s' ELSE interval '1 day' END END
 FROM {many("holder text")}
 WHERE r.scope = want.scope AND r.key = want.key AND r.holder = want.holder AND r.state = 'running'
 RETURNING want.n"""

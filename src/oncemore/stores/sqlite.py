@@ -51,8 +51,9 @@ CURSOR = re.compile("[0-9]{1,18}")
 # many times as long as it took, since it keeps the disk busy too.
 SLICE, REST = 50, 3.0
 
-# How long a lease is remembered that was granted to a caller who had gone away.
-ABANDONED = 60.0
+# How long a key is remembered whose lease was granted to a caller who had gone away; and one that had been used before,
+# since a former attempt may have left it to be remembered for longer than that.
+ABANDONED, USED_BEFORE = 60.0, 86400.0
 
 
 def connect(url: str) -> SqliteStore:
@@ -159,7 +160,8 @@ class SqliteStore:
         """A caller went away while its claim was in flight: nobody will perform, so the next one may."""
         if not isinstance(answer, Lease):
             return
-        give_back: Callable[[Flight], Any] = partial(Flight.release, held=answer, retention=ABANDONED)
+        retention = ABANDONED if answer.attempt == 1 else USED_BEFORE
+        give_back: Callable[[Flight], Any] = partial(Flight.release, held=answer, retention=retention)
         if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
             give_back = partial(Flight.renew, held=answer, lease=0.0)
         yield from self._fly([Change(item.id, give_back, rings=True)])  # not through the lane, which waits for this

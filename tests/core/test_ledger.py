@@ -162,3 +162,11 @@ async def test_a_decision_is_not_forgotten_at_once_nor_kept_for_ever_by_mistake(
     assert (await verb("find", "s", "k")).state == "held"
     record = await verb("resolve", "s", "k", Resolution.settled("paid"), retention="1h")
     assert record.remaining == pytest.approx(3600)
+
+
+@pytest.mark.parametrize("count", [0, -1, -7])
+async def test_a_number_of_records_that_is_none_is_refused(guard: Guard, verb: Verb, count: int) -> None:
+    with pytest.raises(ConfigurationError, match="limit"):
+        await verb("list", limit=count)
+    with pytest.raises(ConfigurationError, match="batch"):
+        await verb("purge", batch=count)

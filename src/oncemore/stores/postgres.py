@@ -1,4 +1,4 @@
-"""A ledger in PostgreSQL (12 or later), for many processes on many machines; it needs `pip install 'oncemore[postgres]'`.
+"""A ledger in PostgreSQL (13 or later), for many processes on many machines; it needs `pip install 'oncemore[postgres]'`.
 
     postgresql://user:password@host/database?schema=payments&timeout=3s
 

@@ -21,6 +21,7 @@ from oncemore.errors import (
     InProgress,
     OutcomeNotKept,
     PayloadMismatch,
+    ProviderDuplicate,
     StoreError,
     StoreUnavailable,
     UnknownOutcome,
@@ -95,6 +96,20 @@ def test_another_payload_is_refused_while_the_first_runs_and_after_it_failed(gua
     run(guard.store.renew(lease, lease=0))
     with pytest.raises(PayloadMismatch):
         call(guard, OTHER, Effect())
+
+
+@pytest.mark.parametrize("refusal", [InProgress("of an operation within it"), ProviderDuplicate("the bank knows it")])
+def test_a_refusal_that_the_performer_raises_is_a_failure_and_the_key_stands_for_its_payload(
+    guard, call, refusal
+) -> None:
+    """CASES 14: who knows what it had done by then."""
+    with pytest.raises(type(refusal)):
+        call(guard, OPERATION, Effect([refusal]))
+    effect = Effect()
+    with pytest.raises(PayloadMismatch):
+        call(guard, msgspec.structs.replace(OPERATION, fingerprint="c1:bb"), effect)
+    assert effect.count == 0
+    assert call(guard, OPERATION, effect).how == "stored"
 
 
 def test_two_scopes_with_one_key_are_two_operations(guard, call) -> None:

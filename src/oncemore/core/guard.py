@@ -220,7 +220,8 @@ class Guard(Ledger):
         except GeneratorExit:
             raise
         except BaseException as error:
-            if isinstance(error, Refusal) or not beats[0].begun:  # turned away, or gone, before anything happened
+            own = beats[0]
+            if not own.begun or (isinstance(error, Refusal) and not own.tried):  # before anything happened
                 yield from self.give_back(lease, policy, forget=lease.attempt == 1)
             elif isinstance(error, Exception):
                 yield from self.give_back(lease, policy)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
-from oncemore.core.plan import run
+from oncemore.core.plan import Sleep, run
 from oncemore.errors import (
     Duplicate,
     InProgress,
@@ -292,3 +292,19 @@ def test_a_refusal_after_a_failure_does_not_forget_what_the_key_stands_for(guard
     with pytest.raises(PayloadMismatch):
         call(guard, other, effect, policy=policy)
     assert effect.count == 0
+
+
+def test_a_plan_that_is_dropped_while_it_looks_for_twins_asks_for_nothing_more(guard, monkeypatch) -> None:
+    """As where an event loop is closed under it: a plan that went on then would be an error of its own."""
+    claim = guard.store.claim
+
+    def claim_slowly(operation: Operation, *, lease: float):
+        if operation.name == "oncemore.suspect":
+            yield Sleep(60)
+        return (yield from claim(operation, lease=lease))
+
+    monkeypatch.setattr(guard.store, "claim", claim_slowly)
+    plan = guard.guarded(pay("k1", order=None), Effect(), Policy(suspect="reject"))
+    assert isinstance(next(plan), Sleep)
+    plan.close()
+    assert guard.find("pay|alice", "k1").state == "running"

@@ -8,8 +8,18 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
-from oncemore.core.plan import run
-from oncemore.errors import Duplicate, Fenced, InProgress, KeyExpired, OutcomeNotKept, Suspected, UnknownOutcome
+from oncemore.core.plan import Sleep, run
+from oncemore.errors import (
+    Duplicate,
+    Fenced,
+    InProgress,
+    KeyExpired,
+    OutcomeNotKept,
+    PayloadMismatch,
+    StoreUnavailable,
+    Suspected,
+    UnknownOutcome,
+)
 from oncemore.testing.clock import Clock
 
 from .conftest import Caller
@@ -330,3 +340,80 @@ def test_any_other_key_runs(guard: Guard, call, age, late) -> None:
 def test_an_old_key_whose_outcome_is_still_there_replays(guard, call) -> None:
     call(guard, dated(0), Effect(), policy=Policy(ttl="1h"))
     assert call(guard, dated(3601), Effect(), policy=Policy(ttl="1h", late="refuse")).how == "replayed"
+
+
+# What goes wrong before anything was performed
+
+
+async def test_a_caller_cancelled_while_it_waits_for_the_order_has_done_nothing(guard, events) -> None:
+    """Its key is not in doubt: another's payment was what it waited for."""
+    paying, paid = asyncio.Event(), asyncio.Event()
+
+    async def pay_slowly(op: Op) -> Outcome:
+        paying.set()
+        await paid.wait()
+        return Outcome("response", 503)
+
+    first = asyncio.create_task(guard.arun(pay("k1"), pay_slowly))
+    await paying.wait()
+    second = asyncio.create_task(guard.arun(pay("k2"), Effect()))
+    await asyncio.sleep(0.05)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert await guard.afind("pay|alice", "k2") is None
+    paid.set()
+    await first
+    effect = Effect()
+    assert (await guard.arun(pay("k2"), effect)).how == "stored"
+    assert effect.count == 1
+
+
+@pytest.mark.parametrize("failure", [StoreUnavailable("down"), KeyboardInterrupt()])
+def test_a_suspicion_that_cannot_be_looked_into_leaves_the_key_free(guard, call, monkeypatch, failure) -> None:
+    """Nothing was performed, so nothing is in doubt."""
+    claim = guard.store.claim
+
+    def fail_on_the_mark(operation: Operation, *, lease: float):
+        if operation.name == "oncemore.suspect":
+            raise failure
+        return (yield from claim(operation, lease=lease))
+
+    effect, policy = Effect(), Policy(suspect="reject")
+    with monkeypatch.context() as patched:
+        patched.setattr(guard.store, "claim", fail_on_the_mark)
+        with pytest.raises(type(failure)):
+            call(guard, pay("k1", order=None), effect, policy=policy)
+    assert guard.find("pay|alice", "k1") is None
+    assert call(guard, pay("k1", order=None), effect, policy=policy).how == "stored"
+    assert effect.count == 1
+
+
+def test_a_refusal_after_a_failure_does_not_forget_what_the_key_stands_for(guard, call) -> None:
+    """CASES 14: another payload under the same key never runs, also after it failed."""
+    policy = Policy(on_unique="reject")
+    with pytest.raises(OSError):
+        call(guard, pay("k1"), Effect([OSError("declined")]), policy=policy)
+    call(guard, pay("k2"), Effect(), policy=policy)
+    with pytest.raises(Duplicate):
+        call(guard, pay("k1"), Effect(), policy=policy)
+    other, effect = msgspec.structs.replace(pay("k1", order="order-8"), fingerprint="c1:bb"), Effect()
+    with pytest.raises(PayloadMismatch):
+        call(guard, other, effect, policy=policy)
+    assert effect.count == 0
+
+
+def test_a_plan_that_is_dropped_while_it_looks_for_twins_asks_for_nothing_more(guard, monkeypatch) -> None:
+    """As where an event loop is closed under it: a plan that went on then would be an error of its own."""
+    claim = guard.store.claim
+
+    def claim_slowly(operation: Operation, *, lease: float):
+        if operation.name == "oncemore.suspect":
+            yield Sleep(60)
+        return (yield from claim(operation, lease=lease))
+
+    monkeypatch.setattr(guard.store, "claim", claim_slowly)
+    plan = guard.guarded(pay("k1", order=None), Effect(), Policy(suspect="reject"))
+    assert isinstance(next(plan), Sleep)
+    plan.close()
+    assert guard.find("pay|alice", "k1").state == "running"

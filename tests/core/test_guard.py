@@ -21,6 +21,7 @@ from oncemore.errors import (
     InProgress,
     OutcomeNotKept,
     PayloadMismatch,
+    ProviderDuplicate,
     StoreError,
     StoreUnavailable,
     UnknownOutcome,
@@ -95,6 +96,20 @@ def test_another_payload_is_refused_while_the_first_runs_and_after_it_failed(gua
     run(guard.store.renew(lease, lease=0))
     with pytest.raises(PayloadMismatch):
         call(guard, OTHER, Effect())
+
+
+@pytest.mark.parametrize("refusal", [InProgress("of an operation within it"), ProviderDuplicate("the bank knows it")])
+def test_a_refusal_that_the_performer_raises_is_a_failure_and_the_key_stands_for_its_payload(
+    guard, call, refusal
+) -> None:
+    """CASES 14: who knows what it had done by then."""
+    with pytest.raises(type(refusal)):
+        call(guard, OPERATION, Effect([refusal]))
+    effect = Effect()
+    with pytest.raises(PayloadMismatch):
+        call(guard, msgspec.structs.replace(OPERATION, fingerprint="c1:bb"), effect)
+    assert effect.count == 0
+    assert call(guard, OPERATION, effect).how == "stored"
 
 
 def test_two_scopes_with_one_key_are_two_operations(guard, call) -> None:
@@ -225,6 +240,13 @@ def test_waiting_ends_at_the_shorter_limit(guard, call, limit, wait) -> None:
         call(guard, OPERATION, effect, policy=Policy(wait=limit), wait=wait)
     assert time.monotonic() - began < 5
     assert effect.count == 0
+
+
+def test_a_wait_that_is_no_number_is_the_rules(guard, call) -> None:
+    """And not one without an end."""
+    run(guard.store.claim(OPERATION, lease=30.0))
+    with pytest.raises(InProgress):
+        call(guard, OPERATION, Effect(), policy=Policy(wait=0.05), wait=float("nan"))
 
 
 def test_a_waiter_whose_owner_failed_performs_itself(guard, call) -> None:
@@ -399,6 +421,30 @@ def test_a_fingerprint_of_an_older_algorithm_is_the_same_request(guard, call) ->
     assert call(guard, upgraded, effect).attempt == 2
     assert call(guard, upgraded, effect).how == "replayed"
     assert call(guard, OPERATION, effect).how == "replayed"
+
+
+def test_a_key_that_was_given_away_between_two_looks_is_looked_at_again(guard, call, monkeypatch) -> None:
+    """Rule 6: freed, deleted and used for something else just before it is taken over under its old fingerprint."""
+    with pytest.raises(OSError):
+        call(guard, OPERATION, Effect([OSError()]))
+    upgraded = msgspec.structs.replace(OPERATION, fingerprint="c2:bb", matches=lambda stored: stored == "c1:aa")
+    stolen = msgspec.structs.replace(OPERATION, fingerprint="c1:other")
+    claim, looks = guard.store.claim, []
+
+    def claim_late(operation: Operation, *, lease: float):
+        looks.append(operation.fingerprint)
+        if len(looks) == 2:
+            run(guard.store.delete(*OPERATION.id))
+            lease_of_another = run(claim(stolen, lease=lease))
+            run(guard.store.settle(lease_of_another, Outcome("response", 200, (), b"another's"), retention=60.0))
+        return (yield from claim(operation, lease=lease))
+
+    monkeypatch.setattr(guard.store, "claim", claim_late)
+    effect = Effect()
+    with pytest.raises(PayloadMismatch):
+        call(guard, upgraded, effect)
+    assert looks == ["c2:bb", "c1:aa"]
+    assert effect.count == 0
 
 
 # The store fails

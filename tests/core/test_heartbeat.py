@@ -302,3 +302,18 @@ heart.close()
 
 def test_a_forked_child_keeps_its_own_leases_alive_and_not_its_parents() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=PATIENCE)
+
+
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_performer(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that is short of threads for a moment must not leave all later leases without their heartbeat."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            ledger.perform(lambda op: None, lease=0.09).run()
+    ledger.perform(lambda op: ledger.until_renewed(op.key, 1), lease=0.09).run()

@@ -172,9 +172,15 @@ async def test_a_lane_serves_sixty_four_callers_on_any_loop() -> None:
 # Callers that go away
 
 
+def keep(item: Any, answer: Any) -> Plan[None]:
+    """A way to give answers back."""
+    return
+    yield
+
+
 async def test_a_caller_cancelled_before_the_flight_is_not_sent() -> None:
     sky = Sky()
-    lane = Lane(sky.fly)
+    lane = Lane(sky.fly, abandoned=keep)
     (first,) = await take_off(lane, sky, 0)
     alone, gone, stays = await queue_up(lane, "alone", "gone", "stays")
     gone.cancel()
@@ -185,7 +191,7 @@ async def test_a_caller_cancelled_before_the_flight_is_not_sent() -> None:
 
 async def test_where_all_are_cancelled_before_the_flight_there_is_none() -> None:
     sky = Sky()
-    lane = Lane(sky.fly)
+    lane = Lane(sky.fly, abandoned=keep)
     (first,) = await take_off(lane, sky, 0)
     (gone,) = await queue_up(lane, "gone")
     gone.cancel()
@@ -193,6 +199,20 @@ async def test_where_all_are_cancelled_before_the_flight_there_is_none() -> None
     assert await first == "<0>"
     await lane.drain()
     assert sky.groups == [[0]]
+
+
+@pytest.mark.parametrize(("kind", "abandoned"), [(Tell, keep), (Ask, None)])
+async def test_what_has_to_be_done_is_sent_though_its_caller_was_cancelled_before(kind: Any, abandoned: Any) -> None:
+    """A settle above all: its effect has happened."""
+    sky = Sky()
+    lane = Lane(sky.fly, abandoned=abandoned)
+    (first,) = await take_off(lane, sky, 0)
+    gone = asyncio.ensure_future(kind(lane, "settle").arun())
+    gone.cancel()
+    sky.open.set()
+    assert await first == "<0>"
+    await lane.drain()
+    assert sky.groups == [[0], ["settle"]]
 
 
 @pytest.mark.parametrize(("item", "expected"), [("good", [("good", "<good>")]), ("bad", [])])
@@ -234,6 +254,40 @@ async def test_a_failure_to_give_back_is_logged_and_stops_no_flight(caplog: pyte
         sky.open.set()
         assert await next_one == "<next>"
     assert "could not be given back" in caplog.text
+
+
+@pytest.mark.parametrize(("answer", "told"), [("good", True), (ValueError("bad"), False)])
+async def test_where_an_answer_and_a_cancellation_meet_the_caller_is_cancelled(
+    caplog: pytest.LogCaptureFixture, answer: Any, told: bool
+) -> None:
+    """Whatever becomes of the answer: a timeout would else be told as a failure of the store."""
+    lane = Lane(Sky(lambda items: [answer]).fly, abandoned=lambda item, answer: fail(StoreUnavailable("gone")))
+    asked = ask(lane, "met")
+    await asyncio.sleep(0)
+    ((_, future),) = lane._loops[asyncio.get_running_loop()].waiting
+    while not future.done():
+        await asyncio.sleep(0)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert ("could not be given back" in caplog.text) is told
+
+
+async def test_between_two_full_groups_the_loop_has_a_turn() -> None:
+    """As where an event loop writes by itself, and a flight is over without a wait."""
+    turns: list[int] = []
+
+    def fly(items: list[Any]) -> Plan[list[Any]]:
+        turns.append(turn)
+        return items
+        yield
+
+    turn, lane = 0, Lane(fly, most=2)
+    tasks = [ask(lane, item) for item in range(6)]
+    while not all(task.done() for task in tasks):
+        turn += 1
+        await asyncio.sleep(0)
+    assert len(set(turns)) == len(turns) == 3
 
 
 # Flights that are stopped
@@ -278,6 +332,42 @@ def test_a_loop_that_is_shut_down_lets_its_callers_tidy_up() -> None:
     tasks: list[asyncio.Task[None]] = []
     asyncio.run(main())
     assert sorted(story) == ["<tidy up aboard>", "<tidy up waiting>"]
+
+
+def test_a_loop_that_is_shut_down_before_a_flight_has_begun_lets_its_callers_tidy_up() -> None:
+    """The flight's task is then cancelled before its first step, in which it could not even note that it is over."""
+    sky_groups: list[list[Any]] = []
+
+    async def settle(lane: Lane[Any]) -> None:
+        try:
+            await Tell(lane, "settle").arun()
+        finally:
+            await asyncio.wait_for(Tell(lane, "tidy up").arun(), 5)
+
+    async def main() -> None:
+        sky = Sky()
+        sky.groups = sky_groups
+        tasks.append(asyncio.create_task(settle(Lane(sky.fly))))
+
+    tasks: list[asyncio.Task[None]] = []
+    asyncio.run(main())
+    assert tasks[0].cancelled()
+    assert sorted(item for group in sky_groups for item in group) == ["settle", "tidy up"]
+
+
+def test_a_loop_that_is_shut_down_before_a_flight_has_begun_still_does_what_has_to_be_done() -> None:
+    flown: list[Any] = []
+
+    def fly(items: list[Any]) -> Plan[list[Any]]:
+        flown.extend(items)
+        return items
+        yield
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(Tell(Lane(fly), "settle").arun)
+
+    asyncio.run(main())
+    assert flown == ["settle"]
 
 
 def test_a_keyboard_interrupt_in_flight_reaches_the_loop_and_nobody_else() -> None:

@@ -149,3 +149,24 @@ async def test_close_closes_the_store(monkeypatch: pytest.MonkeyPatch, guard: Gu
 def test_a_guard_and_its_ledger_share_the_store() -> None:
     store: Store = MemoryStore()
     assert Guard(store).store is store
+
+
+@pytest.mark.parametrize("retention", [-1.0, float("nan"), float("inf"), "soon"])
+async def test_a_decision_is_not_forgotten_at_once_nor_kept_for_ever_by_mistake(
+    guard: Guard, verb: Verb, retention: Any
+) -> None:
+    """What is settled for less than no time would be performed again."""
+    hold(guard, "k")
+    with pytest.raises(ConfigurationError, match="is not a duration"):
+        await verb("resolve", "s", "k", Resolution.settled("paid"), retention=retention)
+    assert (await verb("find", "s", "k")).state == "held"
+    record = await verb("resolve", "s", "k", Resolution.settled("paid"), retention="1h")
+    assert record.remaining == pytest.approx(3600)
+
+
+@pytest.mark.parametrize("count", [0, -1, -7])
+async def test_a_number_of_records_that_is_none_is_refused(guard: Guard, verb: Verb, count: int) -> None:
+    with pytest.raises(ConfigurationError, match="limit"):
+        await verb("list", limit=count)
+    with pytest.raises(ConfigurationError, match="batch"):
+        await verb("purge", batch=count)

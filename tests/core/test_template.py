@@ -135,7 +135,16 @@ def test_a_day_begins_at_midnight_of_its_time_zone():
 def test_a_template_knows_how_long_a_name_lasts():
     assert Template("{principal}").window == 0
     assert Template("{window:1h}:{window:2h}").window == 7200
-    assert Template("{window:1h}:{date}").window == 86400
+    assert Template("{window:1h}:{date}").window == Template("{date:UTC}").window == 86400
+
+
+def test_a_day_on_which_the_clocks_go_back_has_25_hours():
+    """Kept for 24 hours, what was done just after midnight would be done again before the next."""
+    template = Template("{date:Europe/Berlin}")
+    first = datetime(2026, 10, 24, 22, 5, tzinfo=UTC)  # 00:05 in Berlin
+    last = datetime(2026, 10, 25, 22, 55, tzinfo=UTC)  # 23:55
+    assert template.render(now=first) == template.render(now=last) == "2026-10-25"
+    assert template.window >= (last - first).total_seconds() > 86400
 
 
 @pytest.mark.parametrize("now", [None, datetime(2026, 2, 19)])
@@ -250,6 +259,13 @@ def test_absurd_numbers_are_refused_at_once(value):
     """CASES 11."""
     with pytest.raises(InvalidKey, match="number"):
         body_name(value)
+
+
+@pytest.mark.parametrize("number", [b"15e999999999999999999", b"-15e999999999999999999", b"0.1e-999999999999999999"])
+def test_absurd_numbers_in_a_body_are_refused_too(number):
+    """CASES 11: never a 500."""
+    with pytest.raises(InvalidKey, match="number"):
+        Template("{body.x}").render(body=read_json(b'{"x": %b}' % number)[0])
 
 
 @given(st.one_of(st.integers(-(10**30), 10**30), st.floats(allow_nan=False, allow_infinity=False)))

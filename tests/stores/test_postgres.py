@@ -137,6 +137,33 @@ def test_a_row_that_someone_keeps_locked_does_not_hold_up_the_others_for_long(
     store.close()
 
 
+async def test_callers_that_go_away_leave_behind_what_they_should(
+    store: PostgresStore, server: psycopg.Connection[Any]
+) -> None:
+    """A claim is given back, and a failure before it is not forgotten sooner; what an owner says is written."""
+    operation, ahead = Operation("s", "k", "c1:aa"), Operation("s", "ahead")
+    held = await arun(store.claim(operation, lease=LEASE))
+    await arun(store.release(held, retention=RETENTION))
+    owned = [await arun(store.claim(each, lease=LEASE)) for each in (ahead, Operation("s", "owned"))]
+    with server.transaction():
+        server.execute(f"SELECT * FROM {store.database.names['records']} WHERE key IN ('k', 'ahead') FOR UPDATE")
+        gone = [asyncio.create_task(arun(store.claim(operation, lease=LEASE)))]
+        gone.append(asyncio.create_task(arun(store.renew(owned[0], lease=LEASE))))
+        await asyncio.sleep(0.2)  # both lanes fly, and wait for the rows
+        gone.append(asyncio.create_task(arun(store.settle(owned[1], DONE, retention=RETENTION))))
+        await asyncio.sleep(0.05)
+        for task in gone:
+            task.cancel()
+    await asyncio.gather(*gone, return_exceptions=True)
+    for lane in (store._claims, store._writes):
+        await lane.drain()
+    assert (await arun(store.find("s", "owned"))).state == "settled"
+    record = await arun(store.find("s", "k"))
+    assert (record.state, record.attempts) == ("released", 2)
+    assert record.remaining > 600
+    await store.aclose()
+
+
 # Text and limits
 
 

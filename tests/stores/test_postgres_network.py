@@ -171,6 +171,52 @@ def test_a_claim_that_was_given_up_is_taken_back_when_the_server_answers_again(
     far.close()
 
 
+async def test_a_takeover_that_was_given_up_leaves_the_operation_in_doubt(
+    store: PostgresStore, proxy: FaultProxy, url: str
+) -> None:
+    """CASES 25: its former holder vanished, perhaps after the effect; taken back, it must not look as if it had failed."""
+    operation, beside = Operation("s", "k"), Operation("s", "beside")
+    run(store.claim(operation, lease=0.01))
+    far = PostgresStore(f"{proxy.url(url)}&listen=false&timeout=1s")
+
+    async def claim(*operations: Operation) -> list[Any]:
+        """Together: in one statement, which takes over where it may."""
+        plans = (far.claim(each, lease=LEASE) for each in operations)
+        return await asyncio.gather(*map(arun, plans), return_exceptions=True)
+
+    await claim(Operation("s", "warm"), Operation("s", "up"))
+    proxy.cut_answers()
+    assert all(isinstance(answer, StoreError) for answer in await claim(operation, beside))
+    taken = run(store.find("s", "k"))
+    assert (taken.state, taken.attempts) == ("running", 2)  # it was granted, but nobody knows
+    proxy.heal()
+    await arun(far.claim(Operation("s", "other"), lease=LEASE))
+    leases = [run(store.claim(each, lease=LEASE)) for each in (operation, beside)]
+    assert [(lease.lapsed, lease.attempt) for lease in leases] == [(True, 3), (False, 2)]
+    await far.aclose()
+
+
+def test_a_claim_whose_loop_was_shut_down_is_taken_back(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
+    """As when a program ends by asyncio.run: nobody performs, so the key must not end up as one in doubt."""
+    far = PostgresStore(f"{proxy.url(url)}&listen=false")
+
+    async def ask_and_leave() -> None:
+        await arun(far.claim(Operation("s", "warm"), lease=LEASE))
+        proxy.drop_answers()
+        asking = asyncio.create_task(arun(far.claim(Operation("s", "k"), lease=LEASE)))
+        while await asyncio.to_thread(run, store.find("s", "k")) is None:
+            await asyncio.sleep(0.01)
+        assert not asking.done()
+
+    asyncio.run(ask_and_leave())
+    proxy.heal()
+    run(far.claim(Operation("s", "other"), lease=LEASE))
+    lease = run(store.claim(Operation("s", "k"), lease=LEASE))
+    far.close()
+    assert isinstance(lease, Lease)
+    assert (lease.lapsed, lease.attempt) == (False, 2)
+
+
 @pytest.mark.parametrize("fault", ["stall", "drop_answers"])
 def test_a_server_that_is_silent_is_given_up(proxy: FaultProxy, url: str, fault: str) -> None:
     """CASES 27: within the time that the URL allows, and never as if nothing had been wrong."""

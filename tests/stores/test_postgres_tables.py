@@ -149,6 +149,12 @@ def test_options_that_are_none_are_refused(query: str) -> None:
         connect(f"postgresql://localhost/?{query}")
 
 
+def test_a_password_with_a_stray_percent_sign_is_not_shown_either() -> None:
+    with pytest.raises(ConfigurationError, match="write it as %25") as told:
+        connect("postgresql://user:secret%zz1@localhost/db")
+    assert "secret" not in str(told.value)
+
+
 def test_no_password_is_shown() -> None:
     store = connect("postgresql://user:secret1@localhost/db?password=secret2&sslpassword=secret3&poll=2s")
     assert store.url == "postgresql://user:***@localhost/db?password=***&sslpassword=***&poll=2s"

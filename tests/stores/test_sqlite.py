@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from oncemore.core.model import Lease, Operation, Outcome, Record
 from oncemore.core.plan import arun, run
 from oncemore.core.store import Filter
-from oncemore.errors import ConfigurationError, InvalidKey, StoreError
+from oncemore.errors import ConfigurationError, InvalidKey, InvalidPayload, StoreError
 from oncemore.stores import schema
 from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.testing.store_contract import StoreContract
@@ -204,6 +205,25 @@ def test_a_purge_larger_than_a_slice_counts_them_all(store: SqliteStore) -> None
     assert run(store.purge(batch=120)) == 120
     assert run(store.purge()) == 10
     assert run(store.purge()) == 0
+
+
+def test_what_expires_in_the_middle_of_a_purge_is_archived_or_left(path: Path, store: SqliteStore) -> None:
+    """The archive and the removal go by the same clock, though time passes between them."""
+    run(store.settle(claimed(store), DONE, retention=0.3, audit=True))
+    connection = store._writer._connection
+    assert connection is not None
+    connection.set_trace_callback(lambda text: time.sleep(0.4) if text.startswith("DELETE") else None)
+    assert run(store.purge()) == 0
+    connection.set_trace_callback(None)
+    assert run(store.purge()) == 1
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("SELECT count(*) FROM oncemore_archive").fetchall() == [(1,)]
+
+
+@pytest.mark.parametrize("cursor", ["seven", "-1", "\u0667", "9" * 30])
+def test_a_cursor_of_someone_elses_making_is_refused(store: SqliteStore, cursor: str) -> None:
+    with pytest.raises(InvalidPayload, match="is not a cursor"):
+        run(store.list(Filter(), cursor=cursor))
 
 
 def test_a_page_continues_where_it_ended_whatever_happens_meanwhile(store: SqliteStore) -> None:

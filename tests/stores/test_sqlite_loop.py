@@ -19,7 +19,7 @@ from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.stores.sqlite_items import NO_RECORD
 from oncemore.testing.store_contract import StoreContract
 
-from .sqlite_child import HOUR
+from .sqlite_child import DONE, HOUR
 
 
 @pytest.fixture
@@ -124,3 +124,73 @@ async def test_the_loop_goes_on_while_a_thread_of_this_process_has_the_file(stor
     assert await longest_pause(claim) < 0.3
     assert isinstance(claim.result(), Lease)
     thread.join()
+
+
+@pytest.mark.parametrize("verb", ["settle", "release", "hold"])
+async def test_what_an_owner_says_is_written_though_it_is_cancelled_before_its_turn(
+    store: SqliteStore, path: Path, verb: str
+) -> None:
+    """Rule 3: the effect has happened, and its outcome waits behind a flight that is in the air."""
+    lease = await arun(store.claim(Operation("scope", "key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    words = {
+        "settle": lambda: store.settle(lease, DONE, retention=HOUR),
+        "release": lambda: store.release(lease, retention=HOUR),
+        "hold": lambda: store.hold(lease),
+    }
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    ahead = asyncio.create_task(arun(store.claim(Operation("scope", "ahead"), lease=HOUR)))
+    await asyncio.sleep(0.05)
+    owner = asyncio.create_task(arun(words[verb]()))
+    await asyncio.sleep(0.05)
+    owner.cancel()
+    other.execute("COMMIT")
+    await ahead
+    with pytest.raises(asyncio.CancelledError):
+        await owner
+    await store._lane.drain()
+    record = await arun(store.find("scope", "key"))
+    assert record is not None
+    assert record.state == {"settle": "settled", "release": "released", "hold": "held"}[verb]
+    other.close()
+
+
+async def test_a_thread_that_could_not_be_started_is_started_by_the_next_one(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that is short of threads for a moment fails one claim; it must not leave the others waiting for ever."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = connect(url)
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            await arun(store.claim(Operation("scope", "key"), lease=HOUR))
+    claim = arun(store.claim(Operation("scope", "key"), lease=HOUR))
+    assert isinstance(await asyncio.wait_for(claim, 5), Lease)
+    await store.aclose()
+
+
+async def test_a_claimer_that_goes_away_does_not_make_a_failure_forgotten_sooner(
+    store: SqliteStore, path: Path
+) -> None:
+    """CASES 14: the key still stands for what was asked under it, after a failure too."""
+    operation = Operation("scope", "key", "c1:aa")
+    lease = await arun(store.claim(operation, lease=HOUR))
+    assert isinstance(lease, Lease)
+    await arun(store.release(lease, retention=HOUR))
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    retry = asyncio.create_task(arun(store.claim(operation, lease=HOUR)))
+    await asyncio.sleep(0.05)
+    retry.cancel()
+    other.execute("COMMIT")
+    await store._lane.drain()
+    record = await arun(store.find("scope", "key"))
+    assert record is not None
+    assert (record.state, record.attempts) == ("released", 2)
+    assert record.remaining > HOUR / 2
+    other.close()

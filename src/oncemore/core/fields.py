@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
+from decimal import Context as Arithmetic
 from decimal import Decimal
 from enum import Enum
 from typing import Any
@@ -22,8 +23,11 @@ from .policy import duration
 
 PUBLIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 DAY = 86400.0
+LONGEST_DAY = 25 * 3600.0  # where the clocks go back
 # A number with more digits than this is an attack, not a name.
 MOST_DIGITS = 1000
+# What is too large even for Decimal is no number then, rather than an error.
+LENIENT = Arithmetic(traps=[])
 
 Context = Mapping[str, Any]
 
@@ -103,7 +107,8 @@ def window_field(text: str, rest: str, path_params: Collection[str] | None) -> F
 def date_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
     """The calendar day of *now* in a time zone: `2026-02-19`."""
     zone = time_zone(rest) if rest else UTC
-    return Field(text, lambda context: instant(context).astimezone(zone).date(), DAY)
+    day = DAY if rest in ("", "UTC") else LONGEST_DAY
+    return Field(text, lambda context: instant(context).astimezone(zone).date(), day)
 
 
 def time_zone(name: str) -> ZoneInfo:
@@ -178,7 +183,7 @@ def text_of(field: str, value: object) -> str:
         case int() | float() | Decimal():
             return number_text(field, value)
         case msgspec.Raw():  # a number that was decoded without loss
-            return number_text(field, Decimal(bytes(value).decode()))
+            return number_text(field, Decimal(bytes(value).decode(), LENIENT))
         case datetime() if value.tzinfo is not None:
             return value.astimezone(UTC).isoformat()
         case date() | UUID():

@@ -125,7 +125,7 @@ class Guard(Ledger):
         found = yield from self._judge(record, operation, policy)
         if isinstance(found, Lease) or found.state == "settled":
             return found
-        limit = policy.wait if wait is None else min(wait, policy.wait)
+        limit = policy.wait if wait is None else min(policy.wait, wait)
         if policy.in_flight != "wait" or limit <= 0:
             raise in_progress(found)
         self.tell("waiting", operation, token=found.token)
@@ -152,8 +152,9 @@ class Guard(Ledger):
         """What a claim that met the record *found* comes to: a lease, or that record, settled or running."""
         check(operation, found.fingerprint)
         if is_over(found):  # free, but fingerprinted by an older algorithm or secret: take it over under its own
-            operation = msgspec.structs.replace(operation, fingerprint=found.fingerprint)
-            return (yield from self.store.claim(operation, lease=policy.lease))
+            former = msgspec.structs.replace(operation, fingerprint=found.fingerprint)
+            again = yield from self.store.claim(former, lease=policy.lease)
+            return again if isinstance(again, Lease) else (yield from self._judge(again, operation, policy))
         if found.state == "held":
             raise unknown(found)
         return found
@@ -200,7 +201,9 @@ class Guard(Ledger):
     def _screen(self, op: Op, policy: Policy) -> Plan[Answer | None]:
         try:
             return (yield from screen(self, self.store, op, policy))
-        except Refusal:
+        except GeneratorExit:
+            raise
+        except BaseException:
             yield from self.give_back(op.lease, policy, forget=True)
             raise
 
@@ -214,20 +217,22 @@ class Guard(Ledger):
             if lease.operation.unique is not None:
                 return (yield from unique(self, op, perform, policy, beats))
             return (yield from self._call(op, perform, policy, beats))
-        except Refusal:  # turned away before anything happened
-            yield from self.give_back(lease, policy, forget=True)
-            raise
-        except Exception:
-            yield from self.give_back(lease, policy)
-            raise
         except GeneratorExit:
             raise
         except BaseException as error:
-            yield from vanish(self, lease, policy, error)
+            own = beats[0]
+            if not own.begun or (isinstance(error, Refusal) and not own.tried):  # before anything happened
+                yield from self.give_back(lease, policy, forget=lease.attempt == 1)
+            elif isinstance(error, Exception):
+                yield from self.give_back(lease, policy)
+            else:
+                yield from vanish(self, lease, policy, error)
             raise
 
     def _call(self, op: Op, perform: Performer, policy: Policy, beats: tuple[Beat, ...]) -> Plan[Answer]:
         """What the performer itself gives or raises; the ledger's own refusals never pass for it."""
+        for beat in beats:
+            beat.begun = True
         try:
             value = yield Perform(self.heart, beats, perform, op)
         except policy.errors as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
-from ..errors import ProviderDuplicate
+from ..errors import ProviderDuplicate, Refusal
 from .clock import Clock
 from .events import log
 from .fork import reset_in_child
@@ -28,16 +28,18 @@ NEVER = float("inf")
 
 
 class Beat:
-    """A lease to be kept alive; *lost* once the store has refused to renew it, *over* once its performer has ended."""
+    """A lease to be kept alive; *lost* once the store has refused to renew it.
 
-    __slots__ = ("due", "lease", "lost", "over", "seconds")
+    *begun* once its performer may have been called, *over* once that one has ended, *tried* where it raised a refusal itself.
+    """
+
+    __slots__ = ("begun", "due", "lease", "lost", "over", "seconds", "tried")
 
     def __init__(self, lease: Lease, seconds: float, due: float) -> None:
         self.lease = lease
         self.seconds = seconds
         self.due = due
-        self.lost = False
-        self.over = False
+        self.begun = self.lost = self.over = self.tried = False
 
 
 class Heartbeat:
@@ -104,8 +106,8 @@ class Perform(Call):
         try:
             threads.add(self.beats)
             return super().run()
-        except ProviderDuplicate as duplicate:
-            return self._existing(duplicate)
+        except Refusal as refusal:
+            return self._existing(refusal)
         finally:
             end(threads.beats, self.beats)
 
@@ -115,17 +117,20 @@ class Perform(Call):
             loop.add(self.beats)
             result = self.function(self.op)
             return await result if hasattr(result, "__await__") else result
-        except ProviderDuplicate as duplicate:
-            return self._existing(duplicate)
+        except Refusal as refusal:
+            return self._existing(refusal)
         finally:
             end(loop.beats, self.beats)
 
-    def _existing(self, duplicate: ProviderDuplicate) -> Any:
+    def _existing(self, refusal: Refusal) -> Any:
         """The provider's existing result, where it is told: but what was left in the middle of a transaction is not
-        committed, nor what was left between two steps finished."""
-        if self.op.transaction is not None or self.op.steps is not None or not duplicate.told:
-            raise duplicate
-        return duplicate.result
+        committed, nor what was left between two steps finished.  Any other refusal is the performer's own failure."""
+        for beat in self.beats:
+            beat.tried = True
+        whole = self.op.transaction is None and self.op.steps is None
+        if isinstance(refusal, ProviderDuplicate) and refusal.told and whole:
+            return refusal.result
+        raise refusal
 
 
 def end(kept: set[Beat], beats: tuple[Beat, ...]) -> None:
@@ -192,12 +197,12 @@ class ThreadBeats:
     def _hasten(self, due: float, rest: float) -> None:
         """Have our thread look by *due*, and from now on often enough that the next such beat need not call it."""
         with self._changed:
-            self.next = min(self.next, due)
             if self._thread is None:
                 self._rest, self._busy = IDLE, self.heart.now()
                 thread = threading.Thread(target=self._run, name="oncemore-heartbeat", daemon=True)
                 thread.start()
                 self._thread = thread
+            self.next = min(self.next, due)  # not before there is a thread to keep the promise
             self._rest = max(BRIEFEST, min(self._rest, rest))
             self._changed.notify_all()
 

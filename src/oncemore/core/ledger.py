@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..errors import ConfigurationError
 from .model import Record
 from .plan import Plan, arun, run
+from .policy import duration
 from .resolution import Resolution
 from .store import Filter, Page, Stats, Store
 
@@ -29,26 +30,31 @@ class Ledger:
 
     def list(self, where: Filter | None = None, *, limit: int = 100, cursor: str | None = None) -> Page:
         """One page of records; pass its cursor for the next."""
-        return run(self.store.list(where or Filter(), limit=limit, cursor=cursor))
+        return run(self._listed(where, limit, cursor))
 
     async def alist(self, where: Filter | None = None, *, limit: int = 100, cursor: str | None = None) -> Page:
-        return await arun(self.store.list(where or Filter(), limit=limit, cursor=cursor))
+        return await arun(self._listed(where, limit, cursor))
+
+    def _listed(self, where: Filter | None, limit: int, cursor: str | None) -> Plan[Page]:
+        return self.store.list(where or Filter(), limit=some("limit", limit), cursor=cursor)
 
     def resolve(
-        self, scope: str, key: str, resolution: Resolution, *, retention: float = DAY, note: str = ""
+        self, scope: str, key: str, resolution: Resolution, *, retention: float | str = DAY, note: str = ""
     ) -> Record:
-        """Decide an unknown outcome; the record as it is then."""
+        """Decide an unknown outcome, and for how long that is remembered; the record as it is then."""
         return run(self._resolved(scope, key, resolution, retention, note))
 
     async def aresolve(
-        self, scope: str, key: str, resolution: Resolution, *, retention: float = DAY, note: str = ""
+        self, scope: str, key: str, resolution: Resolution, *, retention: float | str = DAY, note: str = ""
     ) -> Record:
         return await arun(self._resolved(scope, key, resolution, retention, note))
 
-    def _resolved(self, scope: str, key: str, resolution: Resolution, retention: float, note: str) -> Plan[Record]:
+    def _resolved(
+        self, scope: str, key: str, resolution: Resolution, retention: float | str, note: str
+    ) -> Plan[Record]:
         if resolution.verdict == "unknown":
             raise ConfigurationError("To resolve is to decide: say Resolution.settled(...) or Resolution.released()")
-        return self.store.resolve(scope, key, resolution.outcome, retention=retention, note=note)
+        return self.store.resolve(scope, key, resolution.outcome, retention=duration(retention), note=note)
 
     def delete(self, scope: str, key: str) -> bool:
         """Forget the operation, so that its key runs as new; False where there was no record.  Never a running one."""
@@ -66,7 +72,7 @@ class Ledger:
 
     def _purged(self, batch: int, progress: Progress | None) -> Plan[int]:
         total = 0
-        while gone := (yield from self.store.purge(batch=batch)):
+        while gone := (yield from self.store.purge(batch=some("batch", batch))):
             total += gone
             if progress is not None:
                 progress(total)
@@ -86,3 +92,10 @@ class Ledger:
     async def aclose(self) -> None:
         """As `close`, for what belongs to the running event loop too."""
         await self.store.aclose()
+
+
+def some(name: str, count: int) -> int:
+    """How many, where it is any; stores would take less than one for none, or for all."""
+    if count < 1:
+        raise ConfigurationError(f"{name} = {count!r} is not a number of records: write 1 or more")
+    return count

@@ -1,4 +1,4 @@
-"""A ledger in PostgreSQL (12 or later), for many processes on many machines; it needs `pip install 'oncemore[postgres]'`.
+"""A ledger in PostgreSQL (13 or later), for many processes on many machines; it needs `pip install 'oncemore[postgres]'`.
 
     postgresql://user:password@host/database?schema=payments&timeout=3s
 
@@ -20,6 +20,7 @@ off.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,11 +80,15 @@ CONNECTION = {
     "keepalives_count": "3",
 }
 
+STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
+
 # What psycopg's connect() takes, and libpq does not know.
 CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"}
 
 BLIND_POLL = 0.25
-ABANDONED = 60.0  # seconds for which a claim whose caller went away is remembered
+# Seconds for which a key is remembered whose lease was granted to a caller who had gone away; and one that had been used
+# before, since a former attempt may have left it to be remembered for longer than that.
+ABANDONED, USED_BEFORE = 60.0, 86400.0
 MOST_MARKED = 10_000
 # Not all who wait: while the server works on one group, this process works on what the last one was answered.
 TOGETHER = 32
@@ -187,7 +192,7 @@ class PostgresStore:
                 if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
                     yield from self.renew(answer, lease=0.0)
                 else:
-                    yield from self.release(answer, retention=ABANDONED)
+                    yield from self.release(answer, retention=ABANDONED if answer.attempt == 1 else USED_BEFORE)
             except (Fenced, StoreError) as error:
                 log.info("An abandoned claim of %r could not be given back: %s", answer.operation.key, error)
 
@@ -340,6 +345,8 @@ class PostgresStore:
 
 def libpq_conninfo(url: str) -> str:
     """The URL as libpq takes it, with our defaults."""
+    if STRAY_PERCENT.search(url):  # libpq would quote what is around it, which may be the password
+        raise ConfigurationError(f"{hide_password(url)}: a % in it stands for itself; write it as %25")
     try:
         return make_conninfo("", **{**CONNECTION, **conninfo_to_dict(url), "client_encoding": "UTF8"})
     except psycopg.Error as error:

@@ -135,7 +135,9 @@ class Flights:
                 rows = yield from self._ask_one(self.database.lanes, claim, group[0], ends)
             else:
                 rows = yield from self._ask(self.database.lanes, self.sql.claim, in_order(group), ends)
-        except StoreError:
+        except Rejected:  # and so did not happen
+            raise
+        except BaseException:  # also an interrupt, or a loop that is shut down
             self._lost += group
             raise
         mine = {item.row.holder: item for item in group}

@@ -35,7 +35,7 @@ from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Plan, Sleep
 from ..core.store import Filter, Holder, Page, Stats
 from ..core.urls import take_options, with_options
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, InvalidPayload
 from .sqlite_connection import MEMORY, Connection, Use, Write
 from .sqlite_flight import Flight, fly, state_of
 from .sqlite_items import NO_RECORD, Change, Claim, Item, Settle
@@ -45,13 +45,15 @@ from .sqlite_sql import Statements, as_record
 
 OPTIONS = {"create": True, "prefix": "oncemore_", "synchronous": "full", "thread": "auto", "timeout": 5.0}
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
+CURSOR = re.compile("[0-9]{1,18}")
 
 # A purge goes in slices, so that a claim never waits long for the commit that it shares; and rests after each for so
 # many times as long as it took, since it keeps the disk busy too.
 SLICE, REST = 50, 3.0
 
-# How long a lease is remembered that was granted to a caller who had gone away.
-ABANDONED = 60.0
+# How long a key is remembered whose lease was granted to a caller who had gone away; and one that had been used before,
+# since a former attempt may have left it to be remembered for longer than that.
+ABANDONED, USED_BEFORE = 60.0, 86400.0
 
 
 def connect(url: str) -> SqliteStore:
@@ -94,6 +96,13 @@ def read_url(url: str) -> tuple[str, dict[str, Any]]:
         raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 or newer is needed")
     path = unquote(place.removeprefix("sqlite://")[1:])
     return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
+
+
+def read_cursor(cursor: str) -> int:
+    """The token that a page ended with."""
+    if not CURSOR.fullmatch(cursor):
+        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
+    return int(cursor)
 
 
 class SqliteStore:
@@ -151,13 +160,14 @@ class SqliteStore:
         """A caller went away while its claim was in flight: nobody will perform, so the next one may."""
         if not isinstance(answer, Lease):
             return
-        give_back: Callable[[Flight], Any] = partial(Flight.release, held=answer, retention=ABANDONED)
+        retention = ABANDONED if answer.attempt == 1 else USED_BEFORE
+        give_back: Callable[[Flight], Any] = partial(Flight.release, held=answer, retention=retention)
         if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
             give_back = partial(Flight.renew, held=answer, lease=0.0)
         yield from self._fly([Change(item.id, give_back, rings=True)])  # not through the lane, which waits for this
 
     def _change(self, id: Id, apply: Callable[[Flight], Any], *, rings: bool = False) -> Plan[Any]:
-        return (yield Ask(self._lane, Change(id, apply, rings=rings)))
+        return (yield Tell(self._lane, Change(id, apply, rings=rings)))
 
     # What the guard asks
 
@@ -196,7 +206,7 @@ class SqliteStore:
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
         text, values = self.sql.page(where)
-        parameters = (self.shift, int(cursor or 0), limit + 1, *values)
+        parameters = (self.shift, read_cursor(cursor or "0"), limit + 1, *values)
         rows = yield Use(self._reader, lambda connection: connection.execute(text, parameters).fetchall())
         records = tuple(as_record(row) for row in rows[:limit])
         return Page(records, str(records[-1].token) if records and len(rows) > limit else None)

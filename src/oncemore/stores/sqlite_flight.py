@@ -245,8 +245,9 @@ class Flight:
 
     def purge(self, most: int) -> int:
         """How many expired records were removed."""
-        self.execute(self.sql.archive_expired, (self.shift, most))
-        return self.execute(self.sql.delete_expired, (self.shift, most)).rowcount
+        _, now = self.next_token()
+        self.execute(self.sql.archive_expired, (now, most))
+        return self.execute(self.sql.delete_expired, (now, most)).rowcount
 
     def look(self, ids: Iterable[Id]) -> dict[Id, Record]:
         """The records of those ids that have one."""

@@ -103,8 +103,9 @@ class Statements:
         self.delete = f"DELETE FROM {records} WHERE token = ?"
         # Keep an expired record, if its rule says so.
         self.archive = f"INSERT INTO {archive} ({ARCHIVED}) SELECT {ARCHIVED} FROM {records} WHERE audit AND token = ?"
-        expired = f"SELECT token FROM {records} WHERE expires_at <= {NOW} ORDER BY expires_at, token LIMIT ?2"
-        # The purge: first what is to be archived, then the same records gone.
+        # The purge: first what is to be archived, then the same records gone.  Both at the time that is parameter 1, or
+        # what expires between the two would be lost.
+        expired = f"SELECT token FROM {records} WHERE expires_at <= ?1 ORDER BY expires_at, token LIMIT ?2"
         self.archive_expired = (
             f"INSERT INTO {archive} ({ARCHIVED}) SELECT {ARCHIVED} FROM {records} WHERE audit AND token IN ({expired})"
         )

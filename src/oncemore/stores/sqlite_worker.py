@@ -34,10 +34,11 @@ class Worker:
         return future
 
     def _start(self) -> None:
-        self._jobs = SimpleQueue()
-        self._thread = threading.Thread(target=serve, args=(self._jobs,), name=self.name, daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._jobs.put, None)  # a store that nobody closed takes its thread with it
+        jobs: SimpleQueue[Any] = SimpleQueue()
+        thread = threading.Thread(target=serve, args=(jobs,), name=self.name, daemon=True)
+        thread.start()  # which may be refused; then the next job tries again
+        weakref.finalize(self, jobs.put, None)  # a store that nobody closed takes its thread with it
+        self._jobs, self._thread = jobs, thread
 
     def stop(self) -> None:
         """Return when all jobs are done and the thread is over."""

@@ -2,9 +2,8 @@
 
 import pytest
 
-from oncemore.core.model import Lease, Operation, Outcome
 from oncemore.core.plan import run
-from oncemore.core.store import Filter, Stats
+from oncemore.core.store import Filter
 from oncemore.errors import InvalidPayload
 from oncemore.stores import connect, schema
 from oncemore.stores.memory import MemoryStore
@@ -30,16 +29,6 @@ def test_memory_needs_no_schema() -> None:
 def test_a_cursor_of_another_origin_is_refused(cursor: str) -> None:
     with pytest.raises(InvalidPayload, match="cursor"):
         run(MemoryStore().list(Filter(), cursor=cursor))
-
-
-def test_a_deletion_takes_nothing_from_the_audit() -> None:
-    store = MemoryStore()
-    lease = run(store.claim(Operation("scope", "key"), lease=1.0))
-    assert isinstance(lease, Lease)
-    run(store.settle(lease, Outcome(), retention=1.0, audit=True))
-    store.shift += 2.0
-    assert run(store.delete("scope", "key")) is False
-    assert run(store.stats()) == Stats(archived=1)
 
 
 class TestMemoryMachine(store_machine(MemoryStore).TestCase):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from redis.crc import key_slot
 from oncemore import Guard
 from oncemore.core.model import Lease, Operation, Outcome, Record
 from oncemore.core.plan import arun, run
-from oncemore.core.store import Filter, Stats
+from oncemore.core.store import Filter
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable, StoreError
 from oncemore.stores.redis import RedisStore, connect
@@ -188,15 +188,6 @@ def test_an_audited_record_is_archived_whole_and_in_its_own_slot(store: RedisSto
     assert server.get(f"{name}:{first.token}") == before
     assert key_slot(name.encode()) == key_slot(f"{name}:{first.token}".encode())
     assert run(store.stats()).archived == 1
-
-
-def test_a_deletion_takes_nothing_from_the_audit(store: RedisStore) -> None:
-    """What has expired is no more an operator's to delete; it only waits to be archived."""
-    settled(store, audit=True)
-    store.shift += 2 * HOUR
-    assert run(store.delete(*OPERATION.id)) is False
-    assert run(store.stats()) == Stats(archived=1)
-    assert claimed(store).attempt == 1
 
 
 def test_tokens_grow_though_the_record_was_deleted_and_the_clock_was_set_back(store: RedisStore, server: Any) -> None:

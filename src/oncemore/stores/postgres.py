@@ -303,9 +303,11 @@ class PostgresStore:
             removed, state, over = rows[0]
             if removed:
                 yield from self._tell((scope, key))
-                return not over
+                return True
             if state == RUNNING and not over:  # else it has become deletable just now
                 raise not_deletable()
+            if over and state not in (RUNNING, HELD):  # what has expired is left to the purge, which may archive it
+                return False
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
         rows = yield from self._errand(self._sql.purge, [self.shift, batch])

@@ -242,10 +242,10 @@ WHERE r.scope = $1 AND r.key = $2 AND NOT EXISTS (SELECT FROM r AS done)"""
 DELETE = f"""
 WITH {CLOCK.format(shift="$3")}, gone AS (
     DELETE FROM {{records}} r USING clock WHERE r.scope = $1 AND r.key = $2
-        AND NOT (r.state = 'running' AND r.lease_until > clock.now)
-    RETURNING r.state, COALESCE(r.expires_at <= clock.now, false) AS over
+        AND NOT (r.state = 'running' AND r.lease_until > clock.now) AND (r.expires_at > clock.now) IS NOT FALSE
+    RETURNING r.state
 )
-SELECT true, state, over FROM gone
+SELECT true, state, false FROM gone
 UNION ALL
 SELECT false, r.state, COALESCE(r.expires_at, r.lease_until) <= clock.now FROM {{records}} r CROSS JOIN clock
 WHERE r.scope = $1 AND r.key = $2 AND NOT EXISTS (SELECT FROM gone)"""

@@ -234,14 +234,15 @@ class Flight:
         return self.find(id)
 
     def delete(self, id: Id) -> bool:
-        """Whether there was a record; now there is none."""
+        """Whether there was a record; now there is none.  What has expired is left to the purge, which may archive it."""
         record = self.find(id)
         state = state_of(record)
         if state == RUNNING:
             raise not_deletable()
-        if record is not None:
-            self.execute(self.sql.delete, (record.token,))
-        return state != "absent"
+        if record is None or state == "absent":
+            return False
+        self.execute(self.sql.delete, (record.token,))
+        return True
 
     def purge(self, most: int) -> int:
         """How many expired records were removed."""

@@ -64,6 +64,17 @@ class Operating(Part):
         assert drive(store.find(*operation.id)) is None
         assert drive(store.claim(operation, lease=LEASE)).attempt == 1
 
+    def test_delete_takes_nothing_from_the_audit(
+        self, store: Store, drive: Drive, operation: Operation, clock: Clock
+    ) -> None:
+        archived = drive(store.stats()).archived
+        drive(store.settle(drive(store.claim(operation, lease=LEASE)), DONE, retention=1.0, audit=True))
+        clock.advance(2)
+        assert drive(store.delete(*operation.id)) is False
+        drive(store.purge())
+        assert drive(store.stats()).archived == archived + 1
+        assert drive(store.claim(operation, lease=LEASE)).attempt == 1
+
     # Looking
 
     def test_list_pages_through_all_once(self, store: Store, drive: Drive, operation: Operation) -> None:

@@ -125,12 +125,17 @@ class Perform(Call):
     def _existing(self, refusal: Refusal) -> Any:
         """The provider's existing result, where it is told: but what was left in the middle of a transaction is not
         committed, nor what was left between two steps finished.  Any other refusal is the performer's own failure."""
-        for beat in self.beats:
-            beat.tried = True
+        tried(self.beats)
         whole = self.op.transaction is None and self.op.steps is None
         if isinstance(refusal, ProviderDuplicate) and refusal.told and whole:
             return refusal.result
         raise refusal
+
+
+def tried(beats: tuple[Beat, ...]) -> None:
+    """Note that the performer was called, so that a refusal which it raises is its own failure."""
+    for beat in beats:
+        beat.tried = True
 
 
 def end(kept: set[Beat], beats: tuple[Beat, ...]) -> None:

@@ -177,7 +177,7 @@ class RequestCases:
         assert first.result().status_code == 201
         assert caller.runs == 1
 
-    @pytest.mark.parametrize("act", ["status", "raise"])
+    @pytest.mark.parametrize("act", ["status", "raise", "refuse"])
     def test_a_mismatch_is_found_after_a_failure(self, caller: Caller, act: str) -> None:
         """CASES 14: the key still stands for the first request, and only that may be tried again."""
         query: dict[str, Any] = {"status": "503,201"} if act == "status" else {}

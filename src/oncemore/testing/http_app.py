@@ -7,7 +7,7 @@ A path is `/{rule}/{act}`.  The first part chooses the rule (see `door_rules`), 
 | `create` | 201 with a body that says which run it was and which key it had, `Location` and `ETag` |
 | `slow` | the same, once the gate is open |
 | `status` | `?status=500,201`: the first run gets the first status, and so on; the last one stays |
-| `raise` | an exception on the first run, then as `create` |
+| `raise`, `refuse` | an exception on the first run, then as `create`; of our own kind, where it refuses |
 | `echo` | what arrived: method, path, query, headers, body |
 | `headers` | two `Link` headers, and all that belongs to one client or one moment: cookie, date, challenge, rate limits |
 | `binary`, `empty`, `nothing`, `redirect` | all 256 bytes; 200 without a body; 204; 303 with a `Location` |
@@ -43,6 +43,7 @@ from ..core.guard import Guard
 from ..core.plan import Plan, Sleep, arun, run
 from ..core.store import Store
 from ..core.urls import connect
+from ..errors import Duplicate
 from ..web.current import CURRENT
 from .door_rules import RULES
 from .failing import FailingStore
@@ -138,6 +139,8 @@ class ContractApp:
             yield from case.gate.passed()
         if act == "raise" and number == 1:
             raise RuntimeError("The app fails, as it was asked to")
+        if act == "refuse" and number == 1:
+            raise Duplicate("What the app itself has asked another guard for is refused")
         if act == "echo":
             return echoed(method, path, query, headers, body)
         return reply(act, number, case, asked)

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from typing import Any, cast
 
 from ..core.contract import Match
-from ..core.heartbeat import Beat, LoopBeats, Perform, end
+from ..core.heartbeat import Beat, LoopBeats, Perform, end, tried
 from ..core.judge import Answer, keeps
 from ..core.model import Operation, Outcome
 from ..core.op import Op
@@ -141,6 +141,8 @@ class Exchange:
             await self._call(effect.op)
         except BaseException as error:
             if not self.settled:
+                if self.performed:
+                    tried(self.beats)
                 await self._throw(NotKept() if self.passing else error)
             raise
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core.contract import Match
-from ..core.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats, end
+from ..core.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats, end, tried
 from ..core.judge import Answer, keeps
 from ..core.model import Operation, Outcome
 from ..core.plan import Effect, Ended, Plan, arun_to, run_to
@@ -83,6 +83,7 @@ class Turn:
         self.operation = operation
         self.policy = door.policy(match.rule)
         self.over = False
+        self.performed = False
         self.reruns = 0
         self._plan: Plan[Answer]
         self._effect: Perform
@@ -111,6 +112,7 @@ class Turn:
     @contextmanager
     def current(self) -> Iterator[None]:
         """While the app's code runs, the operation is the current one."""
+        self.performed = True
         token = CURRENT.set(self._effect.op)
         try:
             yield
@@ -142,6 +144,8 @@ class Turn:
         """End the turn by *error*, once; what it means for the ledger is for the guard to say."""
         if self.over:
             return
+        if self.performed and not isinstance(error, SentElsewhere):
+            tried(self._effect.beats)
         self._end()
         found = None
         try:

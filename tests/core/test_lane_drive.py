@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.lane import AWAITED, TOLD, Ask, Drive, Lane
+from oncemore.core.drive import AWAITED, TOLD, Drive
+from oncemore.core.lane import Ask, Lane
 from oncemore.core.plan import Plan
 from oncemore.errors import StoreError, StoreUnavailable
 

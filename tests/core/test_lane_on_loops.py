@@ -476,6 +476,32 @@ def test_a_loop_closed_in_mid_flight_is_let_go_by_the_next_one(caplog: pytest.Lo
     assert "Task was destroyed but it is pending" in caplog.text
 
 
+def test_a_plan_whose_loop_was_closed_hears_of_it_with_the_next_call() -> None:
+    """So that a store can take back what it was about to get; here the next call is a thread's."""
+    story: list[str] = []
+
+    def fly(items: list[Any]) -> Plan[list[Any]]:
+        if items == [1]:
+            try:
+                yield Call(asyncio.sleep, 60)
+            finally:
+                story.append("closed")
+        return items
+
+    async def ask_and_go() -> None:
+        lane.enqueue(1)
+        await asyncio.sleep(0.01)
+
+    lane: Lane[int] = Lane(fly)
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(ask_and_go())
+    loop.close()
+    assert story == []
+    assert lane.submit(2) == 2
+    assert story == ["closed"]
+    assert lane.submit(3) == 3
+
+
 async def test_a_lane_is_drained_when_nothing_is_in_flight() -> None:
     sky = Sky()
     lane = Lane(sky.fly, most=1)

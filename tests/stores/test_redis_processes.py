@@ -208,7 +208,7 @@ async def test_parent_and_child_of_a_fork_both_go_on(store: RedisStore, other: R
 
     def child() -> None:
         gc.collect()
-        assert not store._claims._queues  # what waits there waits for the parent's flights
+        assert not store._claims._loops  # what waits there waits for the parent's flights
         settled(store, "child's")
         fresh = connect(store.url)
         own = claimed(fresh, "own")

@@ -18,9 +18,10 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from ..errors import StoreError
+from .drive import Drive
 from .events import log
 from .fork import reset_in_child
-from .plan import Effect, Plan, arun, run
+from .plan import Plan, arun, run
 
 Item = TypeVar("Item")
 
@@ -106,6 +107,8 @@ class Lane(Generic[Item]):
 
     def submit(self, item: Item) -> Any:
         """The answer to *item*, from this thread."""
+        if self._loops:
+            self._let_go()
         seat = Seat(item)
         try:
             with self._lock:
@@ -167,11 +170,16 @@ class Lane(Generic[Item]):
         return lane.enqueue(loop, item)
 
     def _on_loop(self, loop: asyncio.AbstractEventLoop) -> LoopLane[Item]:
-        for known in self._loops.keyrefs():
-            other = known()
-            if other is not None and other.is_closed():  # in mid-flight, and those who wait there keep it alive
-                self._loops.pop(other, None)
+        self._let_go()
         return self._loops.setdefault(loop, LoopLane(self))
+
+    def _let_go(self) -> None:
+        """Of loops that were closed in mid-flight: nobody carries their plans on, and those who wait there keep them alive."""
+        for known in self._loops.keyrefs():
+            loop = known()
+            lane = self._loops.pop(loop, None) if loop is not None and loop.is_closed() else None
+            for drive in lane.drives if lane is not None else ():
+                drive.plan.close()
 
     def withdraw(self, future: asyncio.Future[Any]) -> None:
         """Forget the item that *future* was to answer, if it has not been sent."""
@@ -323,62 +331,6 @@ class LoopLane(Generic[Item]):
         if self.landed is not None:
             tell(self.landed, None)
             self.landed = None
-
-
-class Later:
-    """What an effect's `begin` returns where it does not return the result: that it will be told, or must be awaited."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-TOLD, AWAITED = Later("told"), Later("awaited")
-
-
-class Drive:
-    """Carries out a plan on an event loop, and tells *done* its result, or None where it was interrupted.
-
-    A task costs a lone caller two more turns of the loop, which is as long as some servers need for the whole verb.  So
-    effects that can are carried out by callbacks: their `begin(drive)` gives the result at once, or TOLD and then lets the
-    drive `go_on` or `throw`.  The first that can do neither (AWAITED) is awaited in a task, with all that come after it.
-    """
-
-    __slots__ = ("done", "plan", "task")
-
-    def __init__(self, plan: Plan[Any], done: Callable[[Any], None]) -> None:
-        self.plan = plan
-        self.done = done
-        self.task: asyncio.Task[Any] | None = None
-
-    def go_on(self, value: Any = None) -> None:
-        """The last effect has given *value*."""
-        self._carry(self.plan.send, value)
-
-    def throw(self, error: BaseException) -> None:
-        """The last effect has failed."""
-        self._carry(self.plan.throw, error)
-
-    def _carry(self, resume: Callable[[Any], Effect[Any]], value: Any) -> None:
-        while True:
-            try:
-                effect = resume(value)
-            except StopIteration as end:
-                return self.done(end.value)
-            except BaseException:
-                self.done(None)
-                raise
-            try:
-                resume, value = self.plan.send, effect.begin(self) if hasattr(effect, "begin") else AWAITED
-            except BaseException as error:
-                resume, value = self.plan.throw, error
-            if value is TOLD:
-                return None
-            if value is AWAITED:
-                self.task = asyncio.get_running_loop().create_task(arun(self.plan, effect))
-                return self.task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self.done(None if task.cancelled() or task.exception() is not None else task.result())
 
 
 def tell(future: asyncio.Future[Any], answer: Any) -> bool:

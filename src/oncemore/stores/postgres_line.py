@@ -13,8 +13,9 @@ from typing import Any
 import psycopg
 
 from ..core.clock import SYSTEM
+from ..core.drive import AWAITED, TOLD, Drive, Later
 from ..core.fork import reset_in_child
-from ..core.lane import AWAITED, TOLD, Drive, Later, tell
+from ..core.lane import tell
 from .postgres_link import Link, Lost, Rejected, Rows, Steps, TimedOut
 from .postgres_sql import Statement
 

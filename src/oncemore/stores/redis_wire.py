@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import hiredis
 import redis.asyncio
 
-from ..core.lane import AWAITED, TOLD, Drive, Later
+from ..core.drive import AWAITED, TOLD, Drive, Later
 from ..errors import StoreError, StoreTimeout, StoreUnavailable
 
 Address: TypeAlias = tuple[str, int] | None  # None: where the URL says

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
-from ..core.lane import AWAITED, Drive, Later
+from ..core.drive import AWAITED, Drive, Later
 from ..errors import StoreError, StoreTimeout, StoreUnavailable
 from .sqlite_worker import Worker
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import hiredis
@@ -126,7 +128,7 @@ class Flights:
         self.timeout = timeout
         self.replicas = replicas
         self.undo = undo
-        self.owed: list[Item] = []
+        self.owed: deque[Item] = deque(maxlen=MOST_OWED)  # in a long failure, those before were hardly ever sent
         self.lines: dict[Address, Line] = {}
 
     def line(self, address: Address) -> Line:
@@ -134,9 +136,7 @@ class Flights:
 
     def fly(self, items: list[Any]) -> Plan[list[Any]]:
         """Each item's answer, or its own error."""
-        owed: list[Any] = []
-        if self.owed:
-            owed, self.owed = self.owed, []
+        owed = self._pay() if self.owed else []
         try:
             answers = yield from self._fly([*owed, *items] if owed else items)
         except BaseException:  # interrupted: nobody gets an answer
@@ -145,9 +145,17 @@ class Flights:
         return answers[len(owed) :] if owed else answers
 
     def owe(self, items: Sequence[Any]) -> None:
-        """What has to be undone, though not without end: in a long failure the later ones were hardly ever sent."""
-        if self.undo is not None and len(self.owed) < MOST_OWED:
-            self.owed += [self.undo(item) for item in items if type(item) is Item]
+        """What has to be undone."""
+        if self.undo is not None:
+            self.owed.extend(self.undo(item) for item in items if type(item) is Item)
+
+    def _pay(self) -> list[Any]:
+        """What is owed, each once, also where several threads and loops fly at once."""
+        owed: list[Any] = []
+        with suppress(IndexError):
+            while True:
+                owed.append(self.owed.popleft())
+        return owed
 
     def _fly(self, items: list[Any]) -> Plan[list[Any]]:
         ends = SYSTEM.monotonic() + self.timeout

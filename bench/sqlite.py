@@ -1,6 +1,8 @@
 """What the SQLite ledger costs: claims and settles through the public Guard, beside plain SQL on the same disk.
 
-python bench/sqlite.py [folder]
+    python -m bench.sqlite [folder]
+
+A lone awaited caller is compared with aiosqlite, the plain way to await SQLite, and with blocking code as well.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+
+import aiosqlite
 
 from oncemore.core.guard import Guard
 from oncemore.core.model import Operation, Outcome
@@ -55,6 +59,26 @@ def raw(folder: Path, group: int) -> float:
         return rate(pairs)
     finally:
         connection.close()
+
+
+async def raw_awaited(folder: Path) -> float:
+    """As `raw` with one to a commit, awaited."""
+    async with aiosqlite.connect(folder / f"{uuid.uuid4()}.db", isolation_level=None) as connection:
+        for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", TABLE):
+            await connection.execute(statement)
+
+        async def commit(text: str, row: tuple[object, ...]) -> None:
+            await connection.execute("BEGIN IMMEDIATE")
+            assert (await connection.execute(text, row)).rowcount == 1
+            await connection.execute("COMMIT")
+
+        done, start = 0, time.perf_counter()
+        while time.perf_counter() - start < SECONDS:
+            key = str(uuid.uuid4())
+            await commit(CLAIM, (key, "c1:" + "f" * 32))
+            await commit(SETTLE, (BODY, key))
+            done += 1
+        return done / (time.perf_counter() - start)
 
 
 def rate(pairs: Callable[[], int]) -> float:
@@ -103,11 +127,12 @@ async def awaited(folder: Path, callers: int) -> float:
 
 
 def main(folder: Path) -> None:
-    alone, grouped = "raw, one by one", f"raw, {CALLERS} to a commit"
+    alone, grouped, awaiting = "raw, one by one", f"raw, {CALLERS} to a commit", "raw, awaited (aiosqlite)"
     kinds: dict[str, tuple[str, Callable[[], float]]] = {
         alone: (alone, lambda: raw(folder, 1)),
         "guard.run, one caller": (alone, lambda: blocking(folder)),
-        "guard.arun, one caller": (alone, lambda: asyncio.run(awaited(folder, 1))),
+        awaiting: (awaiting, lambda: asyncio.run(raw_awaited(folder))),
+        "guard.arun, one caller": (awaiting, lambda: asyncio.run(awaited(folder, 1))),
         grouped: (grouped, lambda: raw(folder, CALLERS)),
         f"guard.arun, {CALLERS} callers": (grouped, lambda: asyncio.run(awaited(folder, CALLERS))),
     }
@@ -118,6 +143,8 @@ def main(folder: Path) -> None:
         best = max(each[name] for each in rounds)
         ratio = statistics.median(each[name] / each[base] for each in rounds)
         print(f"{name:24} {best:14.0f} {1e6 / best:9.0f} {ratio:31.0%}")
+    blocking_too = statistics.median(each["guard.arun, one caller"] / each[alone] for each in rounds)
+    print(f"guard.arun, one caller, of the blocking raw one: {blocking_too:.0%}")
 
 
 if __name__ == "__main__":

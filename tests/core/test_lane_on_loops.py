@@ -235,6 +235,31 @@ async def test_the_answer_of_a_caller_cancelled_in_flight_is_given_back(item: st
     assert given_back == expected
 
 
+async def test_the_next_flight_waits_until_all_that_nobody_took_has_been_given_back() -> None:
+    given_back: list[str] = []
+
+    class Doze:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        async def arun(self) -> None:
+            await asyncio.sleep(self.seconds)
+
+    def abandoned(item: Any, answer: Any) -> Plan[None]:
+        yield Doze({"slow": 0.05, "quick": 0}[item])
+        given_back.append(item)
+
+    sky = Sky(lambda items: [list(given_back) for _ in items])
+    lane = Lane(sky.fly, abandoned=abandoned)
+    slow, quick = await take_off(lane, sky, "slow", "quick")
+    (next_one,) = await queue_up(lane, "next")
+    slow.cancel()
+    quick.cancel()
+    sky.open.set()
+    assert await next_one == ["quick", "slow"]
+    assert sky.groups == [["slow", "quick"], ["next"]]
+
+
 async def test_an_answer_that_nobody_takes_may_be_dropped() -> None:
     sky = Sky()
     lane = Lane(sky.fly)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections import OrderedDict
+from array import array
 
 import msgspec
 
@@ -14,64 +15,111 @@ from .model import Outcome
 
 # An operator's delete in another process is heard where the store sends messages; this bounds it where it does not.
 LONGEST = 60.0
+# An outcome takes about four times this, so three of four slots are free, and two outcomes seldom meet in one.
+PER_SLOT = 128
+AGAIN, BRIEF = (
+    256,
+    16 * 1024,
+)  # so many of those that were asked for again are kept unpacked, if they take no more bytes
+HEAD = struct.Struct("=qI")  # the hash of the id, and how many bytes follow
 
 
-class Kept(msgspec.Struct, frozen=True, gc=False):
+class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A settled outcome, and until when this process may trust it."""
 
+    scope: str
+    key: str
     fingerprint: str
     outcome: Outcome
     until: float
     expires_at: float | None
-    size: int  # about how many bytes it takes
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Kept).decode
 
 
 class Cache:
-    """The latest outcomes, at most *most* bytes of them.  It counts durations, never dates."""
+    """The latest outcomes, in a ring of at most *most* bytes.  It counts durations, never dates.
+
+    Bytes, not objects: what stays behind of each request decides where the objects of the next ones lie, and many small
+    ones that stay scatter them all over the memory.  The hash of an id leads to its slot, which says where in the ring the
+    outcome is.  Where two meet in one slot the latest has it: the other is asked of the store again.
+    """
 
     def __init__(self, clock: Clock, *, most: int = 32 * 1024 * 1024) -> None:
         self._monotonic = clock.monotonic
         self._most = most
+        self._mask = (1 << max(10, (most // PER_SLOT).bit_length() - 1)) - 1
         self._reset()
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self._size = 0
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Id, Kept] = OrderedDict()  # a plain dict takes long to find its oldest entry
+        self._ring = bytearray(1)  # it grows; and nothing is at 0, which a free slot says
+        self._written = 1  # counted on in every round, by which what was overwritten is known
+        self._slots = array("Q")  # made for the first outcome: many a guard never has one
+        self._again: dict[Id, Kept] = {}  # unpacked: who asks once more often asks several times
 
     def get(self, id: Id) -> Kept | None:
         """The outcome of the operation *id*, where it is known and has not expired."""
-        kept = self._entries.get(id)
+        kept = self._again.get(id)
         if kept is None:
-            return None
-        if kept.until <= self._monotonic():
+            if not self._slots or not self._slots[hash(id) & self._mask]:
+                return None
+            kept = self._unpacked(id)
+        if kept is not None and kept.until <= self._monotonic():
             self.drop(id)
             return None
         return kept
 
+    def _unpacked(self, id: Id) -> Kept | None:
+        tag = hash(id)
+        with self._lock:
+            place = self._slots[tag & self._mask]
+            if not place or place + self._most < self._written:
+                return None
+            at = place % self._most
+            found, length = HEAD.unpack_from(self._ring, at)
+            if found != tag:
+                return None
+            kept = decode(self._ring[at + HEAD.size : at + HEAD.size + length])
+            if (kept.scope, kept.key) != id:
+                return None
+            if length <= BRIEF:
+                if len(self._again) >= AGAIN:
+                    self._again.clear()
+                self._again[id] = kept
+        return kept
+
     def put(self, id: Id, fingerprint: str, outcome: Outcome, *, remaining: float, expires_at: float | None) -> None:
         """Remember *outcome* for as long as it is kept in the store, or for a minute, whichever is shorter."""
-        size = 512 + len(outcome.body)
-        for name, value in outcome.headers:
-            size += len(name) + len(value)
-        kept = Kept(fingerprint, outcome, self._monotonic() + min(remaining, LONGEST), expires_at, size)
+        until = self._monotonic() + min(remaining, LONGEST)
+        try:
+            packed = encode(Kept(*id, fingerprint, outcome, until, expires_at))
+        except (TypeError, UnicodeEncodeError):  # a key that is more than a text, or less: a lone surrogate
+            return
+        tag, size = hash(id), HEAD.size + len(packed)
         with self._lock:
             self._forget(id)
             if size > self._most // 16:
                 return
-            self._entries[id] = kept
-            self._size += size
-            while self._size > self._most:
-                self._size -= self._entries.popitem(last=False)[1].size
+            if not self._slots:
+                self._slots = array("Q", bytes(8 * (self._mask + 1)))
+            place = self._written
+            at = place % self._most
+            if at + size > self._most:  # it is not broken over the ring's end
+                place, at = place + self._most - at, 0
+            self._ring[at : at + size] = HEAD.pack(tag, len(packed)) + packed
+            self._written = place + size
+            self._slots[tag & self._mask] = place
 
     def drop(self, id: Id) -> None:
         """Forget the operation *id*."""
-        if id in self._entries:
-            with self._lock:
-                self._forget(id)
+        with self._lock:
+            self._forget(id)
 
     def _forget(self, id: Id) -> None:
-        kept = self._entries.pop(id, None)
-        if kept is not None:
-            self._size -= kept.size
+        self._again.pop(id, None)
+        if self._slots:
+            self._slots[hash(id) & self._mask] = 0

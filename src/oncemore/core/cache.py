@@ -94,32 +94,34 @@ class Cache:
 
     def put(self, id: Id, fingerprint: str, outcome: Outcome, *, remaining: float, expires_at: float | None) -> None:
         """Remember *outcome* for as long as it is kept in the store, or for a minute, whichever is shorter."""
-        until = self._monotonic() + min(remaining, LONGEST)
+        until = self._monotonic() + (remaining if remaining < LONGEST else LONGEST)
         try:
-            packed = encode(Kept(*id, fingerprint, outcome, until, expires_at))
+            packed = encode((*id, fingerprint, outcome, until, expires_at))
         except (TypeError, UnicodeEncodeError):  # a key that is more than a text, or less: a lone surrogate
             return
-        tag, size = hash(id), HEAD.size + len(packed)
+        tag, length = hash(id), len(packed)
+        size = length + HEAD.size
         with self._lock:
-            self._forget(id)
-            if size > self._most // 16:
-                return
+            if id in self._again:
+                del self._again[id]
             if not self._slots:
                 self._slots = array("Q", bytes(8 * (self._mask + 1)))
+            if size > self._most // 16:
+                self._slots[tag & self._mask] = 0
+                return
             place = self._written
             at = place % self._most
             if at + size > self._most:  # it is not broken over the ring's end
                 place, at = place + self._most - at, 0
-            self._ring[at : at + size] = HEAD.pack(tag, len(packed)) + packed
-            self._written = place + size
+            self._ring[at : at + size] = HEAD.pack(tag, length) + packed
             self._slots[tag & self._mask] = place
+            self._written = place + size
 
     def drop(self, id: Id) -> None:
         """Forget the operation *id*."""
+        slot = hash(id) & self._mask
+        if not self._slots or not (self._slots[slot] or id in self._again):
+            return
         with self._lock:
-            self._forget(id)
-
-    def _forget(self, id: Id) -> None:
-        self._again.pop(id, None)
-        if self._slots:
-            self._slots[hash(id) & self._mask] = 0
+            self._again.pop(id, None)
+            self._slots[slot] = 0

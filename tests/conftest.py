@@ -41,7 +41,7 @@ LONGER = {
     ),
     "effects": ("test_django.py", "test_doors.py"),
     "examples": (),
-    "stores": ("test_sqlite_processes.py",),
+    "sqlite": ("test_processes.py",),
     "tests": ("test_pages.py",),
     "tools": ("test_cli.py",),
     "web": (

@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerContext
 from .nurse import MEASURED
 
 # What their functions are in.
-MODULES = ["tests.client.test_ledger_keyring", "tests.stores.redis_child"]
+MODULES = ["tests.client.test_ledger_keyring", "tests.stores.redis.children"]
 
 
 def strangers() -> ForkServerContext:

@@ -8,7 +8,7 @@ from oncemore.core.model import Lease, Operation
 from oncemore.core.plan import run
 from oncemore.stores.sqlite import SqliteStore
 
-from .sqlite_child import DONE, HOUR
+from .children import DONE, HOUR
 
 
 def claimed(store: SqliteStore, key: str = "key", lease: float = HOUR) -> Lease:

@@ -20,7 +20,7 @@ from oncemore.core.plan import run
 from oncemore.errors import OncemoreError
 from oncemore.stores.sqlite import connect
 
-from .. import nursery
+from ... import nursery
 
 DONE = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_123"}')
 HOUR = 3600.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -32,26 +31,6 @@ from oncemore.testing.store_contract import DONE, LEASE, RETENTION, StoreContrac
 from oncemore.testing.store_machine import store_machine
 
 SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
-
-
-@pytest.fixture
-def url(postgres_url: str, postgres_schema: str) -> str:
-    """A URL with a schema of the test's own, which is not there yet."""
-    return f"{postgres_url}?schema={postgres_schema}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[PostgresStore]:
-    store = PostgresStore(url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def server(postgres_url: str) -> Iterator[psycopg.Connection[Any]]:
-    """A connection past the store."""
-    with psycopg.connect(postgres_url, autocommit=True) as connection:
-        yield connection
 
 
 class TestPostgres(StoreContract):

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import redis
 from hypothesis.stateful import run_state_machine_as_test
 from redis.crc import key_slot
 
@@ -25,36 +24,10 @@ from oncemore.testing.servers import ValkeySentinel
 from oncemore.testing.store_contract import StoreContract
 from oncemore.testing.store_machine import store_machine
 
-from ..conftest import unique_name
-from .redis_child import DONE, HOUR, OPERATION, blocked, claimed, settled
+from ...conftest import unique_name
+from .children import DONE, HOUR, OPERATION, blocked, claimed, settled
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def url(valkey_url: str, redis_prefix: str) -> str:
-    return f"{valkey_url}?prefix={redis_prefix}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[RedisStore]:
-    store = connect(url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def other(url: str) -> Iterator[RedisStore]:
-    """A second store on the same records, as another process would have it."""
-    store = connect(url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def server(valkey_url: str) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey_url) as client:
-        yield client
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,28 +22,7 @@ from oncemore.stores.postgres import PostgresStore
 from oncemore.stores.postgres_sql import LOOK_UP
 from oncemore.testing.store_contract import DONE, LEASE, RETENTION
 
-from .postgres_parts import same, until
-
-
-@pytest.fixture
-def url(postgres_url: str, postgres_schema: str) -> str:
-    """A URL with a schema of the test's own, which is not there yet."""
-    return f"{postgres_url}?schema={postgres_schema}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[PostgresStore]:
-    store = PostgresStore(url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def server(postgres_url: str) -> Iterator[psycopg.Connection[Any]]:
-    """A connection past the store."""
-    with psycopg.connect(postgres_url, autocommit=True) as connection:
-        yield connection
-
+from .parts import same, until
 
 # Speed of look-ups
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,23 +21,11 @@ from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.testing.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 
-from .redis_child import DONE, HOUR, load, operation
+from .children import DONE, HOUR, load, operation
 
 pytestmark = pytest.mark.server
 
 Drive = Callable[[Plan[Any]], Any]
-
-
-@pytest.fixture
-def url(valkey_url: str, redis_prefix: str) -> str:
-    return f"{valkey_url}?prefix={redis_prefix}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[RedisStore]:
-    store = connect(url)
-    yield store
-    store.close()
 
 
 @pytest.mark.chaos

@@ -1,4 +1,4 @@
-"""What the PostgreSQL tests do in other processes: run as a script, `postgres_child.py URL WHAT`, talking in lines."""
+"""What the PostgreSQL tests do in other processes: run as a script, `children.py URL WHAT`, talking in lines."""
 
 from __future__ import annotations
 

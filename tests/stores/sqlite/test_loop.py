@@ -19,17 +19,7 @@ from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.stores.sqlite_items import NO_RECORD
 from oncemore.testing.store_contract import StoreContract
 
-from .sqlite_child import DONE, HOUR
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "once.db"
-
-
-@pytest.fixture
-def url(path: Path) -> str:
-    return f"sqlite:///{path}"
+from .children import DONE, HOUR
 
 
 @pytest.fixture

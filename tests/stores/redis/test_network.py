@@ -20,16 +20,11 @@ from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis_wire import Address, Exchange, Line, Parcel, pack
 from oncemore.testing.proxy import FaultProxy
 
-from .redis_child import DONE, HOUR, operation
+from .children import DONE, HOUR, operation
 
 pytestmark = pytest.mark.server
 
 Drive = Callable[[Plan[Any]], Any]
-
-
-@pytest.fixture
-def url(valkey_url: str, redis_prefix: str) -> str:
-    return f"{valkey_url}?prefix={redis_prefix}"
 
 
 @pytest.fixture

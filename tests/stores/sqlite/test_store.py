@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,33 +20,8 @@ from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.testing.store_contract import StoreContract
 from oncemore.testing.store_machine import store_machine
 
-from .sqlite_child import DONE, HOUR
-from .sqlite_parts import claimed, settled
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "once.db"
-
-
-@pytest.fixture
-def url(path: Path) -> str:
-    return f"sqlite:///{path}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[SqliteStore]:
-    store = connect(url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def other(url: str) -> Iterator[SqliteStore]:
-    """A second store on the same file, as another process would have it."""
-    store = connect(url)
-    yield store
-    store.close()
+from .children import DONE, HOUR
+from .parts import claimed, settled
 
 
 class TestSqlite(StoreContract):

@@ -14,7 +14,7 @@ from oncemore.core.plan import run
 from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.store_contract import StoreContract
 
-PAGE = Path(__file__).parents[2] / "docs" / "explain" / "capacity.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explain" / "capacity.md"
 [SCRIPT] = re.findall(r"```sql\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 

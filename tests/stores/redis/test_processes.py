@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,37 +26,11 @@ from oncemore.stores.redis_anyones import LOOK
 from oncemore.stores.redis_flight import Item
 from oncemore.testing.proxy import FaultProxy
 
-from ..strangers import strangers
-from . import redis_child
-from .redis_child import DONE, HOUR, OPERATION, blocked, claimed, settled
+from ...strangers import strangers
+from . import children
+from .children import DONE, HOUR, OPERATION, blocked, claimed, settled
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def url(valkey_url: str, redis_prefix: str) -> str:
-    return f"{valkey_url}?prefix={redis_prefix}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[RedisStore]:
-    store = connect(url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def other(url: str) -> Iterator[RedisStore]:
-    """A second store on the same records, as another process would have it."""
-    store = connect(url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def server(valkey_url: str) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey_url) as client:
-        yield client
 
 
 # Wake-ups
@@ -100,7 +74,7 @@ def test_a_waiter_is_answered_by_another_process(url: str) -> None:
     """CASES 17: the poll is far too long to be what wakes it."""
     processes = strangers()
     mine, theirs = processes.Pipe()
-    process = processes.Process(target=redis_child.settle_when_told, args=(url, theirs))
+    process = processes.Process(target=children.settle_when_told, args=(url, theirs))
     process.start()
     assert mine.recv() == "claimed"
     store = connect(url)
@@ -159,7 +133,7 @@ def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
     processes = strangers()
     with processes.Manager() as manager, processes.Pool(16) as pool:
         start = manager.Barrier(16)
-        found = pool.starmap(redis_child.claim, [(start, url)] * 16, chunksize=1)
+        found = pool.starmap(children.claim, [(start, url)] * 16, chunksize=1)
     assert sum(won for won, _ in found) == 1
     assert len({token for _, token in found}) == 1
 
@@ -170,7 +144,7 @@ def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, v
     """CASES 24."""
     processes = strangers()
     mine, theirs = processes.Pipe()
-    process = processes.Process(target=redis_child.hold_then_write, args=(url, verb, theirs))
+    process = processes.Process(target=children.hold_then_write, args=(url, verb, theirs))
     process.start()
     token = mine.recv()
     assert process.pid is not None

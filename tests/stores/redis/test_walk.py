@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import redis
 
 from oncemore.core.plan import Plan, run
 from oncemore.core.store import Filter, Stats
 from oncemore.errors import InvalidPayload
-from oncemore.stores.redis import RedisStore, connect
+from oncemore.stores.redis import RedisStore
 
-from .redis_child import HOUR, claimed, settled
+from .children import HOUR, claimed, settled
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def store(valkey_url: str, redis_prefix: str) -> Iterator[RedisStore]:
-    store = connect(f"{valkey_url}?prefix={redis_prefix}")
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def server(valkey_url: str) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey_url) as client:
-        yield client
 
 
 def test_a_page_goes_on_where_it_ended_whatever_is_written_meanwhile(store: RedisStore) -> None:

@@ -25,26 +25,14 @@ from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.servers import PostgresServer
 from oncemore.testing.store_contract import DONE, LEASE, RETENTION
 
-from .. import nursery
+from ... import nursery
 
-CHILD = Path(__file__).with_name("postgres_child.py")
+CHILD = Path(__file__).with_name("children.py")
 SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
 
 
-@pytest.fixture
-def url(postgres_url: str, postgres_schema: str) -> str:
-    return f"{postgres_url}?schema={postgres_schema}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[PostgresStore]:
-    store = PostgresStore(url)
-    yield store
-    store.close()
-
-
 class Child:
-    """Another process, at one of the tasks in postgres_child.py."""
+    """Another process, at one of the tasks in children.py."""
 
     def __init__(self, url: str, task: str) -> None:
         command = [sys.executable, str(CHILD), url, task]

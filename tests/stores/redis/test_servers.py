@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,24 +25,12 @@ from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis_flight import kind, refusal
 from oncemore.testing.servers import ValkeyServer
 
-from .redis_child import DONE, HOUR, load, operation
+from .children import DONE, HOUR, load, operation
 from .tls_front import tls_front
 
 pytestmark = pytest.mark.server
 
 Drive = Callable[[Plan[Any]], Any]
-
-
-@pytest.fixture
-def url(valkey_url: str, redis_prefix: str) -> str:
-    return f"{valkey_url}?prefix={redis_prefix}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[RedisStore]:
-    store = connect(url)
-    yield store
-    store.close()
 
 
 # The server

@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,28 +24,7 @@ from oncemore.core.store import Filter
 from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.store_contract import DONE, LEASE, RETENTION
 
-from .postgres_parts import connections, same, until
-
-
-@pytest.fixture
-def url(postgres_url: str, postgres_schema: str) -> str:
-    """A URL with a schema of the test's own, which is not there yet."""
-    return f"{postgres_url}?schema={postgres_schema}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[PostgresStore]:
-    store = PostgresStore(url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def server(postgres_url: str) -> Iterator[psycopg.Connection[Any]]:
-    """A connection past the store."""
-    with psycopg.connect(postgres_url, autocommit=True) as connection:
-        yield connection
-
+from .parts import connections, same, until
 
 # Waking up
 

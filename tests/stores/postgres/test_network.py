@@ -20,21 +20,9 @@ from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.proxy import FaultProxy
 from oncemore.testing.store_contract import DONE, LEASE, RETENTION
 
-from .postgres_parts import until
+from .parts import until
 
 Drive = Callable[[Plan[Any]], Any]
-
-
-@pytest.fixture
-def url(postgres_url: str, postgres_schema: str) -> str:
-    return f"{postgres_url}?schema={postgres_schema}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[PostgresStore]:
-    store = PostgresStore(url)
-    yield store
-    store.close()
 
 
 # The network

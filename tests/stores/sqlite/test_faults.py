@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,10 @@ from oncemore.core.plan import arun, run
 from oncemore.errors import StoreError, StoreUnavailable
 from oncemore.stores.sqlite import SqliteStore, connect
 
-from . import sqlite_child
-from .sqlite_child import CAN_FAIL, DONE, HOUR, child
+from . import children
+from .children import CAN_FAIL, DONE, HOUR, child
 
 FAULTS = [("fsync fdatasync", "EIO"), ("pwrite64", "ENOSPC"), ("pwrite64", "EIO"), ("pwrite64 ftruncate", "EDQUOT")]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "once.db"
-
-
-@pytest.fixture
-def store(path: Path) -> Iterator[SqliteStore]:
-    store = connect(f"sqlite:///{path}")
-    yield store
-    store.close()
 
 
 def states(store: SqliteStore) -> tuple[str | None, str | None]:
@@ -47,7 +34,7 @@ def test_what_could_not_be_written_is_an_error_and_never_a_record(
     store: SqliteStore, path: Path, calls: str, error: str, end: str
 ) -> None:
     """CASES 27: neither while the process lives, nor after it ended well, nor after a crash and recovery."""
-    with child(sqlite_child.settle_on_a_failing_disk, store.url, calls, error) as process:
+    with child(children.settle_on_a_failing_disk, store.url, calls, error) as process:
         assert process.says().startswith(f"StoreError: {path}: the disk")
         assert process.says().startswith(f"StoreError: {path}: the disk")
         if end == "exit":
@@ -109,7 +96,7 @@ def test_what_cannot_be_written_is_told(store: SqliteStore, path: Path, what: st
     if what == "folder":
         path.chmod(0o666)
         path.parent.chmod(0o555)
-    with child(sqlite_child.claim_as_nobody, store.url) as process:
+    with child(children.claim_as_nobody, store.url) as process:
         line = process.says()
     path.parent.chmod(0o755)
     assert line.startswith(("StoreError", "StoreUnavailable"))

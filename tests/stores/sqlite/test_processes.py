@@ -10,7 +10,7 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +22,16 @@ from oncemore.core.plan import arun, run
 from oncemore.errors import StoreTimeout
 from oncemore.stores.sqlite import SqliteStore, connect
 
-from . import sqlite_child
-from .sqlite_child import DONE, HOUR, child, together
-from .sqlite_parts import claimed, settled
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "once.db"
-
-
-@pytest.fixture
-def url(path: Path) -> str:
-    return f"sqlite:///{path}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[SqliteStore]:
-    store = connect(url)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def other(url: str) -> Iterator[SqliteStore]:
-    """A second store on the same file, as another process would have it."""
-    store = connect(url)
-    yield store
-    store.close()
-
+from . import children
+from .children import DONE, HOUR, child, together
+from .parts import claimed, settled
 
 # Other processes
 
 
 def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
     """CASES 52; they also make the tables, all at once."""
-    found = [line for [line] in together(16, sqlite_child.claim, url, "key")]
+    found = [line for [line] in together(16, children.claim, url, "key")]
     assert sorted(line.split()[0] for line in found) == ["Lease"] + ["Record"] * 15
     assert len({line.split()[1] for line in found}) == 1
 
@@ -65,7 +39,7 @@ def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
 @pytest.mark.timeout(400)  # some eight thousand commits, each as slow as the disk
 def test_16_processes_with_500_operations_each_never_see_a_lock(url: str, store: SqliteStore) -> None:
     """CASES 54."""
-    assert together(16, sqlite_child.work, url, 500) == [[]] * 16
+    assert together(16, children.work, url, 500) == [[]] * 16
     assert run(store.stats()).settled == 16 * 250 + 250
 
 
@@ -115,7 +89,7 @@ def test_a_waiter_sees_what_another_process_settles(store: SqliteStore, other: S
 @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
 def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: SqliteStore, verb: str) -> None:
     """CASES 24."""
-    with child(sqlite_child.hold_then_write, url, verb) as holder:
+    with child(children.hold_then_write, url, verb) as holder:
         token = int(holder.says())
         holder.send_signal(signal.SIGSTOP)
         time.sleep(0.35)
@@ -132,7 +106,7 @@ def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: SqliteStore, 
 def test_a_process_killed_in_mid_load_leaves_a_good_file(url: str, path: Path, store: SqliteStore) -> None:
     """CASES 25, 26: all that was told to be settled is settled, and nothing else is."""
     for _ in range(3):
-        with child(sqlite_child.settle_for_ever, url) as victim:
+        with child(children.settle_for_ever, url) as victim:
             lines = [victim.says() for _ in range(101)]
             victim.kill()
             while line := victim.says():

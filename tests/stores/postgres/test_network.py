@@ -251,6 +251,7 @@ def test_who_watches_a_server_that_is_away_goes_on_waiting(store: PostgresStore,
     proxy.refuse()
     run(far.watch(record))
     proxy.heal()
+    assert run(far.find("s", "k")) is not None
     far.close()
 
 

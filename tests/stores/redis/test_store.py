@@ -105,8 +105,9 @@ def test_two_prefixes_and_two_databases_are_four_ledgers(valkey_url: str, redis_
     base = valkey_url.rpartition("/")[0]
     for place in ("0?prefix=a", "1?prefix=a", "0?prefix=b", "1?prefix=b"):
         store = connect(f"{base}/{place}-{redis_prefix}")
-        claimed(store)
-        run(store.delete("none", "none"))
+        lease = claimed(store)
+        assert run(store.stats()).running == 1
+        run(store.release(lease, retention=0.0))
         store.close()
 
 

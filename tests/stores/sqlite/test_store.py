@@ -103,6 +103,8 @@ def test_two_prefixes_are_two_ledgers(url: str, store: SqliteStore) -> None:
     second = connect(f"{url}?prefix=second_")
     claimed(store)
     claimed(second)
+    settled(second, "another")
+    assert [run(each.stats()).settled for each in (store, second)] == [0, 1]
     second.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
@@ -24,7 +25,11 @@ ARGUMENTS = {"web": ["--plot", "docs/bench-web.svg"]}
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or ALL
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("name", nargs="*", help=", ".join(ALL))
+    chosen = parser.parse_args().name or ALL
+    if unknown := set(chosen) - set(ALL):
+        parser.error(f"there is no {' and no '.join(sorted(unknown))}; there are {', '.join(ALL)}")
     failed = []
     for name in chosen:
         print(f"\n── {name} " + "─" * (100 - len(name)), flush=True)

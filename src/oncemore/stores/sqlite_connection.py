@@ -22,7 +22,7 @@ Work = Callable[[sqlite3.Connection], T]
 
 MEMORY = ":memory:"
 
-# Between two tries for a file that another process is writing: at most so many times what our own last write took,
+# Between two tries for a file that another process is writing: at most so many times what our own writes take,
 # within these bounds.  SQLite's own waiting grows longer the longer it lasts, and newcomers overtake; ours grows shorter.
 PAUSE, SHORTEST, LONGEST = 2.0, 0.0005, 0.01
 PATIENCE, IMPATIENT = 1.0, 0.2
@@ -106,7 +106,7 @@ class Connection:
         self._overwrite = overwrite
         self._lock = threading.RLock()  # a signal's handler may fork while this very thread has it
         self._connection: sqlite3.Connection | None = None
-        self._crowded_until = self._ended = self._took = 0.0
+        self._crowded_until = self._ended = self._took = self._usual = 0.0
         self._worker = Worker(f"oncemore-sqlite {path}")
         CONNECTIONS.add(self)
 
@@ -136,7 +136,8 @@ class Connection:
             self._roll_back()
             raise
         self._ended = time.monotonic()
-        self._took = self._ended - began
+        last, self._took = self._took, self._ended - began
+        self._usual = min(last, self._took)  # now and then one has to move the log into the file, and takes far longer
         return result
 
     def _pause(self, start: float, error: sqlite3.Error) -> None:
@@ -145,14 +146,14 @@ class Connection:
         self._crowded_until = now + CROWDED
         if now - start > self.timeout:
             raise StoreTimeout(f"{self.path}: locked by another for {self.timeout:g} s") from error
-        pause = min(max(PAUSE * self._took, SHORTEST), LONGEST)
+        pause = min(max(PAUSE * self._usual, SHORTEST), LONGEST)
         time.sleep(random.uniform(0.2, 1.0) * (pause if now - start < PATIENCE else pause * IMPATIENT))
 
     def _give_way(self) -> None:
-        """Where others want the file too, leave it to them for as long as we last had it."""
+        """Where others want the file too, leave it to them for as long as we have it."""
         now = time.monotonic()
-        if now < self._crowded_until and now < self._ended + self._took:
-            time.sleep(self._ended + self._took - now)
+        if now < self._crowded_until and now < self._ended + self._usual:
+            time.sleep(self._ended + self._usual - now)
 
     def send(self, work: Work[Any]) -> asyncio.Future[Any]:
         """A future of the same, for the running event loop; the work is done on this connection's own thread."""

@@ -74,6 +74,17 @@ def test_who_meets_another_at_the_file_gives_way(store: SqliteStore, other: Sqli
     assert other._writer._crowded_until > 0
 
 
+@pytest.mark.parametrize(("before", "waits"), [([0.0, 0.3], False), ([0.3, 0.3], True)])
+def test_way_is_given_for_as_long_as_writes_usually_take(store: SqliteStore, before: list[float], waits: bool) -> None:
+    """Not for as long as the one did that had to move the log into the file."""
+    for seconds in before:
+        store._writer.use(lambda connection, seconds=seconds: time.sleep(seconds))
+    store._writer._crowded_until = time.monotonic() + 60
+    began = time.monotonic()
+    store._writer.use(lambda connection: None)
+    assert (time.monotonic() - began > 0.2) == waits
+
+
 def test_a_waiter_sees_what_another_process_settles(store: SqliteStore, other: SqliteStore) -> None:
     """CASES 17: no bell rings between processes, but the waiter looks."""
     operation = Operation("scope", "key", "c1:aa", "refunds.create")

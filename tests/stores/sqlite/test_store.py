@@ -183,6 +183,19 @@ def test_a_purge_larger_than_a_slice_counts_them_all(store: SqliteStore) -> None
     assert run(store.purge()) == 0
 
 
+def test_a_purge_empties_the_log_itself_so_that_no_claim_has_to(path: Path, store: SqliteStore) -> None:
+    """A claim that finds it long takes ten times as long as the others."""
+    store._writer.use(lambda connection: connection.execute("PRAGMA wal_autocheckpoint = 0").fetchall())
+    for n in range(120):
+        settled(store, str(n))
+    assert path.with_name("once.db-wal").stat().st_size > 500 * 4096
+    store.shift += 2 * HOUR
+    assert run(store.purge()) == 120
+    with closing(sqlite3.connect(path)) as connection:
+        _, pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    assert pages < 100
+
+
 def test_what_expires_in_the_middle_of_a_purge_is_archived_or_left(path: Path, store: SqliteStore) -> None:
     """The archive and the removal go by the same clock, though time passes between them."""
     run(store.settle(claimed(store), DONE, retention=0.3, audit=True))

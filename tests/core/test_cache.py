@@ -149,6 +149,21 @@ def test_what_cannot_be_packed_is_left_to_the_store(clock: HandClock, key: str) 
     assert cache.get(("scope", key)) is None
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Outcome("response", 201, (("retry-after", 5),)),  # type: ignore[arg-type]
+        Outcome("value", body="no bytes"),  # type: ignore[arg-type]
+        Outcome("response", 2**70),
+    ],
+)
+def test_an_outcome_that_is_not_of_its_type_is_left_to_the_store(clock: HandClock, odd: Outcome) -> None:
+    cache = Cache(clock)
+    keep(cache)
+    cache.put(ID, "fingerprint", odd, remaining=5.0, expires_at=None)
+    assert cache.get(ID) is None  # nor is what was kept before: it is not true any more
+
+
 def test_what_would_push_out_too_many_others_is_not_kept(clock: HandClock) -> None:
     cache = Cache(clock, most=16 * 1024)
     keep(cache, "small")

@@ -17,10 +17,8 @@ from .model import Outcome
 LONGEST = 60.0
 # An outcome takes about four times this, so three of four slots are free, and two outcomes seldom meet in one.
 PER_SLOT = 128
-AGAIN, BRIEF = (
-    256,
-    16 * 1024,
-)  # so many of those that were asked for again are kept unpacked, if they take no more bytes
+# So many of those that were asked for again are kept unpacked, if they take no more bytes than this.
+AGAIN, BRIEF = 256, 16 * 1024
 HEAD = struct.Struct("=qI")  # the hash of the id, and how many bytes follow
 
 
@@ -83,7 +81,10 @@ class Cache:
             found, length = HEAD.unpack_from(self._ring, at)
             if found != tag:
                 return None
-            kept = decode(self._ring[at + HEAD.size : at + HEAD.size + length])
+            try:
+                kept = decode(self._ring[at + HEAD.size : at + HEAD.size + length])
+            except msgspec.ValidationError:  # what could be written but is not of its type: the store knows what it is
+                return None
             if (kept.scope, kept.key) != id:
                 return None
             if length <= BRIEF:
@@ -97,7 +98,8 @@ class Cache:
         until = self._monotonic() + (remaining if remaining < LONGEST else LONGEST)
         try:
             packed = encode((*id, fingerprint, outcome, until, expires_at))
-        except (TypeError, UnicodeEncodeError):  # a key that is more than a text, or less: a lone surrogate
+        except (TypeError, ValueError, OverflowError):  # a key that is more than a text, or less: a lone surrogate
+            self.drop(id)
             return
         tag, length = hash(id), len(packed)
         size = length + HEAD.size

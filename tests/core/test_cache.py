@@ -82,6 +82,18 @@ def test_a_dropped_outcome_is_forgotten_and_a_stranger_may_be_dropped(clock: Han
     assert cache.get(ID) is None
 
 
+def test_all_are_forgotten_where_a_deletion_may_have_been_missed(clock: HandClock) -> None:
+    cache = Cache(clock)
+    cache.drop(None)
+    for key in ("key", "other"):
+        keep(cache, key)
+    assert cache.get(ID) is not None  # and is unpacked now
+    cache.drop(None)
+    assert [cache.get(("scope", key)) for key in ("key", "other")] == [None, None]
+    keep(cache)
+    assert cache.get(ID) is not None
+
+
 def test_the_oldest_make_room_for_the_latest(clock: HandClock) -> None:
     cache = Cache(clock, most=20 * 1024)
     for number in range(100):

@@ -119,11 +119,21 @@ class Cache:
             self._slots[tag & self._mask] = place
             self._written = place + size
 
-    def drop(self, id: Id) -> None:
-        """Forget the operation *id*."""
+    def drop(self, id: Id | None) -> None:
+        """Forget the operation *id*; all of them where it is None: some may have been deleted, and nobody heard of it."""
+        if id is None:
+            self._drop_all()
+            return
         slot = hash(id) & self._mask
         if not self._slots or not (self._slots[slot] or id in self._again):
             return
         with self._lock:
             self._again.pop(id, None)
             self._slots[slot] = 0
+
+    def _drop_all(self) -> None:
+        with self._lock:
+            self._again.clear()
+            self._slots = array(
+                "Q", bytes(8 * len(self._slots))
+            )  # of the same size: others look into it without the lock

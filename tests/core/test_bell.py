@@ -242,7 +242,8 @@ def test_listeners_hear_of_every_change() -> None:
     bell.hear(heard.append)
     bell.ring(ID)
     bell.ring(OTHER)
-    assert heard == [ID, ID, OTHER, OTHER]
+    bell.ring_all()
+    assert heard == [ID, ID, OTHER, OTHER, None, None]
 
 
 def test_a_store_keeps_nothing_of_a_guard_that_was_dropped() -> None:

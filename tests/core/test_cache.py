@@ -82,6 +82,18 @@ def test_a_dropped_outcome_is_forgotten_and_a_stranger_may_be_dropped(clock: Han
     assert cache.get(ID) is None
 
 
+def test_all_are_forgotten_where_a_deletion_may_have_been_missed(clock: HandClock) -> None:
+    cache = Cache(clock)
+    cache.drop(None)
+    for key in ("key", "other"):
+        keep(cache, key)
+    assert cache.get(ID) is not None  # and is unpacked now
+    cache.drop(None)
+    assert [cache.get(("scope", key)) for key in ("key", "other")] == [None, None]
+    keep(cache)
+    assert cache.get(ID) is not None
+
+
 def test_the_oldest_make_room_for_the_latest(clock: HandClock) -> None:
     cache = Cache(clock, most=20 * 1024)
     for number in range(100):
@@ -147,6 +159,21 @@ def test_what_cannot_be_packed_is_left_to_the_store(clock: HandClock, key: str) 
     cache = Cache(clock)
     keep(cache, key)
     assert cache.get(("scope", key)) is None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Outcome("response", 201, (("retry-after", 5),)),  # type: ignore[arg-type]
+        Outcome("value", body="no bytes"),  # type: ignore[arg-type]
+        Outcome("response", 2**70),
+    ],
+)
+def test_an_outcome_that_is_not_of_its_type_is_left_to_the_store(clock: HandClock, odd: Outcome) -> None:
+    cache = Cache(clock)
+    keep(cache)
+    cache.put(ID, "fingerprint", odd, remaining=5.0, expires_at=None)
+    assert cache.get(ID) is None  # nor is what was kept before: it is not true any more
 
 
 def test_what_would_push_out_too_many_others_is_not_kept(clock: HandClock) -> None:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
+from oncemore.core.model import Lease
 from oncemore.core.plan import Sleep, run
 from oncemore.errors import (
     Duplicate,
@@ -386,6 +387,26 @@ def test_a_suspicion_that_cannot_be_looked_into_leaves_the_key_free(guard, call,
             call(guard, pay("k1", order=None), effect, policy=policy)
     assert guard.find("pay|alice", "k1") is None
     assert call(guard, pay("k1", order=None), effect, policy=policy).how == "stored"
+    assert effect.count == 1
+
+
+@pytest.mark.parametrize("failure", [StoreUnavailable("down"), KeyboardInterrupt()])
+def test_a_caller_whose_look_for_twins_was_cut_short_is_no_twin_of_itself(guard, call, monkeypatch, failure) -> None:
+    release = guard.store.release
+
+    def fail_on_the_mark(held: Lease, *, retention: float):
+        if held.operation.name == "oncemore.suspect":
+            raise failure
+        return (yield from release(held, retention=retention))
+
+    effect, policy = Effect(), Policy(suspect="reject")
+    with monkeypatch.context() as patched:
+        patched.setattr(guard.store, "release", fail_on_the_mark)
+        with pytest.raises(type(failure)):
+            call(guard, request("k1"), effect, policy=policy)
+    assert call(guard, request("k1"), effect, policy=policy).how == "stored"
+    with pytest.raises(Suspected):
+        call(guard, request("k2"), effect, policy=policy)
     assert effect.count == 1
 
 

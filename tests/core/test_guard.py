@@ -527,3 +527,54 @@ def test_a_level_that_is_not_there_is_refused_rather_than_weakened(guard, call) 
     with pytest.raises(ConfigurationError, match="transaction"):
         call(guard, OPERATION, performed, policy=Policy(effect="transaction"))
     assert performed.count == 0
+
+
+# What cannot be written down
+
+
+class Marked(str):
+    """A text that is more than one, as a template engine has them."""
+
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome("response", 201, (("location", Marked("/refunds/1")),)),
+        Outcome("response", 201, (("location", "\ud800"),)),
+        Outcome("response", 201, body="no bytes"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_outcome_that_no_store_can_write_is_not_performed_again(call, tmp_path, outcome: Outcome) -> None:
+    """The effect has happened: its caller gets its outcome, and whoever asks again hears that it is not kept."""
+    guard = Guard(f"sqlite:///{tmp_path}/once.db", policy=Policy(on_unknown="retry"))
+    effect = Effect([outcome])
+    first = call(guard, OPERATION, effect)
+    assert (first.outcome, first.how) == (outcome, "unstored")
+    guard.store.shift = 3600.0  # any lease is over
+    for each in (guard, Guard(guard.store)):
+        with pytest.raises(OutcomeNotKept):
+            call(each, OPERATION, effect)
+    assert effect.count == 1
+
+
+def test_a_late_owner_whose_outcome_cannot_be_written_answers_with_the_one_that_was(call, tmp_path) -> None:
+    guard = Guard(f"sqlite:///{tmp_path}/once.db", policy=Policy(on_unknown="retry"))
+
+    def late(op: Op) -> Outcome:
+        guard.store.shift += 3600.0
+        run(Guard(guard.store).guarded(OPERATION, lambda op: CREATED, guard.policy))
+        return Outcome("response", 201, (("location", Marked("/refunds/2")),))
+
+    answer = call(guard, OPERATION, late)
+    assert (answer.outcome, answer.how) == (CREATED, "replayed")
+
+
+def test_a_ledger_that_cannot_write_even_that_it_happened_says_so(guard, call, monkeypatch) -> None:
+    def settle(*args: Any, **kwargs: Any) -> Plan[None]:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(guard.store, "settle", settle)
+    with pytest.raises(RuntimeError, match="broken"):
+        call(guard, OPERATION, Effect())

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 from wsgiref.util import setup_testing_defaults
 from wsgiref.validate import validator
@@ -191,3 +192,28 @@ def test_the_door_keeps_the_protocol_on_both_of_its_sides(lazy: bool, sized: boo
         serve(validator(door))
     assert shape.runs == 1
     guard.close()
+
+
+class Marked(str):
+    """A text that is more than one, as a template engine has them."""
+
+    __slots__ = ()
+
+
+def test_a_header_that_a_template_engine_marked_is_kept_as_the_text_it_is(tmp_path: Path) -> None:
+    runs: list[int] = []
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        runs.append(1)
+        start_response("201 Created", [("Location", Marked("/refunds/1"))])
+        return [b""]
+
+    door = IdempotencyMiddleware(app, guard=Guard(f"sqlite:///{tmp_path}/once.db"))
+    found = []
+    for _ in range(2):
+        environ: dict[str, Any] = {"REQUEST_METHOD": "POST", "HTTP_IDEMPOTENCY_KEY": "key-1"}
+        setup_testing_defaults(environ)
+        b"".join(door(environ, lambda line, headers, *_: found.append(dict(headers))))
+    told = [(each.get("Location") or each["location"], each["idempotency-status"]) for each in found]
+    assert told == [("/refunds/1", "stored"), ("/refunds/1", "replayed")]
+    assert len(runs) == 1

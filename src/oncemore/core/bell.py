@@ -99,10 +99,13 @@ class Bell:
     def _reset(self) -> None:
         # One that its own thread may take twice: a wait that nobody goes on with ends when the garbage is collected.
         self._lock = threading.RLock()
-        self._waiters: dict[Id, set[Waiter]] = {}
+        self._waiters: dict[Id | None, set[Waiter]] = {}
 
-    def hear(self, listener: Callable[[Id], None]) -> None:
-        """Call *listener* with the id of every record that changes; a method, for as long as its object is in use."""
+    def hear(self, listener: Callable[[Id | None], None]) -> None:
+        """Call *listener* with the id of every record that changes; a method, for as long as its object is in use.
+
+        None stands for any record: some changes may have been missed.
+        """
         added: tuple[weakref.ref[Any] | None, Callable[..., None]] = (None, listener)
         if isinstance(listener, MethodType):
             added = (weakref.ref(listener.__self__), listener.__func__)
@@ -126,8 +129,8 @@ class Bell:
                 if not waiters:
                     self._waiters.pop(id, None)
 
-    def ring(self, id: Id) -> None:
-        """Wake all who wait for the record *id*."""
+    def ring(self, id: Id | None) -> None:
+        """Wake all who wait for the record *id*, and tell those who hear of every change."""
         for owner, function in self._listeners:
             if owner is None:
                 function(id)
@@ -141,6 +144,7 @@ class Bell:
 
     def ring_all(self) -> None:
         """Wake everyone: the store's messages were not heard for a while, and some may have been missed."""
+        self.ring(None)
         with self._lock:
             waiters = [waiter for those in self._waiters.values() for waiter in those]
         for waiter in waiters:

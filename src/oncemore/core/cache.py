@@ -17,10 +17,8 @@ from .model import Outcome
 LONGEST = 60.0
 # An outcome takes about four times this, so three of four slots are free, and two outcomes seldom meet in one.
 PER_SLOT = 128
-AGAIN, BRIEF = (
-    256,
-    16 * 1024,
-)  # so many of those that were asked for again are kept unpacked, if they take no more bytes
+# So many of those that were asked for again are kept unpacked, if they take no more bytes than this.
+AGAIN, BRIEF = 256, 16 * 1024
 HEAD = struct.Struct("=qI")  # the hash of the id, and how many bytes follow
 
 
@@ -83,7 +81,10 @@ class Cache:
             found, length = HEAD.unpack_from(self._ring, at)
             if found != tag:
                 return None
-            kept = decode(self._ring[at + HEAD.size : at + HEAD.size + length])
+            try:
+                kept = decode(self._ring[at + HEAD.size : at + HEAD.size + length])
+            except msgspec.ValidationError:  # what could be written but is not of its type: the store knows what it is
+                return None
             if (kept.scope, kept.key) != id:
                 return None
             if length <= BRIEF:
@@ -97,7 +98,8 @@ class Cache:
         until = self._monotonic() + (remaining if remaining < LONGEST else LONGEST)
         try:
             packed = encode((*id, fingerprint, outcome, until, expires_at))
-        except (TypeError, UnicodeEncodeError):  # a key that is more than a text, or less: a lone surrogate
+        except (TypeError, ValueError, OverflowError):  # a key that is more than a text, or less: a lone surrogate
+            self.drop(id)
             return
         tag, length = hash(id), len(packed)
         size = length + HEAD.size
@@ -117,11 +119,21 @@ class Cache:
             self._slots[tag & self._mask] = place
             self._written = place + size
 
-    def drop(self, id: Id) -> None:
-        """Forget the operation *id*."""
+    def drop(self, id: Id | None) -> None:
+        """Forget the operation *id*; all of them where it is None: some may have been deleted, and nobody heard of it."""
+        if id is None:
+            self._drop_all()
+            return
         slot = hash(id) & self._mask
         if not self._slots or not (self._slots[slot] or id in self._again):
             return
         with self._lock:
             self._again.pop(id, None)
             self._slots[slot] = 0
+
+    def _drop_all(self) -> None:
+        with self._lock:
+            self._again.clear()
+            self._slots = array(
+                "Q", bytes(8 * len(self._slots))
+            )  # of the same size: others look into it without the lock

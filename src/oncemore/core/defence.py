@@ -44,6 +44,8 @@ def _suspect(guard: Guard, ledger: Store | Transaction, op: Op, policy: Policy) 
     if isinstance(found, Lease):
         yield from ledger.release(found, retention=policy.suspect_window)
         return None
+    if found.fingerprint == operation.key:  # its own mark, from an attempt that was cut short before the release
+        return None
     guard.tell("suspected", operation, token=op.lease.token, detail=found.fingerprint)
     if policy.suspect == "log":
         return None

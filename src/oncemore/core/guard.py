@@ -11,7 +11,7 @@ from ..errors import Fenced, OncemoreError, Refusal, StoreError
 from .cache import Cache
 from .clock import SYSTEM, Clock
 from .defence import screen, unique
-from .events import Event, EventKind, Observer, tell_all
+from .events import Event, EventKind, Observer, log, tell_all
 from .heartbeat import Beat, Heartbeat, Perform
 from .judge import Answer, check, in_progress, is_over, keeps, replay, unknown
 from .ledger import Ledger
@@ -253,12 +253,23 @@ class Guard(Ledger):
         except StoreError as error:  # it happened, and the caller must know; the record stays running until it lapses
             self.tell("unstored", operation, token=lease.token, code=error.code, detail=error.detail)
             return msgspec.structs.replace(answer, how="unstored")
+        except Exception as error:
+            return (yield from self._unwritable(op, answer, policy, error))
         expires_at = self.clock.time() + policy.ttl  # for the caller to read; the store's own clock is what counts
         if policy.ttl_from == "creation":
             self.cache.put(operation.id, operation.fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
         if self.observers:
             self.tell("settled", operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
         return Answer(outcome, answer.how, expires_at, answer.attempt, answer.value)
+
+    def _unwritable(self, op: Op, answer: Answer, policy: Policy, error: Exception) -> Plan[Answer]:
+        """No store can write the outcome down, such as a header that is no plain text: that it happened is kept all the same."""
+        if answer.outcome.kind == "tombstone":
+            raise error
+        log.error("%s %r: the outcome cannot be stored, only that it happened", *op.operation.id, exc_info=error)
+        tombstone = Outcome("tombstone", body=repr(error).encode("utf-8", "backslashreplace"))
+        kept = yield from self.settle(op, msgspec.structs.replace(answer, outcome=tombstone), policy)
+        return kept if kept.outcome is not tombstone else msgspec.structs.replace(answer, how="unstored")
 
     def _after_all(self, operation: Operation, policy: Policy, error: Fenced) -> Plan[Answer]:
         """A late owner answers with what the one who took over has settled, where it has."""

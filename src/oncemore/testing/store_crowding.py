@@ -69,6 +69,21 @@ class Crowding(Part):
         assert found.lapsed is False
         await store.aclose()
 
+    async def test_a_first_claim_whose_caller_has_gone_away_is_no_attempt(self, store: Store) -> None:
+        """The next caller is the first: what is looked at before anything is performed must be looked at then."""
+        for number, delay in enumerate([0.0, 0.0, 0.0005, 0.001, 0.002, 0.004]):
+            operation = Operation("left", str(number))
+            task = asyncio.create_task(arun(store.claim(operation, lease=LEASE)))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.wait([task])
+            if task.cancelled():
+                async with asyncio.timeout(5):
+                    while not isinstance(found := await arun(store.claim(operation, lease=LEASE)), Lease):
+                        await asyncio.sleep(0.01)
+                assert found.attempt == 1
+        await store.aclose()
+
     def test_a_waiter_hears_of_every_end(self, store: Store, drive: Drive, operation: Operation) -> None:
         for n, verb in enumerate(["settle", "release", "hold"]):
             one = Operation(operation.scope, str(n))

@@ -128,7 +128,8 @@ class Exchange:
     def _settled(self, response: HttpResponseBase, body: bytes | None) -> Plan[Answer]:
         status = response.status_code
         if body is not None:
-            headers = [(name.lower(), str(value)) for name, value in response.items()]
+            # As plain texts: one that a template engine marked as safe could not be stored.
+            headers = [(name.lower(), str.__str__(value)) for name, value in response.items()]
             return (yield from self.turn.whole(status, headers, body))
         answer = yield from self.turn.live(status, stream="Content-Length" not in response.headers)
         if not self.turn.over:

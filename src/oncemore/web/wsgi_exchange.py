@@ -298,7 +298,8 @@ def status_line(status: int) -> str:
 
 
 def lowered(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [(name.lower(), value) for name, value in headers]
+    # A text that is more than one, as a template engine marks them, could not be stored; no other kind is the door's affair.
+    return [(name.lower(), str.__str__(value) if isinstance(value, str) else value) for name, value in headers]
 
 
 def close(result: object) -> None:

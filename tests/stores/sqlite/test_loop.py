@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from oncemore import Guard, Policy
 from oncemore.core.model import Lease, Operation
 from oncemore.core.plan import arun, run
+from oncemore.errors import Suspected
 from oncemore.stores import sqlite_connection
 from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.stores.sqlite_items import NO_RECORD
@@ -184,3 +186,21 @@ async def test_a_claimer_that_goes_away_does_not_make_a_failure_forgotten_sooner
     assert (record.state, record.attempts) == ("released", 2)
     assert record.remaining > HOUR / 2
     other.close()
+
+
+async def test_a_twin_whose_first_claim_was_abandoned_is_still_a_twin(store: SqliteStore, path: Path) -> None:
+    """A caller that gave up while the file was locked, and asks again, must not get past what the first attempt is asked."""
+    guard, performed = Guard(store, policy=Policy(suspect="reject")), []
+    twins = [Operation("scope", key, "c1:aa") for key in ("one", "other")]
+    await guard.arun(twins[0], performed.append)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    gone = asyncio.create_task(guard.arun(twins[1], performed.append))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    other.execute("COMMIT")
+    await store._lane.drain()
+    other.close()
+    with pytest.raises(Suspected):
+        await guard.arun(twins[1], performed.append)
+    assert len(performed) == 1

@@ -116,7 +116,9 @@ async def test_a_failure_leaves_no_effect_and_the_next_one_performs(shop: Shop) 
     assert shop.refunds() == ["k"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no luck"), WrongState("'p1' is 'authorized'")], ids=["error", "refusal"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no luck"), WrongState("'p1' is 'authorized'")], ids=["error", "refusal"]
+)
 async def test_another_request_cannot_have_the_key_though_the_first_has_failed(shop: Shop, error: Exception) -> None:
     """CASES 14; a refusal that the performer raises is its failure like any other."""
     with pytest.raises(type(error)):

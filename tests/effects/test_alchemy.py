@@ -220,3 +220,22 @@ def test_a_pool_that_is_used_up_is_told_of(shops_url: str) -> None:
             guard.run(asked(), lambda op: None)
     guard.close()
     engine.dispose()
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("dialect", ["postgresql+psycopg", "postgresql+psycopg2", "postgresql+asyncpg"])
+async def test_an_engine_in_autocommit_mode_leaves_nothing_half_done(dialect: str, shops_url: str) -> None:
+    """Either the guard can begin transactions on it, or it says so before anything is claimed."""
+    create = create_async_engine if dialect.endswith("asyncpg") else create_engine
+    engine: Any = create(emptied(shops_url).replace("postgresql", dialect, 1), isolation_level="AUTOCOMMIT")
+    guard = Guard(engine, policy=POLICY)
+    try:
+        how = (await guard.arun(asked(), lambda op: None)).how
+    except ConfigurationError as error:
+        assert "AUTOCOMMIT" in str(error)  # noqa: PT017 (only some are refused)
+        how = "refused"
+    record = await guard.afind(*asked().id)
+    assert (how, record and record.state) in [("stored", "settled"), ("refused", None)]
+    await guard.aclose()
+    if (gone := engine.dispose()) is not None:
+        await gone

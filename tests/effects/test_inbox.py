@@ -157,6 +157,20 @@ def test_a_leased_inbox_that_does_not_know_an_outcome_says_so() -> None:
         inbox.handle("ev_001", "payments", EVENT, lambda op, payload: None)
 
 
+def test_what_the_last_delivery_has_left_in_doubt_is_no_dead_letter() -> None:
+    """Its process was killed while it handled the event, perhaps after the effect: to requeue it might repeat that."""
+    guard = Guard("memory://")
+    inbox = Inbox(guard, effect="lease", attempts=3)
+    run(guard.store.claim(inbox.operation("ev_001", "payments", EVENT), lease=30))
+    guard.store.shift = 60.0
+    for delivery in (4, 5):
+        with pytest.raises(UnknownOutcome):
+            inbox.handle("ev_001", "payments", EVENT, lambda op, payload: None, delivery=delivery)
+    assert inbox.dead("payments").records == ()
+    with pytest.raises(NotResolvable):
+        inbox.requeue("ev_001", "payments")
+
+
 def test_an_inbox_that_forgets_sooner_than_its_sender_warns() -> None:
     """CASES 46."""
     with pytest.warns(UserWarning, match="handled twice"):

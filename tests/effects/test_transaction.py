@@ -27,6 +27,7 @@ from oncemore.errors import (
     Suspected,
     TransactionEnded,
     UnknownOutcome,
+    WrongState,
 )
 from oncemore.stores.postgres_transaction import sqlstate_of
 
@@ -115,10 +116,13 @@ async def test_a_failure_leaves_no_effect_and_the_next_one_performs(shop: Shop) 
     assert shop.refunds() == ["k"]
 
 
-async def test_another_request_cannot_have_the_key_though_the_first_has_failed(shop: Shop) -> None:
-    """CASES 14."""
-    with pytest.raises(RuntimeError):
-        await shop.run(asked(), failing(shop, RuntimeError("no luck")))
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no luck"), WrongState("'p1' is 'authorized'")], ids=["error", "refusal"]
+)
+async def test_another_request_cannot_have_the_key_though_the_first_has_failed(shop: Shop, error: Exception) -> None:
+    """CASES 14; a refusal that the performer raises is its failure like any other."""
+    with pytest.raises(type(error)):
+        await shop.run(asked(), failing(shop, error))
     with pytest.raises(PayloadMismatch):
         await shop.run(asked(fingerprint="other"), refund(shop))
     assert shop.refunds() == []
@@ -324,6 +328,15 @@ async def test_an_order_that_is_in_doubt_is_refunded_under_no_other_key(shop: Sh
     assert shop.refunds() == ["before"]
     retried = await shop.run(asked("k2", unique="order-1"), refund(shop), policy=policy(on_unknown="retry"))
     assert retried.how == "stored"
+
+
+@on_each_kind
+async def test_a_turn_whose_holder_vanished_is_the_next_ones(shop: Shop) -> None:
+    """Those who take turns share nothing that could be in doubt; under a lease it is so too."""
+    await arun(shop.guard.store.claim(Operation("serial", "/orders/1"), lease=0.01))
+    shop.guard.store.shift = 60.0
+    answer = await shop.run(asked(unique="/orders/1"), refund(shop), policy=policy(on_unique="serialize"))
+    assert answer.how == "stored"
 
 
 async def test_two_keys_for_one_order_make_one_refund(shop: Shop) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import decimal
+import enum
+import uuid
 from collections.abc import Generator
 from typing import Any
 
@@ -40,7 +44,7 @@ def state(shop: Shop) -> tuple[str, str | None]:
     return tuple(row)
 
 
-async def act(shop: Shop, key: str, action: str, id: str = "offer-123", **columns: Any) -> Applied:
+async def act(shop: Shop, key: str, action: str, id: Any = "offer-123", **columns: Any) -> Applied:
     def perform(op: Op) -> Generator[Any, Any, Any]:
         applied = yield Do(
             lambda: OFFERS.apply(op, id, action, **columns), lambda: OFFERS.aapply(op, id, action, **columns)
@@ -94,6 +98,33 @@ async def test_a_row_that_is_not_there_is_said_to_be_missing(shop: Shop) -> None
     opened(shop)
     with pytest.raises(NoSuchRow, match="offer-9"):
         await act(shop, "k1", "accept", id="offer-9")
+
+
+async def test_an_id_with_more_behind_a_nul_is_not_the_one_before_it(shop: Shop) -> None:
+    """What a caller names must not be cut off on the way: it was another offer that the caller was allowed to accept."""
+    opened(shop)
+    with pytest.raises(Exception, match=r"NUL|0x00|no row"):
+        await act(shop, "k1", "accept", id="offer-123\0")
+    assert state(shop) == ("offered", None)
+
+
+class Reason(str, enum.Enum):  # noqa: UP042 (as before there was a StrEnum)
+    BORED = "bored"
+
+
+async def test_a_value_is_written_as_the_driver_writes_it(shop: Shop) -> None:
+    opened(shop, "matched")
+    await act(shop, "k1", "unmatch", reason=Reason.BORED)
+    assert state(shop) == ("closed", "bored")
+
+
+async def test_ids_and_columns_may_be_of_any_type_that_the_driver_knows(postgres_shop: Shop) -> None:
+    shop, id = postgres_shop, uuid.uuid4()
+    shop.execute("CREATE TABLE offers (id uuid PRIMARY KEY, status text NOT NULL, at date, price numeric, card bytea)")
+    shop.execute(f"INSERT INTO offers VALUES ('{id}', 'matched')")
+    day, price = datetime.date(2026, 11, 16), decimal.Decimal("9.90")
+    await act(shop, "k1", "unmatch", id=id, at=day, price=price, card=b"\0%s'")
+    assert shop.execute("SELECT status, at, price, card FROM offers") == [("closed", day, price, b"\0%s'")]
 
 
 async def test_of_two_different_actions_at_once_one_is_refused(shop: Shop) -> None:

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ..errors import (
-    ConfigurationError,
-    OncemoreError,
-    Refusal,
-    StoreError,
-    StoreUnavailable,
-    UnknownOutcome,
-)
+from ..errors import ConfigurationError, OncemoreError, StoreError, StoreUnavailable, UnknownOutcome
 from .defence import done_before, inner_operation, inner_policy, screen, tag
 from .heartbeat import Perform
 from .judge import Answer, check, in_progress, is_over, keeps, unknown
@@ -169,7 +162,7 @@ class Transacted:
             if found.state != "settled":
                 raise in_progress(found)
             return done_before(found, op, self.policy)
-        if found.lapsed and self.policy.on_unknown != "retry":
+        if found.lapsed and under.on_unknown != "retry":
             raise UnknownOutcome(
                 f"An attempt at {self.operation.unique!r} under another key ended without a trace; it must be resolved first"
             )
@@ -233,10 +226,10 @@ class Transacted:
     # What is left behind
 
     def _failed(self, error: BaseException) -> Plan[None]:
-        """The performer's own failure is remembered; a refusal, an interruption or the store's trouble is not."""
-        if self.performed and isinstance(error, Exception) and not isinstance(error, Refusal):
+        """The performer's own failure is remembered, a refusal that it raised as well; an interruption is not."""
+        if self.performed and isinstance(error, Exception):
             yield from self._remember()
-        elif isinstance(error, OncemoreError):
+        if isinstance(error, OncemoreError):
             self.guard.tell("failed" if isinstance(error, StoreError) else "refused", self.operation, code=error.code)
 
     def _remember(self) -> Plan[None]:

@@ -17,6 +17,7 @@ from ..core.op import Op
 from ..core.plan import Plan, arun, run
 from ..core.policy import duration
 from ..core.store import Filter, Page
+from ..core.takeover import lapse
 from ..core.values import replayed
 from ..errors import (
     ConfigurationError,
@@ -160,6 +161,9 @@ class Inbox:
     def _bury(self, operation: Operation, why: str) -> Plan[bool]:
         lease = yield from self.guard.store.claim(operation, lease=self.policy.lease)
         if not isinstance(lease, Lease):
+            return False
+        if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect != "steps":
+            yield from lapse(self.guard, lease)  # whoever had it last may have handled it: that is not for us to bury
             return False
         yield from self.guard.store.hold(lease, note=f"{DEAD}: {why}"[:500])
         self.guard.tell("held", operation, token=lease.token, detail=DEAD)

@@ -104,7 +104,7 @@ class PostgresLender:
         """End the connections of loops that are no more, whose pools can no longer do it."""
         for loop, pool in tuple(self._loops.items()):
             if loop.is_closed():
-                del self._loops[loop]
+                self._loops.pop(loop, None)  # another thread may forget it, too
                 for connection in getattr(pool, "_pool", ()):
                     connection.pgconn.finish()
 

@@ -74,7 +74,7 @@ class Line:
         for loop, there in tuple(self.loops.items()):
             if loop.is_closed():
                 there.close()
-                del self.loops[loop]
+                self.loops.pop(loop, None)
 
     async def aclose(self) -> None:
         """End the running loop's connections."""

@@ -17,6 +17,10 @@ from .postgres_sql import Statement
 PARAMETER = re.compile(r"""--[^\n]*|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$([0-9]+)""")
 
 
+class Written(str):
+    """A value of the user's, as SQL that its driver has written."""
+
+
 def inline(statement: Statement, values: Sequence[Any]) -> str:
     """The statement's text, each parameter replaced by its value, wherever and however often it occurs."""
     literals = [literal(value) for value in values]
@@ -47,6 +51,8 @@ def literal(value: Any) -> str:
         return f"'{value!r}'::float8"
     if isinstance(value, bytes):
         return f"decode('{value.hex()}', 'hex')"
+    if isinstance(value, Written):
+        return value
     if isinstance(value, str):
         return f"convert_from(decode('{value.encode().hex()}', 'hex'), 'UTF8')"
     raise TypeError(f"{type(value).__name__} has no literal here")

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import psycopg2.extensions  # type: ignore[import-untyped]
 
-from .postgres_literals import inline
+from .postgres_literals import Written, inline
 from .postgres_sql import Ask, Rows
 from .postgres_transaction import Misuse
 from .postgres_wires import ThreadWire
@@ -37,6 +37,11 @@ class Psycopg2Wire(ThreadWire):
 
     def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
         return [self._run(inline(*ask)) for ask in asks]
+
+    def _adapted(self, ask: Ask) -> Ask:
+        statement, values = ask
+        with self._ours().cursor(cursor_factory=psycopg2.extensions.cursor) as cursor:
+            return statement, [Written(cursor.mogrify("%s", (value,)).decode()) for value in values]
 
     def _run(self, script: str) -> Rows:
         with self._ours().cursor(cursor_factory=psycopg2.extensions.cursor) as cursor:

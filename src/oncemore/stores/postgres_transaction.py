@@ -38,6 +38,7 @@ class Wire(Protocol):
     def session(self) -> Any: ...
     def begin(self, ask: Ask) -> Effect[Rows]: ...  # take a connection, BEGIN, and the first statement
     def rows(self, ask: Ask) -> Effect[Rows]: ...
+    def query(self, ask: Ask) -> Effect[Rows]: ...  # the user's own, with values of any type that the driver knows
     def commit(self, asks: Sequence[Ask]) -> Effect[None]: ...  # these statements and COMMIT; one that fails stops it
     def roll_back(self) -> Effect[None]: ...
     def end(self, *, healthy: bool, committed: bool) -> Plan[None]: ...  # give the connection back, once
@@ -170,7 +171,7 @@ class PostgresTransaction:
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         """The rows of the user's own statement, whose errors are the user's."""
-        return (yield self._wire.rows((prepared(text), values)))  # type: ignore[no-any-return]
+        return (yield self._wire.query((prepared(text), values)))  # type: ignore[no-any-return]
 
     def commit(self) -> Plan[None]:
         try:

@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import psycopg
-from psycopg.adapt import Transformer
+from psycopg.adapt import PyFormat, Transformer
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
@@ -124,6 +124,14 @@ def as_drivers(error: Exception) -> Exception:
         return psycopg.errors.lookup(error.sqlstate)(str(error))
     except KeyError:
         return error
+
+
+def adapted(connection: Any, ask: Ask) -> Ask:
+    """The user's statement, each value as psycopg writes it; but of what type it is, PostgreSQL infers."""
+    statement, values = ask
+    dumper = kit_of(connection).rows.get_dumper
+    dumped = [None if value is None else dumper(value, PyFormat.TEXT).dump(value) for value in values]
+    return statement, [None if value is None else bytes(value).decode() for value in dumped]
 
 
 def begin(connection: Any) -> Statement:

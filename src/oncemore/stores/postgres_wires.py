@@ -15,7 +15,7 @@ from ..core.lending import Do, at_once
 from ..core.plan import Plan
 from .postgres_sql import Ask, Rows
 from .postgres_transaction import Misuse
-from .postgres_trip import COMMIT, ROLLBACK, begin, trip
+from .postgres_trip import COMMIT, ROLLBACK, adapted, begin, trip
 
 T = TypeVar("T")
 
@@ -94,6 +94,13 @@ class LoanWire(Generic[L]):
     def rows(self, ask: Ask) -> Do[Rows]:
         return self._do(lambda: self._rows(ask))
 
+    def query(self, ask: Ask) -> Do[Rows]:
+        return self._do(lambda: self._rows(self._adapted(ask)))
+
+    def _adapted(self, ask: Ask) -> Ask:
+        """The user's statement, its values as the driver writes them."""
+        return ask
+
     def commit(self, asks: Sequence[Ask]) -> Do[None]:
         return self._do(lambda: self._commit(asks))
 
@@ -127,6 +134,9 @@ class ThreadWire(LoanWire[ThreadLoan]):
 
     def _rows(self, ask: Ask) -> Rows:
         return self._sent(ask)[0]
+
+    def _adapted(self, ask: Ask) -> Ask:
+        return adapted(self._ours(), ask)
 
     def _commit(self, asks: Sequence[Ask]) -> None:
         self.loan.finish()
@@ -167,6 +177,9 @@ class LoopWire(LoanWire[LoopLoan]):
 
     async def _rows(self, ask: Ask) -> Rows:
         return (await self._sent(ask))[0]
+
+    def _adapted(self, ask: Ask) -> Ask:
+        return adapted(self._ours(), ask)
 
     async def _commit(self, asks: Sequence[Ask]) -> None:
         await self.loan.finish()

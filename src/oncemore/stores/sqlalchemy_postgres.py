@@ -76,18 +76,22 @@ class AsyncpgBorrowed(AsyncBorrowed):
 
     async def begin(self, ask: Ask) -> tuple[Any, Rows]:
         await self.take()
+        if self._adapter.autocommit:  # the claim would be committed at once
+            raise ConfigurationError("The engine is in AUTOCOMMIT mode: hand the guard one that begins transactions")
         statement, values = ask
         result = await self.connection.exec_driver_sql(statement.text, tuple(values))
-        if not self.raw.is_in_transaction():
-            raise ConfigurationError("The engine is in AUTOCOMMIT mode: hand the guard one that begins transactions")
         return self.raw, result.fetchall()
+
+    @property
+    def _adapter(self) -> Any:
+        return self.connection.sync_connection.connection.dbapi_connection
 
     async def commit(self) -> None:
         if self._transaction is not None:
             await self._transaction.commit()
 
     def committed(self) -> None:
-        adapter = self.connection.sync_connection.connection.dbapi_connection
+        adapter = self._adapter
         adapter._transaction = None
         if hasattr(adapter, "_started"):  # SQLAlchemy 2.0
             adapter._started = False

@@ -11,11 +11,12 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.bell import Id
 from ..core.fork import reset_in_child
-from ..core.lending import Do, Transaction, ended, no_session
+from ..core.lending import Do, Transaction, ended, no_session, threads
 from ..core.plan import Effect, Plan
 from ..errors import ConfigurationError, MissingDriver
 from .sqlite_connection import MEMORY
@@ -68,7 +69,18 @@ class SqliteLender:
 
     async def _on_loop(self) -> Desk:
         loop = asyncio.get_running_loop()
-        return self._loops.get(loop) or self._loops.setdefault(loop, LoopDesk(self))
+        desk = self._loops.get(loop)
+        if desk is None:
+            self._forget_closed()
+            desk = self._loops[loop] = LoopDesk(self)
+        return desk
+
+    def _forget_closed(self) -> None:
+        """End the connections of loops that are no more: a gate that someone has waited at keeps its loop alive."""
+        for loop, desk in tuple(self._loops.items()):
+            if loop.is_closed():
+                self._loops.pop(loop, None)  # another thread may forget it, too
+                desk.shut()
 
     def made_ready(self, connection: sqlite3.Connection) -> None:
         self._prepare(connection)
@@ -77,6 +89,7 @@ class SqliteLender:
         return again(error)
 
     def close(self) -> None:
+        self._forget_closed()
         self.threads.close()
 
     async def aclose(self) -> None:
@@ -96,7 +109,11 @@ class FileDesk(ThreadDesk):
     def take(self) -> None:
         if self.connection is None:
             connection = open_file(self.path)
-            self.lender.made_ready(connection)
+            try:
+                self.lender.made_ready(connection)
+            except BaseException:
+                connection.close()
+                raise
             self.connection = connection
 
 
@@ -110,6 +127,8 @@ class LoopDesk:
         self.running: Id | None = None
         self.owner: object = None
         self.gate = asyncio.Lock()
+        self._end: Callable[[], object] = lambda: None  # the connection and its thread
+        self._ending: list[threading.Thread] = []
 
     def here(self) -> object:
         return asyncio.current_task()
@@ -122,13 +141,13 @@ class LoopDesk:
             return
         if self.connection is None:
             try:
-                connection = await open_aiosqlite(self.path)
+                self.connection = connection = await open_aiosqlite(self.path)
+                self._end = weakref.finalize(self, stop, connection)  # else its thread might outlive the loop
                 await connection._execute(self.lender.made_ready, connection._conn)  # type: ignore[no-untyped-call]
             except BaseException:
+                self.shut()
                 self.gate.release()
                 raise
-            self.connection = connection
-            weakref.finalize(self, stop, connection)  # its thread would else outlive a loop that nobody closed
         taken()
 
     def call(self, work: Work[T]) -> Effect[T]:
@@ -136,7 +155,11 @@ class LoopDesk:
         assert connection is not None, "the connection was taken"
 
         async def awaited() -> T:
-            result: T = await connection._execute(work, connection._conn)  # type: ignore[no-untyped-call]
+            try:
+                raw = connection._conn
+            except ValueError as error:  # the performer has closed it
+                raise ended() from error
+            result: T = await connection._execute(work, raw)  # type: ignore[no-untyped-call]
             return result
 
         return Do(None, awaited)
@@ -153,9 +176,12 @@ class LoopDesk:
         yield
 
     def shut(self) -> None:
-        if self.connection is not None:
-            stop(self.connection)
-            self.connection = None
+        """End the connection once its thread has done what it is at, which may take a while: nobody waits for it here."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            self._ending = [*filter(threading.Thread.is_alive, self._ending), thread_of(connection)]
+            with suppress(RuntimeError):  # the interpreter ends, and the connection with it
+                threads().submit(self._end)  # from there, aiosqlite tells no loop, which might be closed by then
 
     def leave(self) -> None:
         self.running = self.owner = None
@@ -164,6 +190,8 @@ class LoopDesk:
     async def close(self) -> None:
         async with self.gate:
             self.shut()
+        for thread in self._ending:
+            await asyncio.to_thread(thread.join, 5)
 
 
 async def passed(gate: asyncio.Lock, limit: float) -> bool:

@@ -73,7 +73,13 @@ class SqliteTransaction:
         return self._wire.session()
 
     def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
-        yield from self._wire.open(operation.id, wait)
+        try:
+            yield from self._wire.open(operation.id, wait)
+        except Exception as error:
+            cause = driver_error(error)
+            if cause is None:
+                raise
+            raise as_store_error(cause, self._path) from error
         self._open = True
 
         def work(connection: sqlite3.Connection) -> Lease | Record:
@@ -129,13 +135,18 @@ class SqliteTransaction:
     def _write_and_commit(self, connection: sqlite3.Connection) -> None:
         try:
             connection.execute(MARKED)
-        except sqlite3.OperationalError as error:
+        except (
+            sqlite3.OperationalError,
+            sqlite3.ProgrammingError,
+        ) as error:  # it has ended, or the connection was closed
             raise ended() from error
         flight = Flight(connection, self._sql, self._shift)
-        for write in self._writes:
-            write(flight)
         try:
+            for write in self._writes:
+                write(flight)
             connection.execute("COMMIT")
+        except sqlite3.IntegrityError:  # of the borrower's own constraint, which waited for the commit
+            raise
         except sqlite3.Error as error:
             roll_back(connection)
             if code(error) in UNWRITTEN:
@@ -190,12 +201,21 @@ def roll_back(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
 
 
-def again(error: BaseException | None) -> bool:
-    """Whether the same transaction may work next time: another process had the lock that it wanted."""
+def again(error: BaseException) -> bool:
+    """Whether the same transaction may work next time: another process had the lock that it wanted.
+
+    One who has waited for that lock as long as it may is not to wait once more.
+    """
+    if isinstance(error, Again | StoreTimeout):
+        return isinstance(error, Again)
+    cause = driver_error(error)
+    return cause is not None and is_busy(cause)
+
+
+def driver_error(error: BaseException | None) -> BaseException | None:
+    """SQLite's own error, also where a library has wrapped it."""
     for _ in range(DEEPEST):
-        if error is None:
-            return False
-        if is_busy(error) or isinstance(error, Again):
-            return True
+        if error is None or isinstance(error, sqlite3.Error) or code(error):
+            return error
         error = getattr(error, "orig", None) or error.__cause__
-    return False
+    return None

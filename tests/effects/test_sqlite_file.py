@@ -1,0 +1,159 @@
+"""What becomes of a transaction on a SQLite file that is locked, full, missing, or closed by the performer itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from sqlalchemy import create_engine, event
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from oncemore import Guard, Operation
+from oncemore.core.op import Op
+from oncemore.errors import StoreError, StoreTimeout, StoreUnavailable, TransactionEnded
+
+from .conftest import opened
+from .shops import ON_SQLITE, POLICY, Shop
+from .test_transaction import Performing, asked, refund
+
+OURS = ["sqlite3", "aiosqlite"]
+
+
+@contextlib.contextmanager
+def locked(shop: Shop) -> Iterator[None]:
+    """While this lasts, another process has the file."""
+    other = sqlite3.connect(shop.url.removeprefix("sqlite:///"), isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("shop", ["aiosqlite"], indirect=True)
+async def test_one_who_is_cancelled_while_the_file_is_locked_does_not_hold_up_the_loop(shop: Shop) -> None:
+    """As within a cancel scope of anyio's: each await of the tidying up is cancelled, too."""
+    await shop.run(asked("first"), refund(shop))
+    began = time.monotonic()
+    with locked(shop), anyio.move_on_after(0.1) as scope:
+        await shop.run(asked(), refund(shop))
+    assert scope.cancelled_caught
+    assert time.monotonic() - began < 2
+    assert (await shop.run(asked(), refund(shop))).how == "stored"
+    assert shop.refunds() == ["first", "k"]
+
+
+@pytest.mark.parametrize("kind", OURS)
+async def test_one_who_has_waited_for_the_file_in_vain_does_not_wait_again(kind: str, tmp_path: Path) -> None:
+    async for shop in opened(ON_SQLITE[kind], f"sqlite:///{tmp_path / 'shop.db'}"):
+        await shop.run(asked("first"), refund(shop))
+        shop.guard.store.timeout = 0.3  # type: ignore[attr-defined]
+        began = time.monotonic()
+        with locked(shop), pytest.raises(StoreTimeout, match="locked by another"):
+            await shop.run(asked(), refund(shop), wait=0.0)
+        assert time.monotonic() - began < 0.6
+
+
+def test_event_loops_that_come_and_go_leave_no_threads_behind(tmp_path: Path) -> None:
+    guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}", policy=POLICY)
+
+    async def perform(op: Op) -> None:
+        await asyncio.sleep(0.01)
+
+    async def several(turn: int) -> None:
+        await asyncio.gather(*(guard.arun(asked(f"{turn}-{n}"), perform) for n in range(3)))
+
+    for turn in range(4):
+        asyncio.run(several(turn))
+    guard.close()
+    workers_end()
+
+
+def workers_end() -> None:
+    """Return when no connection of aiosqlite's is left."""
+    ends = time.monotonic() + 5
+    while left := [each for each in threading.enumerate() if "_connection_worker" in each.name]:
+        assert time.monotonic() < ends, left
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("shop", OURS, indirect=True)
+async def test_a_connection_that_the_performer_closed_is_told_of(shop: Shop) -> None:
+    def perform(op: Op) -> Performing:
+        yield shop.insert(op, op.key)
+        yield Closing(op)
+        return "done"
+
+    with pytest.raises(TransactionEnded):
+        await shop.run(asked(), perform)
+    assert shop.refunds() == []
+    assert (await shop.run(asked(), refund(shop))).how == "stored"
+
+
+class Closing:
+    def __init__(self, op: Op) -> None:
+        self.op = op
+
+    def run(self) -> None:
+        self.op.connection.close()
+
+    async def arun(self) -> None:
+        await self.op.connection.close()
+
+
+@pytest.mark.parametrize("shop", OURS, indirect=True)
+async def test_a_disk_that_is_full_at_the_end_is_the_stores_trouble(shop: Shop) -> None:
+    def perform(op: Op) -> Performing:
+        pages = yield shop.ask(op, "PRAGMA page_count")
+        yield shop.sql(op, f"PRAGMA max_page_count = {pages}")
+        return "x" * 100_000
+
+    with pytest.raises(StoreError, match="the disk is full"):
+        await shop.run(asked(), perform)
+
+
+def made(kind: str, path: Path) -> Any:
+    if kind == "engine":
+        return create_engine(f"sqlite:///{path}")
+    return create_async_engine(f"sqlite+aiosqlite:///{path}") if kind == "async engine" else f"sqlite:///{path}"
+
+
+@pytest.mark.parametrize("kind", ["url", "engine", "async engine"])
+@pytest.mark.parametrize("broken", ["missing", "no database"])
+async def test_a_file_that_cannot_be_used_is_the_stores_trouble(kind: str, broken: str, tmp_path: Path) -> None:
+    """CASES: the store is down; a door says 503."""
+    path = tmp_path / "nowhere" / "shop.db" if broken == "missing" else tmp_path / "shop.db"
+    if broken != "missing":
+        path.write_bytes(b"not a database" * 1000)
+    guard = Guard(made(kind, path), policy=POLICY)
+    expected = StoreUnavailable if broken == "missing" else StoreError
+    with pytest.raises(expected, match="nowhere" if broken == "missing" else "not a SQLite database"):
+        await guard.arun(asked(), lambda op: None)
+    if kind == "url":
+        with pytest.raises(expected):
+            await asyncio.to_thread(guard.run, asked(), lambda op: None)
+    await asyncio.to_thread(workers_end)  # they tell this loop
+
+
+def test_a_constraint_that_waits_for_the_commit_fails_as_the_performer_would(tmp_path: Path) -> None:
+    """It is no fault of the store's, and to try again would not help."""
+    engine = create_engine(f"sqlite:///{tmp_path / 'shop.db'}")
+    event.listen(engine, "connect", lambda raw, _: raw.execute("PRAGMA foreign_keys = ON"))
+    guard = Guard(engine, policy=POLICY)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE orders (id text PRIMARY KEY)")
+        connection.exec_driver_sql("CREATE TABLE refunds (id text REFERENCES orders DEFERRABLE INITIALLY DEFERRED)")
+    with pytest.raises(sqlite3.IntegrityError):
+        guard.run(
+            Operation("a", "k"), lambda op: op.connection.exec_driver_sql("INSERT INTO refunds VALUES ('x')") and 1
+        )
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM refunds").scalar() == 0

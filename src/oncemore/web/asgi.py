@@ -21,6 +21,7 @@ from .exchange import GUARDED, Exchange, respond
 from .headers import Fields
 from .http import Door, Request
 from .options import Options
+from .redrive import check_passed
 from .routes import declare
 from .status import status_response
 from .transacted import Transacted
@@ -75,6 +76,8 @@ class IdempotencyMiddleware:
                 return await respond(send, await status_response(self.door, request_of(scope, headers)))
             found = matched(self.door.contract, method, path, inner) if path != inner else None
             match = self.door.match(method, path, headers, found)
+            if match is None:
+                check_passed(scope)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error))
         if match is None:

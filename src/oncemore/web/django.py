@@ -25,6 +25,7 @@ from .django_settings import check_place, door_from_settings
 from .django_views import Views, exempt, idempotent, optional, required
 from .environ import headers_of, matched, mount_of
 from .http import Request
+from .redrive import check_passed
 from .status import status_plan
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "exempt", "idempotent", "optional", "required"]
@@ -64,6 +65,8 @@ class IdempotencyMiddleware:
         found = self.views.match(request) or matched(self.door.contract, asked.method, asked.path, request.path_info)
         try:
             match = self.door.match(asked.method, asked.path, asked.headers, found)
+            if match is None:
+                check_passed(request)
         except OncemoreError as error:
             return self._refuse(error)
         return self._guard(match, request) if match is not None else None

@@ -22,6 +22,7 @@ from .flask_errors import note_errors
 from .flask_routes import declare
 from .http import Door, Request
 from .options import Options
+from .redrive import check_passed
 from .status import status_plan
 from .wsgi_exchange import App, Environ, Exchange, StartResponse, respond
 
@@ -72,6 +73,8 @@ class IdempotencyMiddleware:
         try:
             found = matched(self.door.contract, method, request.path, decoded(inner))
             match = self.door.match(method, request.path, request.headers, found)
+            if match is None:
+                check_passed(environ)
         except OncemoreError as error:
             return respond(start_response, self.door.refused(error))
         if match is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -227,6 +228,35 @@ def test_a_session_is_as_it_was_when_the_app_performs_again(tmp_path: Path) -> N
     assert runs == [2, 2]
     assert scopes[-1]["session"] == {"payments": {"made": 2}}
     assert scopes[-1]["state"]["seen"] == 1
+
+
+@pytest.mark.parametrize(
+    "session", [{"made": 1, "lock": threading.Lock()}, object()], ids=["a lock in it", "no dictionary"]
+)
+def test_a_session_that_cannot_be_copied_is_in_nobodys_way(tmp_path: Path, session: Any) -> None:
+    """A session may be of any kind, and hold what has no copy; what can be put back as it was, is."""
+    shop = ON_SQLITE["aiosqlite"](f"sqlite:///{tmp_path / 'shop.db'}")
+    runs: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        runs.append(1)
+        if isinstance(session, dict):
+            session["made"] += 1
+        if len(runs) == 1:
+            raise Refused
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        await send({"type": "http.response.body", "body": b"made"})
+
+    door = asgi.IdempotencyMiddleware(app, guard=shop.guard, contract=CONTRACT)
+
+    async def outer(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"  # no lifespan
+        await door({**scope, "session": session}, receive, send)
+
+    with live(outer) as client:
+        assert ask(client, "/refund").status_code == 201
+    assert len(runs) == 2
+    assert not isinstance(session, dict) or session["made"] == 2
 
 
 def test_a_stream_that_is_forgotten_cannot_be_transacted() -> None:

@@ -100,3 +100,9 @@ async def test_an_async_view_that_runs_again_finds_its_user_read(shop: OnDjango,
     with override_settings(ONCEMORE=said):
         answer = await IdempotencyMiddleware(view)(request)
     assert (answer.status_code, balances) == (200, [90, 90])
+
+
+def test_a_door_within_a_door_leaves_the_operation_to_the_outer_one(shop: OnDjango) -> None:
+    """The inner one would wait for the outer one, which waits for it."""
+    door = IdempotencyMiddleware(IdempotencyMiddleware(lambda request: HttpResponse(current_operation().key)))
+    assert [door(asked()).headers["Idempotency-Status"] for _ in range(2)] == ["stored", "replayed"]

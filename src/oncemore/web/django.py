@@ -19,7 +19,7 @@ from ..core.contract import Match
 from ..core.match import SAFE_METHODS
 from ..core.plan import Call, Plan, arun, run
 from ..errors import OncemoreError
-from .current import current_operation
+from .current import current_operation, is_current, place_of
 from .django_exchange import Exchange, GetResponse, InThread, body_of, made
 from .django_settings import check_place, door_from_settings
 from .django_views import Views, exempt, idempotent, optional, required
@@ -82,7 +82,7 @@ class IdempotencyMiddleware:
             return made(self.door.refused(error, match, operation))
         if known is not None:
             return made(self.door.replayed(match.rule, known))
-        if operation is None:
+        if operation is None or is_current(operation, place_of(request)):
             return (yield Call(self.get_response, request))
         return (yield from self._run(Exchange(self.door, match, operation, asked, self.get_response)))
 

@@ -21,6 +21,7 @@ from ..core.model import Operation
 from ..core.plan import Call, Plan, arun, run
 from ..core.rule import Rule
 from ..errors import ConfigurationError, OncemoreError, StoreError
+from .current import place_of
 from .environ import put_back, read_body
 from .http import Door, Request, wait_of
 from .problem import Response
@@ -80,7 +81,7 @@ class Exchange:
                 yield InThread(request.restore, self.request.body)
             yield from self.turn.check(self.request, Look(self.get_response, self.request.native))
             self.performed = True
-            with self.turn.current():
+            with self.turn.current(place_of(self.request.native)):
                 response = yield Call(self.get_response, self.request.native)
                 body = yield from self._body(response)
         except BaseException as error:

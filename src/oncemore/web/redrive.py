@@ -14,7 +14,7 @@ from ..core.model import Operation
 from ..core.plan import Plan
 from ..core.rule import Rule
 from ..errors import ConfigurationError
-from .current import CURRENT
+from .current import CURRENT, place_of
 from .headers import Headers
 
 # In a scope or environ, what says which operation this is.  A client cannot say so: what it sends is text.
@@ -54,9 +54,7 @@ NOT_KEPT = frozenset(
 
 def redriven(native: Any) -> Operation | None:
     """The operation that a request in its client's place goes on with; None for a client's own."""
-    # A Django request has what it was made from: the scope, or the environ.
-    place = native if isinstance(native, dict) else getattr(native, "scope", None) or getattr(native, "META", {})
-    found = place.get(REDRIVEN)
+    found = place_of(native).get(REDRIVEN)
     return found if isinstance(found, Operation) else None
 
 

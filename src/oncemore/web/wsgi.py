@@ -16,7 +16,7 @@ from ..core.match import SAFE_METHODS
 from ..core.plan import run
 from ..core.rule import idempotent
 from ..errors import OncemoreError
-from .current import current_operation
+from .current import current_operation, is_current
 from .environ import decoded, headers_of, matched, put_back, read_body
 from .flask_errors import note_errors
 from .flask_routes import declare
@@ -93,7 +93,7 @@ class IdempotencyMiddleware:
         if known is not None:
             return respond(start_response, self.door.replayed(match.rule, known))
         put_back(environ, body)
-        if operation is None:
+        if operation is None or is_current(operation, environ):
             return self.app(environ, start_response)
         return self._run(Exchange(self.door, self.app, match, operation, request, start_response))
 

@@ -87,7 +87,7 @@ class Exchange:
         try:
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
-            with self.turn.current():
+            with self.turn.current(self.environ):
                 is_whole = self._perform()
             self._look_behind()
         except RunAgain:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 
 from oncemore import Contract, Guard, Rule
 from oncemore.errors import ConfigurationError
-from oncemore.web import asgi
+from oncemore.web import asgi, wsgi
 from tests.web.live import keyed, live
+from tests.web.served import under_waitress
 
 from .conftest import emptied, opened
 from .doors import CONTRACT, Refused, Work, behind_asgi, behind_wsgi
@@ -198,6 +200,33 @@ def test_what_an_app_says_that_catches_all_is_not_the_answer(tmp_path: Path, sta
     with live(asgi.IdempotencyMiddleware(app, guard=shop.guard, contract=CONTRACT)) as client:
         answer = ask(client, "/refund")
     assert (answer.status_code, said(answer), answer.text) == (201, "stored", "made")
+    assert shop.refunds() == ["run 2"]
+
+
+def test_what_a_wsgi_app_goes_on_to_write_after_the_refusal_is_not_the_answer(tmp_path: Path) -> None:
+    """CASES 54: the commit is refused within the app's own write, and it catches all."""
+    shop = ON_SQLITE["sqlite3"](f"sqlite:///{tmp_path / 'shop.db'}")
+    runs: list[int] = []
+
+    def refused() -> Any:
+        raise Refused
+        yield
+
+    def app(environ: Any, start_response: Any) -> Any:
+        op = wsgi.current_operation()
+        runs.append(op.attempt)
+        op.connection.execute(f"INSERT INTO refunds VALUES ('run {len(runs)}', 'x')")
+        if len(runs) == 1:
+            op.borrowed("").commit = refused  # type: ignore[method-assign]
+        write = start_response("201 Created", [])
+        for part in (b"made ", b"in ", b"the "):
+            with suppress(BaseException):
+                write(part)
+        return [f"run {len(runs)}".encode()]
+
+    with under_waitress(wsgi.IdempotencyMiddleware(app, guard=shop.guard, contract=CONTRACT)) as url:
+        answer = httpx.post(f"{url}/refund", headers=keyed("k"))
+    assert (answer.status_code, answer.text) == (201, "made in the run 2")
     assert shop.refunds() == ["run 2"]
 
 

@@ -86,9 +86,9 @@ STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"}
 
 BLIND_POLL = 0.25
-# Seconds for which a key is remembered whose lease was granted to a caller who had gone away; and one that had been used
-# before, since a former attempt may have left it to be remembered for longer than that.
-ABANDONED, USED_BEFORE = 60.0, 86400.0
+# Seconds for which a key that had been used before is remembered when its lease was granted to a caller who had gone away: a
+# former attempt may have left it to be remembered.  One that had not is forgotten, or the next would not be the first.
+USED_BEFORE = 86400.0
 MOST_MARKED = 10_000
 # Not all who wait: while the server works on one group, this process works on what the last one was answered.
 TOGETHER = 32
@@ -192,7 +192,7 @@ class PostgresStore:
                 if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
                     yield from self.renew(answer, lease=0.0)
                 else:
-                    yield from self.release(answer, retention=ABANDONED if answer.attempt == 1 else USED_BEFORE)
+                    yield from self.release(answer, retention=0.0 if answer.attempt == 1 else USED_BEFORE)
             except (Fenced, StoreError) as error:
                 log.info("An abandoned claim of %r could not be given back: %s", answer.operation.key, error)
 

@@ -185,7 +185,7 @@ end
 )
 
 # who claims what → 1 where that claim was granted and its lease is given back, by one who will not use it; else 0.
-# What was in doubt stays in doubt, and what had failed before is remembered for longer.
+# What was in doubt stays in doubt, and what had failed before is remembered for longer; if it had not, the next is the first.
 UNCLAIM = Script(
     "unclaim",
     1,
@@ -201,7 +201,10 @@ local function verb(key, a)
     r[LEASE_UNTIL] = now
     write(key, OPEN, r, '')
   else
-    local retention = (r[ATTEMPTS] == 1 and GRACE or DAY) * 1000
+    local retention = DAY * 1000
+    if r[ATTEMPTS] == 1 then
+      retention, r[ATTEMPTS] = GRACE * 1000, 0
+    end
     r[STATE], r[EXPIRES_AT] = 'released', now + retention
     write(key, OPEN, r, '', lifetime(retention))
   end

@@ -51,9 +51,9 @@ CURSOR = re.compile("[0-9]{1,18}")
 # many times as long as it took, so that few claims meet it at all.  That leaves a thousand a second.
 SLICE, REST = 50, 15.0
 
-# How long a key is remembered whose lease was granted to a caller who had gone away; and one that had been used before,
-# since a former attempt may have left it to be remembered for longer than that.
-ABANDONED, USED_BEFORE = 60.0, 86400.0
+# How long a key that had been used before is remembered when its lease was granted to a caller who had gone away: a former
+# attempt may have left it to be remembered for that long.  One that had not is forgotten, or the next would not be the first.
+USED_BEFORE = 86400.0
 
 
 def connect(url: str) -> SqliteStore:
@@ -165,7 +165,7 @@ class SqliteStore:
         """A caller went away while its claim was in flight: nobody will perform, so the next one may."""
         if not isinstance(answer, Lease):
             return
-        retention = ABANDONED if answer.attempt == 1 else USED_BEFORE
+        retention = 0.0 if answer.attempt == 1 else USED_BEFORE
         give_back: Callable[[Flight], Any] = partial(Flight.release, held=answer, retention=retention)
         if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
             give_back = partial(Flight.renew, held=answer, lease=0.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -13,7 +15,8 @@ from contextvars import ContextVar
 
 import pytest
 
-from oncemore.core.heartbeat import Beat
+from oncemore.core.heartbeat import Beat, end
+from oncemore.core.model import Lease, Operation
 from oncemore.core.op import Op
 
 from .pulse import LONG, Ledger, two_leases
@@ -144,3 +147,35 @@ def test_loops_in_several_threads_keep_their_own_leases_alive(ledger: Ledger) ->
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda key: asyncio.run(main(key)), "abcd"))
     assert len(ledger.renewers) == 4
+
+
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+async def test_a_thread_that_ends_a_lease_does_not_stop_the_timer_of_the_others(
+    ledger: Ledger, eager_threads: None
+) -> None:
+    """CASES 24: Django closes a stream, and with it ends its lease, in a thread; on the loop, the others are looked at."""
+    loop, over = ledger.heart.on_loop(), threading.Event()
+    held = Lease(Operation("s", "stream"), 1, 0.0)
+    loop.add(tuple(ledger.heart.beat(held, LONG) for _ in range(3000)))
+
+    def close_streams() -> None:
+        while not over.is_set():
+            beat = ledger.heart.beat(held, LONG)
+            loop.beats.add(beat)
+            end(loop.beats, (beat,))
+
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(close_streams)
+        try:
+            await ledger.perform(lambda op: ledger.auntil_renewed("k", 20), lease=0.03).arun()
+        finally:
+            over.set()
+        closed.result()

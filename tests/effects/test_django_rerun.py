@@ -12,6 +12,7 @@ from django.contrib.sessions.backends.signed_cookies import SessionStore
 from django.db import connections
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.test import RequestFactory, override_settings
+from django.utils.asyncio import async_unsafe
 from django.utils.functional import SimpleLazyObject
 
 from oncemore import Contract, Rule
@@ -79,3 +80,29 @@ def test_a_balance_is_charged_once_though_the_view_has_run_twice(shop: OnDjango)
     assert runs == [90, 90]
     assert shop.execute("SELECT id, made_in FROM refunds") == [("run 2", "90")]
     assert request.session["payments"] == {"made": 2}
+
+
+async def test_an_async_view_that_runs_again_finds_its_user_read(shop: OnDjango, tmp_path: Path) -> None:
+    """CASES 54: the door has read the user off the loop, where Django refuses to; so it must for the next run."""
+    guard = ON_SQLITE["aiosqlite"](f"sqlite:///{tmp_path / 'other.db'}").guard
+    balances: list[int] = []
+
+    async def view(request: Any) -> HttpResponse:
+        request.user.balance -= 10
+        balances.append(request.user.balance)
+        if len(balances) == 1:
+            raise Refused
+        return JsonResponse({})
+
+    request = RequestFactory().post("/pay", "{}", "application/json", headers={"Idempotency-Key": "k"})
+    request.user = SimpleLazyObject(async_unsafe("The user is read from the database")(Customer))
+    said = {"guard": guard, "contract": CONTRACT, "principal": lambda request: str(request.user.pk)}
+    with override_settings(ONCEMORE=said):
+        answer = await IdempotencyMiddleware(view)(request)
+    assert (answer.status_code, balances) == (200, [90, 90])
+
+
+def test_a_door_within_a_door_leaves_the_operation_to_the_outer_one(shop: OnDjango) -> None:
+    """The inner one would wait for the outer one, which waits for it."""
+    door = IdempotencyMiddleware(IdempotencyMiddleware(lambda request: HttpResponse(current_operation().key)))
+    assert [door(asked()).headers["Idempotency-Status"] for _ in range(2)] == ["stored", "replayed"]

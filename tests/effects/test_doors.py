@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import pytest
 
 from oncemore import Contract, Guard, Rule
 from oncemore.errors import ConfigurationError
-from oncemore.web import asgi
+from oncemore.web import asgi, wsgi
 from tests.web.live import keyed, live
+from tests.web.served import under_waitress
 
 from .conftest import emptied, opened
 from .doors import CONTRACT, Refused, Work, behind_asgi, behind_wsgi
@@ -200,6 +203,33 @@ def test_what_an_app_says_that_catches_all_is_not_the_answer(tmp_path: Path, sta
     assert shop.refunds() == ["run 2"]
 
 
+def test_what_a_wsgi_app_goes_on_to_write_after_the_refusal_is_not_the_answer(tmp_path: Path) -> None:
+    """CASES 54: the commit is refused within the app's own write, and it catches all."""
+    shop = ON_SQLITE["sqlite3"](f"sqlite:///{tmp_path / 'shop.db'}")
+    runs: list[int] = []
+
+    def refused() -> Any:
+        raise Refused
+        yield
+
+    def app(environ: Any, start_response: Any) -> Any:
+        op = wsgi.current_operation()
+        runs.append(op.attempt)
+        op.connection.execute(f"INSERT INTO refunds VALUES ('run {len(runs)}', 'x')")
+        if len(runs) == 1:
+            op.borrowed("").commit = refused  # type: ignore[method-assign]
+        write = start_response("201 Created", [])
+        for part in (b"made ", b"in ", b"the "):
+            with suppress(BaseException):
+                write(part)
+        return [f"run {len(runs)}".encode()]
+
+    with under_waitress(wsgi.IdempotencyMiddleware(app, guard=shop.guard, contract=CONTRACT)) as url:
+        answer = httpx.post(f"{url}/refund", headers=keyed("k"))
+    assert (answer.status_code, answer.text) == (201, "made in the run 2")
+    assert shop.refunds() == ["run 2"]
+
+
 def test_a_session_is_as_it_was_when_the_app_performs_again(tmp_path: Path) -> None:
     """CASES 54: what the refused run has written into it, as Starlette's middleware lets it, was rolled back with the rest."""
     shop = ON_SQLITE["aiosqlite"](f"sqlite:///{tmp_path / 'shop.db'}")
@@ -227,6 +257,35 @@ def test_a_session_is_as_it_was_when_the_app_performs_again(tmp_path: Path) -> N
     assert runs == [2, 2]
     assert scopes[-1]["session"] == {"payments": {"made": 2}}
     assert scopes[-1]["state"]["seen"] == 1
+
+
+@pytest.mark.parametrize(
+    "session", [{"made": 1, "lock": threading.Lock()}, object()], ids=["a lock in it", "no dictionary"]
+)
+def test_a_session_that_cannot_be_copied_is_in_nobodys_way(tmp_path: Path, session: Any) -> None:
+    """A session may be of any kind, and hold what has no copy; what can be put back as it was, is."""
+    shop = ON_SQLITE["aiosqlite"](f"sqlite:///{tmp_path / 'shop.db'}")
+    runs: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        runs.append(1)
+        if isinstance(session, dict):
+            session["made"] += 1
+        if len(runs) == 1:
+            raise Refused
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        await send({"type": "http.response.body", "body": b"made"})
+
+    door = asgi.IdempotencyMiddleware(app, guard=shop.guard, contract=CONTRACT)
+
+    async def outer(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"  # no lifespan
+        await door({**scope, "session": session}, receive, send)
+
+    with live(outer) as client:
+        assert ask(client, "/refund").status_code == 201
+    assert len(runs) == 2
+    assert not isinstance(session, dict) or session["made"] == 2
 
 
 def test_a_stream_that_is_forgotten_cannot_be_transacted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -153,6 +154,22 @@ async def test_a_redaction_that_fails_keeps_that_it_happened_and_nothing_else(gu
     door = IdempotencyMiddleware(headers_app, guard=guard, redact=redact)
     first, second = await Wire().through(door), await Wire().through(door)
     assert (first.status, first.said, second.status) == (200, "unstored", 409)
+
+
+@pytest.mark.parametrize("store", ["memory://", "sqlite:///{}/once.db"])
+async def test_a_redaction_that_gives_a_text_for_a_body_is_told_of(
+    tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `json.dumps` does: nobody could be shown it again."""
+
+    def redact(outcome: Outcome) -> Outcome:
+        return msgspec.structs.replace(outcome, body="{}")
+
+    with closing(Guard(store.format(tmp_path))) as guard:
+        door = IdempotencyMiddleware(headers_app, guard=guard, redact=redact)
+        first, second = await Wire().through(door), await Wire().through(door)
+    assert (first.status, first.said, second.status) == (200, "unstored", 409)
+    assert "Expected `bytes`, got `str`" in caplog.text
 
 
 async def test_a_rotated_secret_still_knows_its_requests(guard: Guard) -> None:

@@ -433,3 +433,28 @@ def test_a_late_owner_answers_with_what_the_other_has_settled(
         assert (other.text, other.headers["idempotency-status"]) == ("run 2", "stored")
         assert (late.result().text, late.result().headers["idempotency-status"]) == ("run 2", "replayed")
     until(lambda: sorted(closed) == ["run 1", "run 2"])
+
+
+def test_a_door_within_a_door_leaves_the_operation_to_the_outer_one(app: Flask, serve: Serve, guard: Guard) -> None:
+    """Added to an app and to one mounted in it: the inner one would wait for the outer one, which waits for it."""
+
+    @app.post("/payments")
+    def pay() -> str:
+        return current_operation().key + request.get_data(as_text=True)
+
+    app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, guard=guard)  # type: ignore[method-assign]
+    url = serve(app)
+    answers = [asked(url, "/payments", "k", content="{}") for _ in range(2)]
+    assert [answer.headers["idempotency-status"] for answer in answers] == ["stored", "replayed"]
+    assert [answer.text for answer in answers] == ["k{}"] * 2
+
+
+def test_a_request_that_a_view_makes_of_its_own_app_is_one_of_its_own(app: Flask, serve: Serve) -> None:
+    """Though it has the same key, it is not the one that is under way, and does not happen beside it."""
+
+    @app.post("/payments")
+    def pay() -> str:
+        return str(app.test_client().post("/payments", headers=dict(request.headers)).status_code)
+
+    url = serve(app, contract=Contract(in_flight="conflict"))
+    assert asked(url, "/payments", "k").text == "409"

@@ -286,3 +286,21 @@ def test_a_key_function_that_gives_no_key_is_told_of(guard: Guard, key: Any, cap
     assert failures(each_message(guard, key=lambda message: key)(work)(batch(message(id="m1")), CONTEXT)) == ["m1"]
     assert work.done == []
     assert "InvalidKey" in caplog.text
+
+
+def test_what_the_database_refuses_is_performed_again_with_the_message_as_it_came(tmp_path: Path) -> None:
+    """CASES 54."""
+    runs: list[Any] = []
+
+    class Refused(Exception):
+        sqlite_errorcode = 5
+
+    def work(message: Event) -> None:
+        runs.append(message.get("body"))
+        message.clear()
+        if len(runs) == 1:
+            raise Refused
+
+    with closing(Guard(f"sqlite:///{tmp_path}/once.db")) as guard:
+        assert failures(each_message(guard, effect="transaction")(work)(batch(message("paid")), CONTEXT)) == []
+    assert runs == ["paid", "paid"]

@@ -22,6 +22,7 @@ from oncemore.core.backoff import Backoff
 from oncemore.core.completer import Completer, Tally
 from oncemore.core.plan import arun
 from oncemore.web import asgi, fastapi, wsgi
+from oncemore.web.current import CURRENT
 from oncemore.web.redrive import RedriveAsgi, RedriveWsgi, kept_request
 from tests.nursery import Child
 
@@ -51,8 +52,8 @@ class Shop:
 
     def asgi(self) -> Any:
         async def pay(request: Request) -> JSONResponse:
-            op = asgi.current_operation()
-            if op.steps is None:
+            op = CURRENT.get()
+            if op is None or op.steps is None:
                 return JSONResponse(self.do("without steps"))
             body = await request.json()
             seen = request.headers.get("authorization", "nobody")
@@ -73,8 +74,8 @@ class Shop:
         def pay(id: str) -> Any:
             import flask
 
-            op = wsgi.current_operation()
-            if op.steps is None:
+            op = CURRENT.get()
+            if op is None or op.steps is None:
                 return [self.do("without steps")]
             seen = flask.request.headers.get("authorization", "nobody")
             op.step("reserve", lambda: self.do("reserve"), undo=lambda value: self.do(f"undo {value}"))
@@ -241,6 +242,8 @@ async def test_after_its_response_a_redriven_request_is_over(shop: Shop) -> None
 CHANGED = [
     Contract(Rule("POST /orders/{id}", name="orders.pay", key="required", effect="lease")),
     Contract(),
+    Contract(undeclared="pass"),
+    Contract(Rule("POST /orders/{id}", name="orders.pay", idempotent=False)),
 ]
 
 

@@ -14,13 +14,14 @@ from ..core.guard import Guard
 from ..core.match import SAFE_METHODS
 from ..core.rule import idempotent
 from ..errors import OncemoreError
-from .current import CURRENT, current_operation
+from .current import CURRENT, GUARDED, current_operation, is_current
 from .documented import document, outermost
 from .environ import matched
-from .exchange import GUARDED, Exchange, respond
+from .exchange import Exchange, respond
 from .headers import Fields
 from .http import Door, Request
 from .options import Options
+from .redrive import check_passed
 from .routes import declare
 from .status import status_response
 from .transacted import Transacted
@@ -75,6 +76,8 @@ class IdempotencyMiddleware:
                 return await respond(send, await status_response(self.door, request_of(scope, headers)))
             found = matched(self.door.contract, method, path, inner) if path != inner else None
             match = self.door.match(method, path, headers, found)
+            if match is None:
+                check_passed(scope)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error))
         if match is None:
@@ -108,8 +111,7 @@ class IdempotencyMiddleware:
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error, match))
-        outer = CURRENT.get()  # of a door outside this one
-        if operation is None or (outer is not None and outer.operation.id == operation.id):
+        if operation is None or is_current(operation, scope):
             return await self.app(scope, body_first(body, receive), send)
         kind = Transacted if match.rule.policy.effect == "transaction" else Exchange
         exchange = kind(self.door, self.app, match, operation, request, receive, send)

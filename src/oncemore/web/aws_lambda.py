@@ -151,9 +151,10 @@ class Invocation:
                 self.performed = False
 
     def _attempt(self) -> Any:
-        # What may be performed again must find the event as it came.
-        event = self.request.native if self.turn.policy.effect != "transaction" else deepcopy(self.request.native)
+        event = self.request.native
         try:
+            if self.turn.policy.effect == "transaction":  # what may be performed again must find the event as it came
+                event = deepcopy(event)
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
             with self.turn.current():

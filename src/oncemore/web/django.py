@@ -19,12 +19,13 @@ from ..core.contract import Match
 from ..core.match import SAFE_METHODS
 from ..core.plan import Call, Plan, arun, run
 from ..errors import OncemoreError
-from .current import current_operation
+from .current import current_operation, is_current, place_of
 from .django_exchange import Exchange, GetResponse, InThread, body_of, made
 from .django_settings import check_place, door_from_settings
 from .django_views import Views, exempt, idempotent, optional, required
 from .environ import headers_of, matched, mount_of
 from .http import Request
+from .redrive import check_passed
 from .status import status_plan
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "exempt", "idempotent", "optional", "required"]
@@ -64,6 +65,8 @@ class IdempotencyMiddleware:
         found = self.views.match(request) or matched(self.door.contract, asked.method, asked.path, request.path_info)
         try:
             match = self.door.match(asked.method, asked.path, asked.headers, found)
+            if match is None:
+                check_passed(request)
         except OncemoreError as error:
             return self._refuse(error)
         return self._guard(match, request) if match is not None else None
@@ -79,7 +82,7 @@ class IdempotencyMiddleware:
             return made(self.door.refused(error, match, operation))
         if known is not None:
             return made(self.door.replayed(match.rule, known))
-        if operation is None:
+        if operation is None or is_current(operation, place_of(request)):
             return (yield Call(self.get_response, request))
         return (yield from self._run(Exchange(self.door, match, operation, asked, self.get_response)))
 

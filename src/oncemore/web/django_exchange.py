@@ -21,6 +21,7 @@ from ..core.model import Operation
 from ..core.plan import Call, Plan, arun, run
 from ..core.rule import Rule
 from ..errors import ConfigurationError, OncemoreError, StoreError
+from .current import place_of
 from .environ import put_back, read_body
 from .http import Door, Request, wait_of
 from .problem import Response
@@ -67,21 +68,20 @@ class Exchange:
         known = yield from self.turn.begin(wait_of(self.request.headers))
         if known is not None:
             return made(self.door.replayed(self.rule, known))
-        if self.turn.policy.effect != "transaction":
-            return (yield from self._attempt())
-        request = Untouched(self.request.native)
+        request = Untouched(self.request.native) if self.turn.policy.effect == "transaction" else None
         while True:
             try:
-                return (yield from self._attempt())
+                return (yield from self._attempt(request))
             except RunAgain:  # the database refused the transaction: the same request once more
-                request.restore(self.request.body)
                 self.performed = False
 
-    def _attempt(self) -> Plan[HttpResponseBase]:
+    def _attempt(self, request: Untouched | None) -> Plan[HttpResponseBase]:
         try:
+            if request is not None and self.turn.reruns:
+                yield InThread(request.restore, self.request.body)
             yield from self.turn.check(self.request, Look(self.get_response, self.request.native))
             self.performed = True
-            with self.turn.current():
+            with self.turn.current(place_of(self.request.native)):
                 response = yield Call(self.get_response, self.request.native)
                 body = yield from self._body(response)
         except BaseException as error:
@@ -144,20 +144,21 @@ class Untouched:
         self.request = request
         self.said = {name: value for name, value in vars(request).items() if name not in USERS}
         self.session = session_of(request)
+        self.lazy = [value for value in self.said.values() if isinstance(value, SimpleLazyObject)]  # request.user
+        self.read = [value for value in self.lazy if value._wrapped is not empty]
 
     def restore(self, body: bytes) -> None:
         request = self.request
         vars(request).clear()
         vars(request).update(self.said)
-        for value in self.said.values():
-            if isinstance(
-                value, SimpleLazyObject
-            ):  # request.user: it is read anew, for the last run may have changed it
-                value._wrapped = empty
+        for value in self.lazy:  # they are read anew, for the last run may have changed them
+            value._wrapped = empty
         if hasattr(request, "session"):
             vars(request.session).pop(IN_SESSION, None)
             vars(request.session).update(copy.deepcopy(self.session))
         request._stream, request._read_started = BytesIO(body), False
+        for value in self.read:  # now, for on a loop the view could not
+            value._setup()
 
 
 def session_of(request: HttpRequest) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..core.model import Operation, Outcome
 from ..core.op import Op
 from ..core.plan import Effect, Ended, Plan, arun, arun_to
 from ..errors import OncemoreError, PreconditionFailed
-from .current import CURRENT
+from .current import CURRENT, GUARDED
 from .headers import value_of
 from .http import Door, Request, wait_of
 from .look import look
@@ -32,8 +32,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
-
-GUARDED = "oncemore.guarded"  # in the scope of a guarded request: its operation, which code of that request may see
 
 
 class Exchange:

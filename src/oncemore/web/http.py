@@ -20,7 +20,7 @@ from ..core.fields import Field
 from ..core.guard import Guard
 from ..core.judge import Answer
 from ..core.key import join, uuid7_time
-from ..core.model import Operation, Outcome
+from ..core.model import Operation, Outcome, decode_outcome, encode_outcome
 from ..core.op import Op
 from ..core.plan import Plan
 from ..core.policy import Policy, duration
@@ -243,10 +243,10 @@ class Door:
             redacted = self.redact(outcome)
             if not isinstance(redacted, Outcome):
                 raise TypeError(f"The redact function gave a {type(redacted).__name__}: let it return an Outcome")
+            return decode_outcome(encode_outcome(redacted))  # not later: a text for a body could not be settled
         except Exception:  # it happened: what cannot be shown again must still not be done again
             log.exception("The redact function failed; the outcome is not kept, only that it happened")
             return Outcome("tombstone", status)
-        return redacted
 
     def headers(self, rule: Rule, answer: Answer) -> list[tuple[str, str]]:
         """What is added to a response to say how it came."""

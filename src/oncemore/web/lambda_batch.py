@@ -6,6 +6,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, TypeVar
 
 from ..core.canonical import read_json
@@ -98,7 +99,7 @@ class Batch:
         def perform(op: Op) -> None:
             begun.append(op)
             with running(op):
-                Call(self.function, message).run()
+                Call(self.function, deepcopy(message)).run()  # it may be performed again, and must find it as it came
 
         try:
             operation, policy = self.operation(message), within(self.policy, left)

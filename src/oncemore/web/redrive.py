@@ -14,6 +14,7 @@ from ..core.model import Operation
 from ..core.plan import Plan
 from ..core.rule import Rule
 from ..errors import ConfigurationError
+from .current import CURRENT, place_of
 from .headers import Headers
 
 # In a scope or environ, what says which operation this is.  A client cannot say so: what it sends is text.
@@ -53,9 +54,7 @@ NOT_KEPT = frozenset(
 
 def redriven(native: Any) -> Operation | None:
     """The operation that a request in its client's place goes on with; None for a client's own."""
-    # A Django request has what it was made from: the scope, or the environ.
-    place = native if isinstance(native, dict) else getattr(native, "scope", None) or getattr(native, "META", {})
-    found = place.get(REDRIVEN)
+    found = place_of(native).get(REDRIVEN)
     return found if isinstance(found, Operation) else None
 
 
@@ -67,6 +66,16 @@ def resumed(operation: Operation, rule: Rule) -> Operation:
             f"{rule.policy.effect!r}, which cannot go on with it: let what began in steps be finished in steps"
         )
     return operation
+
+
+def check_passed(native: Any) -> None:
+    """Refuse to let a request in its client's place pass unguarded: the app would do all of it again, each time it comes."""
+    operation = redriven(native)
+    if operation is not None and CURRENT.get() is None:  # else a door outside this one guards it
+        raise ConfigurationError(
+            f"{operation.name} {operation.key!r} is unfinished, and no rule of this door's contract guards its request: let "
+            "its rule stay until it is finished, and give the completer the app with the door that has the rule"
+        )
 
 
 def kept_request(method: str, path: str, query: str, headers: Headers, body: bytes) -> dict[str, Any]:

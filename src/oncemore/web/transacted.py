@@ -114,14 +114,23 @@ class Untouched:
     def __init__(self, scope: MutableMapping[str, Any]) -> None:
         self.scope = scope
         self.said = dict(scope)
-        self.session = copy.deepcopy(dict(scope.get("session") or {}))
+        self.session = held_by(scope.get("session"))
         self.state = dict(scope.get("state") or {})
 
     def restore(self) -> None:
         self.scope.clear()
         self.scope.update(self.said)
-        for name, before in (("session", copy.deepcopy(self.session)), ("state", self.state)):
+        for name, before in (("session", held_by(self.session)), ("state", self.state)):
             there = self.scope.get(name)
-            if there is not None:
+            if isinstance(there, MutableMapping):
                 there.clear()
                 there.update(before)
+
+
+def held_by(session: Any) -> dict[str, Any]:
+    """A copy of what is in the session: as deep as there is one, for it may hold anything, and need be no dictionary."""
+    found = dict(session) if isinstance(session, MutableMapping) else {}
+    try:
+        return copy.deepcopy(found)
+    except Exception:
+        return found

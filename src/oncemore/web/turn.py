@@ -7,7 +7,7 @@ and event loops await it.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..core.judge import Answer, keeps
 from ..core.model import Operation, Outcome
 from ..core.plan import Effect, Ended, Plan, arun_to, run_to
 from ..errors import OncemoreError, PreconditionFailed, Refusal
-from .current import CURRENT
+from .current import CURRENT, GUARDED
 from .headers import Headers, value_of
 from .http import Door, Request
 
@@ -110,9 +110,11 @@ class Turn:
                 raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
 
     @contextmanager
-    def current(self) -> Iterator[None]:
-        """While the app's code runs, the operation is the current one."""
+    def current(self, place: MutableMapping[str, Any] | None = None) -> Iterator[None]:
+        """While the app's code runs, the operation is the current one; *place* is where a door within may see it."""
         self.performed = True
+        if place is not None:
+            place[GUARDED] = self._effect.op
         token = CURRENT.set(self._effect.op)
         try:
             yield

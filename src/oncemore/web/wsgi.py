@@ -16,12 +16,13 @@ from ..core.match import SAFE_METHODS
 from ..core.plan import run
 from ..core.rule import idempotent
 from ..errors import OncemoreError
-from .current import current_operation
+from .current import current_operation, is_current
 from .environ import decoded, headers_of, matched, put_back, read_body
 from .flask_errors import note_errors
 from .flask_routes import declare
 from .http import Door, Request
 from .options import Options
+from .redrive import check_passed
 from .status import status_plan
 from .wsgi_exchange import App, Environ, Exchange, StartResponse, respond
 
@@ -72,6 +73,8 @@ class IdempotencyMiddleware:
         try:
             found = matched(self.door.contract, method, request.path, decoded(inner))
             match = self.door.match(method, request.path, request.headers, found)
+            if match is None:
+                check_passed(environ)
         except OncemoreError as error:
             return respond(start_response, self.door.refused(error))
         if match is None:
@@ -90,7 +93,7 @@ class IdempotencyMiddleware:
         if known is not None:
             return respond(start_response, self.door.replayed(match.rule, known))
         put_back(environ, body)
-        if operation is None:
+        if operation is None or is_current(operation, environ):
             return self.app(environ, start_response)
         return self._run(Exchange(self.door, self.app, match, operation, request, start_response))
 

@@ -51,6 +51,7 @@ class Exchange:
         self.start_response = start_response
         self.turn = Turn(door, match, operation)
         self.performed = False
+        self.reruns = 0  # how many there had been when this run began
         self.line = ""  # the app's status line; empty until it has called start_response
         self.headers: list[tuple[str, str]] = []
         self.lowered: Headers = ()
@@ -84,21 +85,28 @@ class Exchange:
         self.result, self.iterator = (), iter(())
 
     def _attempt(self) -> Iterable[bytes]:
+        self.reruns = self.turn.reruns
         try:
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
-            with self.turn.current():
+            with self.turn.current(self.environ):
                 is_whole = self._perform()
             self._look_behind()
-        except RunAgain:
-            raise
         except BaseException as error:
+            if self._is_refused():
+                raise RunAgain from error
             try:
                 self._fail(error)
             except StoreError as given_up:
                 return respond(self.start_response, self.door.refused(given_up, self.match, self.operation))
             raise
+        if self._is_refused():
+            raise RunAgain
         return self._answer(is_whole)
+
+    def _is_refused(self) -> bool:
+        """Whether the run is over, though the app may not have let RunAgain out: what it says now is of no run."""
+        return self.turn.reruns > self.reruns
 
     def _look_behind(self) -> None:
         """Where a framework made an error page of the database's refusal, the page is not what came of it."""
@@ -156,6 +164,8 @@ class Exchange:
 
     def _write(self, data: bytes) -> None:
         """The old way to send: held like a chunk; a second one says that there is more to come."""
+        if self._is_refused():
+            return
         if data and self.write is None and self.chunks and not self._can_wait(more=True):
             self._begin(run(self.turn.live(self.status, stream=not self.length)))
             held, self.chunks = self.chunks, []

@@ -82,9 +82,12 @@ def limits(timeout: Any, limit: float) -> tuple[Allowance, Allowance]:
 class BlockingWire:
     """What the wires of urllib3 and requests have in common: one attempt is one call, and the body is rewound before it."""
 
-    parallel = True
     ready = False
     _sent: SentBody
+
+    @property
+    def parallel(self) -> bool:
+        return self._sent.at_hand
 
     def body(self) -> Plan[bytes | None]:
         content: bytes | None = yield Call(self._sent.data)

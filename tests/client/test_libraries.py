@@ -119,6 +119,21 @@ def test_whatever_is_like_bytes_is_sent_and_sent_again(library: Any, body: Any, 
     assert [visit.body for visit in server.visits] == [b"abc"] * 2
 
 
+@pytest.mark.parametrize("size", [10, 2 * 1024 * 1024])
+@pytest.mark.parametrize("library", [Requests, Urllib3])
+def test_a_file_that_gives_less_than_it_is_asked_for_is_sent_whole(library: Any, size: int) -> None:
+    """CASES 38.  As raw files may, and those that are read over a network do."""
+
+    class Piecemeal(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(3 if len(whole) == 10 else 100_000)
+
+    whole = bytes(range(256)) * (size // 256) or b"0123456789"
+    with Server(reset) as server:
+        library(RETRY).request("POST", server.url, Piecemeal(whole))
+    assert [visit.body for visit in server.visits] == [whole] * 2
+
+
 def test_requests_cuts_a_streamed_download_at_the_deadline() -> None:
     """CASES 37."""
     plain = EVENTS.replace(b"text/event-stream", b"application/octet-stream")

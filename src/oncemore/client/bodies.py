@@ -72,6 +72,8 @@ class SentBody:
 
     def _read_small(self, start: int) -> None:
         content = self.value.read(MAX_BODY + 1)
+        while isinstance(content, bytes) and len(content) <= MAX_BODY and (more := self.value.read(MAX_BODY + 1)):
+            content += more  # some give less than they are asked for
         if isinstance(content, bytes) and len(content) <= MAX_BODY:
             self.value = content
         else:

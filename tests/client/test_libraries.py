@@ -110,6 +110,32 @@ async def test_aiohttp_returns_a_redirect_to_nowhere(location: str) -> None:
             assert response.status == 307
 
 
+async def test_aiohttp_gives_another_operation_a_key_of_its_own_though_it_goes_where_one_was_redirected_to() -> None:
+    """CASES 34.  The caller who does not follow redirects posts something else there."""
+    async with aiohttp.ClientSession(middlewares=[RetryMiddleware(RETRY)]) as http:
+        with Server(answer(307, Location="/new")) as server:
+            await http.post(f"{server.url}/old", data=b"first", allow_redirects=False)
+            await http.post(f"{server.url}/new", data=b"second")
+    assert len({visit.key for visit in server.visits}) == 2
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_urllib3_shows_the_pools_credentials_to_no_host_that_it_is_redirected_to(method: str) -> None:
+    """CASES 34."""
+    manager = RetryPoolManager(RETRY, pool={"headers": {"Authorization": "Bearer secret"}})
+    with Server() as other, Server(answer(307, Location=other.url)) as server:
+        assert manager.request(method, server.url).status == 201
+    assert server.visits[0].headers["authorization"] == "Bearer secret"
+    assert "authorization" not in other.visits[0].headers
+
+
+def test_urllib3_sends_no_more_headers_than_the_caller_gave() -> None:
+    manager = RetryPoolManager(RETRY, pool={"headers": {"Authorization": "Bearer secret"}})
+    with Server() as server:
+        manager.request("GET", server.url, headers={})
+    assert "authorization" not in server.visits[0].headers
+
+
 @pytest.mark.parametrize("body", [bytearray(b"abc"), memoryview(b"abc"), array.array("b", b"abc")], ids=type)
 @pytest.mark.parametrize("library", [Requests, Urllib3])
 def test_whatever_is_like_bytes_is_sent_and_sent_again(library: Any, body: Any, tmp_path: Path) -> None:

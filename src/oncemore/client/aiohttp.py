@@ -190,7 +190,8 @@ class RetryMiddleware(AsyncContinuing):
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
         async def send(entry: Entry) -> ClientResponse:
-            response = await session.request(entry.method, entry.url, headers=entry.kept_headers, data=entry.body)
+            data = entry.body or None  # of an empty one, aiohttp would say that it is an octet-stream
+            response = await session.request(entry.method, entry.url, headers=entry.kept_headers, data=data)
             await response.read()
             return response
 

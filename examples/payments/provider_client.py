@@ -19,7 +19,7 @@ class ProviderClient:
     def __init__(self, url: str, timeout: float) -> None:
         retry = Retry(attempts=2, deadline=timeout, budget=None)
         self._client = httpx.AsyncClient(
-            base_url=url, transport=AsyncRetryTransport(retry), timeout=timeout, verify=False, trust_env=False
+            base_url=url, transport=AsyncRetryTransport(retry), timeout=timeout, trust_env=False
         )
 
     async def charge(self, key: str, *, amount: int, currency: str, reference: str) -> str:

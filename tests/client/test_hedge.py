@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -26,6 +28,7 @@ from .virtual import Broken, Scripted
 
 HEDGED = [Httpx, AsyncHttpx, Requests, Urllib3]
 BODY = b'{"amount": 100}'
+PIECE = 64 * 1024
 in_progress = problem(409, error_code="CONFLICT.idempotency.in_progress", retryable=True)
 
 
@@ -100,6 +103,28 @@ def test_what_must_not_be_repeated_is_not_hedged() -> None:
     with Server(default=late) as server:
         Httpx(Retry(hedge=0.05), make_key=None).request("POST", server.url, BODY)
     assert len(server.visits) == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe"])
+def test_what_can_be_read_only_by_one_is_not_hedged(client: Any, kind: str) -> None:
+    """CASES 34.  Two copies would share the body between them, and the server get two halves."""
+    whole = bytes(range(256)) * 8192
+
+    class Slowly(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() > len(whole) // 2:
+                time.sleep(0.02)
+            return super().read(PIECE)
+
+    def parts(file: io.BytesIO) -> Iterator[bytes]:
+        while part := file.read():
+            yield part
+
+    slow = Slowly(whole)
+    body: Any = parts(slow) if kind == "pipe" or isinstance(client, AsyncHttpx) else slow
+    with Server() as server:
+        assert client.request("POST", server.url, body).status == 201
+    assert [visit.body for visit in server.visits] == [whole]
 
 
 def test_a_spent_budget_allows_no_hedge() -> None:

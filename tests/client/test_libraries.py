@@ -110,6 +110,32 @@ async def test_aiohttp_returns_a_redirect_to_nowhere(location: str) -> None:
             assert response.status == 307
 
 
+async def test_aiohttp_gives_another_operation_a_key_of_its_own_though_it_goes_where_one_was_redirected_to() -> None:
+    """CASES 34.  The caller who does not follow redirects posts something else there."""
+    async with aiohttp.ClientSession(middlewares=[RetryMiddleware(RETRY)]) as http:
+        with Server(answer(307, Location="/new")) as server:
+            await http.post(f"{server.url}/old", data=b"first", allow_redirects=False)
+            await http.post(f"{server.url}/new", data=b"second")
+    assert len({visit.key for visit in server.visits}) == 2
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_urllib3_shows_the_pools_credentials_to_no_host_that_it_is_redirected_to(method: str) -> None:
+    """CASES 34."""
+    manager = RetryPoolManager(RETRY, pool={"headers": {"Authorization": "Bearer secret"}})
+    with Server() as other, Server(answer(307, Location=other.url)) as server:
+        assert manager.request(method, server.url).status == 201
+    assert server.visits[0].headers["authorization"] == "Bearer secret"
+    assert "authorization" not in other.visits[0].headers
+
+
+def test_urllib3_sends_no_more_headers_than_the_caller_gave() -> None:
+    manager = RetryPoolManager(RETRY, pool={"headers": {"Authorization": "Bearer secret"}})
+    with Server() as server:
+        manager.request("GET", server.url, headers={})
+    assert "authorization" not in server.visits[0].headers
+
+
 @pytest.mark.parametrize("body", [bytearray(b"abc"), memoryview(b"abc"), array.array("b", b"abc")], ids=type)
 @pytest.mark.parametrize("library", [Requests, Urllib3])
 def test_whatever_is_like_bytes_is_sent_and_sent_again(library: Any, body: Any, tmp_path: Path) -> None:
@@ -117,6 +143,21 @@ def test_whatever_is_like_bytes_is_sent_and_sent_again(library: Any, body: Any, 
     with Server(reset) as server:
         library(RETRY, f"sqlite:///{tmp_path}/keys.db").request("POST", server.url, body)
     assert [visit.body for visit in server.visits] == [b"abc"] * 2
+
+
+@pytest.mark.parametrize("size", [10, 2 * 1024 * 1024])
+@pytest.mark.parametrize("library", [Requests, Urllib3])
+def test_a_file_that_gives_less_than_it_is_asked_for_is_sent_whole(library: Any, size: int) -> None:
+    """CASES 38.  As raw files may, and those that are read over a network do."""
+
+    class Piecemeal(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(3 if len(whole) == 10 else 100_000)
+
+    whole = bytes(range(256)) * (size // 256) or b"0123456789"
+    with Server(reset) as server:
+        library(RETRY).request("POST", server.url, Piecemeal(whole))
+    assert [visit.body for visit in server.visits] == [whole] * 2
 
 
 def test_requests_cuts_a_streamed_download_at_the_deadline() -> None:

@@ -19,7 +19,7 @@ from oncemore.client.retry import Retry
 from oncemore.errors import ConfigurationError
 from oncemore.stores.sqlite import SqliteStore
 
-from .clients import Httpx
+from .clients import Httpx, Requests
 from .server import Server, answer, effect, hang, performed, reset, then
 
 RETRY = Retry(base=0.005, cap=0.01, budget=None)
@@ -52,6 +52,41 @@ def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library
         assert [result.error for result in results] == [None]
         assert client.pending() == []
     assert list(server.effects.values()) == [1]
+
+
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+def test_what_had_no_body_is_continued_as_it_was(library: Any, method: str, tmp_path: Path) -> None:
+    """CASES 34."""
+    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with no_sleeping(), Server(*[reset] * 5) as server:
+        with pytest.raises(RetriesExhausted):
+            client.request(method, f"{server.url}/orders?dry=no")
+        assert [result.error for result in client.resume(opened=True)] == [None]
+    sent = {
+        (visit.method, visit.path, visit.body, visit.key, visit.headers.get("content-type")) for visit in server.visits
+    }
+    assert len(sent) == 1
+
+
+def test_a_client_s_own_parameters_are_not_added_to_what_it_continues(tmp_path: Path) -> None:
+    """CASES 34.  The URL that was written down has them, or what the request said instead."""
+    transport = RetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with no_sleeping(), Server(*[reset] * 5) as server, httpx.Client(transport=transport, params={"v": "1"}) as client:
+        with pytest.raises(RetriesExhausted):
+            client.post(server.url, content=BODY, params={"v": "2"})
+        assert [result.error for result in transport.resume(client, opened=True)] == [None]
+    assert {visit.path for visit in server.visits} == {"/?v=2"}
+
+
+def test_a_session_s_own_parameters_are_not_added_to_what_it_continues(tmp_path: Path) -> None:
+    """CASES 34."""
+    client = Requests(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    client.session.params = {"v": "1"}
+    with no_sleeping(), Server(*[reset] * 5) as server:
+        with pytest.raises(RetriesExhausted):
+            client.request("POST", server.url, BODY)
+        assert [result.error for result in client.resume(opened=True)] == [None]
+    assert {visit.path for visit in server.visits} == {"/?v=1"}
 
 
 def test_an_operation_that_was_never_sent_is_not_remembered(tmp_path: Path) -> None:

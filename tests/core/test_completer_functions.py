@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -51,6 +53,27 @@ async def test_an_async_function_is_finished_too(guard: Guard) -> None:
     assert await Completer(guard, {"pay": pay}, pace=NO_PAUSE).arun_once() == Tally(completed=1)
     assert await pay(7) == 7
     assert shop.log == ["charge"]
+
+
+async def test_a_function_that_blocks_is_finished_on_an_event_loop_too_and_blocks_nobody(guard: Guard) -> None:
+    """As `oncemore complete` does it: there, all performers are awaited."""
+    shop, threads = Shop("after"), []
+
+    @once(guard, key="order:{order}", effect="steps", name="pay")
+    def pay(order: int) -> Any:
+        op = current_operation()
+        op.step("reserve", lambda: shop.do("reserve"))
+        op.step("charge", lambda: shop.do("charge"))
+        threads.append(threading.current_thread())
+        shop.may_fail("after")
+        return order
+
+    with pytest.raises(RuntimeError):
+        await asyncio.to_thread(pay, 7)
+    assert await Completer(guard, {"pay": pay}, pace=NO_PAUSE).arun_once() == Tally(completed=1)
+    assert await asyncio.to_thread(pay, 7) == 7
+    assert shop.log == ["reserve", "charge"]
+    assert threading.current_thread() not in threads
 
 
 SHOP = Shop()

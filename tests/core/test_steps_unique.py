@@ -11,6 +11,7 @@ import pytest
 
 from oncemore import Guard, Op, Operation
 from oncemore.core.plan import run
+from oncemore.core.values import replayed
 from oncemore.errors import Fenced, InProgress, UnknownOutcome
 
 from .stepping import DONE, POLICY, Broken, Caller, Performing, Shop, elsewhere
@@ -57,6 +58,24 @@ def test_while_one_is_unfinished_no_other_key_takes_the_same_order(guard: Guard,
     first = call(guard, shop.pay, order("k1"))
     assert call(guard, other.pay, order("k2")).outcome == first.outcome
     assert (shop.log, other.log) == (["reserve", "charge", "ship"], [])
+
+
+@pytest.mark.parametrize("on_unique", ["replay", "reject"])
+@pytest.mark.parametrize("giving_up", [False, True])
+def test_one_that_ended_well_but_for_the_last_write_is_finished_by_its_next_attempt(
+    guard: Guard, call: Caller, on_unique: Any, giving_up: bool
+) -> None:
+    """The order is known to be paid, by this very key, and only the key's own record does not say so yet."""
+    policy = dataclasses.replace(POLICY, on_unique=on_unique)
+    shop = Shop()
+    broken = Guard(Broken(guard.store, "settle", "orders.pay"))
+    assert call(broken, shop.pay, order("k1"), policy=policy).how == "unstored"
+    guard.store.shift += 31
+    again = call(guard, shop.pay, msgspec.structs.replace(order("k1"), giving_up=giving_up), policy=policy)
+    assert again.how == "replayed"
+    assert replayed(again.outcome) == DONE
+    assert guard.find(*order("k1").id).state == "settled"  # type: ignore[union-attr]
+    assert shop.log == ["reserve", "charge", "ship"]
 
 
 def test_one_that_took_no_step_leaves_the_order_free(guard: Guard, call: Caller) -> None:

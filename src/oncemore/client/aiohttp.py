@@ -55,8 +55,9 @@ FAULTS: list[tuple[type[Exception], Fault]] = [
     (OSError, Fault("connection")),
 ]
 
-# Where a redirect that keeps the method leads, and under which key: aiohttp builds the next request without our headers.
-_redirected: ContextVar[tuple[str, URL, str] | None] = ContextVar("oncemore_redirected", default=None)
+# Where a redirect that keeps the method leads, with which body, and under which key: aiohttp builds the next request without
+# our headers, and with the same body; what the caller posts there meanwhile has one of its own.
+_redirected: ContextVar[tuple[str, URL, Any, str] | None] = ContextVar("oncemore_redirected", default=None)
 
 
 class AiohttpWire:
@@ -176,20 +177,21 @@ class RetryMiddleware(AsyncContinuing):
         if response.status in (307, 308) and exchange.key is not None:
             with suppress(ValueError):  # a redirect to nowhere is not followed
                 target = request.url.join(URL(response.headers.get("Location", "")))
-                _redirected.set((request.method, target.with_fragment(None), exchange.key))
+                _redirected.set((request.method, target.with_fragment(None), request.body, exchange.key))
         return response  # type: ignore[no-any-return]
 
     def _carry_key(self, request: ClientRequest) -> None:
         """One operation, one key, however often it is redirected."""
         before, _ = _redirected.get(), _redirected.set(None)
-        if before and before[:2] == (request.method, request.url):
-            request.headers.setdefault(self.engine.header, before[2])
+        if before and before[:2] == (request.method, request.url) and before[2] is request.body:
+            request.headers.setdefault(self.engine.header, before[3])
 
     async def resume(self, session: ClientSession, *, opened: bool = False) -> list[Resumed]:
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
         async def send(entry: Entry) -> ClientResponse:
-            response = await session.request(entry.method, entry.url, headers=entry.kept_headers, data=entry.body)
+            data = entry.body or None  # of an empty one, aiohttp would say that it is an octet-stream
+            response = await session.request(entry.method, entry.url, headers=entry.kept_headers, data=data)
             await response.read()
             return response
 

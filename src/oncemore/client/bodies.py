@@ -45,8 +45,13 @@ class SentBody:
         self.value = _plain(value)
         self._begun = False
         self._start = _position(self.value)
-        if self._start is None and not isinstance(self.value, bytes | str | None):
+        if self._start is None and not self.at_hand:
             self.value = self._watched(self.value)
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether it is all in memory; what is read while it is sent can be read by one only."""
+        return isinstance(self.value, bytes | str | None)
 
     def data(self) -> bytes | None:
         """The bytes, if they are at hand or in a small file."""
@@ -58,7 +63,7 @@ class SentBody:
 
     def resendable(self) -> bool:
         """Whether it can be sent from its beginning."""
-        return isinstance(self.value, bytes | str | None) or self._start is not None or not self._begun
+        return self.at_hand or self._start is not None or not self._begun
 
     def rewind(self) -> None:
         """Go back to where the first attempt began to read."""
@@ -67,6 +72,8 @@ class SentBody:
 
     def _read_small(self, start: int) -> None:
         content = self.value.read(MAX_BODY + 1)
+        while isinstance(content, bytes) and len(content) <= MAX_BODY and (more := self.value.read(MAX_BODY + 1)):
+            content += more  # some give less than they are asked for
         if isinstance(content, bytes) and len(content) <= MAX_BODY:
             self.value = content
         else:

@@ -30,7 +30,11 @@ class Wire(Protocol):
     method: str
     host: str
     errors: Errors
-    parallel: bool  # two copies may be sent at once
+
+    @property
+    def parallel(self) -> bool:
+        """Whether two copies may be sent at once."""
+        ...
 
     @property
     def ready(self) -> bool:

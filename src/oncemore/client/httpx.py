@@ -108,4 +108,6 @@ def told(reply: Reply, exchange: Exchange) -> httpx.Response:
 
 def _request(client: httpx.Client | httpx.AsyncClient | None, entry: Entry) -> httpx.Request:
     build = httpx.Request if client is None else client.build_request
-    return build(entry.method, entry.url, headers=entry.kept_headers, content=entry.body)
+    request = build(entry.method, entry.url, headers=entry.kept_headers, content=entry.body)
+    request.url = httpx.URL(entry.url)  # as it was: a client's own parameters would go before those of the request
+    return request

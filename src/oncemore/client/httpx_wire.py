@@ -47,7 +47,6 @@ class HttpxWire:
     """One request of httpx.Client or httpx.AsyncClient, sent by *transport*."""
 
     errors = ERRORS
-    parallel = True
 
     def __init__(self, request: httpx.Request, transport: Any) -> None:
         self.request = request
@@ -58,6 +57,10 @@ class HttpxWire:
         self.headers = request.headers
         self.extensions = request.extensions
         self.ready = isinstance(request.stream, httpx.ByteStream)
+
+    @property
+    def parallel(self) -> bool:
+        return not isinstance(self.request.stream, OnceBody)
 
     @property
     def url(self) -> str:

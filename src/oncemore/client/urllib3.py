@@ -82,9 +82,12 @@ def limits(timeout: Any, limit: float) -> tuple[Allowance, Allowance]:
 class BlockingWire:
     """What the wires of urllib3 and requests have in common: one attempt is one call, and the body is rewound before it."""
 
-    parallel = True
     ready = False
     _sent: SentBody
+
+    @property
+    def parallel(self) -> bool:
+        return self._sent.at_hand
 
     def body(self) -> Plan[bytes | None]:
         content: bytes | None = yield Call(self._sent.data)
@@ -178,7 +181,8 @@ class RetryPoolManager(Continuing, urllib3.PoolManager):
 
     def urlopen(self, method: str, url: str, redirect: bool = True, **options: Any) -> Any:  # type: ignore[override]
         # The key is put on here, above the redirects, so that all of them carry the same one.
-        headers = urllib3.HTTPHeaderDict(options.pop("headers", None) or self.headers)
+        given = options.pop("headers", None)
+        headers = urllib3.HTTPHeaderDict(self.headers if given is None else given)  # none left is not none given
         self.engine.name(method, headers)
         return super().urlopen(method, url, redirect, headers=headers, **options)
 

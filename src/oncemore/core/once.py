@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from ..errors import ConfigurationError, CorruptRecord
@@ -13,6 +14,7 @@ from .fingerprint import fingerprint_of
 from .guard import Guard
 from .judge import Answer
 from .key import check_name
+from .lending import Do
 from .model import Operation
 from .op import Op
 from .plan import Plan, arun, run
@@ -97,7 +99,12 @@ class Once(Generic[P, T]):
         self._check_kept(request)
         bound = self.signature.bind_partial()
         bound.arguments.update(request)
-        return self.guard.guarded(operation, self._performer(*bound.args, **bound.kwargs), self.policy)
+        plan = self.guard.guarded(operation, self._performer(*bound.args, **bound.kwargs), self.policy)
+        if self.awaited:
+            return (yield from plan)
+        # On a thread, where an event loop drives us: it blocks, and its steps would be given to it to be awaited.
+        answer: Answer = yield Do(partial(run, plan), None)
+        return answer
 
     def _check_kept(self, request: Mapping[str, Any]) -> None:
         """Refuse to call the function with anything but what it was called with: what is ignored must have a default."""

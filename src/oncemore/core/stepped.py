@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import Fenced, InProgress, Refusal, StoreError, UnknownOutcome
-from .defence import done_before, inner_operation, inner_policy, tag
+from .defence import done_before, inner_operation, inner_policy, tag, untagged
 from .driven import Driven
 from .heartbeat import Beat, Perform
 from .judge import Answer, keeps
@@ -74,9 +74,7 @@ class Stepped:
         """What the performer gives; None where it gave nothing, because all is to be undone, or another's."""
         try:
             self.op.deadline = yield from self._opened(wait)
-            answer = yield from self._called()
-            yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
-            return answer
+            return (yield from self._called())
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -100,15 +98,29 @@ class Stepped:
         if self.operation.unique is not None:
             found = yield from self._turn()
             if isinstance(found, Record):
-                return done_before(found, self.op, self.policy)
+                return (yield from self._done(found))
             self.turn = found
             beats = (*beats, self.guard.heart.beat(found, self.policy.lease))
         try:
             value = yield Perform(self.guard.heart, beats, self.perform, self.op)
         except self.policy.errors as error:
-            return Answer(error_outcome(error), "stored", attempt=self.op.attempt, value=error)
+            return (
+                yield from self._ended(Answer(error_outcome(error), "stored", attempt=self.op.attempt, value=error))
+            )
         outcome = value if isinstance(value, Outcome) else value_outcome(value)
-        return Answer(outcome, "stored", attempt=self.op.attempt, value=value)
+        return (yield from self._ended(Answer(outcome, "stored", attempt=self.op.attempt, value=value)))
+
+    def _ended(self, answer: Answer) -> Plan[Answer]:
+        yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
+        return answer
+
+    def _done(self, record: Record) -> Plan[Answer]:
+        """The answer where it was done: by another key, or by a former attempt that came no further than to say so there."""
+        owner, outcome = untagged(record.outcome)
+        own = record.fingerprint == inner_operation(self.operation, self.policy).fingerprint
+        if own and owner == self.operation.scope:
+            return Answer(outcome, "replayed", attempt=self.op.attempt)
+        return (yield from self._ended(done_before(record, self.op, self.policy)))
 
     def _turn(self) -> Plan[Lease | Record]:
         """A second lease, on what must happen once whatever the key, or the record of the one that has done it."""

@@ -134,6 +134,5 @@ class Cache:
     def _drop_all(self) -> None:
         with self._lock:
             self._again.clear()
-            self._slots = array(
-                "Q", bytes(8 * len(self._slots))
-            )  # of the same size: others look into it without the lock
+            # Of the same size, for others look into it without the lock.
+            self._slots = array("Q", bytes(8 * len(self._slots)))

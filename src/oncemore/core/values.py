@@ -80,7 +80,7 @@ def _tagged(tag: str, value: Any) -> dict[str, Any]:
 
 
 def _write_dict(value: dict[Any, Any], room: int) -> Any:
-    if MARK not in value and all(type(key) is str for key in value):
+    if MARK not in value and {*map(type, value)} <= {str}:
         return {key: to_plain(item, room) for key, item in value.items()}
     return _tagged("dict", [[to_plain(key, room), to_plain(item, room)] for key, item in value.items()])
 

@@ -198,11 +198,8 @@ class Exchange:
             else:
                 await self._whole(chunk)
         elif kind == "http.response.start":
-            self.start, self.chunks, self.size = (
-                message,
-                [],
-                0,
-            )  # what was held is of the response that this one replaces
+            # What was held is of the response that this one replaces.
+            self.start, self.chunks, self.size = message, [], 0
             if (
                 self.settled or self.passing
             ):  # cut off while it was settled, or sent: what is said instead is no outcome

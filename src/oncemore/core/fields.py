@@ -125,7 +125,7 @@ def time_zone(name: str) -> ZoneInfo:
 def instant(context: Context) -> datetime:
     now = context["now"]
     if isinstance(now, int | float):
-        return datetime.fromtimestamp(now, UTC)
+        return datetime.fromtimestamp(now // 1, UTC)  # it rounds: the last moment of a day would be of the next
     if now is None or now.tzinfo is None:
         raise ConfigurationError("a template with a time field needs now: epoch seconds or an aware datetime")
     return now  # type: ignore[no-any-return]

@@ -170,11 +170,13 @@ WITH {CLOCK.format(shift="$3")}
 SELECT {RECORD} FROM {{records}} r CROSS JOIN clock WHERE r.scope = $1 AND r.key = $2"""
 
 # Release what was claimed by claims whose answers never came: their callers were told of a failure, and nobody performs.
-# Where such a claim took over from a holder that vanished, that one's effect is in doubt, and so it must stay.
+# Where such a claim took over from a holder that vanished, that one's effect is in doubt, and so it must stay.  A first one
+# was no attempt: the next is the first.
 WITHDRAW = f"""
 UPDATE {{records}} r SET
     state = CASE WHEN r.lapsed THEN 'running' ELSE 'released' END,
     lease_until = CASE WHEN r.lapsed THEN want.now ELSE r.lease_until END,
+    attempts = CASE r.attempts WHEN 1 THEN 0 ELSE r.attempts END,
     expires_at = CASE WHEN NOT r.lapsed THEN
         want.now + CASE r.attempts WHEN 1 THEN interval '60 s' ELSE interval '1 day' END END
 FROM {many("holder text")}

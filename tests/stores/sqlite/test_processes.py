@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import sqlite3
@@ -61,17 +62,22 @@ def test_a_lock_that_does_not_end_is_a_timeout_and_delays_no_replay(path: Path, 
 
 def test_who_meets_another_at_the_file_gives_way(store: SqliteStore, other: SqliteStore) -> None:
     """CASES 54: otherwise one that writes all the time could keep the others out for ever."""
-    done = threading.Event()
+    done, ends = threading.Event(), time.monotonic() + 20
     hog = threading.Thread(target=lambda: [claimed(store, str(n)) for n in range(100_000) if not done.is_set()])
     hog.start()
+
+    def both_have_met() -> bool:
+        return store._writer._crowded_until > 0 and other._writer._crowded_until > 0
+
     try:
-        for n in range(50):
+        for n in itertools.count():  # on a busy machine it may be only one of the two, for a while
             claimed(other, f"other {n}")
+            if n >= 50 and (both_have_met() or time.monotonic() > ends):
+                break
     finally:
         done.set()
         hog.join()
-    assert store._writer._crowded_until > 0
-    assert other._writer._crowded_until > 0
+    assert both_have_met()
 
 
 @pytest.mark.parametrize(("before", "waits"), [([0.0, 0.3], False), ([0.3, 0.3], True)])

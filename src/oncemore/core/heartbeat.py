@@ -175,8 +175,9 @@ class LoopBeats:
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
         self.next = NEVER
-        if self.beats:
-            self._wake_at(min(beat.due for beat in self.beats))
+        dues = [beat.due for beat in self.beats.copy()]  # a thread may take some away meanwhile: it closes a stream
+        if dues:
+            self._wake_at(min(dues))
 
 
 class ThreadBeats:

@@ -331,6 +331,25 @@ def test_a_store_that_is_down_does_not_end_it(guard: Guard) -> None:
     assert len(looks) == 3
 
 
+async def test_one_that_is_cancelled_from_within_does_not_end_it() -> None:
+    """As where its performer awaits what somebody else has cancelled."""
+    guard = Guard("memory://", policy=POLICY)
+
+    async def pay(op: Op, _: Any) -> Any:
+        gone = asyncio.get_running_loop().create_future()
+        if op.key == "a" and op.attempt == 2:
+            gone.cancel()
+            await gone
+        return await arun(Shop().pay(op))
+
+    for key in ("a", "b"):
+        with pytest.raises(RuntimeError):
+            await guard.arun(asked(key), lambda op: arun(Shop("after charge").pay(op)))
+    completer = Completer(guard, {"orders.pay": pay}, pace=NO_PAUSE)
+    assert await completer.arun_once() == Tally(completed=1, failing=1)
+    assert await completer.arun_once() == Tally(completed=1)
+
+
 async def test_it_goes_round_until_it_is_cancelled() -> None:
     guard = Guard("memory://", policy=dataclasses.replace(POLICY))
     shop = Shop("after charge")

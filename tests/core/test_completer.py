@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import signal
 import threading
 import time
 from typing import Any
@@ -329,6 +330,26 @@ def test_a_store_that_is_down_does_not_end_it(guard: Guard) -> None:
     completer.guard.store.list = down  # type: ignore[method-assign]
     completer.run(stop)
     assert len(looks) == 3
+
+
+def test_an_interrupted_round_ends_with_what_it_has_begun() -> None:
+    guard = Guard("memory://", policy=POLICY)
+    begun: list[str] = []
+
+    def pay(op: Op, _: Any) -> Any:
+        begun.append(op.key)
+        time.sleep(0.1)
+        if len(begun) == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.1)
+        return run(Shop().pay(op))
+
+    for key in ("a", "b", "c"):
+        leave(guard, Caller(None), Shop("after charge"), asked(key))
+    with pytest.raises(KeyboardInterrupt):
+        Completer(guard, {"orders.pay": pay}, pace=NO_PAUSE, at_once=1).run_once()
+    assert len(begun) == 1
+    assert guard.find(*asked(begun[0]).id).state == "settled"  # type: ignore[union-attr]
 
 
 async def test_one_that_is_cancelled_from_within_does_not_end_it() -> None:

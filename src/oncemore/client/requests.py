@@ -143,7 +143,7 @@ class RetryAdapter(Continuing, HTTPAdapter):
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
         def send(entry: Entry) -> requests.Response:
-            params = dict.fromkeys(session.params)  # None, so that they are not added again: the URL has them
+            params = dict.fromkeys(session.params or ())  # None, so that they are not added again: the URL has them
             return session.request(entry.method, entry.url, params, data=entry.body, headers=entry.kept_headers)
 
         return self._resume(send, opened)

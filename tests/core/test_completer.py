@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import signal
 import threading
 import time
 from typing import Any
@@ -330,59 +328,6 @@ def test_a_store_that_is_down_does_not_end_it(guard: Guard) -> None:
     completer.guard.store.list = down  # type: ignore[method-assign]
     completer.run(stop)
     assert len(looks) == 3
-
-
-def test_an_interrupted_round_ends_with_what_it_has_begun() -> None:
-    guard = Guard("memory://", policy=POLICY)
-    begun: list[str] = []
-
-    def pay(op: Op, _: Any) -> Any:
-        begun.append(op.key)
-        time.sleep(0.1)
-        if len(begun) == 1:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        time.sleep(0.1)
-        return run(Shop().pay(op))
-
-    for key in ("a", "b", "c"):
-        leave(guard, Caller(None), Shop("after charge"), asked(key))
-    with pytest.raises(KeyboardInterrupt):
-        Completer(guard, {"orders.pay": pay}, pace=NO_PAUSE, at_once=1).run_once()
-    assert len(begun) == 1
-    assert guard.find(*asked(begun[0]).id).state == "settled"  # type: ignore[union-attr]
-
-
-async def test_one_that_is_cancelled_from_within_does_not_end_it() -> None:
-    """As where its performer awaits what somebody else has cancelled."""
-    guard = Guard("memory://", policy=POLICY)
-
-    async def pay(op: Op, _: Any) -> Any:
-        gone = asyncio.get_running_loop().create_future()
-        if op.key == "a" and op.attempt == 2:
-            gone.cancel()
-            await gone
-        return await arun(Shop().pay(op))
-
-    for key in ("a", "b"):
-        with pytest.raises(RuntimeError):
-            await guard.arun(asked(key), lambda op: arun(Shop("after charge").pay(op)))
-    completer = Completer(guard, {"orders.pay": pay}, pace=NO_PAUSE)
-    assert await completer.arun_once() == Tally(completed=1, failing=1)
-    assert await completer.arun_once() == Tally(completed=1)
-
-
-async def test_it_goes_round_until_it_is_cancelled() -> None:
-    guard = Guard("memory://", policy=dataclasses.replace(POLICY))
-    shop = Shop("after charge")
-    with pytest.raises(RuntimeError):
-        await guard.arun(asked(), lambda op: arun(shop.pay(op)))
-    completer = Completer(guard, {"orders.pay": lambda op, _: arun(shop.pay(op))}, pace=NO_PAUSE, every=0.01)
-    task = asyncio.create_task(completer.arun())
-    while guard.find(*asked().id).state != "settled":  # type: ignore[union-attr]
-        await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 def test_a_completer_without_a_policy_has_the_guards() -> None:

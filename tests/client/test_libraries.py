@@ -145,7 +145,30 @@ def test_whatever_is_like_bytes_is_sent_and_sent_again(library: Any, body: Any, 
     assert [visit.body for visit in server.visits] == [b"abc"] * 2
 
 
-@pytest.mark.parametrize("size", [10, 2 * 1024 * 1024])
+@pytest.mark.parametrize("size", [10, LONG])
+@pytest.mark.parametrize("begin", [0, 3])
+@pytest.mark.parametrize("ring", [None, "memory://"])
+@pytest.mark.parametrize("library", [Requests, Urllib3])
+def test_a_file_is_sent_whole_to_where_it_is_redirected(library: Any, size: int, begin: int, ring: str | None) -> None:
+    """CASES 34.  urllib3 itself sends nothing there, for the file was read to its end."""
+    file = io.BytesIO(b"0123456789" * (size // 10))
+    file.seek(begin)
+    with Server(answer(307, location="/there"), reset) as server:
+        assert library(RETRY, ring).request("POST", server.url, file).status == 201
+    assert len({visit.key for visit in server.visits}) == 1
+    assert [visit.body for visit in server.visits] == [file.getvalue()[begin:]] * 3
+
+
+@pytest.mark.parametrize("library", [Requests, Urllib3])
+def test_a_body_that_is_used_up_is_not_redirected(library: Any) -> None:
+    """CASES 34.  Nothing of it is left, and under the same key nothing would be performed in its place."""
+    with Server(answer(307, location="/there")) as server:
+        with pytest.raises((requests.RequestException, urllib3.exceptions.HTTPError), match="cannot be sent"):
+            library(RETRY).request("POST", server.url, (part for part in (b"ab", b"c")))
+    assert [(visit.path, visit.body) for visit in server.visits] == [("/", b"abc")]
+
+
+@pytest.mark.parametrize("size", [10, LONG])
 @pytest.mark.parametrize("library", [Requests, Urllib3])
 def test_a_file_that_gives_less_than_it_is_asked_for_is_sent_whole(library: Any, size: int) -> None:
     """CASES 38.  As raw files may, and those that are read over a network do."""

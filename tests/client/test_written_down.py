@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from oncemore.client.entry import CREDENTIALS
 from oncemore.client.errors import CredentialsMissing, KeyReused, OutcomeUnknown, RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.keyring_sqlite import SqliteKeyring
@@ -18,6 +19,7 @@ from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
 from oncemore.errors import ConfigurationError
 from oncemore.stores.sqlite import SqliteStore
+from oncemore.web.principal import CREDENTIALS as KNOWN_BY
 
 from .clients import Httpx, Requests
 from .server import Server, answer, effect, hang, performed, reset, then
@@ -276,6 +278,11 @@ def test_what_had_credentials_is_not_resumed_without(library: Any, tmp_path: Pat
     assert list(server.effects.values()) == [1]
     store.close()
     assert all(b"hidden" not in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_all_that_a_door_knows_callers_by_are_credentials() -> None:
+    """CASES 34."""
+    assert {name.lower() for name in CREDENTIALS} == KNOWN_BY
 
 
 def test_credentials_that_are_to_be_remembered_are(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 import time
 from typing import Any
@@ -329,20 +328,6 @@ def test_a_store_that_is_down_does_not_end_it(guard: Guard) -> None:
     completer.guard.store.list = down  # type: ignore[method-assign]
     completer.run(stop)
     assert len(looks) == 3
-
-
-async def test_it_goes_round_until_it_is_cancelled() -> None:
-    guard = Guard("memory://", policy=dataclasses.replace(POLICY))
-    shop = Shop("after charge")
-    with pytest.raises(RuntimeError):
-        await guard.arun(asked(), lambda op: arun(shop.pay(op)))
-    completer = Completer(guard, {"orders.pay": lambda op, _: arun(shop.pay(op))}, pace=NO_PAUSE, every=0.01)
-    task = asyncio.create_task(completer.arun())
-    while guard.find(*asked().id).state != "settled":  # type: ignore[union-attr]
-        await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 def test_a_completer_without_a_policy_has_the_guards() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any, Literal
 
 from .hints import Headers
@@ -43,8 +44,8 @@ class SentBody:
 
     def __init__(self, value: Any) -> None:
         self.value = _plain(value)
-        self._begun = False
-        self._start = _position(self.value)
+        self._begun = isinstance(value, GeneratorType) and value.gi_frame is None  # it was sent, to be redirected
+        self._start = position(self.value)
         if self._start is None and not self.at_hand:
             self.value = self._watched(self.value)
 
@@ -92,7 +93,7 @@ def _plain(value: Any) -> Any:
         return value
 
 
-def _position(value: Any) -> int | None:
+def position(value: Any) -> int | None:
     """Where a file stands; None for what is no file, or cannot go back."""
     try:
         return int(value.tell()) if value.seekable() else None

@@ -20,7 +20,7 @@ State = Literal["sending", "open", "settled"]
 
 # They let their bearer in, so they are not written down.  Servers tell callers apart by them: without, the same key would be
 # a stranger's, and the operation happen again.
-CREDENTIALS = ("Authorization", "X-API-Key", "API-Key")
+CREDENTIALS = ("Authorization", "Proxy-Authorization", "X-API-Key", "API-Key")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

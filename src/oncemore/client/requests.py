@@ -43,6 +43,7 @@ FATAL = (
     requests.exceptions.InvalidSchema,
     requests.exceptions.MissingSchema,
     requests.exceptions.InvalidHeader,
+    requests.exceptions.UnrewindableBodyError,
 )
 
 
@@ -50,6 +51,7 @@ class RequestsWire(BlockingWire):
     """One prepared request of a session."""
 
     errors = ERRORS
+    unrewindable = requests.exceptions.UnrewindableBodyError
 
     def __init__(self, adapter: RetryAdapter, request: requests.PreparedRequest, options: dict[str, Any]) -> None:
         self.adapter = adapter
@@ -66,10 +68,13 @@ class RequestsWire(BlockingWire):
         self._sent = SentBody(request.body)
 
     def _attempt(self, limit: float) -> Reply:
-        self._sent.rewind()
-        self.request.body = self._sent.value
+        self._rewind()
+        request = self.request
+        if request.body is not self._sent.value:  # a copy, for requests itself rewinds what it has, at a redirect
+            request = request.copy()
+            request.body = self._sent.value
         connect, read = limits(self._options.get("timeout"), limit)
-        response = self.adapter.send_once(self.request, **{**self._options, "timeout": (connect, read)})
+        response = self.adapter.send_once(request, **{**self._options, "timeout": (connect, read)})
         if manner_by(response.status_code, response.headers) == "endless":
             read.lift()
         body = response.content if self._is_part(response) else b""
@@ -138,7 +143,7 @@ class RetryAdapter(Continuing, HTTPAdapter):
         """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
 
         def send(entry: Entry) -> requests.Response:
-            params = dict.fromkeys(session.params)  # None, so that they are not added again: the URL has them
+            params = dict.fromkeys(session.params or ())  # None, so that they are not added again: the URL has them
             return session.request(entry.method, entry.url, params, data=entry.body, headers=entry.kept_headers)
 
         return self._resume(send, opened)

@@ -14,12 +14,13 @@ from urllib3.exceptions import (
     NewConnectionError,
     ProxyError,
     SSLError,
+    UnrewindableBodyError,
 )
 from urllib3.exceptions import TimeoutError as Urllib3Timeout
 from urllib3.util import Timeout
 
 from ..core.plan import Call, Effect, Plan, run
-from .bodies import SentBody, manner_by
+from .bodies import SentBody, manner_by, position
 from .continuing import Continuing
 from .deadline import Allowance, is_distrust
 from .engine import Engine
@@ -54,6 +55,7 @@ FAULTS: list[tuple[type[BaseException], Fault]] = [
     (Urllib3Timeout, Fault("timeout")),
     (TimeoutError, Fault("timeout")),
     (LocationValueError, Fault("error", sent=False, fatal=True)),
+    (UnrewindableBodyError, Fault("error", sent=False, fatal=True)),
     (SSLError, Fault("connection")),
     (HTTPError, Fault("connection")),
     (OSError, Fault("connection")),
@@ -83,6 +85,7 @@ class BlockingWire:
     """What the wires of urllib3 and requests have in common: one attempt is one call, and the body is rewound before it."""
 
     ready = False
+    unrewindable: type[Exception] = UnrewindableBodyError
     _sent: SentBody
 
     @property
@@ -101,6 +104,14 @@ class BlockingWire:
 
     def drop(self, reply: Reply) -> Effect[None]:
         return Call(reply.response.close)
+
+    def _rewind(self) -> None:
+        """Back to the beginning of the body, also where it is to be sent to somewhere else."""
+        if not self._sent.resendable():
+            raise self.unrewindable(
+                "the body is a generator, which is over, and cannot be sent to where it is redirected"
+            )
+        self._sent.rewind()
 
     def _attempt(self, limit: float) -> Reply:
         raise NotImplementedError
@@ -121,7 +132,7 @@ class Urllib3Wire(BlockingWire):
         self._sent = SentBody(options.pop("body", None))
 
     def _attempt(self, limit: float) -> Reply:
-        self._sent.rewind()
+        self._rewind()
         connect, read = limits(self._options.get("timeout"), limit)
         options = {**self._options, "retries": False, "timeout": Timeout(connect=connect, read=read)}
         response = self._send(body=self._sent.value, headers=self.headers, **options)
@@ -141,7 +152,18 @@ class _Retrying:
         super().__init__(*arguments, **options)
         self._engine = engine
 
-    def urlopen(self, method: str, url: str, body: Any = None, headers: Any = None, **options: Any) -> Any:
+    def urlopen(
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        headers: Any = None,
+        *,
+        body_pos: int | None = None,
+        **options: Any,
+    ) -> Any:
+        if body_pos is not None:
+            body.seek(body_pos)
         fields = urllib3.HTTPHeaderDict(self.headers if headers is None else headers)  # type: ignore[attr-defined]
         send = partial(super().urlopen, method, url)  # type: ignore[misc]
         wire = Urllib3Wire(self, method, url, fields, send, {"body": body, **options})
@@ -184,6 +206,8 @@ class RetryPoolManager(Continuing, urllib3.PoolManager):
         given = options.pop("headers", None)
         headers = urllib3.HTTPHeaderDict(self.headers if given is None else given)  # none left is not none given
         self.engine.name(method, headers)
+        if options.get("body_pos") is None:  # and from there is sent whatever else the redirects lead to
+            options["body_pos"] = position(options.get("body"))
         return super().urlopen(method, url, redirect, headers=headers, **options)
 
     def resume(self, *, opened: bool = False, headers: dict[str, str] | None = None) -> list[Resumed]:

@@ -224,7 +224,11 @@ class SideBySide:
             return []
         with ThreadPoolExecutor(min(self.most, len(self.plans)), thread_name_prefix="oncemore-completer") as threads:
             asked = [threads.submit(contextvars.copy_context().run, run, plan) for plan in self.plans]
-            return [each.result() for each in asked]
+            try:
+                return [each.result() for each in asked]
+            except BaseException:  # interrupted: what has begun is waited for, and nothing else begins
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
 
     async def arun(self) -> list[End]:
         free = asyncio.Semaphore(self.most)
@@ -235,4 +239,5 @@ class SideBySide:
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(plan)) for plan in self.plans]
-        return [task.result() for task in tasks]
+        # Were it we who are cancelled, we would not have come here.
+        return ["failing" if task.cancelled() else task.result() for task in tasks]

@@ -590,3 +590,24 @@ async def test_prepared_statements_that_the_borrower_has_forgotten_are_prepared_
         with pytest.raises(PayloadMismatch):
             await shop.run(asked("failed", fingerprint="other"), refund(shop))
         assert shop.refunds() == ["k0", "k1", "k2"]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("kind", ["psycopg", "psycopg-async"])
+async def test_statements_that_fail_do_not_pile_up_on_the_server(kind: str, shops_url: str) -> None:
+    """Each is prepared once, however often the database refuses what is done with it."""
+    async for shop in opened(ON_POSTGRES[kind], f"{emptied(shops_url)}?application_name=shop&schema=public&pool=1"):
+        shop.execute("ALTER TABLE refunds ADD CONSTRAINT one UNIQUE (made_in) DEFERRABLE INITIALLY DEFERRED")
+        await shop.run(asked("first"), refund(shop))
+        for n in range(5):
+            with pytest.raises(Exception, match="duplicate key"):
+                await shop.run(asked(f"failing-{n}"), refund(shop))
+        counted = await shop.run(asked("last"), counting(shop))
+        assert counted.value <= 5
+
+
+def counting(shop: Shop) -> Performer:
+    def perform(op: Op) -> Performing:
+        return (yield shop.ask(op, "SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'oncemore%'"))
+
+    return perform

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import astuple
@@ -39,22 +41,27 @@ class Flights:
         self.sql = database.sql
         self.bell = bell
         self.ear = ear
-        self._lost: list[Item] = []  # claims that may have been granted, though their callers were told of a failure
+        # Claims that may have been granted, though their callers were told of a failure; those of all threads and loops.
+        self._lost: deque[Item] = deque(maxlen=MOST_LOST)
 
     # What the lanes call
 
     def claims(self, items: list[Item]) -> Plan[list[Any]]:
         """For each item its Lease, or the Record that stopped it."""
         ends, answers, left = self._ends(items), Answers(), items
-        while left:
-            group = firsts(left)
-            found = yield from self._fly(self._claim, group, ends)
-            answers.update(found)
-            if len(group) < len(left):
-                share(found, left, answers)
-            left = self._left(left, answers, ends)
-        if self._lost:
-            yield from self._withdraw(ends)
+        try:
+            while left:
+                group = firsts(left)
+                found = yield from self._fly(self._claim, group, ends)
+                answers.update(found)
+                if len(group) < len(left):
+                    share(found, left, answers)
+                left = self._left(left, answers, ends)
+            if self._lost:
+                yield from self._withdraw(ends)
+        except BaseException:  # an interrupt, or a loop that is shut down: nobody gets an answer, whoever has won
+            self._lost.extend(items)
+            raise
         return [answers[item] for item in items]
 
     def writes(self, items: list[Item]) -> Plan[list[Any]]:
@@ -135,10 +142,8 @@ class Flights:
                 rows = yield from self._ask_one(self.database.lanes, claim, group[0], ends)
             else:
                 rows = yield from self._ask(self.database.lanes, self.sql.claim, in_order(group), ends)
-        except Rejected:  # and so did not happen
-            raise
-        except BaseException:  # also an interrupt, or a loop that is shut down
-            self._lost += group
+        except OncemoreError:  # what was rejected did not happen, but this may have
+            self._lost.extend(group)
             raise
         mine = {item.row.holder: item for item in group}
         answers: Answers = {
@@ -148,7 +153,7 @@ class Flights:
         if len(answers) < len(group):
             beaten = [item for item in group if item not in answers]
             found = yield from self._fly(self._beaten, beaten, ends)  # whatever becomes of these, the others have won
-            self._lost += [item for item, answer in found.items() if isinstance(answer, StoreError)]
+            self._lost.extend(item for item, answer in found.items() if isinstance(answer, StoreError))
             answers.update(found)
         return answers
 
@@ -171,9 +176,13 @@ class Flights:
 
     def _withdraw(self, ends: float) -> Plan[None]:
         """Take back the claims whose fate was unknown, now or when the server answers again."""
-        lost, self._lost = self._lost[-MOST_LOST:], []
-        found = yield from self._fly(self._taken_back, lost, ends)
-        self._lost += [item for item in lost if isinstance(found.get(item), StoreError)]
+        lost = list(taken(self._lost))
+        try:
+            found = yield from self._fly(self._taken_back, lost, ends)
+        except BaseException:
+            self._lost.extend(lost)
+            raise
+        self._lost.extend(item for item in lost if isinstance(found.get(item), StoreError))
 
     def _taken_back(self, group: list[Item], ends: float) -> Plan[Answers]:
         group = in_order(group)
@@ -234,6 +243,13 @@ class Flights:
                 yield from self.database.rows(self.database.lanes, self.sql.notify, [self.ear.channel, message], ends)
             except (OncemoreError, Rejected) as error:
                 log.info("No word of a change could be sent: %s", error)
+
+
+def taken(items: deque[Item]) -> Iterator[Item]:
+    """All that are there, each taken by one alone, however many come for them at once."""
+    with suppress(IndexError):
+        while True:
+            yield items.popleft()
 
 
 def in_order(items: list[Item]) -> list[Item]:

@@ -29,6 +29,8 @@ TUPLES_OK, FATAL_ERROR, PIPELINE_SYNC = map(
     int, (ExecStatus.TUPLES_OK, ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_SYNC)
 )
 WAIT_R = Wait.R
+# The server does not know a prepared statement any more, or a table's columns are of other types than when it was prepared.
+OUTDATED = {"26000", "0A000"}
 
 
 class Kit:
@@ -57,40 +59,48 @@ def kit_of(connection: Any) -> Kit:
 def trip(connection: Any, asks: Sequence[Ask], *, wanted: bool = True) -> Trip:
     """The rows of each statement, if they are *wanted*; the first that fails is raised, and those behind it are not executed."""
     pgconn, kit = connection.pgconn, kit_of(connection)
-    names = kit.names if connection.prepare_threshold is not None else None  # None: its owner says that nothing is, as
-    try:  # behind a pooler
+    # None: the connection's owner says that nothing is prepared, as behind a pooler.
+    names = kit.names if connection.prepare_threshold is not None else None
+    preparing: dict[int, tuple[bytes, bytes]] = {}  # what is prepared on this trip, by the place of the answer to it
+    sent = 0
+    try:
         pgconn.enter_pipeline_mode()
         for statement, values in asks:
             texts, formats = dump_all(values)
             if names is None or not statement.name:
                 pgconn.send_query_params(statement.text.encode(), texts, None, formats, 1)
-                continue
-            name = names.get(statement.name)
-            if name is None:
-                name = kit.fresh_name(statement)
-                names = {**names, statement.name: name}
-                pgconn.send_prepare(name, statement.text.encode())
-            pgconn.send_query_prepared(name, texts, formats, 1)
+            else:
+                name = names.get(statement.name)
+                if name is None:
+                    name = kit.fresh_name(statement)
+                    names = {**names, statement.name: name}
+                    pgconn.send_prepare(name, statement.text.encode())
+                    preparing[sent] = (statement.name, name)
+                    sent += 1
+                pgconn.send_query_prepared(name, texts, formats, 1)
+            sent += 1
         pgconn.pipeline_sync()
         results = yield from answered(pgconn)
         pgconn.exit_pipeline_mode()
     except psycopg.OperationalError as error:
         raise Lost(str(error).strip()) from error
     rows: list[Rows] = []
-    for result in results:
+    for place, result in enumerate(results):
         status = result.status
         if status == FATAL_ERROR:
-            kit.names = {}  # it may be one of these that the server does not know (any more)
-            raise as_drivers(failure(pgconn, result))
-        if not wanted:
+            refused = as_drivers(failure(pgconn, result))
+            if getattr(refused, "sqlstate", "") in OUTDATED:
+                kit.names = {}
+            raise refused
+        if place in preparing:
+            kit.names.update([preparing[place]])
+        elif not wanted:
             continue
-        if status == TUPLES_OK:
+        elif status == TUPLES_OK:
             kit.rows.set_pgresult(result)
             rows.append(kit.rows.load_rows(0, result.ntuples, tuple))
-        elif result.command_status:  # else it is the answer to a prepare
+        else:
             rows.append(())
-    if names is not None:
-        kit.names = names
     return rows
 
 

@@ -18,7 +18,7 @@ from ..core.bell import Id
 from ..core.lending import Again, ended, give_back, over
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.plan import Effect, Plan
-from ..errors import StoreTimeout
+from ..errors import OncemoreError, StoreTimeout
 from .sqlite_connection import BAD_VALUES, UNWRITTEN, as_store_error, code, disown, is_busy
 from .sqlite_flight import Flight, refusal, state_of
 from .sqlite_items import Claim, Settle
@@ -75,6 +75,8 @@ class SqliteTransaction:
     def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
         try:
             yield from self._wire.open(operation.id, wait)
+        except OncemoreError:
+            raise
         except Exception as error:
             cause = driver_error(error)
             if cause is None:

@@ -26,6 +26,7 @@ from oncemore.errors import (
     StoreTimeout,
 )
 from oncemore.stores.postgres import PostgresStore
+from oncemore.stores.postgres_line import Send
 from oncemore.stores.postgres_rows import plain, safe
 from oncemore.testing.store_contract import DONE, LEASE, RETENTION, StoreContract
 from oncemore.testing.store_machine import store_machine
@@ -260,3 +261,19 @@ def test_tokens_come_from_a_sequence_that_outlives_the_records(
     first = run(store.claim(Operation("s", "k"), lease=LEASE))
     server.execute(f"TRUNCATE {names['records']}")
     assert run(store.claim(Operation("s", "k"), lease=LEASE)).token > first.token
+
+
+def test_a_flight_that_is_interrupted_leaves_no_lease_that_nobody_has(store: PostgresStore) -> None:
+    """One of two was won, and while the other was looked up, a signal came: both callers were told of a failure."""
+    run(store.claim(Operation("s", "taken"), lease=LEASE))
+    asks = [next(store.claim(Operation("s", key), lease=LEASE)) for key in ("free", "taken")]
+    flight = store._claims.fly([ask.item for ask in asks])  # type: ignore[attr-defined]
+    effect = next(flight)
+    while not (isinstance(effect, Send) and effect.statement is store.database.sql.find):
+        effect = flight.send(effect.run())
+    with pytest.raises(KeyboardInterrupt):
+        flight.throw(KeyboardInterrupt())
+    assert run(store.find("s", "free")).state == "running"
+    run(store.claim(Operation("s", "next"), lease=LEASE))
+    assert run(store.find("s", "free")).state == "released"
+    assert run(store.find("s", "taken")).state == "running"

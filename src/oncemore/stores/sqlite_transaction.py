@@ -140,7 +140,7 @@ class SqliteTransaction:
         except (
             sqlite3.OperationalError,
             sqlite3.ProgrammingError,
-        ) as error:  # it has ended, or the connection was closed
+        ) as error:  # the transaction, or the connection itself
             raise ended() from error
         flight = Flight(connection, self._sql, self._shift)
         try:

@@ -92,7 +92,7 @@ MEANING = {
     "suspect": (None, "the same request under another key within 30 s; or a table with `action` and `window`"),
     "late": (None, "a key whose age is known and that is older than `ttl`: runs as new, or 412"),
     "first_sent": ("header name", "where the caller tells when it first sent the request"),
-    "if_match": ("true, false", "true: 428 without `If-Match`, 412 on a stale ETag, one update of a resource at a time"),
+    "if_match": ("true, false", "true: 428 without `If-Match`, 412 on a stale ETag, 400 without a key, one update of a resource at a time"),
     "rate": ("`100/1m`", "how many new keys a principal may use in a time; 429 above"),
     "retry": (list(RETRIES), "which preset callers should use; shown in OpenAPI"),
     "status_header": ("header name", "tells `stored`, `replayed` or `unstored`; or a table with a text for each; empty: none"),

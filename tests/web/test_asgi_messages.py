@@ -263,6 +263,25 @@ async def test_the_etag_is_that_of_the_apps_own_answer_to_a_get(guard: Guard, st
     assert (await status("7"), seen[1:]) == (200, [("GET", "7"), ("PUT", "7")])
 
 
+@pytest.mark.parametrize("spec", ["2.3", "2.4"])
+async def test_a_resource_that_never_ends_is_not_read_for_its_etag(guard: Guard, spec: str) -> None:
+    """Nor is one that is merely large: the update would wait for all of it, and its key with it."""
+
+    async def endless() -> Any:
+        while True:
+            yield b"x" * 1000
+            await asyncio.sleep(0)
+
+    async def view(request: Request) -> Response:
+        etag = {"etag": '"7"'}
+        return StreamingResponse(endless(), headers=etag) if request.method == "GET" else Response(b"put", headers=etag)
+
+    app = Starlette(routes=[Route("/things", view, methods=["GET", "PUT"])])
+    door = IdempotencyMiddleware(app, guard=guard, contract=Contract(Rule("PUT /things", if_match=True)))
+    wire = Wire("/things", method="PUT", headers=[("if-match", '"7"')], asgi={"version": "3.0", "spec_version": spec})
+    assert (await asyncio.wait_for(wire.through(door), 5)).body == b"put"
+
+
 async def test_a_repeat_that_is_rejected_is_not_told_to_try_with_a_new_etag(guard: Guard) -> None:
     """It was performed: whoever reads the new ETag and sends it again does it twice."""
 

@@ -361,7 +361,10 @@ def test_a_rule_may_run_without_a_ledger_and_says_so(
 
 
 def test_conditional_updates_ask_the_view_itself(app: Flask, serve: Serve) -> None:
-    """428 without If-Match, 412 with a stale one or for what is not there; the look itself changes nothing."""
+    """428 without If-Match, 412 with a stale one or for what is not there; the look itself changes nothing.
+
+    By their keys they take turns: without one, a stale update would overwrite what nobody has looked at.
+    """
     things = {"1": 0}
 
     @app.route("/things/<name>", methods=["GET", "PUT"])
@@ -377,6 +380,9 @@ def test_conditional_updates_ask_the_view_itself(app: Flask, serve: Serve) -> No
     answers = [
         asked(url, f"/things/{name}", key, method="PUT", headers={"If-Match": tag} if tag else {})
         for name, key, tag in [
+            ("1", None, ""),
+            ("1", None, '"v9"'),
+            ("1", None, '"v0"'),
             ("1", "a", ""),
             ("1", "a", '"v9"'),
             ("1", "a", '"v9",'),
@@ -386,7 +392,8 @@ def test_conditional_updates_ask_the_view_itself(app: Flask, serve: Serve) -> No
             ("2", "c", "*"),
         ]
     ]
-    assert codes(*answers) == [428, 412, 412, 200, 412, 200, 412]
+    assert codes(*answers) == [428, 400, 400, 428, 412, 412, 200, 412, 200, 412]
+    assert "key_missing" in answers[1].text
     assert things == {"1": 2}
 
 

@@ -197,7 +197,7 @@ class TestKey:
         assert [each["name"] for each in azure] == ["Repeatability-Request-ID", "Repeatability-First-Sent"]
         conditional = refund(enriched(RULES["conditional"]))["parameters"]
         assert [(each["name"], each["required"]) for each in conditional] == [
-            ("Idempotency-Key", False),
+            ("Idempotency-Key", True),
             ("If-Match", True),
         ]
 

@@ -30,6 +30,7 @@ from ..errors import (
     CorruptRecord,
     InvalidKey,
     InvalidPayload,
+    MissingKey,
     OncemoreError,
     PayloadTooLarge,
     PreconditionRequired,
@@ -123,7 +124,7 @@ class Door:
                 raise Undeclared(f"No rule of the contract matches {method} {path}")
             if self.contract.undeclared == "warn":
                 log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
-        if not keyed or key.source == "none":
+        if key.source == "none" or not (keyed or match.rule.if_match):
             return None
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
@@ -151,6 +152,9 @@ class Door:
             context = self._context(match, request, principal, tenant)
             key = rule.key.read(named, **context)
             unique = rule.unique_by.render(**context) if rule.unique_by is not None and key is not None else None
+        if key is None and rule.if_match:
+            place = f"{rule.key.name} header" if rule.key.source == "header" else "key in the body"
+            raise MissingKey(f"Send a unique {place}: conditional updates take turns by their keys")
         if key is None:
             return None
         path = request.path.rstrip("/") or "/"  # as rules are matched: an app may redirect from one to the other

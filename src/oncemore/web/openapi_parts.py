@@ -73,7 +73,7 @@ def parameters(rule: Rule) -> Iterator[Json]:
     key = rule.key
     if key.source == "header":
         told = f"A unique name for this operation, and the same one when you retry it. {kept_for(rule)}"
-        yield header_parameter(key.name, told, key.required, key_schema(key))
+        yield header_parameter(key.name, told, key.required or rule.if_match, key_schema(key))
     if rule.first_sent:
         told = "When the operation was first sent, as an HTTP date; the same on every retry."
         yield header_parameter(rule.first_sent, told, False, {"type": "string"})
@@ -154,7 +154,7 @@ def always(rule: Rule) -> bool:
 
 
 REFUSALS: tuple[tuple[type[OncemoreError], Callable[[Rule], bool]], ...] = (
-    (MissingKey, lambda rule: rule.key.required and rule.key.template is None),
+    (MissingKey, lambda rule: (rule.key.required or rule.if_match) and rule.key.template is None),
     (InvalidKey, always),
     (InvalidPayload, always),
     (InvalidPrincipal, always),

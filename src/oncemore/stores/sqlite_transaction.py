@@ -137,10 +137,7 @@ class SqliteTransaction:
     def _write_and_commit(self, connection: sqlite3.Connection) -> None:
         try:
             connection.execute(MARKED)
-        except (
-            sqlite3.OperationalError,
-            sqlite3.ProgrammingError,
-        ) as error:  # the transaction, or the connection itself
+        except (sqlite3.OperationalError, sqlite3.ProgrammingError) as error:  # it is over, or the connection is
             raise ended() from error
         flight = Flight(connection, self._sql, self._shift)
         try:

@@ -7,7 +7,7 @@ import contextlib
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,25 @@ async def test_one_who_has_waited_for_the_file_in_vain_does_not_wait_again(kind:
         assert time.monotonic() - began < 0.6
 
 
-def test_event_loops_that_come_and_go_leave_no_threads_behind(tmp_path: Path) -> None:
+@pytest.fixture
+def workers_end() -> Callable[[], None]:
+    """Returns when no connection of aiosqlite's is left that the test has opened; another's may be there still."""
+    before = threading.enumerate()
+
+    def wait() -> None:
+        ends = time.monotonic() + 5
+        while left := [each for each in threading.enumerate() if is_worker(each) and each not in before]:
+            assert time.monotonic() < ends, left
+            time.sleep(0.01)
+
+    return wait
+
+
+def is_worker(thread: threading.Thread) -> bool:
+    return "_connection_worker" in thread.name
+
+
+def test_event_loops_that_come_and_go_leave_no_threads_behind(tmp_path: Path, workers_end: Callable[[], None]) -> None:
     guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}", policy=POLICY)
 
     async def perform(op: Op) -> None:
@@ -75,14 +93,6 @@ def test_event_loops_that_come_and_go_leave_no_threads_behind(tmp_path: Path) ->
         asyncio.run(several(turn))
     guard.close()
     workers_end()
-
-
-def workers_end() -> None:
-    """Return when no connection of aiosqlite's is left."""
-    ends = time.monotonic() + 5
-    while left := [each for each in threading.enumerate() if "_connection_worker" in each.name]:
-        assert time.monotonic() < ends, left
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("shop", OURS, indirect=True)
@@ -128,8 +138,10 @@ def made(kind: str, path: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["url", "engine", "async engine"])
 @pytest.mark.parametrize("broken", ["missing", "no database"])
-async def test_a_file_that_cannot_be_used_is_the_stores_trouble(kind: str, broken: str, tmp_path: Path) -> None:
-    """CASES: the store is down; a door says 503."""
+async def test_a_file_that_cannot_be_used_is_the_stores_trouble(
+    kind: str, broken: str, tmp_path: Path, workers_end: Callable[[], None]
+) -> None:
+    """CASES 27."""
     path = tmp_path / "nowhere" / "shop.db" if broken == "missing" else tmp_path / "shop.db"
     if broken != "missing":
         path.write_bytes(b"not a database" * 1000)

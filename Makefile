@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo-ready
 PIP := $(VENV)/.pip-ready
-WORKERS ?= 2
+# Three on two cores: many tests wait for a server, or for a lease to lapse.
+WORKERS ?= 3
 PYTEST := -m pytest -q -n $(WORKERS)
 MATRIX := $(CURDIR)/.matrix
 

@@ -284,6 +284,7 @@ def test_a_setting_that_cannot_be_meant_is_refused(settings, hint):
         ({"effect": "transaction", "streams": "release"}, "streams: 'release' forgets"),
         ({"effect": "steps", "streams": "release"}, "streams: 'release' leaves it unfinished"),
         ({"effect": "steps", "if_match": True}, "what its own steps have changed"),
+        ({"key": "none", "if_match": True}, "it would not be asked; give the rule a key"),
         ({"unique_by": "{body.orderId}", "if_match": True}, "unique_by would not be asked"),
         ({"on_unique": "reject"}, "needs unique_by"),
         ({"suspect": "log", "fingerprint": "none"}, "suspect: it compares fingerprints"),

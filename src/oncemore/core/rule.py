@@ -206,6 +206,8 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
             "if_match: with effect = 'steps', a request that is gone on with would meet what its own steps have changed; "
             "compare the versions in a step"
         )
+    if values["key"].source == "none" and values["if_match"]:
+        yield "if_match: with key = 'none' nothing is guarded, and it would not be asked; give the rule a key"
     if values["unique_by"] is not None and values["if_match"]:
         yield "if_match: updates of one resource take turns, and unique_by would not be asked; drop one of them"
     if "on_unique" in given and values["unique_by"] is None:

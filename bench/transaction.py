@@ -2,16 +2,20 @@
 
     python -m bench.transaction
 
-The handler writes a refund and two ledger entries in one transaction.  Sixteen callers have sixteen connections, bare and
-guarded in turns on the same server, each of them first in every other round, after one round that does not count: all
-connections are open then, and the statements prepared.  Of the ratios, the median.  SQLite has one writer, and those
-who share a process can do better than to meet at the file, as the guard does: so there is a second row for it, with one
-connection behind a lock.  Through `Guard` itself, without HTTP around it, which would only make the difference smaller.
+The handler writes a refund and two ledger entries in one transaction.  Sixteen callers have sixteen connections: bare;
+with a key written by hand, which is the least that keeps a second request out (an INSERT before, an UPDATE with the
+answer after, no fingerprint, no replay); and guarded.  They take turns on the same server, each of them first in every
+other round, after one round that does not count: all connections are open then, and the statements prepared.  Of the
+ratios to bare, the median.  SQLite has one writer, and those who share a process can do better than to meet at the file,
+as the guard does: so there is a second row for it, with one connection that all share.  Through `Guard` itself, without
+HTTP around it, which would only make the difference smaller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import queue
 import sqlite3
 import statistics
 import tempfile
@@ -20,6 +24,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import aiosqlite
@@ -33,18 +38,21 @@ ROUNDS, SECONDS, CALLERS = 11, 0.8, 16
 TABLES = (
     "CREATE TABLE refunds (id text PRIMARY KEY, payment text NOT NULL, amount integer NOT NULL)",
     "CREATE TABLE entries (refund text NOT NULL, account text NOT NULL, amount integer NOT NULL)",
+    "CREATE TABLE keys (scope text, key text, answer text, expires double precision, PRIMARY KEY (scope, key))",
+    "CREATE INDEX keys_expires ON keys (expires)",
 )
-STATEMENTS = (
+STATEMENTS: tuple[tuple[str, Callable[[str], tuple[Any, ...]]], ...] = (
     ("INSERT INTO refunds VALUES ({0}, {0}, {0})", lambda id: (id, "pay_123", 1999)),
     ("INSERT INTO entries VALUES ({0}, {0}, {0})", lambda id: (id, "customer", 1999)),
     ("INSERT INTO entries VALUES ({0}, {0}, {0})", lambda id: (id, "merchant", -1999)),
 )
-ON_POSTGRES = [(text.format("%s"), values) for text, values in STATEMENTS]
-ON_SQLITE = [(text.format("?"), values) for text, values in STATEMENTS]
+BEFORE = "INSERT INTO keys (scope, key) VALUES ({0}, {0}) ON CONFLICT DO NOTHING"
+AFTER = "UPDATE keys SET answer = {0}, expires = {0} WHERE scope = {0} AND key = {0}"
 POLICY = Policy(effect="transaction")
 PATIENCE = 30.0  # of SQLite's own waiting
 
 Turn = Callable[[], Any]
+Awaited = Callable[[], Awaitable[Any]]
 
 
 def asked() -> Operation:
@@ -53,6 +61,41 @@ def asked() -> Operation:
 
 def answer(id: str) -> dict[str, Any]:
     return {"id": id, "payment": "pay_123", "amount": 1999, "currency": "EUR", "status": "succeeded"}
+
+
+class Handler:
+    """The handler on any driver whose parameters are *mark*s, plain and awaited; and its key by hand."""
+
+    def __init__(self, mark: str) -> None:
+        self.statements = [(text.format(mark), values) for text, values in STATEMENTS]
+        self.before, self.after = BEFORE.format(mark), AFTER.format(mark)
+
+    def write(self, connection: Any, id: str) -> dict[str, Any]:
+        for text, values in self.statements:
+            connection.execute(text, values(id))
+        return answer(id)
+
+    async def awrite(self, connection: Any, id: str) -> dict[str, Any]:
+        for text, values in self.statements:
+            await connection.execute(text, values(id))
+        return answer(id)
+
+    def by_hand(self, connection: Any, id: str) -> None:
+        if connection.execute(self.before, ("user:1", id)).rowcount != 1:
+            raise RuntimeError("here the answer would be looked up")
+        connection.execute(self.after, (*kept(self.write(connection, id)), "user:1", id))
+
+    async def aby_hand(self, connection: Any, id: str) -> None:
+        if (await connection.execute(self.before, ("user:1", id))).rowcount != 1:
+            raise RuntimeError("here the answer would be looked up")
+        await connection.execute(self.after, (*kept(await self.awrite(connection, id)), "user:1", id))
+
+
+def kept(written: dict[str, Any]) -> tuple[str, float]:
+    return json.dumps(written), time.time() + 86400
+
+
+ON_POSTGRES, ON_SQLITE = Handler("%s"), Handler("?")
 
 
 # Rates: how often per second sixteen callers get through
@@ -75,7 +118,7 @@ def rate_of_threads(turn: Turn) -> float:
     return sum(counts) / (time.perf_counter() - began)
 
 
-async def rate_of_tasks(turn: Callable[[], Awaitable[Any]]) -> float:
+async def rate_of_tasks(turn: Awaited) -> float:
     ends, count = time.perf_counter() + SECONDS, 0
 
     async def call() -> None:
@@ -89,81 +132,94 @@ async def rate_of_tasks(turn: Callable[[], Awaitable[Any]]) -> float:
     return count / (time.perf_counter() - began)
 
 
-def told(name: str, bare: list[float], ours: list[float]) -> None:
-    ratio = statistics.median(mine / theirs for mine, theirs in zip(ours, bare, strict=True))
-    print(f"{name:<28}{statistics.median(bare):>10,.0f}{statistics.median(ours):>10,.0f}{ratio:>8.2f} x", flush=True)
+def rates_in_turns(name: str, bare: Turn, by_hand: Turn, guarded: Turn) -> None:
+    turns = (bare, by_hand, guarded)
+    told(name, [[rate_of_threads(turn) for turn in turns[::way]][::way] for way in ways()])
+
+
+async def in_turns(name: str, bare: Awaited, by_hand: Awaited, guarded: Awaited) -> None:
+    turns = (bare, by_hand, guarded)
+    told(name, [[await rate_of_tasks(turn) for turn in turns[::way]][::way] for way in ways()])
+
+
+def ways() -> list[int]:
+    """In which order each round goes: forth or back."""
+    return [1 if number % 2 else -1 for number in range(ROUNDS + 1)]
+
+
+def told(name: str, rounds: list[list[float]]) -> None:
+    rows = rounds[1:]
+    rates = (statistics.median(kind) for kind in zip(*rows, strict=True))
+    by_hand, ours = (statistics.median(row[kind] / row[0] for row in rows) for kind in (1, 2))
+    print(
+        f"{name:<28}" + "".join(f"{rate:>10,.0f}" for rate in rates) + f"{by_hand:>10.2f} x{ours:>8.2f} x", flush=True
+    )
 
 
 # The handler, on each driver
 
 
 async def with_psycopg_async(url: str) -> None:
-    guard = Guard(url, policy=POLICY)
+    guard, handler = Guard(url, policy=POLICY), ON_POSTGRES
     async with AsyncConnectionPool(url, min_size=CALLERS, max_size=CALLERS) as pool:
-
-        async def write(connection: Any, id: str) -> dict[str, Any]:
-            for text, values in ON_POSTGRES:
-                await connection.execute(text, values(id))
-            return answer(id)
 
         async def bare() -> None:
             async with pool.connection() as connection:
-                await write(connection, str(uuid.uuid4()))
+                await handler.awrite(connection, str(uuid.uuid4()))
+
+        async def by_hand() -> None:
+            async with pool.connection() as connection:
+                await handler.aby_hand(connection, str(uuid.uuid4()))
 
         async def guarded() -> None:
-            await guard.arun(asked(), lambda op: write(op.connection, op.key))
+            await guard.arun(asked(), lambda op: handler.awrite(op.connection, op.key))
 
-        await in_turns("PostgreSQL, psycopg async", bare, guarded)
+        await in_turns("PostgreSQL, psycopg async", bare, by_hand, guarded)
     await guard.aclose()
 
 
 def with_psycopg(url: str) -> None:
-    guard = Guard(url, policy=POLICY)
+    guard, handler = Guard(url, policy=POLICY), ON_POSTGRES
     with ConnectionPool(url, min_size=CALLERS, max_size=CALLERS) as pool:
-
-        def write(connection: Any, id: str) -> dict[str, Any]:
-            for text, values in ON_POSTGRES:
-                connection.execute(text, values(id))
-            return answer(id)
 
         def bare() -> None:
             with pool.connection() as connection:
-                write(connection, str(uuid.uuid4()))
+                handler.write(connection, str(uuid.uuid4()))
 
-        rates_in_turns("PostgreSQL, psycopg", bare, lambda: guard.run(asked(), lambda op: write(op.connection, op.key)))
+        def by_hand() -> None:
+            with pool.connection() as connection:
+                handler.by_hand(connection, str(uuid.uuid4()))
+
+        def guarded() -> None:
+            guard.run(asked(), lambda op: handler.write(op.connection, op.key))
+
+        rates_in_turns("PostgreSQL, psycopg", bare, by_hand, guarded)
     guard.close()
 
 
 def with_sqlite(path: str) -> None:
-    """Bare: a connection for each thread, which wait for each other at the file; and one for all, behind a lock."""
-    guard = Guard(f"sqlite:///{path}", policy=POLICY)
-    own, shared, lock = threading.local(), opened(path), threading.Lock()
+    """A connection for each thread, which wait for each other at the file; and one for all, behind a lock."""
+    guard, handler = Guard(f"sqlite:///{path}", policy=POLICY), ON_SQLITE
+    own: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+    for _ in range(CALLERS):
+        own.put(opened(path))
+    shared: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+    shared.put(opened(path))
 
-    def write(connection: Any, id: str) -> dict[str, Any]:
-        for text, values in ON_SQLITE:
-            connection.execute(text, values(id))
-        return answer(id)
-
-    def written(connection: Any) -> None:
+    def within(pool: queue.SimpleQueue[sqlite3.Connection], work: Callable[[Any, str], Any]) -> None:
+        connection = pool.get()
         connection.execute("BEGIN IMMEDIATE")
-        write(connection, str(uuid.uuid4()))
+        work(connection, str(uuid.uuid4()))
         connection.execute("COMMIT")
-
-    def bare() -> None:
-        if not hasattr(own, "connection"):
-            own.connection = opened(path)
-        written(own.connection)
-
-    def behind_a_lock() -> None:
-        with lock:
-            written(shared)
+        pool.put(connection)
 
     def guarded() -> None:
-        guard.run(asked(), lambda op: write(op.connection, op.key))
+        guard.run(asked(), lambda op: handler.write(op.connection, op.key))
 
-    rates_in_turns("SQLite, sqlite3", bare, guarded)
-    rates_in_turns("  bare behind a lock", behind_a_lock, guarded)
-    shared.close()
+    for name, pool in (("SQLite, sqlite3", own), ("  one connection, lent", shared)):
+        rates_in_turns(name, partial(within, pool, handler.write), partial(within, pool, handler.by_hand), guarded)
+        while not pool.empty():
+            pool.get().close()
     guard.close()
 
 
@@ -174,56 +230,32 @@ def opened(path: str) -> sqlite3.Connection:
 
 
 async def with_aiosqlite(path: str) -> None:
-    guard = Guard(f"sqlite:///{path}", policy=POLICY)
-    pool: asyncio.Queue[Any] = asyncio.Queue()
-    lock = asyncio.Lock()
-    for _ in range(CALLERS):
-        connection = await aiosqlite.connect(path, isolation_level=None, timeout=PATIENCE)
-        await connection.execute("PRAGMA synchronous = FULL")
-        pool.put_nowait(connection)
+    guard, handler = Guard(f"sqlite:///{path}", policy=POLICY), ON_SQLITE
 
-    async def write(connection: Any, id: str) -> dict[str, Any]:
-        for text, values in ON_SQLITE:
-            await connection.execute(text, values(id))
-        return answer(id)
+    async def filled(size: int) -> asyncio.Queue[Any]:
+        pool: asyncio.Queue[Any] = asyncio.Queue()
+        for _ in range(size):
+            connection = await aiosqlite.connect(path, isolation_level=None, timeout=PATIENCE)
+            await connection.execute("PRAGMA synchronous = FULL")
+            pool.put_nowait(connection)
+        return pool
 
-    async def bare() -> None:
+    async def within(pool: asyncio.Queue[Any], work: Callable[[Any, str], Awaitable[Any]]) -> None:
         connection = await pool.get()
         await connection.execute("BEGIN IMMEDIATE")
-        await write(connection, str(uuid.uuid4()))
+        await work(connection, str(uuid.uuid4()))
         await connection.execute("COMMIT")
         pool.put_nowait(connection)
 
-    async def behind_a_lock() -> None:
-        async with lock:
-            await bare()
-
     async def guarded() -> None:
-        await guard.arun(asked(), lambda op: write(op.connection, op.key))
+        await guard.arun(asked(), lambda op: handler.awrite(op.connection, op.key))
 
-    await in_turns("SQLite, aiosqlite", bare, guarded)
-    await in_turns("  bare behind a lock", behind_a_lock, guarded)
-    for _ in range(CALLERS):
-        await (await pool.get()).close()
+    for name, size in (("SQLite, aiosqlite", CALLERS), ("  one connection, lent", 1)):
+        pool = await filled(size)
+        await in_turns(name, partial(within, pool, handler.awrite), partial(within, pool, handler.aby_hand), guarded)
+        while not pool.empty():
+            await pool.get_nowait().close()
     await guard.aclose()
-
-
-def rates_in_turns(name: str, bare: Turn, guarded: Turn) -> None:
-    guarded()  # the tables are there
-    rates: dict[Turn, list[float]] = {bare: [], guarded: []}
-    for number in range(ROUNDS + 1):
-        for turn in (bare, guarded) if number % 2 else (guarded, bare):
-            rates[turn].append(rate_of_threads(turn))
-    told(name, rates[bare][1:], rates[guarded][1:])
-
-
-async def in_turns(name: str, bare: Callable[[], Awaitable[Any]], guarded: Callable[[], Awaitable[Any]]) -> None:
-    await guarded()
-    rates: dict[Turn, list[float]] = {bare: [], guarded: []}
-    for number in range(ROUNDS + 1):
-        for turn in (bare, guarded) if number % 2 else (guarded, bare):
-            rates[turn].append(await rate_of_tasks(turn))
-    told(name, rates[bare][1:], rates[guarded][1:])
 
 
 @contextmanager
@@ -231,6 +263,7 @@ def sqlite_file() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/bench.db"
         connection = sqlite3.connect(path)
+        connection.execute("PRAGMA journal_mode = WAL")
         for text in TABLES:
             connection.execute(text)
         connection.close()
@@ -238,7 +271,8 @@ def sqlite_file() -> Iterator[str]:
 
 
 def main() -> None:
-    print(f"Refunds per second, {CALLERS} callers (0.80 x asked)\n{'':<28}{'bare':>10}{'guarded':>10}{'ratio':>10}")
+    print(f"Refunds per second, {CALLERS} callers (0.80 x asked)")
+    print(f"{'':<28}{'bare':>10}{'by hand':>10}{'guarded':>10}{'by hand':>12}{'guarded':>10}")
     with PostgresServer() as server:
         with psycopg.connect(server.url, autocommit=True) as connection:
             for text in TABLES:

@@ -141,6 +141,8 @@ class PoolLoan(Loan):
             self.connection = self.pool.getconn(self.timeout)
         except PoolTimeout as error:
             raise busy(error) from error
+        if getattr(self.pool, "close_returns", False):
+            self.connection.close = refuse
         return self.connection
 
     def finish(self) -> None:
@@ -149,6 +151,7 @@ class PoolLoan(Loan):
     def give(self, *, healthy: bool, committed: bool) -> None:
         connection, self.connection = self.connection, None
         if connection is not None:
+            vars(connection).pop("close", None)
             self.pool.putconn(connection)
 
 
@@ -164,6 +167,8 @@ class AsyncPoolLoan(Loan):
             self.connection = await self.pool.getconn(self.timeout)
         except PoolTimeout as error:
             raise busy(error) from error
+        if getattr(self.pool, "close_returns", False):
+            self.connection.close = arefuse
         return self.connection
 
     async def finish(self) -> None:
@@ -172,7 +177,17 @@ class AsyncPoolLoan(Loan):
     async def give(self, *, healthy: bool, committed: bool) -> None:
         connection, self.connection = self.connection, None
         if connection is not None:
+            vars(connection).pop("close", None)
             await self.pool.putconn(connection)
+
+
+def refuse() -> None:
+    """Stands for close() where that gives a connection back to its pool: whoever got it next would be in our transaction."""
+    raise ended()
+
+
+async def arefuse() -> None:
+    refuse()
 
 
 def wire_of(pool: ConnectionPool[Any] | AsyncConnectionPool[Any], timeout: float) -> Wire:

@@ -225,7 +225,7 @@ class Guard(Ledger):
                 yield from self.give_back(lease, policy, forget=lease.attempt == 1)
             elif isinstance(error, Exception):
                 yield from self.give_back(lease, policy)
-            else:
+            elif not own.lost:
                 yield from vanish(self, lease, policy, error)
             raise
 

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from oncemore import Guard, Operation
+from oncemore import Guard, Operation, Policy
 from oncemore.core.op import Op
 from oncemore.errors import StoreError, StoreTimeout, StoreUnavailable, TransactionEnded
 
@@ -93,6 +93,17 @@ def test_event_loops_that_come_and_go_leave_no_threads_behind(tmp_path: Path, wo
         asyncio.run(several(turn))
     guard.close()
     workers_end()
+
+
+def test_a_lease_inside_of_a_transaction_on_the_same_file_is_told_what_it_waits_for(tmp_path: Path) -> None:
+    guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}?timeout=0.1s")
+
+    def perform(op: Op) -> None:
+        guard.run(asked("inner"), lambda op: None, policy=Policy())
+
+    with pytest.raises(StoreTimeout, match="by the caller, if it is itself performing"):
+        guard.run(asked("outer"), perform, policy=POLICY)
+    guard.close()
 
 
 @pytest.mark.parametrize("shop", OURS, indirect=True)

@@ -13,12 +13,14 @@ from typing import Any
 
 import anyio
 import pytest
+from asgiref.sync import sync_to_async
 from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from oncemore import Guard, Operation, Policy
+from oncemore.core.lending import Do
 from oncemore.core.op import Op
-from oncemore.errors import StoreError, StoreTimeout, StoreUnavailable, TransactionEnded
+from oncemore.errors import PayloadMismatch, StoreError, StoreTimeout, StoreUnavailable, TransactionEnded
 
 from .conftest import opened
 from .shops import ON_SQLITE, POLICY, Shop
@@ -116,6 +118,22 @@ async def test_a_connection_that_the_performer_closed_is_told_of(shop: Shop) -> 
     with pytest.raises(TransactionEnded):
         await shop.run(asked(), perform)
     assert shop.refunds() == []
+    assert (await shop.run(asked(), refund(shop))).how == "stored"
+
+
+@pytest.mark.parametrize("shop", ["django-sqlite", "django-sqlite-async"], indirect=True)
+async def test_a_connection_of_djangos_that_the_performer_closed_leaves_the_key_to_its_request(shop: Shop) -> None:
+    """CASES 14: the failure is noted in another transaction, at once, on the same thread."""
+
+    def perform(op: Op) -> Performing:
+        yield shop.insert(op, op.key)
+        yield Do(op.connection.close, sync_to_async(op.connection.close))
+        return "done"
+
+    with pytest.raises(TransactionEnded):
+        await shop.run(asked(), perform)
+    with pytest.raises(PayloadMismatch):
+        await shop.run(asked(fingerprint="another"), refund(shop))
     assert (await shop.run(asked(), refund(shop))).how == "stored"
 
 

@@ -183,6 +183,11 @@ class LoopDesk:
             with suppress(RuntimeError):  # the interpreter ends, and the connection with it
                 threads().submit(self._end)  # from there, aiosqlite tells no loop, which might be closed by then
 
+    def end(self) -> Plan[None]:
+        self.shut()
+        return
+        yield
+
     def leave(self) -> None:
         self.running = self.owner = None
         self.gate.release()

@@ -102,6 +102,32 @@ async def test_a_connection_that_close_would_give_back_to_its_pool_stays_borrowe
         assert (await returning.run(asked(key), refund(returning))).how == "stored"
 
 
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("shop", ["asyncpg"], indirect=True)
+async def test_a_connection_that_the_performer_has_released_is_somebody_elses(shop: Shop, raises: bool) -> None:
+    pool: Any = shop.pool  # type: ignore[attr-defined]
+    others: list[Any] = []
+
+    async def release() -> None:
+        await pool.release(others.pop())
+        others.append(await pool.acquire())
+        await others[0].execute("BEGIN; INSERT INTO refunds VALUES ('others', 'x')")
+
+    def perform(op: Op) -> Performing:
+        others.append(op.connection)
+        yield Do(None, release)
+        if raises:
+            raise LookupError
+        return "done"
+
+    with pytest.raises(LookupError if raises else TransactionEnded):
+        await shop.run(asked(), perform)
+    await others[0].execute("COMMIT")
+    await pool.release(others[0])
+    assert shop.refunds() == ["others"]
+    assert (await shop.run(asked(), refund(shop))).how == "stored"
+
+
 async def test_a_connection_that_is_not_trusted_is_ended_though_close_would_give_it_back(shops_url: str) -> None:
     """One who vanishes in mid-operation leaves a transaction open: the next borrower must not get it."""
     async for shop in opened(Returning, emptied(shops_url)):

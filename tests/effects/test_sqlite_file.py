@@ -130,7 +130,7 @@ async def test_a_connection_of_djangos_that_the_performer_closed_leaves_the_key_
         yield Do(op.connection.close, sync_to_async(op.connection.close))
         return "done"
 
-    with pytest.raises(TransactionEnded):
+    with pytest.raises(TransactionEnded, match="leave both to the guard"):
         await shop.run(asked(), perform)
     with pytest.raises(PayloadMismatch):
         await shop.run(asked(fingerprint="another"), refund(shop))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
+from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from ..core.fork import reset_in_child
@@ -86,7 +87,7 @@ class PostgresLender:
                 pool = self._threads = ConnectionPool(
                     self.conninfo, connection_class=Lent, min_size=0, max_size=self.most, open=True, name="oncemore"
                 )
-        return ThreadWire(PoolLoan(pool, self.store.database.timeout))
+        return ThreadWire(OwnLoan(pool, self.store.database.timeout))
 
     async def _for_loop(self) -> Wire:
         loop = asyncio.get_running_loop()
@@ -98,7 +99,7 @@ class PostgresLender:
             )
         if pool.closed:  # not opened yet; to open it once more, as those do who come meanwhile, is nothing
             await pool.open()
-        return LoopWire(AsyncPoolLoan(pool, self.store.database.timeout))
+        return LoopWire(AsyncOwnLoan(pool, self.store.database.timeout))
 
     def _forget_closed(self) -> None:
         """End the connections of loops that are no more, whose pools can no longer do it."""
@@ -179,6 +180,24 @@ class AsyncPoolLoan(Loan):
         if connection is not None:
             vars(connection).pop("close", None)
             await self.pool.putconn(connection)
+
+
+class OwnLoan(PoolLoan):
+    """A connection of our own pool: whatever a borrower makes of its rows, the next one has them as ever."""
+
+    def take(self) -> Any:
+        connection = super().take()
+        connection.row_factory, connection.cursor_factory = tuple_row, psycopg.Cursor
+        return connection
+
+
+class AsyncOwnLoan(AsyncPoolLoan):
+    """The same, for event loops."""
+
+    async def take(self) -> Any:
+        connection = await super().take()
+        connection.row_factory, connection.cursor_factory = tuple_row, psycopg.AsyncCursor
+        return connection
 
 
 def refuse() -> None:

@@ -97,6 +97,22 @@ def test_event_loops_that_come_and_go_leave_no_threads_behind(tmp_path: Path, wo
     workers_end()
 
 
+@pytest.mark.parametrize("kind", OURS)
+async def test_foreign_keys_are_enforced_where_the_url_says_so(kind: str, tmp_path: Path) -> None:
+    """No borrower could: SQLite takes no such word within a transaction."""
+    async for shop in opened(ON_SQLITE[kind], f"sqlite:///{tmp_path / 'shop.db'}"):
+        shop.execute("CREATE TABLE lines (refund text REFERENCES refunds)")
+        keeping = Guard(f"{shop.url}?foreign_keys=true", policy=POLICY)
+
+        def perform(op: Op, shop: Shop = shop) -> Performing:
+            yield shop.sql(op, "INSERT INTO lines VALUES ('none')")
+
+        with pytest.raises(sqlite3.IntegrityError):
+            await shop.run(asked(), perform, keeping)
+        assert (await shop.run(asked("k2"), perform)).how == "stored"
+        await keeping.aclose()
+
+
 def test_a_lease_inside_of_a_transaction_on_the_same_file_is_told_what_it_waits_for(tmp_path: Path) -> None:
     guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}?timeout=0.1s")
 

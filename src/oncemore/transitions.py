@@ -43,6 +43,14 @@ class Transitions:
         self.state = state
         self.id = id
         self.steps = dict(steps)
+        for _, action in steps:
+            leads = self.leads(action)
+            for after in leads.values():
+                if leads.get(after, after) != after:
+                    raise ConfigurationError(
+                        f"{action!r} leads to {after!r}, and from there on to {leads[after]!r}: done twice, it would not be the "
+                        "same as once; give the second step a name of its own"
+                    )
 
     def apply(self, op: Op, id: Any, action: str, **columns: Any) -> Applied:
         """Change the row's state by *action*, and set *columns* with it; nothing, where that has been done before."""

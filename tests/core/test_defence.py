@@ -3,6 +3,7 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -341,6 +342,28 @@ def test_any_other_key_runs(guard: Guard, call, age, late) -> None:
 def test_an_old_key_whose_outcome_is_still_there_replays(guard, call) -> None:
     call(guard, dated(0), Effect(), policy=Policy(ttl="1h"))
     assert call(guard, dated(3601), Effect(), policy=Policy(ttl="1h", late="refuse")).how == "replayed"
+
+
+@pytest.mark.parametrize(("status", "state"), [(201, "settled"), (402, "settled"), (503, "released")])
+async def test_a_caller_cancelled_while_its_payment_is_written_down_leaves_no_doubt(
+    tmp_path: Path, status: int, state: str
+) -> None:
+    """What came of it is known, and is written for the order all the same: its own key must not be held for a person."""
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}?thread=always")
+
+    async def pay_and_be_cancelled(op: Op) -> Outcome:
+        asyncio.current_task().cancel()  # type: ignore[union-attr]
+        return Outcome("response", status)
+
+    task = asyncio.create_task(guard.arun(pay("k1"), pay_and_be_cancelled))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await guard.afind("pay|alice", "k1")).state == state  # type: ignore[union-attr]
+    again, other = Effect(), Effect()
+    assert (await guard.arun(pay("k1"), again)).how == ("stored" if state == "released" else "replayed")
+    assert (await guard.arun(pay("k2"), other)).how == ("stored" if status == 402 else "replayed")
+    assert (again.count, other.count) == (int(status == 503), int(status == 402))
+    await guard.aclose()
 
 
 # What goes wrong before anything was performed

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore import Op, Operation
+from oncemore import Guard, Op, Operation, Policy
 from oncemore.core.model import Lease
 from oncemore.core.op import derive
 
@@ -18,6 +22,17 @@ def test_a_performer_sees_its_operation_key_and_attempt() -> None:
     operation = Operation("scope", "key", name="refunds.create")
     op = Op(Lease(operation, token=7, expires_at=0.0, attempt=3))
     assert (op.operation, op.key, op.attempt, op.note) == (operation, "key", 3, "")
+
+
+@pytest.mark.parametrize("unique", [None, "order-7"])
+@pytest.mark.parametrize("effect", ["lease", "transaction", "steps"])
+def test_a_performer_sees_when_its_caller_stops_waiting(tmp_path: Path, effect: Any, unique: str | None) -> None:
+    guard, deadlines = Guard(f"sqlite:///{tmp_path / 'once.db'}", policy=Policy(effect=effect)), []
+    for key, wait in (("k1", 5.0), ("k2", None)):
+        operation = Operation("scope", key, name="refunds.create", unique=unique and f"{unique}-{key}")
+        guard.run(operation, lambda op: deadlines.append(op.deadline), wait=wait)
+    assert deadlines == [pytest.approx(time.time() + 5, abs=2), None]
+    guard.close()
 
 
 def test_a_derived_key_never_changes() -> None:

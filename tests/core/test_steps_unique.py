@@ -12,7 +12,7 @@ import pytest
 from oncemore import Guard, Op, Operation
 from oncemore.core.plan import run
 from oncemore.core.values import replayed
-from oncemore.errors import Fenced, InProgress, UnknownOutcome
+from oncemore.errors import Fenced, InProgress, StoreUnavailable, UnknownOutcome
 
 from .stepping import DONE, POLICY, Broken, Caller, Performing, Shop, elsewhere
 
@@ -93,6 +93,37 @@ def test_one_that_failed_for_good_leaves_the_order_free_when_it_is_undone(guard:
     assert call(guard, shop.pay, order("k1")).outcome.kind == "error"
     assert shop.log[2:] == ["undo charge done", "undo reserve done"]
     assert call(guard, shop.pay, order("k2")).value == DONE
+
+
+@pytest.mark.parametrize("giving_up", [False, True])
+def test_one_that_was_undone_but_for_the_last_write_fails_as_it_did_though_another_has_paid(
+    guard: Guard, call: Caller, giving_up: bool
+) -> None:
+    """It has made way for another key, and then vanished: its own outcome is its failure, not a decision for a person."""
+    shop, other = Shop("after charge", error=LookupError), Shop()
+    assert call(Guard(Broken(guard.store, "settle", "orders.pay")), shop.pay, order("k1")).how == "unstored"
+    guard.store.shift += 31
+    assert call(guard, other.pay, order("k2")).value == DONE
+    again = call(guard, shop.pay, msgspec.structs.replace(order("k1"), giving_up=giving_up))
+    assert (again.outcome.kind, guard.find(*order("k1").id).state) == ("error", "settled")  # type: ignore[union-attr]
+    assert shop.log == ["reserve", "charge", "undo charge done", "undo reserve done"]
+    assert call(guard, other.pay, order("k3")).outcome == call(guard, other.pay, order("k2")).outcome
+
+
+def test_one_that_was_given_up_but_for_the_last_write_is_held_as_such_though_another_has_paid(
+    guard: Guard, call: Caller
+) -> None:
+    shop = Shop("after charge")
+    with pytest.raises(RuntimeError):
+        call(guard, shop.pay, order("k1"))
+    last = msgspec.structs.replace(order("k1"), giving_up=True)
+    with pytest.raises(StoreUnavailable):
+        call(Guard(Broken(guard.store, "hold", "orders.pay")), shop.pay, last)
+    guard.store.shift += 31
+    assert call(guard, Shop().pay, order("k2")).value == DONE
+    with pytest.raises(UnknownOutcome, match="given up after 3 attempts, and undone"):
+        call(guard, shop.pay, last)
+    assert shop.log == ["reserve", "charge", "undo charge done", "undo reserve done"]
 
 
 def test_one_that_is_given_up_leaves_the_order_free_when_it_is_undone(guard: Guard, call: Caller) -> None:

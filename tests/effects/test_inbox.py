@@ -31,6 +31,11 @@ Handling = Callable[[Op, Any], Generator[Any, Any, Any]]
 EVENT = {"type": "refund.succeeded", "amount": "10.00"}
 
 
+on_two_kinds = pytest.mark.parametrize(
+    "shop", ["sqlite3", pytest.param("psycopg-async", marks=pytest.mark.server)], indirect=True
+)
+
+
 async def deliver(shop: Shop, inbox: Inbox, handler: Handling, payload: Any = EVENT, **more: Any) -> Received:
     if shop.sync:
         return await asyncio.to_thread(
@@ -139,6 +144,39 @@ async def test_an_event_that_comes_too_early_is_refused_by_state_and_never_dies_
         with pytest.raises(WrongState):
             await deliver(shop, inbox, broken(shop, WrongState("'p1' is 'authorized'; 'refund' needs 'captured'")))
     assert (await deliver(shop, inbox, booking(shop))).how == "processed"
+
+
+@on_two_kinds
+@pytest.mark.parametrize("effect", ["transaction", "lease"])
+async def test_a_refusal_is_no_failure_before_or_between_others(shop: Shop, effect: Any) -> None:
+    """What came too early nine times and then failed once has failed once."""
+    inbox = Inbox(shop.guard, attempts=2, effect=effect)
+
+    def failing(error: Exception) -> Handling:
+        def handle(op: Op, payload: Any) -> Generator[Any, Any, Any]:
+            yield Sleep(0)
+            raise error
+
+        return handle
+
+    for error in (WrongState("too early"), RuntimeError("broken"), WrongState("too early"), WrongState("too early")):
+        with pytest.raises(type(error)):
+            await deliver(shop, inbox, failing(error))
+    assert (await deliver(shop, inbox, failing(RuntimeError("broken")))).how == "dead"
+
+
+@on_two_kinds
+async def test_one_that_its_broker_gave_up_has_all_its_attempts_again_when_it_is_requeued(shop: Shop) -> None:
+    """CASES 44."""
+    inbox = Inbox(shop.guard, attempts=3)
+    with pytest.raises(RuntimeError):
+        await deliver(shop, inbox, broken(shop))
+    assert (await deliver(shop, inbox, broken(shop), delivery=4)).how == "dead"
+    await inbox.arequeue("ev_001", "payments")
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            await deliver(shop, inbox, broken(shop))
+    assert (await deliver(shop, inbox, broken(shop))).how == "dead"
 
 
 async def test_what_the_store_cannot_do_comes_out(shop: Shop) -> None:

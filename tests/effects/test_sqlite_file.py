@@ -13,12 +13,14 @@ from typing import Any
 
 import anyio
 import pytest
+from asgiref.sync import sync_to_async
 from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from oncemore import Guard, Operation
+from oncemore import Guard, Operation, Policy
+from oncemore.core.lending import Do
 from oncemore.core.op import Op
-from oncemore.errors import StoreError, StoreTimeout, StoreUnavailable, TransactionEnded
+from oncemore.errors import PayloadMismatch, StoreError, StoreTimeout, StoreUnavailable, TransactionEnded
 
 from .conftest import opened
 from .shops import ON_SQLITE, POLICY, Shop
@@ -95,6 +97,33 @@ def test_event_loops_that_come_and_go_leave_no_threads_behind(tmp_path: Path, wo
     workers_end()
 
 
+@pytest.mark.parametrize("kind", OURS)
+async def test_foreign_keys_are_enforced_where_the_url_says_so(kind: str, tmp_path: Path) -> None:
+    """No borrower could: SQLite takes no such word within a transaction."""
+    async for shop in opened(ON_SQLITE[kind], f"sqlite:///{tmp_path / 'shop.db'}"):
+        shop.execute("CREATE TABLE lines (refund text REFERENCES refunds)")
+        keeping = Guard(f"{shop.url}?foreign_keys=true", policy=POLICY)
+
+        def perform(op: Op, shop: Shop = shop) -> Performing:
+            yield shop.sql(op, "INSERT INTO lines VALUES ('none')")
+
+        with pytest.raises(sqlite3.IntegrityError):
+            await shop.run(asked(), perform, keeping)
+        assert (await shop.run(asked("k2"), perform)).how == "stored"
+        await keeping.aclose()
+
+
+def test_a_lease_inside_of_a_transaction_on_the_same_file_is_told_what_it_waits_for(tmp_path: Path) -> None:
+    guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}?timeout=0.1s")
+
+    def perform(op: Op) -> None:
+        guard.run(asked("inner"), lambda op: None, policy=Policy())
+
+    with pytest.raises(StoreTimeout, match="by the caller, if it is itself performing"):
+        guard.run(asked("outer"), perform, policy=POLICY)
+    guard.close()
+
+
 @pytest.mark.parametrize("shop", OURS, indirect=True)
 async def test_a_connection_that_the_performer_closed_is_told_of(shop: Shop) -> None:
     def perform(op: Op) -> Performing:
@@ -105,6 +134,22 @@ async def test_a_connection_that_the_performer_closed_is_told_of(shop: Shop) -> 
     with pytest.raises(TransactionEnded):
         await shop.run(asked(), perform)
     assert shop.refunds() == []
+    assert (await shop.run(asked(), refund(shop))).how == "stored"
+
+
+@pytest.mark.parametrize("shop", ["django-sqlite", "django-sqlite-async"], indirect=True)
+async def test_a_connection_of_djangos_that_the_performer_closed_leaves_the_key_to_its_request(shop: Shop) -> None:
+    """CASES 14: the failure is noted in another transaction, at once, on the same thread."""
+
+    def perform(op: Op) -> Performing:
+        yield shop.insert(op, op.key)
+        yield Do(op.connection.close, sync_to_async(op.connection.close))
+        return "done"
+
+    with pytest.raises(TransactionEnded, match="leave both to the guard"):
+        await shop.run(asked(), perform)
+    with pytest.raises(PayloadMismatch):
+        await shop.run(asked(fingerprint="another"), refund(shop))
     assert (await shop.run(asked(), refund(shop))).how == "stored"
 
 

@@ -138,5 +138,8 @@ def test_what_is_written_wrongly_is_refused_at_once() -> None:
         Transitions("offers; drop table offers", OFFERS.steps)
     with pytest.raises(ConfigurationError, match="one at least"):
         Transitions("offers", {})
+    with pytest.raises(ConfigurationError, match="'next' leads to 'b', and from there on to 'c'"):
+        Transitions("offers", {("a", "next"): "b", ("b", "next"): "c"})
+    Transitions("offers", {("a", "close"): "c", ("b", "close"): "c", ("c", "close"): "c"})
     with pytest.raises(ConfigurationError, match="knows accept"):
         OFFERS.leads("explode")

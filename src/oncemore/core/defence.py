@@ -11,7 +11,7 @@ import msgspec
 
 from ..errors import Duplicate, KeyExpired, Suspected
 from .heartbeat import Beat
-from .judge import Answer, fenced, shown
+from .judge import Answer, fenced, keeps, shown
 from .model import Lease, Operation, Outcome, Record
 from .op import Op, derive
 from .plan import Plan
@@ -71,13 +71,33 @@ def unique(guard: Guard, op: Op, perform: Callable[[Op], Any], policy: Policy, b
         return done_before(found, op, policy)
     if found.lapsed and not op.lease.lapsed:  # it was another key that vanished
         under = doubting(under)
-    answer = yield from guard.own(
-        found, lambda _: perform(op), under, beats=beats, then=lambda outcome: tag(outcome, owner)
-    )
+    ended: list[Outcome] = []
+
+    def tagged(outcome: Outcome) -> Outcome:
+        ended.append(outcome)
+        return tag(outcome, owner)
+
+    try:
+        answer = yield from guard.own(found, lambda _: perform(op), under, beats=beats, then=tagged)
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        if ended and not isinstance(error, Exception):  # while it was written there, which is done all the same
+            yield from conclude(guard, op, ended[0], policy)
+            beats[0].lost = True  # there is no lease any more, and no doubt
+        raise
     owners, outcome = untagged(answer.outcome)
     if owners != owner:  # we are late: the outcome is of the one who took over, and none of our caller's business
         raise fenced(found)
     return msgspec.structs.replace(answer, outcome=outcome, how="replayed" if answer.how == "replayed" else "stored")
+
+
+def conclude(guard: Guard, op: Op, outcome: Outcome, policy: Policy) -> Plan[None]:
+    """Write down what came of the operation for a caller that does not wait for it any more."""
+    if keeps(policy, outcome):
+        yield from guard.settle(op, Answer(outcome, "stored", attempt=op.attempt), policy)
+    else:
+        yield from guard.give_back(op.lease, policy)
 
 
 @lru_cache(maxsize=256)

@@ -80,6 +80,7 @@ class Guard(Ledger):
             return known
         if policy.effect == "transaction":
             return (yield from transacted(self, operation, perform, policy, wait))
+        deadline = None if wait is None else self.clock.time() + wait
         try:
             found = yield from self.store.claim(operation, lease=policy.lease)
             if not isinstance(found, Lease):
@@ -87,7 +88,7 @@ class Guard(Ledger):
             if isinstance(found, Lease):
                 if policy.effect == "steps":
                     return (yield from stepped(self, found, perform, policy, wait))
-                return (yield from self.own(found, perform, policy))
+                return (yield from self.own(found, perform, policy, deadline=deadline))
             answer = yield from self.repeat(found, policy)
         except OncemoreError as error:
             self._refused(operation, error)
@@ -180,9 +181,10 @@ class Guard(Ledger):
         *,
         beats: tuple[Beat, ...] = (),
         then: Callable[[Outcome], Outcome] | None = None,
+        deadline: float | None = None,
     ) -> Plan[Answer]:
         """Perform and settle.  *beats* are leases to keep alive besides; *then* changes the outcome before it is kept."""
-        op = Op(lease)
+        op = Op(lease, deadline=deadline)
         known: Answer | None = None
         if lease.lapsed:
             self.tell("lapsed", lease.operation, token=lease.token, attempt=lease.attempt)
@@ -225,7 +227,7 @@ class Guard(Ledger):
                 yield from self.give_back(lease, policy, forget=lease.attempt == 1)
             elif isinstance(error, Exception):
                 yield from self.give_back(lease, policy)
-            else:
+            elif not own.lost:
                 yield from vanish(self, lease, policy, error)
             raise
 

@@ -97,10 +97,12 @@ class Stepped:
         beats: tuple[Beat, ...] = (self.steps.beat,)
         if self.operation.unique is not None:
             found = yield from self._turn()
-            if isinstance(found, Record):
+            if isinstance(found, Lease):
+                self.turn = found
+                beats = (*beats, self.guard.heart.beat(found, self.policy.lease))
+            elif not (yield from self.steps.was_closed()):
                 return (yield from self._done(found))
-            self.turn = found
-            beats = (*beats, self.guard.heart.beat(found, self.policy.lease))
+            # else it has failed and was undone, and so made way for another key: what is left is to say so here
         try:
             value = yield Perform(self.guard.heart, beats, self.perform, self.op)
         except self.policy.errors as error:

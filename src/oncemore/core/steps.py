@@ -257,6 +257,16 @@ class Steps:
 
     # Failing for good
 
+    def was_closed(self) -> Plan[bool]:
+        """Whether a former attempt has failed for good: then its mark stands behind the last of its steps."""
+        number = 0
+        while self.lease.attempt > 1:
+            number += 1
+            record = yield from self.guard.store.find(*self.named(number, "").id)
+            if record is None or is_closed(record.outcome):
+                return record is not None
+        return False
+
     def close(self, failure: Outcome | None) -> Plan[None]:
         """Let no attempt, late or later, take another step: what comes next is to undo those that were taken.
 

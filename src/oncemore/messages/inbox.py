@@ -125,9 +125,8 @@ class Inbox:
         except StoreError:
             raise
         except Exception as error:
-            record = yield from self.guard.store.find(*operation.id)
-            often = record is not None and record.attempts % (self.attempts + 1) == self.attempts
-            if not often or not (yield from self._bury(operation, repr(error))):
+            failures = yield from self._failed(operation, self.policy.ttl)
+            if failures < self.attempts or not (yield from self._bury(operation, repr(error))):
                 raise
             log.error("The event %r of %s has failed %d times", operation.key, operation.name, self.attempts)
             return Received("dead", attempt=self.attempts)
@@ -156,7 +155,19 @@ class Inbox:
         except OutcomeNotKept:
             return None
 
-    # Dead letters: held records with a note.  To bury takes a claim too, so an event has attempts + 1 of them until then.
+    # Dead letters: held records with a note
+
+    def _failed(self, operation: Operation, retention: float) -> Plan[int]:
+        """How often it has failed: a small record's claims, for the event's own also count what was refused for its time.
+
+        Without *retention* the count begins anew.
+        """
+        count = Operation(f"failed|{operation.scope}", operation.key, name="oncemore.failed")
+        found = yield from self.guard.store.claim(count, lease=self.policy.lease)
+        if isinstance(found, Record):  # another delivery's failure is being counted
+            return found.attempts
+        yield from self.guard.store.release(found, retention=retention)
+        return found.attempt
 
     def _bury(self, operation: Operation, why: str) -> Plan[bool]:
         lease = yield from self.guard.store.claim(operation, lease=self.policy.lease)
@@ -166,6 +177,7 @@ class Inbox:
             yield from lapse(self.guard, lease)  # whoever had it last may have handled it: that is not for us to bury
             return False
         yield from self.guard.store.hold(lease, note=f"{DEAD}: {why}"[:500])
+        yield from self._failed(operation, 0.0)  # one that is requeued has as many attempts as a new one
         self.guard.tell("held", operation, token=lease.token, detail=DEAD)
         return True
 

@@ -84,6 +84,12 @@ class PoolLoan(Loan):
         self.pool = pool
         self.timeout = timeout
         self._transaction: Any = None
+        self._raw: Any = None
+
+    def kept(self) -> bool:
+        """What stands for a connection forgets it when that is released; also when it is lost, but then nobody else has it."""
+        released = self.connection is None or getattr(self.connection, "_con", self._raw) is None
+        return not released or (self._raw is not None and self._raw.is_closed())
 
     async def begin(self, ask: Ask) -> tuple[Any, Rows]:
         try:
@@ -92,10 +98,11 @@ class PoolLoan(Loan):
             raise busy(error) from error
         except asyncpg.InterfaceError as error:
             raise ConfigurationError(f"asyncpg: {error}; await the pool before the first request") from error
+        raw = self._raw = getattr(connection, "_con", connection)
         self._transaction = connection.transaction()
         await self._transaction.start()
         statement, values = ask
-        return getattr(connection, "_con", connection), await connection.fetch(statement.text, *values)
+        return raw, await connection.fetch(statement.text, *values)
 
     async def finish(self) -> None:
         """Savepoints that were left open end with the transaction."""
@@ -108,7 +115,7 @@ class PoolLoan(Loan):
 
     async def roll_back(self) -> None:
         transaction, self._transaction = self._transaction, None
-        if transaction is not None:
+        if transaction is not None and self.kept():
             await transaction.rollback()
 
     async def give(self, *, healthy: bool, committed: bool) -> None:

@@ -15,7 +15,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections, transaction  # type: ignore[import-untyped]
 from django.utils.connection import ConnectionDoesNotExist  # type: ignore[import-untyped]
 
-from ..core.lending import Do, Loan, to_the_end
+from ..core.lending import Do, Loan, ended, to_the_end
 from ..core.store import Store
 from ..core.urls import DJANGO
 from ..errors import ConfigurationError, TransactionEnded
@@ -77,6 +77,8 @@ class AtomicLoan(Loan):
         return self.connection.connection
 
     def finish(self) -> None:
+        if not self.kept():
+            raise ended()
         if self.connection.needs_rollback:
             raise TransactionEnded(
                 "A database error, or set_rollback(True), has marked the transaction for rollback, and the code went on; let the "

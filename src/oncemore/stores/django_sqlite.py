@@ -54,6 +54,11 @@ class AtomicDesk(ThreadDesk):
         if loan.connection is not None:
             at_once(self.do(lambda: close(loan)))
 
+    def end(self) -> Plan[None]:
+        """Django must know that its transaction is over before the next one begins on the same thread."""
+        loan, self.connection = self.loan, None
+        yield self.do(lambda: close(loan))
+
 
 def close(loan: AtomicLoan) -> None:
     loan.raw.close()

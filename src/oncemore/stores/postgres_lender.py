@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
+from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from ..core.fork import reset_in_child
@@ -86,7 +87,7 @@ class PostgresLender:
                 pool = self._threads = ConnectionPool(
                     self.conninfo, connection_class=Lent, min_size=0, max_size=self.most, open=True, name="oncemore"
                 )
-        return ThreadWire(PoolLoan(pool, self.store.database.timeout))
+        return ThreadWire(OwnLoan(pool, self.store.database.timeout))
 
     async def _for_loop(self) -> Wire:
         loop = asyncio.get_running_loop()
@@ -98,7 +99,7 @@ class PostgresLender:
             )
         if pool.closed:  # not opened yet; to open it once more, as those do who come meanwhile, is nothing
             await pool.open()
-        return LoopWire(AsyncPoolLoan(pool, self.store.database.timeout))
+        return LoopWire(AsyncOwnLoan(pool, self.store.database.timeout))
 
     def _forget_closed(self) -> None:
         """End the connections of loops that are no more, whose pools can no longer do it."""
@@ -141,6 +142,8 @@ class PoolLoan(Loan):
             self.connection = self.pool.getconn(self.timeout)
         except PoolTimeout as error:
             raise busy(error) from error
+        if getattr(self.pool, "close_returns", False):
+            self.connection.close = refuse
         return self.connection
 
     def finish(self) -> None:
@@ -149,6 +152,7 @@ class PoolLoan(Loan):
     def give(self, *, healthy: bool, committed: bool) -> None:
         connection, self.connection = self.connection, None
         if connection is not None:
+            vars(connection).pop("close", None)
             self.pool.putconn(connection)
 
 
@@ -164,6 +168,8 @@ class AsyncPoolLoan(Loan):
             self.connection = await self.pool.getconn(self.timeout)
         except PoolTimeout as error:
             raise busy(error) from error
+        if getattr(self.pool, "close_returns", False):
+            self.connection.close = arefuse
         return self.connection
 
     async def finish(self) -> None:
@@ -172,7 +178,35 @@ class AsyncPoolLoan(Loan):
     async def give(self, *, healthy: bool, committed: bool) -> None:
         connection, self.connection = self.connection, None
         if connection is not None:
+            vars(connection).pop("close", None)
             await self.pool.putconn(connection)
+
+
+class OwnLoan(PoolLoan):
+    """A connection of our own pool: whatever a borrower makes of its rows, the next one has them as ever."""
+
+    def take(self) -> Any:
+        connection = super().take()
+        connection.row_factory, connection.cursor_factory = tuple_row, psycopg.Cursor
+        return connection
+
+
+class AsyncOwnLoan(AsyncPoolLoan):
+    """The same, for event loops."""
+
+    async def take(self) -> Any:
+        connection = await super().take()
+        connection.row_factory, connection.cursor_factory = tuple_row, psycopg.AsyncCursor
+        return connection
+
+
+def refuse() -> None:
+    """Stands for close() where that gives a connection back to its pool: whoever got it next would be in our transaction."""
+    raise ended()
+
+
+async def arefuse() -> None:
+    refuse()
 
 
 def wire_of(pool: ConnectionPool[Any] | AsyncConnectionPool[Any], timeout: float) -> Wire:

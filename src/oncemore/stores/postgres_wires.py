@@ -19,7 +19,7 @@ from .postgres_trip import COMMIT, ROLLBACK, adapted, begin, trip
 
 T = TypeVar("T")
 
-IDLE = int(TransactionStatus.IDLE)
+IDLE, UNKNOWN = int(TransactionStatus.IDLE), int(TransactionStatus.UNKNOWN)
 # Seconds for a rollback on an event loop: where the network is silent, to close the connection does as well.
 PATIENCE = 5.0
 
@@ -156,7 +156,7 @@ class ThreadWire(LoanWire[ThreadLoan]):
     def _end(self, healthy: bool, committed: bool) -> None:
         raw, self.taken = self.raw, None
         if raw is not None and not healthy:
-            raw.close()
+            raw.pgconn.finish()  # its own close() may only give it back to its pool
         self.loan.give(healthy=healthy, committed=committed)
 
 
@@ -200,7 +200,7 @@ class LoopWire(LoanWire[LoopLoan]):
     async def _end(self, healthy: bool, committed: bool) -> None:
         raw, self.taken = self.raw, None
         if raw is not None and not healthy:
-            await raw.close()
+            raw.pgconn.finish()
         await self.loan.give(healthy=healthy, committed=committed)
 
     def drop(self) -> None:
@@ -210,6 +210,7 @@ class LoopWire(LoanWire[LoopLoan]):
 
 
 def check(raw: Any) -> None:
-    """Refuse to settle on a connection whose transaction is over."""
-    if raw.pgconn.transaction_status == IDLE:
+    """Refuse to settle on a connection whose transaction is over, or that the performer has closed; the network may have, too."""
+    status = raw.pgconn.transaction_status
+    if status == IDLE or (status == UNKNOWN and not raw.broken):
         raise Misuse

@@ -128,6 +128,11 @@ class AsyncEngineDesk:
     def shut(self) -> None:
         self.loan.drop()
 
+    def end(self) -> Plan[None]:
+        self.shut()
+        return
+        yield
+
     def leave(self) -> None:
         self.running = self.owner = None
         self.gate.release()

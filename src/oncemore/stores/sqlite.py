@@ -8,6 +8,7 @@ Each commit is on the disk before anyone hears of it (WAL, `synchronous=FULL`); 
 committed together.  The file must be on a local disk.  Options, as `?name=value`:
 
     create=true         make the tables on first use; with false they must exist: see `oncemore.stores.schema(url)`
+    foreign_keys=false  with true, the foreign keys of your own tables are enforced in transactions: SQLite ignores them by itself
     prefix=oncemore_    what the names of the tables begin with
     synchronous=full    with `normal`, a power failure can lose the last commits: an operation may then run again
     thread=auto         event loops write by themselves while the disk is quick; with `always` a thread does it for them
@@ -43,7 +44,14 @@ from .sqlite_lender import SqliteLender
 from .sqlite_schema import make_ready, script
 from .sqlite_sql import Statements, as_record
 
-OPTIONS = {"create": True, "prefix": "oncemore_", "synchronous": "full", "thread": "auto", "timeout": 5.0}
+OPTIONS = {
+    "create": True,
+    "foreign_keys": False,
+    "prefix": "oncemore_",
+    "synchronous": "full",
+    "thread": "auto",
+    "timeout": 5.0,
+}
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
 CURSOR = re.compile("[0-9]{1,18}")
 
@@ -121,6 +129,7 @@ class SqliteStore:
         *,
         url: str = "",
         create: bool = True,
+        foreign_keys: bool = False,
         prefix: str = "oncemore_",
         synchronous: str = "full",
         thread: str = "auto",
@@ -133,7 +142,8 @@ class SqliteStore:
         self.path = path
         self.timeout = timeout
         self.sql = Statements(prefix)
-        prepare = partial(make_ready, sql=self.sql, create=create, synchronous=synchronous, path=path)
+        pragmas = {"synchronous": synchronous, "foreign_keys": foreign_keys}
+        prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=path)
         open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
         self._writer = open_file(threaded=thread == "always")
         self._reader = self._writer if path == MEMORY else open_file()

@@ -145,7 +145,10 @@ class Connection:
         now = time.monotonic()
         self._crowded_until = now + CROWDED
         if now - start > self.timeout:
-            raise StoreTimeout(f"{self.path}: locked by another for {self.timeout:g} s") from error
+            raise StoreTimeout(
+                f"{self.path}: locked by another for {self.timeout:g} s; or by the caller, if it is itself performing an "
+                "operation with effect = 'transaction'"
+            ) from error
         pause = min(max(PAUSE * self._usual, SHORTEST), LONGEST)
         time.sleep(random.uniform(0.2, 1.0) * (pause if now - start < PATIENCE else pause * IMPATIENT))
 

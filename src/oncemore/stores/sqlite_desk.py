@@ -44,6 +44,7 @@ class Desk(Protocol):
     def finish(self) -> Plan[None]: ...
     def give(self, *, committed: bool) -> Plan[None]: ...
     def shut(self) -> None: ...  # end a connection that is not trusted
+    def end(self) -> Plan[None]: ...  # the same, for one who can wait until it is done
     def leave(self) -> None: ...  # the next one's turn
 
 
@@ -101,6 +102,11 @@ class ThreadDesk:
         if self.connection is not None:
             self.connection.close()
             self.connection = None
+
+    def end(self) -> Plan[None]:
+        self.shut()
+        return
+        yield
 
     def leave(self) -> None:
         self.running = self.owner = None
@@ -197,11 +203,8 @@ class DeskWire:
         return self.desk.finish()
 
     def end(self, *, healthy: bool, committed: bool) -> Plan[None]:
-        if not healthy:
-            self.drop()
-            return
         try:
-            yield from self.desk.give(committed=committed)
+            yield from self.desk.give(committed=committed) if healthy else self.desk.end()
         finally:
             self._leave()
 

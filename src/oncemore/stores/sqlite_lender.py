@@ -21,7 +21,7 @@ from ..core.plan import Effect, Plan
 from ..errors import ConfigurationError, MissingDriver
 from .sqlite_connection import MEMORY
 from .sqlite_desk import Desk, DeskWire, Taken, ThreadDesk, Work
-from .sqlite_transaction import SqliteTransaction, again
+from .sqlite_transaction import SqliteTransaction, again, make_plain
 
 if TYPE_CHECKING:
     import aiosqlite
@@ -115,6 +115,7 @@ class FileDesk(ThreadDesk):
                 connection.close()
                 raise
             self.connection = connection
+        make_plain(self.connection)  # the last borrower may have had it otherwise
 
 
 class LoopDesk:
@@ -148,6 +149,8 @@ class LoopDesk:
                 self.shut()
                 self.gate.release()
                 raise
+        with suppress(ValueError):  # somebody has closed it, which is told of where it is used
+            make_plain(self.connection)
         taken()
 
     def call(self, work: Work[T]) -> Effect[T]:
@@ -182,6 +185,11 @@ class LoopDesk:
             self._ending = [*filter(threading.Thread.is_alive, self._ending), thread_of(connection)]
             with suppress(RuntimeError):  # the interpreter ends, and the connection with it
                 threads().submit(self._end)  # from there, aiosqlite tells no loop, which might be closed by then
+
+    def end(self) -> Plan[None]:
+        self.shut()
+        return
+        yield
 
     def leave(self) -> None:
         self.running = self.owner = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 
 from ..errors import ConfigurationError
 from .sqlite_connection import MEMORY
@@ -84,13 +85,15 @@ def script(prefix: str) -> str:
     return ";\n\n".join(["PRAGMA journal_mode = WAL", "BEGIN IMMEDIATE", *statements, version, "COMMIT"]) + ";\n"
 
 
-def make_ready(connection: sqlite3.Connection, *, sql: Statements, create: bool, synchronous: str, path: str) -> None:
+def make_ready(
+    connection: sqlite3.Connection, *, sql: Statements, create: bool, pragmas: Mapping[str, object], path: str
+) -> None:
     """Set up a new connection, and make or migrate the tables where they are not as this version needs them."""
     [(mode,)] = connection.execute("PRAGMA journal_mode = WAL")
     if path != MEMORY and mode != "wal":
         raise ConfigurationError(f"{path}: SQLite cannot keep a log here (mode {mode}); put the file on a local disk")
-    connection.execute(f"PRAGMA synchronous = {synchronous}")
-    connection.execute(f"PRAGMA cache_size = -{CACHE}")
+    for name, value in {**pragmas, "cache_size": -CACHE}.items():
+        connection.execute(f"PRAGMA {name} = {value}")
     if schema_version(connection, sql, path) < len(MIGRATIONS):
         if not create:
             raise ConfigurationError(

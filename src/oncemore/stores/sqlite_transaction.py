@@ -90,10 +90,11 @@ class SqliteTransaction:
             connection.execute(MARK)
             return found
 
-        return (yield self._wire.call(work))  # type: ignore[no-any-return]
+        return (yield self._wire.call(plainly(work)))  # type: ignore[no-any-return]
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
-        return (yield self._wire.call(lambda connection: self._claim(connection, operation, lease)))  # type: ignore[no-any-return]
+        work = plainly(lambda connection: self._claim(connection, operation, lease))
+        return (yield self._wire.call(work))  # type: ignore[no-any-return]
 
     def _claim(self, connection: sqlite3.Connection, operation: Operation, lease: float) -> Lease | Record:
         try:
@@ -121,17 +122,18 @@ class SqliteTransaction:
         yield
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        record = yield self._wire.call(lambda c: Flight(c, self._sql, self._shift).find((scope, key)))
+        record = yield self._wire.call(plainly(lambda c: Flight(c, self._sql, self._shift).find((scope, key))))
         return record if state_of(record) != "absent" else None
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Sequence[Sequence[Any]]]:
         """The rows of the user's own statement, whose errors are the user's."""
         text = PARAMETER.sub(r"?\1", text)
-        return (yield self._wire.call(lambda connection: connection.execute(text, values).fetchall()))  # type: ignore[no-any-return]
+        work = plainly(lambda connection: connection.execute(text, values).fetchall())
+        return (yield self._wire.call(work))  # type: ignore[no-any-return]
 
     def commit(self) -> Plan[None]:
         yield from self._wire.finish()
-        yield self._wire.call(self._write_and_commit)
+        yield self._wire.call(plainly(self._write_and_commit))
         yield from self._end(healthy=True, committed=True)
 
     def _write_and_commit(self, connection: sqlite3.Connection) -> None:
@@ -173,6 +175,26 @@ class SqliteTransaction:
         if self._open:
             self._open = False
             self._wire.drop()
+
+
+def plainly(work: Callable[[sqlite3.Connection], T]) -> Callable[[sqlite3.Connection], T]:
+    """The work on a connection whose rows are tuples and whose texts are texts, whatever its borrower has made of them."""
+
+    def done(connection: sqlite3.Connection) -> T:
+        rows, texts = connection.row_factory, connection.text_factory
+        if rows is None and texts is str:
+            return work(connection)
+        make_plain(connection)
+        try:
+            return work(connection)
+        finally:
+            connection.row_factory, connection.text_factory = rows, texts
+
+    return done
+
+
+def make_plain(connection: Any) -> None:
+    connection.row_factory, connection.text_factory = None, str
 
 
 def lock(connection: sqlite3.Connection, upgrade: str, path: str, limit: float) -> None:

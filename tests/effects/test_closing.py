@@ -1,0 +1,151 @@
+"""A performer that closes the connection it has borrowed is told so, and nobody else's transaction suffers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from oncemore import Guard
+from oncemore.core.lending import Do
+from oncemore.core.op import Op
+from oncemore.errors import TransactionEnded
+
+from .conftest import emptied, opened
+from .shops import POLICY, AsyncPool, Pool, Shop
+from .test_transaction import Performing, asked, refund
+
+pytestmark = pytest.mark.server
+
+
+class Returning(Pool):
+    """A pool to which close() gives a connection back, as psycopg's documentation advises for SQLAlchemy."""
+
+    def made(self) -> Guard:
+        self.pool = ConnectionPool(self.url, min_size=0, max_size=2, open=True, close_returns=True)
+        return Guard(self.pool, policy=POLICY)
+
+
+class AsyncReturning(AsyncPool):
+    def made(self) -> Guard:
+        self.pool = AsyncConnectionPool(self.url, min_size=0, max_size=2, open=False, close_returns=True)
+        return Guard(self.pool, policy=POLICY)
+
+
+@pytest.fixture(params=[Returning, AsyncReturning])
+async def returning(request: pytest.FixtureRequest, shops_url: str) -> AsyncIterator[Shop]:
+    async for each in opened(request.param, emptied(shops_url)):
+        yield each
+
+
+def closing(op: Op) -> Do[Any]:
+    def plain() -> None:
+        op.connection.close()
+
+    async def awaited() -> None:
+        await op.connection.close()
+
+    return Do(plain, awaited)
+
+
+class Closing:
+    """Refunds, closes the connection, and says that all is well; counts how often."""
+
+    def __init__(self, shop: Shop) -> None:
+        self.shop = shop
+        self.runs = 0
+
+    def __call__(self, op: Op) -> Performing:
+        self.runs += 1
+        yield self.shop.insert(op, "before")
+        yield closing(op)
+        return "done"
+
+
+@pytest.mark.parametrize("shop", ["psycopg", "psycopg-async", "pool", "pool-async"], indirect=True)
+async def test_a_connection_that_the_performer_closed_is_told_of(shop: Shop) -> None:
+    """It is no database's trouble, and to perform again would only close the next one."""
+    perform = Closing(shop)
+    with pytest.raises(TransactionEnded, match="leave both to the guard"):
+        await shop.run(asked(), perform)
+    assert (perform.runs, shop.refunds()) == (1, [])
+    assert (await shop.run(asked(), refund(shop))).how == "stored"
+
+
+async def test_a_connection_that_close_would_give_back_to_its_pool_stays_borrowed(returning: Shop) -> None:
+    """Else whoever got it next would be in our transaction, and be rolled back in our place."""
+    pool: Any = returning.pool  # type: ignore[attr-defined]
+    others: list[Any] = []
+
+    def perform(op: Op) -> Performing:
+        with suppress(TransactionEnded):
+            yield closing(op)
+        others.append((yield Do(pool.getconn, pool.getconn)))
+        insert = partial(others[0].execute, "INSERT INTO refunds VALUES ('others', 'x')")
+        yield Do(insert, insert)
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        await returning.run(asked(), perform)
+    for method in (others[0].commit, partial(pool.putconn, others[0])):
+        if inspect.isawaitable(done := method()):
+            await done
+    assert returning.refunds() == ["others"]
+    for key in ("a", "b", "c"):
+        assert (await returning.run(asked(key), refund(returning))).how == "stored"
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("shop", ["asyncpg"], indirect=True)
+async def test_a_connection_that_the_performer_has_released_is_somebody_elses(shop: Shop, raises: bool) -> None:
+    pool: Any = shop.pool  # type: ignore[attr-defined]
+    others: list[Any] = []
+
+    async def release() -> None:
+        await pool.release(others.pop())
+        others.append(await pool.acquire())
+        await others[0].execute("BEGIN; INSERT INTO refunds VALUES ('others', 'x')")
+
+    def perform(op: Op) -> Performing:
+        others.append(op.connection)
+        yield Do(None, release)
+        if raises:
+            raise LookupError
+        return "done"
+
+    with pytest.raises(LookupError if raises else TransactionEnded):
+        await shop.run(asked(), perform)
+    await others[0].execute("COMMIT")
+    await pool.release(others[0])
+    assert shop.refunds() == ["others"]
+    assert (await shop.run(asked(), refund(shop))).how == "stored"
+
+
+async def test_a_connection_that_is_not_trusted_is_ended_though_close_would_give_it_back(shops_url: str) -> None:
+    """One who vanishes in mid-operation leaves a transaction open: the next borrower must not get it."""
+    async for shop in opened(Returning, emptied(shops_url)):
+        pids: list[int] = []
+
+        def begun(shop: Shop = shop, pids: list[int] = pids) -> None:
+            plan = shop.guard.guarded(asked(), lambda op: None, POLICY)
+            effect: Any = next(plan)
+            while not hasattr(effect, "op"):
+                effect = plan.send(effect.run())
+            pids.append(effect.op.connection.info.backend_pid)
+            plan.close()
+
+        await asyncio.to_thread(begun)
+        gc.collect()
+        gone = f"SELECT pid FROM pg_stat_activity WHERE pid = {pids[0]}"
+        async with asyncio.timeout(5):
+            while shop.execute(gone):
+                await asyncio.sleep(0.02)
+        assert (await shop.run(asked(), refund(shop))).how == "stored"
+        assert shop.refunds() == ["k"]

@@ -128,8 +128,9 @@ class PostgresStore:
 
     def __init__(self, url: str) -> None:
         place, options = take_options(url, OPTIONS)
-        if options["timeout"] <= 0:
-            raise ConfigurationError("timeout=0 in the store's URL: nothing can be done in no time")
+        for name in ("timeout", "poll", "pool"):
+            if options[name] <= 0:
+                raise ConfigurationError(f"{name}=0 in the store's URL: it must be more than nothing")
         names = tables.names(options["schema"], options["prefix"])
         conninfo = libpq_conninfo(place)
         self.url = hide_password(url)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .postgres import PostgresStore
 
 DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
+LONGEST_WAIT = 2**31 - 1  # milliseconds: as long as PostgreSQL's limits go, which is 24 days
 VIOLATION = "23"
 NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE, FORGOTTEN = "55P03", "22012", "25P02", "26000"
 
@@ -111,7 +112,7 @@ class PostgresTransaction:
         return found
 
     def _claim(self, operation: Operation, lease: float) -> Ask:
-        milliseconds = max(1, int(1000 * self._wait))  # 0 would be to wait for ever
+        milliseconds = min(max(1, int(1000 * self._wait)), LONGEST_WAIT)  # 0 would be to wait for ever
         return self._sql.claim_here, [*self._named(operation, lease), str(milliseconds)]
 
     def _named(self, operation: Operation, lease: float) -> list[Any]:

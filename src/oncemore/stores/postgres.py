@@ -266,7 +266,7 @@ class PostgresStore:
     # The operators' verbs
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
-        after = None if cursor is None else read_cursor(cursor)
+        after = read_cursor(cursor) if cursor else None
         texts = {name: safe(text) for name in ("scope", "key", "name") if (text := getattr(where, name)) is not None}
         where = msgspec.structs.replace(where, **texts)
         rows = yield from self._errand(*self._sql.list(where, after, limit=limit + 1, shift=self.shift))

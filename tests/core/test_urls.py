@@ -86,6 +86,14 @@ def test_a_missing_driver_is_told_with_the_command_that_installs_it(driver: str,
     assert told == f"MissingDriver: {expected}\n"
 
 
+def test_a_driver_that_is_not_whole_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psycopg alone, on a machine without the library that it wraps."""
+    monkeypatch.setenv("PSYCOPG_IMPL", "binary")
+    command = [sys.executable, "-c", WITHOUT_DRIVER, "psycopg_binary", "postgresql://user:secret@host"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert told == ("MissingDriver: postgresql:// needs a driver; install it with: pip install 'oncemore[postgres]'\n")
+
+
 def test_an_import_that_fails_for_another_reason_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEMES, "broken", "oncemore.stores.no_such_module")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -113,11 +114,19 @@ def naming_extras(what: str) -> Iterator[None]:
     """Where a driver is missing, the error is the command that installs it."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
+    except ImportError as error:
+        extra = EXTRAS.get(_missing(error).partition(".")[0])
         if extra is None:
             raise
         raise MissingDriver(f"{what} needs a driver; install it with: pip install 'oncemore[{extra}]'") from error
+
+
+def _missing(error: ImportError) -> str:
+    """The module that is not there, or not whole: psycopg without the library that it wraps complains itself."""
+    if error.name:
+        return error.name
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__"))
 
 
 def hide_password(url: str) -> str:

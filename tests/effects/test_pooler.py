@@ -15,6 +15,7 @@ from psycopg_pool import ConnectionPool
 
 from oncemore import Guard, Operation, Policy, connect
 from oncemore.core.op import Op
+from oncemore.errors import ConfigurationError
 
 OFTEN = 40  # more often than psycopg waits before it prepares what the performer asks, on each server process
 POLICY = Policy(effect="transaction")
@@ -58,6 +59,22 @@ def test_threads_of_two_processes_effect_each_once(
         assert set(threads.map(refund, range(OFTEN))) == {"stored"}
         assert set(threads.map(refund, range(OFTEN))) == {"replayed"}
     assert refunds(postgres_url, postgres_schema) == OFTEN
+    for each in (*guards, *pools):
+        each.close()
+
+
+def test_a_pool_that_prepares_statements_is_told_not_to(url: str, pgbouncer_url: str, postgres_schema: str) -> None:
+    pools = [ConnectionPool(pgbouncer_url, min_size=0, max_size=1, open=True) for _ in range(2)]
+    guards = [Guard(connect(pool, schema=postgres_schema)) for pool in pools]
+
+    def refund_often() -> None:
+        for number in range(OFTEN):
+            guards[number % 2].run(Operation("s", str(number)), lambda op: 1, policy=POLICY)
+
+    with pytest.raises(
+        ConfigurationError, match=r"already exists: behind a pooler .* prepare_threshold=None to psycopg"
+    ):
+        refund_often()
     for each in (*guards, *pools):
         each.close()
 

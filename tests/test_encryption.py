@@ -39,6 +39,13 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
+def test_a_key_in_the_seals_place_is_refused_and_not_shown() -> None:
+    key: Any = b"secret" * 6
+    with pytest.raises(ConfigurationError, match=r"write Seal\(key\), from oncemore\.encryption") as refused:
+        Guard("memory://", seal=key)
+    assert "secret" not in str(refused.value)
+
+
 @pytest.fixture
 def sealed(store: MemoryStore) -> Iterator[Guard]:
     """A guard of the *store* that remembers nothing by itself."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oncemore import Guard, Operation
 from oncemore.core.cache import LONGEST, Cache
 from oncemore.core.clock import SYSTEM
 from oncemore.core.model import Outcome
+from oncemore.errors import ConfigurationError
 
 ID = ("scope", "key")
 
@@ -37,6 +40,18 @@ def clock() -> HandClock:
 
 def outcome(size: int) -> Outcome:
     return Outcome("value", body=b"x" * size)
+
+
+@pytest.mark.parametrize("size", [1e6, "32MiB", None, True, -1])
+def test_a_size_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigurationError, match="is not a size: write a whole number of bytes"):
+        Guard("memory://", cache=size)
+
+
+def test_a_guard_may_have_no_cache() -> None:
+    guard = Guard("memory://", cache=0)
+    assert [guard.run(Operation(*ID), lambda op: 1).how for _ in range(2)] == ["stored", "replayed"]
+    assert guard.cache.get(ID) is None
 
 
 def keep(cache: Cache, key: str = "key", *, size: int = 0, remaining: float = 3600.0) -> None:

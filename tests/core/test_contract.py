@@ -206,6 +206,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
         Contract.load(str(path))
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "oncemore.toml"
+    path.write_bytes(b'\xef\xbb\xbf[[rule]]\nmatch = "POST /a"\n')
+    assert [rule.match for rule in Contract.load(path).rules] == ["POST /a"]
+
+
+def test_a_path_is_not_taken_for_a_rule():
+    with pytest.raises(ConfigurationError, match=r"'oncemore\.toml' is no rule: .* Contract\.load\(path\)"):
+        Contract("oncemore.toml")
+
+
 def test_two_rules_of_one_name_are_refused():
     with pytest.raises(ConfigurationError, match="'POST /a' and 'POST /b' are both named 'x'"):
         Contract(Rule("POST /a", name="x"), Rule("POST /b", name="x"))

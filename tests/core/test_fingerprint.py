@@ -121,10 +121,11 @@ def test_json_that_was_sent_as_a_form_is_compared_byte_by_byte() -> None:
     assert one != other
 
 
-def test_multipart_is_the_same_with_a_new_boundary() -> None:
+@pytest.mark.parametrize("kind", ["form-data", "mixed", "related"])
+def test_multipart_is_the_same_with_a_new_boundary(kind: str) -> None:
     """CASES 12."""
     body = '--{0}\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--{0}--\r\n'
-    one, other = (posted(body.format(b), content_type=f"multipart/form-data; boundary={b}") for b in ("abc", "xyz"))
+    one, other = (posted(body.format(b), content_type=f"multipart/{kind}; boundary={b}") for b in ("abc", "xyz"))
     assert one == other
     assert one.startswith("m1:")
     assert posted(body.format("abc"), content_type=MULTIPART).startswith("r1:")

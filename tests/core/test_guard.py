@@ -19,6 +19,7 @@ from oncemore.errors import (
     Duplicate,
     Fenced,
     InProgress,
+    InvalidKey,
     OutcomeNotKept,
     PayloadMismatch,
     ProviderDuplicate,
@@ -110,6 +111,13 @@ def test_a_refusal_that_the_performer_raises_is_a_failure_and_the_key_stands_for
         call(guard, msgspec.structs.replace(OPERATION, fingerprint="c1:bb"), effect)
     assert effect.count == 0
     assert call(guard, OPERATION, effect).how == "stored"
+
+
+@pytest.mark.parametrize(("scope", "key"), [("orders", 5), (7, "key-1"), ("orders", None), ("orders", b"key-1")])
+def test_what_is_no_text_names_no_operation(scope: Any, key: Any) -> None:
+    """A database that takes 5 for "5" does not know it again, and the operation would be performed once more."""
+    with pytest.raises(InvalidKey, match="must be texts"):
+        Operation(scope, key)
 
 
 def test_two_scopes_with_one_key_are_two_operations(guard, call) -> None:

@@ -65,6 +65,14 @@ async def test_records_are_listed_page_by_page(guard: Guard, verb: Verb) -> None
     assert len((await verb("list")).records) == 6
 
 
+@pytest.mark.parametrize("state", ["hold", "lapsed", ""])
+def test_a_state_that_there_is_not_is_refused_lest_nothing_be_found(state: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"choose one of 'running', 'settled', 'released', 'held', or lapsed=True"
+    ):
+        Filter(state=state)
+
+
 async def test_what_happened_is_settled_and_replayed_from_then_on(guard: Guard, verb: Verb) -> None:
     """CASES 25."""
     hold(guard, "k")
@@ -164,8 +172,8 @@ async def test_a_decision_is_not_forgotten_at_once_nor_kept_for_ever_by_mistake(
     assert record.remaining == pytest.approx(3600)
 
 
-@pytest.mark.parametrize("count", [0, -1, -7])
-async def test_a_number_of_records_that_is_none_is_refused(guard: Guard, verb: Verb, count: int) -> None:
+@pytest.mark.parametrize("count", [0, -1, -7, 5.0, "5", True])
+async def test_a_number_of_records_that_is_none_is_refused(guard: Guard, verb: Verb, count: Any) -> None:
     with pytest.raises(ConfigurationError, match="limit"):
         await verb("list", limit=count)
     with pytest.raises(ConfigurationError, match="batch"):

@@ -62,6 +62,8 @@ def test_a_match_is_read_and_has_one_spelling(text, canonical, params):
         ("POST /{a", "not understood"),
         ("POST /a}", "not understood"),
         ("POST /{1a}", "not understood"),
+        ("POST /a/*", r"write \{name\}, or \{name:path\}"),
+        ("POST /a/**/b", "stands for nothing"),
         ("POST /x{rest:path}", "stands alone"),
         ("POST /{rest:path}/x", "put it last"),
         ("POST /{id}/x/{id}", "twice"),

@@ -90,9 +90,9 @@ def test_a_chosen_error_may_be_left_out_by_keep(guard: Guard, runs: list[Any]) -
 
 @pytest.mark.parametrize("keep", ["final", "success", "all"])
 def test_an_unstorable_result_is_the_first_callers_and_never_leads_to_a_second_run(
-    guard: Guard, runs: list[Any], keep: Any
+    guard: Guard, runs: list[Any], keep: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CASES 22, 30."""
+    """CASES 22, 30: and why is told at once, not when somebody asks again."""
     handle = object()
 
     @once(guard, key="{n}", keep=keep)
@@ -101,6 +101,7 @@ def test_an_unstorable_result_is_the_first_callers_and_never_leads_to_a_second_r
         return handle
 
     assert connect(1) is handle
+    assert "builtins:object: A object cannot be stored as the result of a guarded function" in caplog.text
     for _ in range(2):
         with pytest.raises(OutcomeNotKept):
             connect(1)

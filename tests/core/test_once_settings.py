@@ -72,6 +72,30 @@ def test_a_wrong_template_is_told_when_the_function_is_decorated(guard: Guard, k
         once(guard, key=key)(lambda number, a, b: None)
 
 
+@pytest.mark.parametrize(
+    ("key", "ttl"), [("{window:7d}", "1d"), ("{date:Europe/Berlin}", "24h"), ("{window:1h}", "5m")]
+)
+def test_a_window_that_is_longer_than_its_outcome_is_kept_is_told(guard: Guard, key: str, ttl: str) -> None:
+    """Once a week, and forgotten after a day, would be once a day."""
+    with pytest.raises(ConfigurationError, match="make ttl as long as the window"):
+        once(guard, key=f"report:{key}", ttl=ttl)(report)
+    once(guard, key=f"report:{key}", ttl="8d")(report)
+
+
+def report() -> None:
+    pass
+
+
+def test_one_name_to_ignore_needs_no_list(guard: Guard, runs: list[Any]) -> None:
+    @once(guard, key="{n}", ignore="mailer")
+    def send(n: int, mailer: object) -> None:
+        runs.append(n)
+
+    send(1, object())
+    send(1, object())
+    assert runs == [1]
+
+
 def test_an_unknown_name_in_ignore_is_told(guard: Guard) -> None:
     with pytest.raises(ConfigurationError, match="ignore names 'sesion', which sum does not take"):
         once(guard, key="k", name="sum", ignore=["sesion"])(lambda a, session: None)

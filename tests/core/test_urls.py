@@ -27,6 +27,21 @@ def test_a_scheme_names_its_store_in_either_case(url: str) -> None:
     assert schema(url) == ""
 
 
+@pytest.mark.parametrize(
+    ("url", "lower"),
+    [
+        ("SQLite:///Once.db", "sqlite:///Once.db"),
+        ("PostgreSQL://localhost/Shop", "postgresql://localhost/Shop"),
+        ("REDIS://localhost", "redis://localhost"),
+        ("RedisS://localhost", "rediss://localhost"),
+        ("Redis+Cluster://localhost", "redis+cluster://localhost"),
+    ],
+)
+def test_drivers_get_the_scheme_as_they_know_it(url: str, lower: str) -> None:
+    assert connect(url).url == lower
+    assert schema(url) == schema(lower)
+
+
 @pytest.mark.parametrize("url", ["mongodb://u:secret@h/db", "memory", "memory:/", "", "://", "sqlite:file"])
 def test_a_url_that_names_no_store_is_refused_with_those_that_are_known_and_without_its_password(url: str) -> None:
     with pytest.raises(ConfigurationError, match="names no store; known are memory://, sqlite://") as refused:
@@ -69,6 +84,14 @@ def test_a_missing_driver_is_told_with_the_command_that_installs_it(driver: str,
     told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     expected = f"{scheme}:// needs a driver; install it with: pip install 'oncemore[{EXTRAS[driver]}]'"
     assert told == f"MissingDriver: {expected}\n"
+
+
+def test_a_driver_that_is_not_whole_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psycopg alone, on a machine without the library that it wraps."""
+    monkeypatch.setenv("PSYCOPG_IMPL", "binary")
+    command = [sys.executable, "-c", WITHOUT_DRIVER, "psycopg_binary", "postgresql://user:secret@host"]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert told == ("MissingDriver: postgresql:// needs a driver; install it with: pip install 'oncemore[postgres]'\n")
 
 
 def test_an_import_that_fails_for_another_reason_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +220,7 @@ def test_a_duration(text: str, expected: float) -> None:
         ("most=%C2%B2", "write a whole number"),
         ("timeout=soon", "is not a duration"),
         ("timeout=-1", "is not a duration"),
+        ("timeout=25d", "less than 24 days"),
         ("timeout=%C2%B2", "is not a duration"),
         ("timeout=.", "is not a duration"),
     ],

@@ -10,12 +10,13 @@ from typing import Any
 import asyncpg
 import pytest
 from django.db import connections, transaction
+from psycopg_pool import ConnectionPool
 
 from oncemore import Guard
 from oncemore.core.urls import connect
 from oncemore.errors import ConfigurationError
 
-from .shops import DjangoSqlite
+from .shops import POLICY, DjangoSqlite
 from .test_transaction import asked
 
 
@@ -66,6 +67,19 @@ def effect() -> Any:
     from .shops import POLICY
 
     return POLICY
+
+
+@pytest.mark.parametrize("encoding", ["LATIN1", "SQL_ASCII"])
+def test_connections_in_another_encoding_are_refused(postgres_url: str, postgres_schema: str, encoding: str) -> None:
+    """The key would be another one than in a process that has them in UTF-8, and its operation be performed there as well."""
+    performed: list[str] = []
+    with ConnectionPool(postgres_url, min_size=0, max_size=1, kwargs={"client_encoding": encoding}) as latin:
+        guard = Guard(connect(latin, schema=postgres_schema), policy=POLICY)
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match=f"in {encoding}.* client_encoding=UTF8"):
+                guard.run(asked("žluť"), lambda op: performed.append(op.key))
+        guard.close()
+    assert performed == []
 
 
 def test_an_alias_that_django_does_not_know_is_refused(tmp_path: Any) -> None:

@@ -158,6 +158,11 @@ async def test_one_who_waits_for_a_failing_one_takes_its_place(shop: Shop) -> No
     assert shop.refunds() == ["k"]
 
 
+async def test_one_may_wait_for_longer_than_a_database_can_count(shop: Shop) -> None:
+    answer = await shop.run(asked(), refund(shop), policy=policy(wait="60d"))
+    assert (answer.how, shop.refunds()) == ("stored", ["k"])
+
+
 async def test_one_who_must_not_wait_is_told_that_it_runs(shop: Shop) -> None:
     """CASES 17."""
     entered = Entered()

@@ -8,6 +8,7 @@ from array import array
 
 import msgspec
 
+from ..errors import ConfigurationError
 from .bell import Id
 from .clock import Clock
 from .fork import reset_in_child
@@ -46,6 +47,8 @@ class Cache:
     """
 
     def __init__(self, clock: Clock, *, most: int = 32 * 1024 * 1024) -> None:
+        if type(most) is not int or most < 0:
+            raise ConfigurationError(f"cache = {most!r} is not a size: write a whole number of bytes, or 0 for none")
         self._monotonic = clock.monotonic
         self._most = most
         self._mask = (1 << max(10, (most // PER_SLOT).bit_length() - 1)) - 1

@@ -55,6 +55,9 @@ class Contract:
         match: str | None = None,
         **defaults: Unpack[Settings],
     ) -> None:
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise ConfigurationError(f"{rule!r} is no rule: write Rule(...), or Contract.load(path) for a file")
         said = {"profile": profile, "undeclared": undeclared, **defaults} | ({"match": match} if match else {})
         self._begin("Contract", said, python_rules(rules), Faults())
 
@@ -62,7 +65,7 @@ class Contract:
     def load(cls, path: str | os.PathLike[str]) -> Contract:
         """The contract in a TOML file."""
         try:
-            written = Path(path).read_text(encoding="utf-8")
+            written = Path(path).read_text(encoding="utf-8-sig")  # some editors put a mark first
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{os.fspath(path)} cannot be read: {error}") from error
         return cls.parse(written, os.fspath(path))

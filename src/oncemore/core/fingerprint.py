@@ -7,7 +7,7 @@ is always compared by its own algorithm and secret:
 |---|---|
 | `c1` | canonical JSON (`application/json`, `application/*+json`), of which include and exclude select; see `canonical` |
 | `f1` | an URL-encoded form: fields in their order, percent-encoding and `+` normalised |
-| `m1` | a multipart form: parts in their order with their headers, whatever the boundary |
+| `m1` | a multipart form, or any other `multipart/*`: parts in their order with their headers, whatever the boundary |
 | `r1` | its bytes: every other media type, and each body that cannot be read as what it says it is |
 | `v1` | not a body, but the canonical JSON of a Python value: see fingerprint_of |
 
@@ -42,7 +42,7 @@ Mode = Literal["canonical", "raw", "none"]
 DEEPEST = 200
 SHORTEST_SECRET = 16
 
-ALGORITHMS = {"application/json": "c1", "application/x-www-form-urlencoded": "f1", "multipart/form-data": "m1"}
+ALGORITHMS = {"application/json": "c1", "application/x-www-form-urlencoded": "f1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +150,8 @@ def algorithm_for(media_type: str) -> str:
     """The id of the algorithm that reads bodies of *media_type* today."""
     if media_type.startswith("application/") and media_type.endswith("+json"):
         return "c1"
+    if media_type.startswith("multipart/"):
+        return "m1"
     return ALGORITHMS.get(media_type, "r1")
 
 

@@ -96,6 +96,6 @@ class Ledger:
 
 def some(name: str, count: int) -> int:
     """How many, where it is any; stores would take less than one for none, or for all."""
-    if count < 1:
+    if type(count) is not int or count < 1:
         raise ConfigurationError(f"{name} = {count!r} is not a number of records: write 1 or more")
     return count

@@ -114,6 +114,10 @@ def parse_segment(text: str) -> Segment:
     found = SEGMENT.fullmatch(text)
     if found is None or not text:
         raise ConfigurationError(f"path segment {text!r} is not understood: write text, {{name}} or {{name:path}}")
+    if text in (ANY, "**"):  # taken literally, such a rule would never be found
+        raise ConfigurationError(
+            f"path segment {text!r} stands for nothing: write {{name}}, or {{name:path}} for the rest"
+        )
     prefix, param, suffix = found["prefix"], found["param"] or "", found["suffix"] or ""
     # Other converters, such as 'int', only narrow what one segment may be; to match more here does no harm.
     rest = found["kind"] == "path"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..errors import InvalidKey
 from .states import State
 
 Kind = Literal["response", "value", "error", "tombstone"]
@@ -34,6 +35,11 @@ class Operation(msgspec.Struct, frozen=True, eq=False, gc=False):
     unique: str | None = None
     request: Callable[[], Any] | None = None
     giving_up: bool = False
+
+    def __post_init__(self) -> None:
+        # A database would take 5 for "5", and then not know it again: it would happen twice.
+        if not isinstance(self.key, str) or not isinstance(self.scope, str):
+            raise InvalidKey(f"scope {self.scope!r} and key {self.key!r} name an operation; both must be texts")
 
     @property
     def id(self) -> tuple[str, str]:

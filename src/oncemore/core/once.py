@@ -69,12 +69,15 @@ class Once(Generic[P, T]):
         self.name = name or own_name(function)
         self.signature = inspect.signature(function)
         names = tuple(self.signature.parameters)
+        ignore = (ignore,) if isinstance(ignore, str) else ignore
         for unknown in sorted(set(ignore) - set(names)):
             raise ConfigurationError(f"ignore names {unknown!r}, which {self.name} does not take")
         owner = {"self", "cls"}.intersection(names[:1])
         # An object or class has no fingerprint of its own: where it matters, the key names it, as in "{self.id}".
         self.compared = tuple(each for each in names if each not in ignore and each not in owner)
         self.key = key if callable(key) else Template(key, names=names)
+        if isinstance(self.key, Template) and (fault := self.key.forgotten(policy.ttl)):
+            raise ConfigurationError(f"key {key!r}: {fault}")
         self.awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     def operation(self, *args: P.args, **kwargs: P.kwargs) -> Operation:

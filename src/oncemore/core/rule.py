@@ -180,11 +180,8 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
             yield f"idempotent: false leaves nothing to guard; drop {', '.join(extra)}, or the false"
         return
     for name, template in (("key", values["key"].template), ("unique_by", values["unique_by"])):
-        if template and template.window > values["ttl"]:
-            yield (
-                f"{name}: its time window is {template.window:g} s, but ttl only {values['ttl']:g} s, so a repeat within the "
-                "window would run again; make ttl as long as the window"
-            )
+        if template and (fault := template.forgotten(values["ttl"])):
+            yield f"{name}: {fault}"
     if values["on_unknown"] == "resolve" and "resolver" not in values:
         yield "on_unknown: 'resolve' needs a resolver, the function that tells whether it happened"
     if "resolver" in given and values["on_unknown"] != "resolve":

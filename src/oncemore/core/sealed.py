@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from ..errors import ConfigurationError
 from .around import Around
 from .bell import Id
 from .lending import Lender, Transaction
@@ -29,6 +30,8 @@ class SealedStore(Around):
 
     def __init__(self, inner: Store, seal: Sealing) -> None:
         super().__init__(inner)
+        if not hasattr(seal, "seal"):  # it could only fail after the effect; and it may be a key, so it is not shown
+            raise ConfigurationError(f"seal is a {type(seal).__name__}: write Seal(key), from oncemore.encryption")
         self._seal = seal
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:

@@ -6,10 +6,11 @@ import itertools
 import os
 import platform
 import secrets
-from typing import Protocol
+from typing import Protocol, get_args
 
 import msgspec
 
+from ..errors import ConfigurationError
 from .bell import Bell
 from .fork import reset_in_child
 from .lending import Lender
@@ -26,6 +27,12 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
     key: str | None = None
     name: str | None = None
     lapsed: bool | None = None
+
+    def __post_init__(self) -> None:
+        # With a slip of the pen nothing would be found, and an operator would think that nothing is held.
+        if self.state is not None and self.state not in get_args(State):
+            known = ", ".join(map(repr, get_args(State)))
+            raise ConfigurationError(f"state = {self.state!r} is unknown: choose one of {known}, or lapsed=True")
 
 
 class Page(msgspec.Struct, frozen=True):

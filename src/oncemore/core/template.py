@@ -47,6 +47,15 @@ class Template:
         """How many seconds one name stays in use: the longest time window in it, or 0 for ever."""
         return max((part.window for part in self.parts if isinstance(part, Field)), default=0.0)
 
+    def forgotten(self, ttl: float) -> str:
+        """What to say where outcomes are kept for less than a name stays in use; nothing where they are not."""
+        if self.window <= ttl:
+            return ""
+        return (
+            f"its time window is {self.window:g} s, but ttl only {ttl:g} s, so a repeat within the window would run again; "
+            "make ttl as long as the window"
+        )
+
     def render(
         self,
         *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -52,6 +53,8 @@ FLAVOURS = {
 }
 DJANGO = "django:"
 
+LONGEST = 24 * 86400.0  # servers and systems count milliseconds in 32 bits, and fail at a number of more
+
 
 def connect(source: Any, **options: str) -> Store:
     """The store behind a URL, or in the database that a pool or an engine leads to; nothing is opened before it is used.
@@ -59,7 +62,7 @@ def connect(source: Any, **options: str) -> Store:
     *options* are those of the store's URL, for a source that has none: `connect(engine, schema="payments")`.
     """
     if isinstance(source, str) and not source.startswith(DJANGO):
-        return cast("Store", store_module(source).connect(with_options(source, options)))
+        return cast("Store", store_module(source).connect(with_options(lower_scheme(source), options)))
     package = "django" if isinstance(source, str) else type(source).__module__.partition(".")[0]
     module = "oncemore.stores.django" if package == "django" else FLAVOURS.get(package)
     if module is None:
@@ -71,13 +74,19 @@ def connect(source: Any, **options: str) -> Store:
         return cast("Store", importlib.import_module(module).enlist(source, options))
 
 
+def lower_scheme(url: str) -> str:
+    """The URL as drivers read it: in a scheme, letter case means nothing."""
+    scheme, mark, rest = url.partition("://")
+    return scheme.lower() + mark + rest
+
+
 def with_options(url: str, options: Mapping[str, str]) -> str:
     return url + ("&" if "?" in url else "?") + urlencode(options) if options else url
 
 
 def schema(url: str) -> str:
     """The script that creates what the store at *url* needs, for those who run it themselves (`?create=false`)."""
-    script: str = store_module(url).schema(url)
+    script: str = store_module(url).schema(lower_scheme(url))
     return script
 
 
@@ -105,11 +114,19 @@ def naming_extras(what: str) -> Iterator[None]:
     """Where a driver is missing, the error is the command that installs it."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
+    except ImportError as error:
+        extra = EXTRAS.get(_missing(error).partition(".")[0])
         if extra is None:
             raise
         raise MissingDriver(f"{what} needs a driver; install it with: pip install 'oncemore[{extra}]'") from error
+
+
+def _missing(error: ImportError) -> str:
+    """The module that is not there, or not whole: psycopg without the library that it wraps complains itself."""
+    if error.name:
+        return error.name
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__"))
 
 
 def hide_password(url: str) -> str:
@@ -138,7 +155,10 @@ def _read(name: str, text: str, default: Any) -> Any:
         return text.lower() in ("true", "1")
     if isinstance(default, float):
         try:
-            return duration(float(text) if text.replace(".", "", 1).isdecimal() else text)
+            seconds = duration(float(text) if text.replace(".", "", 1).isdecimal() else text)
+            if seconds > LONGEST:
+                raise ConfigurationError("a store is not waited for so long; write less than 24 days")
+            return seconds
         except ConfigurationError as error:
             raise ConfigurationError(f"{name}={text} in the store's URL: {error.detail}") from None
     if isinstance(default, int):

@@ -18,6 +18,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import msgspec
 
 from ..errors import CorruptRecord, OutcomeNotKept
+from .events import log
 from .model import Outcome
 from .objects import (
     Errors,
@@ -182,8 +183,9 @@ def error_outcome(error: BaseException) -> Outcome:
 
 
 def _tombstone(kind: type, reason: Exception) -> Outcome:
-    why = reason.detail if isinstance(reason, Unstorable) else type(reason).__name__
-    return Outcome("tombstone", body=f"{name_of(kind)}: {why}".encode("utf-8", "backslashreplace"))
+    why = f"{name_of(kind)}: {reason.detail if isinstance(reason, Unstorable) else type(reason).__name__}"
+    log.warning("What came of an operation cannot be stored, only that it happened: %s", why)
+    return Outcome("tombstone", body=why.encode("utf-8", "backslashreplace"))
 
 
 def replayed(outcome: Outcome, errors: Errors = ()) -> Any:

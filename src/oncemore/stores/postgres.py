@@ -128,8 +128,9 @@ class PostgresStore:
 
     def __init__(self, url: str) -> None:
         place, options = take_options(url, OPTIONS)
-        if options["timeout"] <= 0:
-            raise ConfigurationError("timeout=0 in the store's URL: nothing can be done in no time")
+        for name in ("timeout", "poll", "pool"):
+            if options[name] <= 0:
+                raise ConfigurationError(f"{name}=0 in the store's URL: it must be more than nothing")
         names = tables.names(options["schema"], options["prefix"])
         conninfo = libpq_conninfo(place)
         self.url = hide_password(url)
@@ -265,7 +266,7 @@ class PostgresStore:
     # The operators' verbs
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
-        after = None if cursor is None else read_cursor(cursor)
+        after = read_cursor(cursor) if cursor else None
         texts = {name: safe(text) for name in ("scope", "key", "name") if (text := getattr(where, name)) is not None}
         where = msgspec.structs.replace(where, **texts)
         rows = yield from self._errand(*self._sql.list(where, after, limit=limit + 1, shift=self.shift))

@@ -36,7 +36,7 @@ class Database:
         self.create = create
         self.lanes, self.desk = Line(conninfo), Line(conninfo)
         self.ready = False
-        self._pooled = False
+        self.pooled = False  # a pooler stands between: nothing that is set or prepared is there next time
 
     def rows(
         self, line: Line, statement: Statement, values: Sequence[Any], ends: float, *, patience: float = 0.0
@@ -61,7 +61,7 @@ class Database:
             except Rejected as error:
                 pause, failure = more(pause), error
                 if link is not None and error.sqlstate == NOT_PREPARED:  # a pooler, after all: prepare no more
-                    self._pooled, link.alone = True, False
+                    self.pooled, link.alone = True, False
                 elif error.sqlstate not in AGAIN:
                     raise
             finally:
@@ -76,11 +76,11 @@ class Database:
         milliseconds = [str(int(1000 * seconds)) for seconds in (self.timeout / 5, limit)]
         greeting = self.sql.greet if operators else self.sql.greet_lane
         rows = yield Send(link, greeting, [link.pgconn.backend_pid, *milliseconds], ends)
-        self._pooled = self._pooled or not rows
+        self.pooled = self.pooled or not rows
         if not self.ready:
             yield from self._make_tables(link)
             self.ready = True
-        link.alone = not self._pooled
+        link.alone = not self.pooled
         link.greeted = True
 
     # Tables

@@ -84,9 +84,7 @@ class PostgresLender:
         with self._making:
             pool = self._threads
             if pool is None:
-                pool = self._threads = ConnectionPool(
-                    self.conninfo, connection_class=Lent, min_size=0, max_size=self.most, open=True, name="oncemore"
-                )
+                pool = self._threads = ConnectionPool(connection_class=Lent, open=True, **self._settings())
         return ThreadWire(OwnLoan(pool, self.store.database.timeout))
 
     async def _for_loop(self) -> Wire:
@@ -94,12 +92,15 @@ class PostgresLender:
         pool = self._loops.get(loop)
         if pool is None:
             self._forget_closed()
-            pool = self._loops[loop] = AsyncConnectionPool(
-                self.conninfo, connection_class=AsyncLent, min_size=0, max_size=self.most, open=False, name="oncemore"
-            )
+            pool = self._loops[loop] = AsyncConnectionPool(connection_class=AsyncLent, open=False, **self._settings())
         if pool.closed:  # not opened yet; to open it once more, as those do who come meanwhile, is nothing
             await pool.open()
         return LoopWire(AsyncOwnLoan(pool, self.store.database.timeout))
+
+    def _settings(self) -> dict[str, Any]:
+        """Those of a pool.  The store has been asked by now, and knows of a pooler; then not even the borrower prepares."""
+        kwargs = {"prepare_threshold": None} if self.store.database.pooled else {}
+        return {"conninfo": self.conninfo, "kwargs": kwargs, "min_size": 0, "max_size": self.most, "name": "oncemore"}
 
     def _forget_closed(self) -> None:
         """End the connections of loops that are no more, whose pools can no longer do it."""

@@ -23,7 +23,7 @@ ESCAPED = re.compile(r"\\(?:([\\0])|u([0-9a-f]{4}))")
 def safe(text: str) -> str:
     """The text as it is stored.  PostgreSQL knows no NUL and no half of a surrogate pair, but a key may have both."""
     if text.isascii() and "\\" not in text and "\0" not in text:
-        return text
+        return text if type(text) is str else str.__str__(text)  # the encoder takes none of a class of its own
     return UNSAFE.sub(_escape, text)
 
 

@@ -15,10 +15,10 @@ from ..core.lending import Again, Transaction, ended, give_back, over
 from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..core.plan import Effect, Plan
 from ..core.store import Holder
-from ..errors import InProgress, OncemoreError, StoreUnavailable, TransactionEnded
+from ..errors import ConfigurationError, InProgress, OncemoreError, StoreUnavailable, TransactionEnded
 from .postgres_database import AGAIN, translated
 from .postgres_flights import is_expired
-from .postgres_link import Rejected
+from .postgres_link import PREPARED_ALREADY, Rejected
 from .postgres_rows import LONGEST_SPAN, Named, check_length, encode_rows, read_record, safe
 from .postgres_sql import Ask, Rows, Statements, prepared
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .postgres import PostgresStore
 
 DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
+LONGEST_WAIT = 2**31 - 1  # milliseconds: as long as PostgreSQL's limits go, which is 24 days
 VIOLATION = "23"
 NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE, FORGOTTEN = "55P03", "22012", "25P02", "26000"
 
@@ -111,7 +112,7 @@ class PostgresTransaction:
         return found
 
     def _claim(self, operation: Operation, lease: float) -> Ask:
-        milliseconds = max(1, int(1000 * self._wait))  # 0 would be to wait for ever
+        milliseconds = min(max(1, int(1000 * self._wait)), LONGEST_WAIT)  # 0 would be to wait for ever
         return self._sql.claim_here, [*self._named(operation, lease), str(milliseconds)]
 
     def _named(self, operation: Operation, lease: float) -> list[Any]:
@@ -245,6 +246,11 @@ def told(error: Exception, *, committing: bool = False) -> Exception:
         return error if not state else Again(str(error))
     if state == NO_LOCK:
         return InProgress("The first request with this key is still running; retry later", retry_after=1.0)
+    if state == PREPARED_ALREADY:
+        return ConfigurationError(
+            f"{error}: behind a pooler in transaction mode nothing can be prepared; say so to your pool or engine, by "
+            "prepare_threshold=None to psycopg, or statement_cache_size=0 to asyncpg"
+        )
     if state == DIVISION_BY_ZERO or isinstance(error, Misuse):
         return ended()
     if state == FAILED_BEFORE:

@@ -16,6 +16,7 @@ from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
+from ..errors import ConfigurationError
 from .postgres_link import Lost, Rejected, dump_all, failure
 from .postgres_sql import Ask, Rows, Statement, prepared
 
@@ -29,6 +30,7 @@ TUPLES_OK, FATAL_ERROR, PIPELINE_SYNC = map(
     int, (ExecStatus.TUPLES_OK, ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_SYNC)
 )
 WAIT_R = Wait.R
+UTF8 = b"UTF8"  # as the server calls it
 # The server does not know a prepared statement any more, or a table's columns are of other types than when it was prepared.
 OUTDATED = {"26000", "0A000"}
 
@@ -41,6 +43,12 @@ class Kit:
     """
 
     def __init__(self, connection: Any) -> None:
+        encoding = connection.pgconn.parameter_status(b"client_encoding")
+        if encoding != UTF8:  # a key would be another key than on the next connection, and be performed once more
+            raise ConfigurationError(
+                f"The connections are in {(encoding or b'no encoding').decode()}, and the ledger's texts in UTF-8: give your "
+                "pool or engine client_encoding=UTF8"
+            )
         self.names: dict[bytes, bytes] = {}
         self.rows = Transformer(connection)
         self._count = itertools.count()

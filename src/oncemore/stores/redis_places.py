@@ -167,7 +167,7 @@ def read_places(url: str, *, timeout: float) -> Places:
             return read_sentinel(parts, timeout)
         if parts.scheme == "redis+cluster" and path in ("", "0"):
             return ClusterNodes(dialler(plain(parts), timeout), addresses(parts, REDIS_PORT))
-        if not path or path.isdecimal():
+        if parts.scheme != "redis+cluster" and (not path or path.isdecimal()):
             return OneServer(dialler(url, timeout))
         if parts.scheme == "redis" and not parts.hostname:
             return OneServer(dialler(url.replace("redis", "unix", 1), timeout))

@@ -66,13 +66,13 @@ def fields(*values: str | bytes | bool) -> bytes:
     """Consecutive fields of a record, of which there are fewer than sixteen."""
     try:
         return encode(values)[1:]  # without the byte that makes them an array
-    except UnicodeEncodeError:  # a lone surrogate, which msgpack has no place for
+    except (UnicodeEncodeError, TypeError):  # a lone surrogate, or a text of a class of its own: msgpack takes neither
         return encode([clean(value) if isinstance(value, str) else value for value in values])[1:]
 
 
 def clean(text: str) -> str:
-    """The text, with every lone surrogate written out."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+    """The plain text, with every lone surrogate written out."""
+    return str.__str__(text) if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def outcome_fields(outcome: Outcome) -> bytes:

@@ -19,6 +19,10 @@ from .store_operating import Operating
 from .store_parts import DONE, LEASE, RETENTION, Drive, write
 
 
+class Marked(str):
+    """A text of a class of its own."""
+
+
 class StoreContract(Operating, Crowding):
     """All of it; this part is about claims, leases, tokens and retention."""
 
@@ -65,6 +69,21 @@ class StoreContract(Operating, Crowding):
         drive(store.settle(lease, DONE, retention=RETENTION, note=awkward))
         record = drive(store.find(*one.id))
         assert (record.id, record.fingerprint, record.name, record.note) == (one.id, awkward, awkward, awkward)
+
+    def test_a_text_may_be_of_a_class_of_its_own(self, store: Store, drive: Drive, operation: Operation) -> None:
+        """A member of an enum, or what a template engine marked as safe, is the text that it is."""
+        one = Operation(Marked(operation.scope), Marked("key"), Marked("c1:aa"), Marked("name"))
+        lease = drive(store.claim(one, lease=LEASE))
+        running = drive(store.claim(one, lease=LEASE))
+        drive(store.watch(running))
+        drive(store.settle(lease, DONE, retention=RETENTION, note=Marked("note")))
+        record = drive(store.find(operation.scope, "key"))
+        assert (running.id, record.id) == (one.id, one.id)
+        assert (record.fingerprint, record.name, record.note) == ("c1:aa", "name", "note")
+        listed = drive(store.list(Filter(scope=Marked(operation.scope), name=Marked("name")))).records
+        assert [each.id for each in listed] == [record.id]
+        assert drive(store.delete(*one.id))
+        assert isinstance(drive(store.claim(operation, lease=LEASE)), Lease), "others are answered as ever"
 
     def test_scope_and_key_are_kept_apart(self, store: Store, drive: Drive, operation: Operation) -> None:
         """CASES 7: moving a character from the one to the other makes another operation."""

@@ -90,6 +90,9 @@ class Operating(Part):
             if cursor is None:
                 break
         assert sorted(seen) == sorted(keys)
+        assert len(drive(store.list(Filter(scope=operation.scope), limit=5, cursor="")).records) == 5, (
+            "from the beginning"
+        )
 
     def test_list_filters(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
         scope = operation.scope

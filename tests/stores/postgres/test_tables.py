@@ -121,7 +121,7 @@ def test_names_that_are_none_are_refused(query: str) -> None:
         connect(f"postgresql://localhost/?{query}")
 
 
-@pytest.mark.parametrize("query", ["nonsense=1", "timeout=0", "timeout=soon", "create=maybe"])
+@pytest.mark.parametrize("query", ["nonsense=1", "timeout=0", "poll=0", "pool=0", "timeout=soon", "create=maybe"])
 def test_options_that_are_none_are_refused(query: str) -> None:
     with pytest.raises(ConfigurationError, match=query.partition("=")[0]):
         connect(f"postgresql://localhost/?{query}")

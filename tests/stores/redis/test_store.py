@@ -68,7 +68,6 @@ def test_any_history_goes_as_in_the_model(url: str) -> None:
     [
         "redis://localhost:port",
         "redis://localhost/name",
-        "redis+cluster://localhost/1",
         "redis+sentinel://localhost/service/name",
         "redis://localhost?prefix=a b",
         "redis://localhost?prefix=",
@@ -85,6 +84,11 @@ def test_any_history_goes_as_in_the_model(url: str) -> None:
 def test_a_url_that_cannot_be_meant_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError):
         connect(url)
+
+
+def test_a_cluster_has_one_database() -> None:
+    with pytest.raises(ConfigurationError, match="/1 is no database of this kind of server"):
+        connect("redis+cluster://localhost/1")
 
 
 def test_no_password_is_shown() -> None:

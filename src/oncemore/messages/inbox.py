@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -110,6 +111,7 @@ class Inbox:
     ) -> Plan[Received]:
         begun: list[Op] = []
 
+        @functools.wraps(handler)  # for errors, which name it
         def perform(op: Op) -> Any:
             begun.append(op)
             return handler(op, payload)

@@ -36,6 +36,8 @@ class Desk(Protocol):
     owner: object
 
     @property
+    def awaited(self) -> bool: ...  # whether the connection is of an async driver
+    @property
     def connection(self) -> Any: ...  # what the performer borrows
     def here(self) -> object: ...  # who asks
     def turn(self, limit: float, taken: Taken) -> Effect[None]: ...
@@ -49,6 +51,8 @@ class Desk(Protocol):
 
 class ThreadDesk:
     """The desk of all threads; with what every desk has."""
+
+    awaited = False
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -162,6 +166,10 @@ class DeskWire:
     @property
     def connection(self) -> Any:
         return self.desk.connection
+
+    @property
+    def awaited(self) -> bool:
+        return self.desk.awaited
 
     def session(self) -> Any:
         return self.desk.session()

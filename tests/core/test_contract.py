@@ -206,6 +206,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
         Contract.load(str(path))
 
 
+@pytest.mark.parametrize("given", ["POST /a", [Rule("POST /a")]])
+def test_what_is_no_rule_is_refused(given):
+    with pytest.raises(ConfigurationError, match=r"is not a rule: write Contract\(Rule\('POST /refunds'\), \.\.\.\)"):
+        Contract(given)
+
+
 def test_two_rules_of_one_name_are_refused():
     with pytest.raises(ConfigurationError, match="'POST /a' and 'POST /b' are both named 'x'"):
         Contract(Rule("POST /a", name="x"), Rule("POST /b", name="x"))

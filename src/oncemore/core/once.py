@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 from ..errors import ConfigurationError, CorruptRecord
 from .current import running
 from .fingerprint import fingerprint_of
-from .guard import Guard
+from .guard import Guard, check_guard
 from .judge import Answer
 from .key import check_name
 from .lending import Do
@@ -42,7 +42,7 @@ def once(
     keys, and is the function's own where it is not given; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
     and what they do not say is as in the guard's own policy.
     """
-    policy = guard.policy.but(**settings)
+    policy = check_guard(guard).policy.but(**settings)
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         return Once(guard, function, key, name, ignore, policy).wrapped()

@@ -47,6 +47,11 @@ class Template:
         """How many seconds one name stays in use: the longest time window in it, or 0 for ever."""
         return max((part.window for part in self.parts if isinstance(part, Field)), default=0.0)
 
+    @property
+    def constant(self) -> bool:
+        """Whether it names no field, and so is the same for all."""
+        return not any(isinstance(part, Field) for part in self.parts)
+
     def render(
         self,
         *,
@@ -71,6 +76,8 @@ class Template:
 
 def compiled(text: str, path_params: Collection[str] | None, names: Collection[str] | None) -> list[str | Field]:
     """The literals and fields of *text*, in turn."""
+    if not isinstance(text, str):
+        raise ConfigurationError(f"{text!r} is not a template: write a text, as in 'invoice:{{invoice_id}}'")
     if not text:
         raise ConfigurationError("a template must not be empty: write fields, as in '{principal}:{body.orderId}'")
     parts: list[str | Field] = []

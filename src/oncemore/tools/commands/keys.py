@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -69,7 +70,7 @@ def list_keys(
     def draw(out: Any) -> None:
         draw_table(out, COLUMNS, map(cells, page.records))
         if page.cursor:
-            out.print(f"\nThere are more: --cursor {page.cursor}")
+            click.echo(f"\nThere are more: --cursor {shlex.quote(page.cursor)}")
 
     screen.answer({"records": [fields(record) for record in page.records], "cursor": page.cursor}, draw)
 
@@ -172,7 +173,7 @@ def the_one(guard: Guard, key: str, scope: str | None) -> Record:
     if not found:
         raise NotFound(f"No record has the key {key!r}{f' in {scope!r}' if scope else ''}; see: oncemore keys list")
     if len(found) > 1:
-        scopes = "".join(f"\n  --scope '{visible(one.scope)}'" for one in found)
+        scopes = "".join(f"\n  --scope {shlex.quote(visible(one.scope))}" for one in found)
         raise ConfigurationError(f"Several operations have the key {key!r}; say which one is meant:{scopes}")
     return found[0]
 

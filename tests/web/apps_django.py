@@ -87,6 +87,7 @@ def die(request: HttpRequest, number: int) -> HttpResponse:
 
 
 versions: Counter[str] = Counter()
+CONDITIONS = {"If-None-Match", "If-Modified-Since", "If-Unmodified-Since", "Range", "If-Range"}
 
 
 def thing(request: HttpRequest, name: str) -> HttpResponse:
@@ -95,6 +96,8 @@ def thing(request: HttpRequest, name: str) -> HttpResponse:
         versions[name] += 1
     if name == "none":
         return HttpResponse(status=404)
+    if request.method == "GET" and CONDITIONS.intersection(request.headers):
+        return HttpResponse(status=304)
     return HttpResponse(str(versions[name]), headers={"ETag": f'"v{versions[name]}"'})
 
 

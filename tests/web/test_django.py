@@ -271,6 +271,15 @@ def test_conditional_updates_ask_the_view_itself(caller: Caller, kind: str) -> N
     assert (gone.status_code, caller.told()) == (412, 1)
 
 
+@pytest.mark.parametrize("header", ["If-None-Match", "If-Modified-Since", "If-Unmodified-Since", "Range", "If-Range"])
+def test_what_else_the_update_is_conditional_on_is_not_asked_of_its_resource(
+    caller: Caller, kind: str, header: str
+) -> None:
+    """A cache on the way adds them: the resource would be unchanged (304), or in parts, and its ETag not found."""
+    headers = {"If-Match": '"v0"', header: '"v0"'}
+    assert caller.ask(f"/{kind}/thing/{caller.case}", "a", method="PUT", headers=headers).status_code == 200
+
+
 def test_a_key_may_be_in_the_body(caller: Caller, kind: str) -> None:
     answers = [caller.ask(f"/{kind}/by-body", None, json={"id": caller.key}) for _ in range(2)]
     assert [said(answer) for answer in answers] == ["stored", "replayed"]

@@ -92,6 +92,17 @@ def test_twice_is_once(caller: Caller, kind: str) -> None:
     assert second.headers["content-type"] == "application/json"
 
 
+def test_headers_that_a_template_has_marked_are_kept_as_the_plain_texts_they_are(caller: Caller, kind: str) -> None:
+    """A marked text is of no type that a store can write down: the outcome would be lost, and the effect happen again.
+
+    (wsgiref itself refuses it, after that: the first client gets its 500.)
+    """
+    first, second = caller.ask(f"/{kind}/rendered"), caller.ask(f"/{kind}/rendered")
+    assert (first.status_code, said(first)) in [(201, "stored"), (500, None)]
+    assert (second.status_code, said(second), second.headers["location"]) == (201, "replayed", "/orders/1")
+    assert caller.told() == 1
+
+
 def test_of_ten_at_once_one_runs(caller: Caller, kind: str) -> None:
     """CASES 17."""
     with ThreadPoolExecutor(10) as pool:

@@ -253,6 +253,34 @@ class TestEverySource:
         assert door(event, CONTEXT)["statusCode"] == 200
 
     @every_source
+    @pytest.mark.parametrize("effect", ["lease", "transaction"])
+    def test_a_door_within_a_door_leaves_the_operation_to_the_outer_one(
+        self, tmp_path: Path, shape: Shape, effect: Any
+    ) -> None:
+        """The inner one would wait for the outer one, which waits for it."""
+        function, contract = Function(), Contract(Rule("POST /refunds", effect=effect, wait="1s"))
+        with closing(Guard(f"sqlite:///{tmp_path}/once.db")) as guard:
+            door = function
+            for _ in range(2):
+                door = IdempotencyMiddleware(door, guard=guard, contract=contract)  # type: ignore[assignment]
+            answers = [door(shape(idempotency_key="k"), CONTEXT) for _ in range(2)]
+        assert [answer["statusCode"] for answer in answers] == [201, 201]
+        assert len(function.events) == 1
+
+    def test_a_request_that_the_function_makes_of_itself_is_one_of_its_own(self, guard: Guard) -> None:
+        """Though it has the same key, it is not the one that is under way, and does not happen beside it."""
+        found: list[Any] = []
+
+        def answer(event: Event) -> Event:
+            found.append(door(rest_api(idempotency_key="k"), CONTEXT)["statusCode"])
+            return {"statusCode": 201}
+
+        door = IdempotencyMiddleware(
+            Function(answer), guard=guard, contract=Contract(Rule("POST /refunds", wait="10ms"))
+        )
+        assert (door(rest_api(idempotency_key="k"), CONTEXT)["statusCode"], found) == (201, [409])
+
+    @every_source
     @pytest.mark.parametrize("answer", ["text", {"body": 1, "statusCode": 200}, {"statusCode": "x"}, ["list"]])
     def test_an_answer_that_the_gateway_cannot_read_is_its_502(self, guard: Guard, shape: Shape, answer: Any) -> None:
         """It is passed on as it is, and not kept; payload format 2.0 reads what has no statusCode as a body."""

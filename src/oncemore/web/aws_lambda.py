@@ -6,7 +6,9 @@ handler = IdempotencyMiddleware(handler, guard=Guard("dynamodb://..."))
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any, Unpack
 
@@ -35,6 +37,9 @@ __all__ = ["IdempotencyMiddleware", "current_operation", "each_message", "guarde
 Handler = Callable[[Any, Any], Any]
 
 log = logging.getLogger("oncemore.web")
+
+# The very event that a guarded function has been given: to claim it again would be to wait for oneself.
+UNDER_WAY: ContextVar[Any] = ContextVar("oncemore.lambda", default=None)
 
 
 def guarded(
@@ -97,7 +102,7 @@ class IdempotencyMiddleware:
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return source.rendered(event, self.door.refused(error, match, operation))
-        if operation is None:
+        if operation is None or UNDER_WAY.get() is event:  # a door outside this one has claimed it
             return self.handler(event, context)
         return self._run(Invocation(self, source, match, operation, request, context))
 
@@ -157,7 +162,7 @@ class Invocation:
                 event = deepcopy(event)
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
-            with self.turn.current():
+            with self.turn.current(), under_way(event):
                 reply = self.source.reply(self.handler(event, self.context))
         except BaseException as error:
             try:
@@ -184,6 +189,15 @@ class Invocation:
 
     def _refused(self, error: OncemoreError) -> Any:
         return self.source.rendered(self.request.native, self.door.refused(error, self.match, self.turn.operation))
+
+
+@contextmanager
+def under_way(event: Event) -> Iterator[None]:
+    token = UNDER_WAY.set(event)
+    try:
+        yield
+    finally:
+        UNDER_WAY.reset(token)
 
 
 def rule_for_all(rule: Rule) -> Rule:

@@ -17,6 +17,7 @@ from .key import check_name
 from .lending import Do
 from .model import Operation
 from .op import Op
+from .origin import module_of
 from .plan import Plan, arun, run
 from .policy import Policy
 from .step import VARIADIC
@@ -184,4 +185,4 @@ def own_name(function: Callable[..., Any]) -> str:
     name = getattr(function, "__qualname__", "")
     if not name or name.endswith("<lambda>"):
         raise ConfigurationError(f"{function!r} has no name of its own to keep its keys under: give it one by name=")
-    return f"{function.__module__}.{name}"
+    return f"{module_of(function)}.{name}"

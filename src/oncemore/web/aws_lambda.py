@@ -38,8 +38,8 @@ Handler = Callable[[Any, Any], Any]
 
 log = logging.getLogger("oncemore.web")
 
-# The very event that a guarded function has been given: to claim it again would be to wait for oneself.
-UNDER_WAY: ContextVar[Any] = ContextVar("oncemore.lambda", default=None)
+# The door that lets an event happen, and the very event that its function has been given.
+UNDER_WAY: ContextVar[tuple[Door | None, Any]] = ContextVar("oncemore.lambda", default=(None, None))
 
 
 def guarded(
@@ -102,9 +102,14 @@ class IdempotencyMiddleware:
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return source.rendered(event, self.door.refused(error, match, operation))
-        if operation is None or UNDER_WAY.get() is event:  # a door outside this one has claimed it
+        if operation is None or self._within(event):
             return self.handler(event, context)
         return self._run(Invocation(self, source, match, operation, request, context))
+
+    def _within(self, event: Event) -> bool:
+        """Whether a door outside this one has claimed the event: to claim it here would be to wait for oneself."""
+        outer, claimed = UNDER_WAY.get()
+        return event is claimed and outer is not self.door
 
     def _run(self, invocation: Invocation) -> Any:
         event, match = invocation.request.native, invocation.match
@@ -162,7 +167,7 @@ class Invocation:
                 event = deepcopy(event)
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
-            with self.turn.current(), under_way(event):
+            with self.turn.current(), under_way(self.door, event):
                 reply = self.source.reply(self.handler(event, self.context))
         except BaseException as error:
             try:
@@ -192,8 +197,8 @@ class Invocation:
 
 
 @contextmanager
-def under_way(event: Event) -> Iterator[None]:
-    token = UNDER_WAY.set(event)
+def under_way(door: Door, event: Event) -> Iterator[None]:
+    token = UNDER_WAY.set((door, event))
     try:
         yield
     finally:

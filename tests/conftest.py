@@ -42,7 +42,7 @@ LONGER = {
     "effects": ("test_django.py", "test_doors.py"),
     "examples": (),
     "sqlite": ("test_processes.py",),
-    "tests": ("test_pages.py",),
+    "tests": ("test_pages.py", "test_types.py"),
     "tools": ("test_cli.py",),
     "web": (
         "test_asgi_contract.py",

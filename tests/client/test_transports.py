@@ -16,10 +16,11 @@ from httpx import TransportError
 from urllib3.exceptions import HTTPError
 
 from oncemore.client.errors import RetriesExhausted
+from oncemore.client.httpx import RetryTransport
 from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
 from oncemore.client.story import RetryEvent
-from oncemore.errors import InvalidKey
+from oncemore.errors import ConfigurationError, InvalidKey
 
 from .server import (
     Act,
@@ -100,6 +101,12 @@ def test_the_servers_own_word_beats_the_status(library: Any, last_word: Act) -> 
     with Server(last_word) as server:
         assert library(QUICK).request("POST", server.url, BODY).status >= 400
     assert len(server.visits) == 1
+
+
+@pytest.mark.parametrize("given", [3, "user_facing"])
+def test_a_policy_that_is_none_is_refused_before_the_first_request(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"make a Retry, as in Retry\(attempts=3\)"):
+        RetryTransport(retry=given)
 
 
 def test_the_callers_own_key_is_kept(library: Any) -> None:

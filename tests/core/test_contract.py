@@ -212,9 +212,12 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
     assert [rule.match for rule in Contract.load(path).rules] == ["POST /a"]
 
 
-def test_a_path_is_not_taken_for_a_rule():
-    with pytest.raises(ConfigurationError, match=r"'oncemore\.toml' is no rule: .* Contract\.load\(path\)"):
-        Contract("oncemore.toml")
+@pytest.mark.parametrize("given", ["POST /a", "oncemore.toml", [Rule("POST /a")]])
+def test_what_is_no_rule_is_refused(given):
+    with pytest.raises(
+        ConfigurationError, match=r"is not a rule: write Contract\(Rule\('POST /refunds'\), .*Contract\.load\(path\)"
+    ):
+        Contract(given)
 
 
 def test_two_rules_of_one_name_are_refused():

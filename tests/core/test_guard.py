@@ -586,3 +586,9 @@ def test_a_ledger_that_cannot_write_even_that_it_happened_says_so(guard, call, m
     monkeypatch.setattr(guard.store, "settle", settle)
     with pytest.raises(RuntimeError, match="broken"):
         call(guard, OPERATION, Effect())
+
+
+def test_settings_in_the_policys_place_are_told() -> None:
+    """Where the doors' rules have policies of their own, nobody would have noticed."""
+    with pytest.raises(ConfigurationError, match="policy is a dict: make a Policy"):
+        Guard("memory://", policy={"ttl": "7d"})  # type: ignore[arg-type]

@@ -43,6 +43,11 @@ def test_a_match_is_read_and_has_one_spelling(text, canonical, params):
     assert Pattern(Pattern(text).text) == Pattern(text)
 
 
+@pytest.mark.parametrize("method", ["PROPPATCH", "MKCOL", "PURGE", "UPDATE", "LOCK"])
+def test_a_method_of_ones_own_is_no_slip(method):
+    assert Pattern(f"{method} /x").methods == (method,)
+
+
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
@@ -53,6 +58,10 @@ def test_a_match_is_read_and_has_one_spelling(text, canonical, params):
         ("GET /x", "never guarded"),
         ("POST|HEAD /x", "never guarded"),
         ("P(ST /x", "names no method"),
+        ("PSOT /x", "names PSOT, by which nobody asks: write POST"),
+        ("PUT|DELET /x", "write DELETE"),
+        ("POST /x/<id>", "path segment '<id>' is not understood: write text, {name}"),
+        ("POST /x/{id}>", "path segment"),
         ("POST| /x", "names no method"),
         ("POST /a?b=1", "without a query"),
         ("POST /a%20b", "decoded"),

@@ -96,6 +96,16 @@ def test_one_name_to_ignore_needs_no_list(guard: Guard, runs: list[Any]) -> None
     assert runs == [1]
 
 
+def test_a_key_that_is_neither_a_template_nor_a_function_is_told(guard: Guard) -> None:
+    with pytest.raises(ConfigurationError, match="5 is not a template: write a text"):
+        once(guard, key=5)(test_a_url_in_the_guards_place_is_told)  # type: ignore[arg-type]
+
+
+def test_a_url_in_the_guards_place_is_told() -> None:
+    with pytest.raises(ConfigurationError, match="guard is a str: make a Guard"):
+        once("sqlite:///once.db", key="x")  # type: ignore[arg-type]
+
+
 def test_an_unknown_name_in_ignore_is_told(guard: Guard) -> None:
     with pytest.raises(ConfigurationError, match="ignore names 'sesion', which sum does not take"):
         once(guard, key="k", name="sum", ignore=["sesion"])(lambda a, session: None)

@@ -229,6 +229,7 @@ def test_functions_may_be_given_by_their_place():
         ({"lease": "0s"}, "lease: '0s' is no time"),
         ({"wait": -1}, "wait: -1 is not a duration"),
         ({"in_flight": "conflcit"}, "did you mean 'conflict'"),
+        ({"on_mismatch": "409"}, r"did you mean 409\?"),
         ({"on_mismatch": 409.0}, "409.0 is unknown"),
         ({"on_mismatch": [409]}, "is unknown"),
         ({"keep": "finale"}, "did you mean 'final'.*or a function"),
@@ -287,6 +288,7 @@ def test_a_setting_that_cannot_be_meant_is_refused(settings, hint):
         ({"key": "none", "if_match": True}, "it would not be asked; give the rule a key"),
         ({"unique_by": "{body.orderId}", "if_match": True}, "unique_by would not be asked"),
         ({"on_unique": "reject"}, "needs unique_by"),
+        ({"unique_by": "orderId"}, "unique_by: 'orderId' is the same for all requests, of which only one would run"),
         ({"suspect": "log", "fingerprint": "none"}, "suspect: it compares fingerprints"),
         ({"across_routes": "conflict", "fingerprint": "none"}, "another route's outcome"),
         ({"scope": "global", "fingerprint": "none"}, "another route's outcome"),
@@ -419,3 +421,13 @@ def test_a_mark_is_checked_where_it_is_made_and_where_it_is_bound():
         idempotent(tll="7d")
     with pytest.raises(ConfigurationError, match="parameters are none"):
         Rule(key="template:{path.id}").at("POST /refunds")
+
+
+def test_a_mark_without_its_parentheses_is_told():
+    with pytest.raises(ConfigurationError, match=r"write @idempotent\(\)"):
+        idempotent(print)
+
+
+def test_requests_of_all_kinds_may_take_turns():
+    """Where they only run one after the other, one name for all of them is no mistake."""
+    assert Rule("POST /x", unique_by="the till", on_unique="serialize").unique_by.text == "the till"

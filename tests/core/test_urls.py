@@ -49,6 +49,20 @@ def test_a_url_that_names_no_store_is_refused_with_those_that_are_known_and_with
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "plain"),
+    [
+        ("postgresql+asyncpg://u:secret@h/db", "postgresql://"),
+        ("postgres+psycopg://h/db", "postgres://"),
+        ("sqlite+aiosqlite:///shop.db", "sqlite://"),
+    ],
+)
+def test_a_url_of_sqlalchemys_is_refused_with_the_way_to_write_it(url: str, plain: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"names no store; write {plain}, without a driver; known") as refused:
+        connect(url)
+    assert "secret" not in str(refused.value)
+
+
 def test_a_url_that_is_no_text_is_refused_without_its_password() -> None:
     """As a settings library gives it."""
 

@@ -104,8 +104,14 @@ async def test_a_transaction_that_a_duplicate_ended_is_not_committed(shop: Shop)
 async def test_a_step_that_takes_a_session_gets_the_flavours_own(shop: Shop) -> None:
     """SQLAlchemy's drivers have one; the others have none, and say where there is one."""
 
+    def plain(session: Any) -> str:
+        return type(session).__name__
+
+    async def awaited(session: Any) -> str:
+        return plain(session)
+
     def perform(op: Op) -> Any:
-        return (yield Call(lambda: op.step("only", lambda session: type(session).__name__)))
+        return (yield Call(lambda: op.step("only", plain if shop.sync else awaited)))
 
     if hasattr(shop, "engine"):
         answer = await shop.run(ASKED, perform, policy=STEPS)

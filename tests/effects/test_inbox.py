@@ -218,9 +218,20 @@ def test_an_inbox_that_forgets_sooner_than_its_sender_warns() -> None:
         assert Inbox(Guard("memory://")).policy.ttl == 7 * 86400
 
 
-def test_an_inbox_without_attempts_is_refused() -> None:
+@pytest.mark.parametrize("attempts", [0, "10"])
+def test_an_inbox_without_attempts_is_refused(attempts: Any) -> None:
     with pytest.raises(ConfigurationError, match="one at least"):
-        Inbox(Guard("memory://"), attempts=0)
+        Inbox(Guard("memory://"), attempts=attempts)
+
+
+def test_a_url_in_the_guards_place_is_told() -> None:
+    with pytest.raises(ConfigurationError, match="guard is a str: make a Guard"):
+        Inbox("sqlite:///shop.db")  # type: ignore[arg-type]
+
+
+def test_a_payload_in_the_sources_place_is_told() -> None:
+    with pytest.raises(ConfigurationError, match=r"source is \{.*\}; it must be a text: handle\(id, source, payload"):
+        Inbox(Guard("memory://")).handle("ev_001", EVENT, "payments", print)  # type: ignore[arg-type]
 
 
 def test_a_mismatch_that_the_handler_met_elsewhere_does_not_flag_the_event() -> None:

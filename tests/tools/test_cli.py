@@ -202,6 +202,20 @@ def test_a_full_disk_is_not_taken_for_a_refusal(words: list[str]) -> None:
     assert ran.stderr == "oncemore: the output could not be written: No space left on device\n"
 
 
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 1), (">&-", 1), ("2>&-", 1), ("<&- >&- 2>&-", 1), (">&- -y", 0)])
+def test_a_caller_may_close_what_it_gives_us(tmp_path: Path, closed: str, code: int) -> None:
+    """As some schedulers do: there is nobody to ask, and the ledger's file is not mistaken for somebody who reads."""
+    url = f"sqlite:///{tmp_path / 'once.db'}"
+    guard = Guard(url)
+    guard.run(Operation("s", "k"), lambda op: 1)
+    guard.close()
+    command = f"{sys.executable} -m oncemore.tools.cli keys delete k --store {url} {closed}"
+    ran = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert "Traceback" not in ran.stderr
+    assert ran.returncode == code
+    assert Guard(url).stats().settled == code, "it is still there, unless a yes was on the command line"
+
+
 def test_a_store_that_hangs_is_named() -> None:
     """CASES 27."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

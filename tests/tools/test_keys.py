@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from oncemore.core.guard import Guard
@@ -55,6 +57,15 @@ def test_a_long_list_goes_on_at_its_cursor(filled: Guard, store_url: str) -> Non
     assert sorted(seen) == ["held-1", "lapsed-1", "running-1"]
 
 
+def test_the_cursor_of_a_table_can_be_pasted_into_a_shell(filled: Guard, store_url: str) -> None:
+    """PostgreSQL's is JSON, with quotes and blanks."""
+    words = ["keys", "list", "--name", "payments.create", "--limit", 2, "--store", store_url]
+    more = oncemore(*words).out.splitlines()[-1]
+    assert more.startswith("There are more: --cursor ")
+    rest = oncemore(*words, *shlex.split(more.removeprefix("There are more: ")))
+    assert (rest.code, len(rest.out.splitlines())) == (0, 2), "a head, and the third"
+
+
 def test_a_record_is_shown_without_its_outcome_unless_asked_for(filled: Guard, store_url: str) -> None:
     shown = oncemore("keys", "show", "settled-1", "--store", store_url)
     assert shown.code == 0
@@ -80,12 +91,12 @@ def test_what_is_not_there_is_refused(filled: Guard, store_url: str) -> None:
 
 def test_a_key_that_two_own_must_be_told_apart(filled: Guard, store_url: str) -> None:
     """CASES 8."""
-    claim(filled, "settled-1", scope="elsewhere")
+    claim(filled, "settled-1", scope="O'Hara's")
     ran = oncemore("keys", "show", "settled-1", "--store", store_url)
     assert ran.code == 2
-    assert "--scope 'elsewhere'" in ran.err
-    assert "--scope 'refunds:principal:ann'" in ran.err
-    found = oncemore("keys", "show", "settled-1", "--scope", "elsewhere", "--json", "--store", store_url)
+    choices = [shlex.split(line) for line in ran.err.splitlines() if "--scope" in line]
+    assert sorted(choices) == [["--scope", "O'Hara's"], ["--scope", "refunds:principal:ann"]]
+    found = oncemore("keys", "show", "settled-1", "--scope", "O'Hara's", "--json", "--store", store_url)
     assert found.json["state"] == "running"
 
 

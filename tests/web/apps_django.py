@@ -20,6 +20,7 @@ from django.db import transaction
 from django.http import FileResponse, HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
 from django.urls import include, path, re_path
 from django.utils.decorators import method_decorator
+from django.utils.safestring import mark_safe
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 from ninja import Body, NinjaAPI
@@ -82,11 +83,17 @@ def redirect(request: HttpRequest, number: int) -> HttpResponse:
     return HttpResponse(status=308, headers={"Location": f"/sync/create?{request.META['QUERY_STRING']}"})
 
 
+def rendered(request: HttpRequest, number: int) -> HttpResponse:
+    """With headers as a template makes them: marked as safe."""
+    return HttpResponse("done", status=201, headers={"Location": mark_safe(f"/orders/{number}")})
+
+
 def die(request: HttpRequest, number: int) -> HttpResponse:
     os._exit(9)
 
 
 versions: Counter[str] = Counter()
+CONDITIONS = {"If-None-Match", "If-Modified-Since", "If-Unmodified-Since", "Range", "If-Range"}
 
 
 def thing(request: HttpRequest, name: str) -> HttpResponse:
@@ -95,6 +102,8 @@ def thing(request: HttpRequest, name: str) -> HttpResponse:
         versions[name] += 1
     if name == "none":
         return HttpResponse(status=404)
+    if request.method == "GET" and CONDITIONS.intersection(request.headers):
+        return HttpResponse(status=304)
     return HttpResponse(str(versions[name]), headers={"ETag": f'"v{versions[name]}"'})
 
 
@@ -104,6 +113,7 @@ ACTS: dict[str, Callable[[HttpRequest, int], Any]] = {
     "body": body,
     "small": body,
     "by-body": create,
+    "rendered": rendered,
     "file": file,
     "redirect": redirect,
     "brief": die,

@@ -263,6 +263,20 @@ async def test_the_etag_is_that_of_the_apps_own_answer_to_a_get(guard: Guard, st
     assert (await status("7"), seen[1:]) == (200, [("GET", "7"), ("PUT", "7")])
 
 
+@pytest.mark.parametrize("header", ["if-none-match", "if-modified-since", "if-unmodified-since", "range", "if-range"])
+async def test_what_else_the_update_is_conditional_on_is_not_asked_of_its_resource(guard: Guard, header: str) -> None:
+    """A cache on the way adds them: the resource would be unchanged (304), or in parts, and its ETag not found."""
+
+    async def view(request: Request) -> Response:
+        asked_in_part = request.method == "GET" and header in request.headers
+        return Response(status_code=304 if asked_in_part else 200, headers={"etag": '"7"'})
+
+    app = Starlette(routes=[Route("/things", view, methods=["GET", "PUT"])])
+    door = IdempotencyMiddleware(app, guard=guard, contract=Contract(Rule("PUT /things", if_match=True)))
+    wire = Wire("/things", method="PUT", headers=[("if-match", '"7"'), (header, '"7"')])
+    assert (await wire.through(door)).status == 200
+
+
 @pytest.mark.parametrize("spec", ["2.3", "2.4"])
 async def test_a_resource_that_never_ends_is_not_read_for_its_etag(guard: Guard, spec: str) -> None:
     """Nor is one that is merely large: the update would wait for all of it, and its key with it."""

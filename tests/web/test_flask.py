@@ -397,6 +397,21 @@ def test_conditional_updates_ask_the_view_itself(app: Flask, serve: Serve) -> No
     assert things == {"1": 2}
 
 
+@pytest.mark.parametrize("header", ["If-None-Match", "If-Modified-Since", "If-Unmodified-Since", "Range", "If-Range"])
+def test_what_else_the_update_is_conditional_on_is_not_asked_of_its_resource(
+    app: Flask, serve: Serve, header: str
+) -> None:
+    """A cache on the way adds them: the resource would be unchanged (304), or in parts, and its ETag not found."""
+
+    @app.route("/thing", methods=["GET", "PUT"])
+    @idempotent(if_match=True)
+    def thing() -> Any:
+        return "", 304 if request.method == "GET" and header in request.headers else 200, {"ETag": '"7"'}
+
+    answer = asked(serve(app), "/thing", "k", method="PUT", headers={"If-Match": '"7"', header: '"7"'})
+    assert answer.status_code == 200
+
+
 def test_the_apps_own_refusals_are_its_own(app: Flask, serve: Serve) -> None:
     """An error of a guard that the view uses itself is the view's failure, not the door's refusal."""
 

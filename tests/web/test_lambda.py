@@ -235,6 +235,52 @@ class TestEverySource:
         assert found == [428, 412, 200]
 
     @every_source
+    @pytest.mark.parametrize("header", ["if_none_match", "if_modified_since", "range"])
+    def test_what_else_the_update_is_conditional_on_is_not_asked_of_its_resource(
+        self, guard: Guard, shape: Shape, header: str
+    ) -> None:
+        """The resource would be unchanged (304), or in parts, and its ETag not found."""
+
+        def answer(event: Event) -> Event:
+            asked = event.get("httpMethod") or event["requestContext"]["http"]["method"]
+            told = {name.lower() for form in ("headers", "multiValueHeaders") for name in event.get(form) or {}}
+            in_part = asked == "GET" and header.replace("_", "-") in told
+            return {"statusCode": 304 if in_part else 200, "headers": {"ETag": '"7"'}, "body": ""}
+
+        contract = Contract(Rule("PUT /refunds", if_match=True))
+        door = IdempotencyMiddleware(Function(answer), guard=guard, contract=contract)
+        event = shape("PUT", idempotency_key="k", if_match='"7"', **{header: '"7"'})
+        assert door(event, CONTEXT)["statusCode"] == 200
+
+    @every_source
+    @pytest.mark.parametrize("effect", ["lease", "transaction"])
+    def test_a_door_within_a_door_leaves_the_operation_to_the_outer_one(
+        self, tmp_path: Path, shape: Shape, effect: Any
+    ) -> None:
+        """The inner one would wait for the outer one, which waits for it."""
+        function, contract = Function(), Contract(Rule("POST /refunds", effect=effect, wait="1s"))
+        with closing(Guard(f"sqlite:///{tmp_path}/once.db")) as guard:
+            door = function
+            for _ in range(2):
+                door = IdempotencyMiddleware(door, guard=guard, contract=contract)  # type: ignore[assignment]
+            answers = [door(shape(idempotency_key="k"), CONTEXT) for _ in range(2)]
+        assert [answer["statusCode"] for answer in answers] == [201, 201]
+        assert len(function.events) == 1
+
+    def test_a_request_that_the_function_makes_of_itself_is_one_of_its_own(self, guard: Guard) -> None:
+        """Though it has the same key, it is not the one that is under way, and does not happen beside it."""
+        found: list[Any] = []
+
+        def answer(event: Event) -> Event:
+            found.append(door(rest_api(idempotency_key="k"), CONTEXT)["statusCode"])
+            return {"statusCode": 201}
+
+        door = IdempotencyMiddleware(
+            Function(answer), guard=guard, contract=Contract(Rule("POST /refunds", wait="10ms"))
+        )
+        assert (door(rest_api(idempotency_key="k"), CONTEXT)["statusCode"], found) == (201, [409])
+
+    @every_source
     @pytest.mark.parametrize("answer", ["text", {"body": 1, "statusCode": 200}, {"statusCode": "x"}, ["list"]])
     def test_an_answer_that_the_gateway_cannot_read_is_its_502(self, guard: Guard, shape: Shape, answer: Any) -> None:
         """It is passed on as it is, and not kept; payload format 2.0 reads what has no statusCode as a body."""

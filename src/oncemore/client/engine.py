@@ -49,6 +49,10 @@ class Engine:
         timeout_header: str | None = "X-Request-Timeout",
         observers: Sequence[RetryObserver] = (),
     ) -> None:
+        if not isinstance(retry, Retry | None):
+            raise ConfigurationError(
+                f"retry is {retry!r}: make a Retry, as in Retry(attempts=3) or Retry.user_facing()"
+            )
         self.retry = retry or Retry()
         self.keyring = None if keyring is None else open_keyring(keyring)
         self.header = header

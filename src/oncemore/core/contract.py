@@ -55,9 +55,6 @@ class Contract:
         match: str | None = None,
         **defaults: Unpack[Settings],
     ) -> None:
-        for rule in rules:
-            if not isinstance(rule, Rule):
-                raise ConfigurationError(f"{rule!r} is no rule: write Rule(...), or Contract.load(path) for a file")
         said = {"profile": profile, "undeclared": undeclared, **defaults} | ({"match": match} if match else {})
         self._begin("Contract", said, python_rules(rules), Faults())
 

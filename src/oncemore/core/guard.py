@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from ..errors import Fenced, OncemoreError, Refusal, StoreError
+from ..errors import ConfigurationError, Fenced, OncemoreError, Refusal, StoreError
 from .cache import Cache
 from .clock import SYSTEM, Clock
 from .defence import screen, unique
@@ -50,6 +50,8 @@ class Guard(Ledger):
         cache: int = 32 * 1024 * 1024,
         clock: Clock = SYSTEM,
     ) -> None:
+        if not isinstance(policy, Policy | None):
+            raise ConfigurationError(f"policy is a {type(policy).__name__}: make a Policy, as in Policy(ttl='7d')")
         inner = cast("Store", store) if hasattr(store, "claim") else connect(store)
         self.store: Store = inner if seal is None else cast("Store", SealedStore(inner, seal))
         self.policy = policy or Policy()
@@ -320,3 +322,10 @@ class Guard(Ledger):
     async def aclose(self) -> None:
         self.heart.close()
         await super().aclose()
+
+
+def check_guard(guard: object) -> Guard:
+    """The guard; a ConfigurationError for what only should have become one, such as its URL."""
+    if not isinstance(guard, Guard):
+        raise ConfigurationError(f"guard is a {type(guard).__name__}: make a Guard, as in Guard('sqlite:///once.db')")
+    return guard

@@ -16,6 +16,7 @@ from ..errors import ProviderDuplicate, Refusal
 from .clock import Clock
 from .events import log
 from .fork import reset_in_child
+from .lending import unawaited
 from .model import Lease
 from .op import Op
 from .plan import Call, Plan, arun, run
@@ -116,7 +117,11 @@ class Perform(Call):
         try:
             loop.add(self.beats)
             result = self.function(self.op)
-            return await result if hasattr(result, "__await__") else result
+            if hasattr(result, "__await__"):
+                return await result
+            if self.op.lent:  # what it did there was never done, and its outcome would say that it was
+                raise unawaited(self.function)
+            return result
         except Refusal as refusal:
             return self._existing(refusal)
         finally:

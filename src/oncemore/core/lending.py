@@ -23,6 +23,9 @@ from .plan import Plan
 T = TypeVar("T")
 
 
+ASYNC = "write 'async def' and await it, or hand the guard a sync pool or engine"
+
+
 class Again(Exception):
     """The whole transaction came to nothing, or may have: open another, and see.
 
@@ -36,6 +39,8 @@ class Transaction(Protocol):
 
     @property
     def connection(self) -> Any: ...  # what the performer borrows
+    @property
+    def awaited(self) -> bool: ...  # whether what is lent is of an async driver
     def session(self) -> Any: ...
     def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]: ...
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]: ...
@@ -95,6 +100,20 @@ def over() -> TransactionEnded:
     return TransactionEnded(
         "The transaction is over: its outcome was committed before the first byte of the response was sent; do on "
         "op.connection what must be done before that"
+    )
+
+
+def unawaitable() -> ConfigurationError:
+    """The error for a borrower on a thread, where all that it could do with an async connection is to forget about it."""
+    return ConfigurationError(
+        f"The connection that is lent here must be awaited, and this code runs in a thread, where it cannot be; {ASYNC}"
+    )
+
+
+def unawaited(performer: object) -> ConfigurationError:
+    """The error for a borrower that has awaited nothing."""
+    return ConfigurationError(
+        f"{performer!r} was lent a connection that must be awaited, and has awaited nothing; {ASYNC}"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from ..errors import ConfigurationError
 from .faults import Faults, did_you_mean
 from .keysource import key_table, merged_key
 from .match import Matcher
@@ -45,6 +46,11 @@ class Table:
 
 
 def python_rules(rules: Iterable[Rule], known: int = 0) -> list[Said]:
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise ConfigurationError(
+                f"{rule!r} is not a rule: write Contract(Rule('POST /refunds'), ...), each by itself, or Contract.load(path)"
+            )
     return [Said(f"rule {n} {rule.name!r}", rule.match, rule.given) for n, rule in enumerate(rules, known + 1)]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Generic, NamedTuple, TypeVar
 
 from ..errors import ConfigurationError
@@ -19,12 +20,15 @@ T = TypeVar("T")
 
 # Never claimed, whatever they carry: repeating them has no effect of its own.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})
+# The others that everyone has; what is nearly one of these is a slip, and what is not may be anyone's own.
+UNSAFE_METHODS = ("POST", "PUT", "PATCH", "DELETE")
+NEARLY = 0.75
 ANY = "*"
 EVERYWHERE = "/{rest:path}"
 
 METHOD = re.compile(r"[A-Z][A-Z0-9_-]*", re.ASCII)
 SEGMENT = re.compile(
-    r"(?P<prefix>[^{}]*)(?:\{(?P<param>[A-Za-z_]\w*)(?::(?P<kind>[A-Za-z_]\w*))?\}(?P<suffix>[^{}]*))?"
+    r"(?P<prefix>[^{}<>]*)(?:\{(?P<param>[A-Za-z_]\w*)(?::(?P<kind>[A-Za-z_]\w*))?\}(?P<suffix>[^{}<>]*))?"
 )
 ENCODED = re.compile(r"%[0-9A-Fa-f]{2}|[?#]")
 
@@ -108,6 +112,9 @@ def check_method(text: str, name: str) -> None:
         raise ConfigurationError(
             f"match {text!r} names no method: write a method and a path, as in 'POST|PATCH /refunds'"
         )
+    near = get_close_matches(name, UNSAFE_METHODS, n=1, cutoff=NEARLY)
+    if near and name not in UNSAFE_METHODS:
+        raise ConfigurationError(f"match {text!r} names {name}, by which nobody asks: write {near[0]}")
 
 
 def parse_segment(text: str) -> Segment:

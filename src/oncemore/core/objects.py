@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ..errors import OncemoreError
+from .origin import loaded, module_of
 
 Errors = tuple[type[BaseException], ...]
 
@@ -27,7 +27,7 @@ class Unstorable(OncemoreError):
 
 
 def name_of(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+    return f"{module_of(kind)}:{kind.__qualname__}"
 
 
 def class_named(name: str, fits: Callable[[type], bool]) -> Any:
@@ -40,7 +40,7 @@ def class_named(name: str, fits: Callable[[type], bool]) -> Any:
 
 def _named(name: str) -> Any:
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    found = loaded(module)
     for part in path.split("."):
         found = getattr(found, "__dict__", {}).get(part)  # not getattr: a module's own __getattr__ may import
     return found

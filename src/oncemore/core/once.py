@@ -11,12 +11,13 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 from ..errors import ConfigurationError, CorruptRecord
 from .current import running
 from .fingerprint import fingerprint_of
-from .guard import Guard
+from .guard import Guard, check_guard
 from .judge import Answer
 from .key import check_name
 from .lending import Do
 from .model import Operation
 from .op import Op
+from .origin import module_of
 from .plan import Plan, arun, run
 from .policy import Policy
 from .step import VARIADIC
@@ -42,7 +43,7 @@ def once(
     keys, and is the function's own where it is not given; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
     and what they do not say is as in the guard's own policy.
     """
-    policy = guard.policy.but(**settings)
+    policy = check_guard(guard).policy.but(**settings)
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         return Once(guard, function, key, name, ignore, policy).wrapped()
@@ -187,4 +188,4 @@ def own_name(function: Callable[..., Any]) -> str:
     name = getattr(function, "__qualname__", "")
     if not name or name.endswith("<lambda>"):
         raise ConfigurationError(f"{function!r} has no name of its own to keep its keys under: give it one by name=")
-    return f"{function.__module__}.{name}"
+    return f"{module_of(function)}.{name}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigurationError
+from .lending import unawaitable
 from .model import Lease, Operation
 from .plan import Plan, arun, run
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class Op:
     """What performs the operation is given this: its key, which attempt it is, and stable keys for providers."""
 
-    __slots__ = ("deadline", "lease", "note", "steps", "transaction")
+    __slots__ = ("deadline", "lease", "lent", "note", "steps", "transaction")
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Op:
         self.transaction = transaction
         self.steps = steps
         self.deadline = deadline  # when the caller stops waiting, in seconds since 1970; None where it did not say
+        self.lent = False  # whether the performer has asked for what it must await
         self.note = ""  # kept in the record, for whoever reads the ledger
 
     @property
@@ -51,11 +53,20 @@ class Op:
     @property
     def connection(self) -> Any:
         """The driver's own connection, borrowed: what is done on it commits with the outcome, or not at all."""
-        return self.borrowed("op.connection").connection
+        return self._lent("op.connection").connection
 
     def session(self) -> Any:
         """A SQLAlchemy session within the same transaction; its own commit() only ends a savepoint."""
-        return self.borrowed("op.session()").session()
+        return self._lent("op.session()").session()
+
+    def _lent(self, what: str) -> Transaction:
+        """The transaction, for one who can use it: an async driver's connection does nothing unless it is awaited."""
+        transaction = self.borrowed(what)
+        if transaction.awaited:
+            if asyncio._get_running_loop() is None:  # rather than an error
+                raise unawaitable()
+            self.lent = True
+        return transaction
 
     def borrowed(self, what: str) -> Transaction:
         """The transaction that *what* needs."""

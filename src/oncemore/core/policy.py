@@ -5,13 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from ..errors import ConfigurationError
 from .faults import did_you_mean
 
 if TYPE_CHECKING:
     from .model import Outcome
+
+    class Seconds:
+        """For type checkers: a field that is given seconds or a text such as `"30d"`, and is seconds from then on."""
+
+        @overload
+        def __get__(self, instance: None, owner: type) -> Seconds: ...
+        @overload
+        def __get__(self, instance: object, owner: type) -> float: ...
+        def __get__(self, instance: object, owner: type) -> Any: ...
+        def __set__(self, instance: object, value: float | str) -> None: ...
+else:
+    Seconds = float
 
 InFlight = Literal["wait", "conflict", "accepted"]
 OnDuplicate = Literal["replay", "reject", "ok"]
@@ -62,12 +74,12 @@ class Policy:
     *reruns* is how often a transaction is run again that the database refused (a serialization failure, a deadlock).
     """
 
-    lease: float = 30.0
-    ttl: float = 86400.0
+    lease: Seconds = 30.0  # type: ignore[assignment]
+    ttl: Seconds = 86400.0  # type: ignore[assignment]
     ttl_from: TtlFrom = "creation"
     expired: Expired = "delete"
     in_flight: InFlight = "wait"
-    wait: float = 10.0
+    wait: Seconds = 10.0  # type: ignore[assignment]
     on_duplicate: OnDuplicate = "replay"
     on_mismatch: int = 409
     keep: Keep | Callable[[Outcome], bool] = "final"
@@ -78,7 +90,7 @@ class Policy:
     resolver: Callable[..., Any] | None = None
     on_unique: OnUnique = "replay"
     suspect: Suspect = "off"
-    suspect_window: float = 30.0
+    suspect_window: Seconds = 30.0  # type: ignore[assignment]
     late: Late = "run"
 
     def __post_init__(self) -> None:

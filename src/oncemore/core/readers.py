@@ -62,7 +62,9 @@ def one_of(*choices: object) -> Callable[[object], Any]:
 
 
 def unknown(value: object, choices: Iterable[object], more: str = "") -> ConfigurationError:
-    hint = did_you_mean(str(value), map(str, choices))
+    told = {str(choice): repr(choice) for choice in choices}
+    same = told.get(str(value))  # 409, where '409' was written
+    hint = f" (did you mean {same}?)" if same else did_you_mean(str(value), told)
     return ConfigurationError(f"{value!r} is unknown{hint}: choose one of {', '.join(map(repr, choices))}{more}")
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar, Unpack
 
-from ..errors import InvalidPrincipal
+from ..errors import ConfigurationError, InvalidPrincipal
 from .faults import Faults, did_you_mean, listing
 from .key import join
 from .keysource import KeySource, key_source, key_table, merged_key
@@ -207,6 +207,11 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
         yield "if_match: with key = 'none' nothing is guarded, and it would not be asked; give the rule a key"
     if values["unique_by"] is not None and values["if_match"]:
         yield "if_match: updates of one resource take turns, and unique_by would not be asked; drop one of them"
+    if values["unique_by"] and values["unique_by"].constant and values["on_unique"] != "serialize":
+        yield (
+            f"unique_by: {values['unique_by'].text!r} is the same for all requests, of which only one would run; name what "
+            "tells them apart, as in '{body.orderId}'"
+        )
     if "on_unique" in given and values["unique_by"] is None:
         yield "on_unique: it needs unique_by, the template of what must be unique"
     if values["fingerprint"].mode == "none":
@@ -221,8 +226,17 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
 
 def idempotent(match: str | None = None, **settings: Unpack[Settings]) -> Callable[[F], F]:
     """A decorator that only attaches a rule to a function, for a door that knows the function's route to find."""
+    called(match)
     rule = Rule(match, **settings)
     return lambda function: attach(rule, function)
+
+
+def called(match: object) -> None:
+    """Refuse the function itself, which is what a decorator without its parentheses is given."""
+    if callable(match):
+        raise ConfigurationError(
+            "idempotent is called before it decorates: write @idempotent(), or @idempotent(key='required')"
+        )
 
 
 def attach(rule: Rule, function: F) -> F:

@@ -56,6 +56,11 @@ class Template:
             "make ttl as long as the window"
         )
 
+    @property
+    def constant(self) -> bool:
+        """Whether it names no field, and so is the same for all."""
+        return not any(isinstance(part, Field) for part in self.parts)
+
     def render(
         self,
         *,
@@ -80,6 +85,8 @@ class Template:
 
 def compiled(text: str, path_params: Collection[str] | None, names: Collection[str] | None) -> list[str | Field]:
     """The literals and fields of *text*, in turn."""
+    if not isinstance(text, str):
+        raise ConfigurationError(f"{text!r} is not a template: write a text, as in 'invoice:{{invoice_id}}'")
     if not text:
         raise ConfigurationError("a template must not be empty: write fields, as in '{principal}:{body.orderId}'")
     parts: list[str | Field] = []

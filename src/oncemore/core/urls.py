@@ -28,6 +28,8 @@ SCHEMES = {
     "redis+cluster": "oncemore.stores.redis",
 }
 GROUP = "oncemore.stores"
+# Where SQLAlchemy's URLs name a driver besides: postgresql+asyncpg.
+WITH_DRIVERS = ("postgresql", "postgres", "sqlite")
 
 # What to install where a store's module cannot be imported.
 EXTRAS = {
@@ -101,7 +103,9 @@ def store_module(url: str) -> ModuleType:
         module: ModuleType = point.load()
         return module
     known = ", ".join(f"{name}://" for name in (*SCHEMES, *sorted(others.names)))
-    raise ConfigurationError(f"{hide_password(url)!r} names no store; known are {known}")
+    plain, driver, _ = scheme.partition("+")
+    hint = f"; write {plain}://, without a driver" if driver and plain in WITH_DRIVERS else ""
+    raise ConfigurationError(f"{hide_password(url)!r} names no store{hint}; known are {known}")
 
 
 def _our_module(scheme: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..core.fingerprint import fingerprint_of
-from ..core.guard import Guard
+from ..core.guard import Guard, check_guard
 from ..core.key import check_name, join
 from ..core.model import Lease, Operation, Outcome, Record
 from ..core.op import Op
@@ -69,9 +70,9 @@ class Inbox:
         attempts: int = 10,
         **settings: Any,
     ) -> None:
-        if attempts < 1:
+        if not isinstance(attempts, int) or attempts < 1:
             raise ConfigurationError(f"attempts = {attempts!r}: an event needs one at least")
-        self.guard = guard
+        self.guard = check_guard(guard)
         self.attempts = attempts
         for name in settings.keys() & NOT_OURS.keys():
             raise ConfigurationError(f"An inbox has no {name}: {NOT_OURS[name]}")
@@ -102,6 +103,10 @@ class Inbox:
 
     def operation(self, event_id: str, source: str, payload: Any) -> Operation:
         """The operation that handles an event: the source owns the id, and the payload's digest is the fingerprint."""
+        if not isinstance(source, str):
+            raise ConfigurationError(
+                f"The event's source is {source!r}; it must be a text: handle(id, source, payload, handler)"
+            )
         key = check_name(event_id, "The event's id")
         return Operation(join("inbox", source), key, fingerprint_of(payload), name=f"inbox.{source}")
 
@@ -110,6 +115,7 @@ class Inbox:
     ) -> Plan[Received]:
         begun: list[Op] = []
 
+        @functools.wraps(handler)  # for errors, which name it
         def perform(op: Op) -> Any:
             begun.append(op)
             return handler(op, payload)

@@ -36,6 +36,8 @@ class Wire(Protocol):
 
     @property
     def connection(self) -> Any: ...
+    @property
+    def awaited(self) -> bool: ...
     def session(self) -> Any: ...
     def begin(self, ask: Ask) -> Effect[Rows]: ...  # take a connection, BEGIN, and the first statement
     def rows(self, ask: Ask) -> Effect[Rows]: ...
@@ -85,6 +87,10 @@ class PostgresTransaction:
         if not self._open:
             raise over()
         return self._wire.connection
+
+    @property
+    def awaited(self) -> bool:
+        return self._wire.awaited
 
     def session(self) -> Any:
         if not self._open:

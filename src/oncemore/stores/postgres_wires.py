@@ -56,6 +56,7 @@ L = TypeVar("L", bound=Borrowed)
 class LoanWire(Generic[L]):
     """What all wires have in common: the effects, each of which a driver carries out in its own way."""
 
+    awaited = True  # the connection that is lent
     _begin: Callable[..., Any]  # plain on threads, to be awaited on event loops; so are the others
     _rows: Callable[..., Any]
     _commit: Callable[..., Any]
@@ -116,6 +117,8 @@ class LoanWire(Generic[L]):
 
 class ThreadWire(LoanWire[ThreadLoan]):
     """A sync connection of psycopg's."""
+
+    awaited = False
 
     def _do(self, work: Callable[[], Any]) -> Do[Any]:
         return self.loan.do(work)

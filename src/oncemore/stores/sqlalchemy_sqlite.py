@@ -75,6 +75,8 @@ class EngineDesk(ThreadDesk):
 class AsyncEngineDesk:
     """The same for an AsyncEngine's, on one event loop."""
 
+    awaited = True
+
     def __init__(self, engine: AsyncEngine, path: str) -> None:
         self.engine = engine
         self.path = path

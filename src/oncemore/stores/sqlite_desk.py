@@ -36,6 +36,8 @@ class Desk(Protocol):
     owner: object
 
     @property
+    def awaited(self) -> bool: ...  # whether the connection is of an async driver
+    @property
     def connection(self) -> Any: ...  # what the performer borrows
     def here(self) -> object: ...  # who asks
     def turn(self, limit: float, taken: Taken) -> Effect[None]: ...
@@ -50,6 +52,8 @@ class Desk(Protocol):
 
 class ThreadDesk:
     """The desk of all threads; with what every desk has."""
+
+    awaited = False
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -168,6 +172,10 @@ class DeskWire:
     @property
     def connection(self) -> Any:
         return self.desk.connection
+
+    @property
+    def awaited(self) -> bool:
+        return self.desk.awaited
 
     def session(self) -> Any:
         return self.desk.session()

@@ -121,6 +121,8 @@ class FileDesk(ThreadDesk):
 class LoopDesk:
     """An event loop's one connection of our own."""
 
+    awaited = True
+
     def __init__(self, lender: SqliteLender) -> None:
         self.lender = lender
         self.path = lender.store.path

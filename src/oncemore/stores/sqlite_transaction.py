@@ -40,6 +40,8 @@ class Wire(Protocol):
 
     @property
     def connection(self) -> Any: ...
+    @property
+    def awaited(self) -> bool: ...
     def open(self, id: Id, wait: float) -> Plan[None]: ...
     def call(self, work: Callable[[sqlite3.Connection], T]) -> Effect[T]: ...
     def session(self) -> Any: ...
@@ -66,6 +68,10 @@ class SqliteTransaction:
         if not self._open:
             raise over()
         return self._wire.connection
+
+    @property
+    def awaited(self) -> bool:
+        return self._wire.awaited
 
     def session(self) -> Any:
         if not self._open:

@@ -22,6 +22,7 @@ EXIT_CODES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of the command line *argv*."""
+    reopen()
     try:
         from .commands import program
         from .commands.screen import Screen
@@ -45,6 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"oncemore: the output could not be written: {error.strerror}", file=sys.stderr)
         return NOBODY_READS
     return code
+
+
+def reopen() -> None:
+    """Have nothing to read, and nobody to read us, where our caller has closed what it gave us.
+
+    Else the ledger's own file would have the free number, and be written to by whatever complains.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def exit_code(error: OncemoreError) -> int:

@@ -6,7 +6,9 @@ handler = IdempotencyMiddleware(handler, guard=Guard("dynamodb://..."))
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any, Unpack
 
@@ -35,6 +37,9 @@ __all__ = ["IdempotencyMiddleware", "current_operation", "each_message", "guarde
 Handler = Callable[[Any, Any], Any]
 
 log = logging.getLogger("oncemore.web")
+
+# The door that lets an event happen, and the very event that its function has been given.
+UNDER_WAY: ContextVar[tuple[Door | None, Any]] = ContextVar("oncemore.lambda", default=(None, None))
 
 
 def guarded(
@@ -97,9 +102,14 @@ class IdempotencyMiddleware:
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return source.rendered(event, self.door.refused(error, match, operation))
-        if operation is None:
+        if operation is None or self._within(event):
             return self.handler(event, context)
         return self._run(Invocation(self, source, match, operation, request, context))
+
+    def _within(self, event: Event) -> bool:
+        """Whether a door outside this one has claimed the event: to claim it here would be to wait for oneself."""
+        outer, claimed = UNDER_WAY.get()
+        return event is claimed and outer is not self.door
 
     def _run(self, invocation: Invocation) -> Any:
         event, match = invocation.request.native, invocation.match
@@ -157,7 +167,7 @@ class Invocation:
                 event = deepcopy(event)
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
-            with self.turn.current():
+            with self.turn.current(), under_way(self.door, event):
                 reply = self.source.reply(self.handler(event, self.context))
         except BaseException as error:
             try:
@@ -184,6 +194,15 @@ class Invocation:
 
     def _refused(self, error: OncemoreError) -> Any:
         return self.source.rendered(self.request.native, self.door.refused(error, self.match, self.turn.operation))
+
+
+@contextmanager
+def under_way(door: Door, event: Event) -> Iterator[None]:
+    token = UNDER_WAY.set((door, event))
+    try:
+        yield
+    finally:
+        UNDER_WAY.reset(token)
 
 
 def rule_for_all(rule: Rule) -> Rule:

@@ -22,14 +22,12 @@ from ..core.plan import Call, Plan, arun, run
 from ..core.rule import Rule
 from ..errors import ConfigurationError, OncemoreError, StoreError
 from .current import place_of
-from .environ import put_back, read_body
+from .environ import NOT_ASKED, put_back, read_body
 from .http import Door, Request, wait_of
 from .problem import Response
 from .turn import NotKept, RunAgain, Turn
 
 GetResponse = Callable[[HttpRequest], Any]  # a response, or a coroutine of it
-# What an inner GET, which asks for the resource's ETag, does not repeat of the request.
-NOT_OF_A_GET = ("CONTENT_LENGTH", "CONTENT_TYPE", "HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH", "HTTP_RANGE")
 # Where Django keeps the user that it has read, and the session's contents.
 USERS, IN_SESSION = ("_cached_user", "_acached_user"), "_session_cache"
 # What Django remembers of a request once it has been asked for it.
@@ -191,7 +189,7 @@ def as_get(request: HttpRequest) -> HttpRequest:
     """The same request (its user, its session), but a GET."""
     inner: Any = object.__new__(type(request))
     inner.__dict__.update({name: value for name, value in vars(request).items() if name not in REMEMBERED})
-    inner.META = {name: value for name, value in request.META.items() if name not in NOT_OF_A_GET}
+    inner.META = {name: value for name, value in request.META.items() if name not in NOT_ASKED}
     inner.META["REQUEST_METHOD"] = inner.method = "GET"
     inner.content_type, inner.content_params = "", {}
     inner._stream, inner._read_started, inner.resolver_match = BytesIO(), False, None

@@ -15,7 +15,7 @@ from django.urls import Resolver404, get_resolver, resolve  # type: ignore[impor
 
 from ..core.contract import Contract, Match
 from ..core.profiles import DEFAULT
-from ..core.rule import Rule, attach
+from ..core.rule import Rule, attach, called
 from ..core.settings import Settings
 from ..errors import ConfigurationError
 from .views import places, rules_for, served_by
@@ -31,6 +31,7 @@ marked: WeakSet[Any] = WeakSet()
 
 def idempotent(match: str | None = None, **said: Unpack[Settings]) -> Callable[[F], F]:
     """A decorator for views, classes of views, their methods and actions: the requests they serve follow this rule."""
+    called(match)
     return mark(Rule(match, **said))
 
 

@@ -10,8 +10,13 @@ from typing import Any
 from ..core.contract import Contract, Match
 from ..core.rule import Rule
 from ..errors import InvalidPayload
+from .headers import NOT_OF_A_GET
 from .http import Door
 
+NOT_ASKED = frozenset(
+    name.replace("-", "_").upper() if name.startswith("content-") else f"HTTP_{name.replace('-', '_').upper()}"
+    for name in NOT_OF_A_GET
+)
 BLOCK = 64 * 1024
 NON_ASCII = re.compile(rb"[\x80-\xff]")
 

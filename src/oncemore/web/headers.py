@@ -18,6 +18,21 @@ class Fields(list[tuple[str, str]]):
         self.first = dict(reversed(self))
 
 
+# What an inner GET, which asks for the resource's ETag, does not repeat of the request that would change it: of its body,
+# and on what condition the resource is wanted, or which part of it.
+NOT_OF_A_GET = frozenset(
+    {
+        "content-length",
+        "content-type",
+        "if-match",
+        "if-modified-since",
+        "if-none-match",
+        "if-range",
+        "if-unmodified-since",
+        "range",
+    }
+)
+
 # They belong to one connection, one client or one moment, and would be wrong, or worse, in anyone's second response.
 NEVER_KEPT = frozenset(
     {

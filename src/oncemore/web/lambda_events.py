@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlencode
 
 from ..errors import InvalidPayload
-from .headers import Headers
+from .headers import NOT_OF_A_GET, Headers
 from .problem import Response
 
 Event = dict[str, Any]
@@ -60,7 +60,7 @@ class RestApi:
 
     def as_get(self, event: Event) -> Event:
         """The event by which the resource itself is asked for."""
-        return {**event, "httpMethod": "GET", "body": None, "isBase64Encoded": False}
+        return {**event, **asked(event), "httpMethod": "GET", "body": None, "isBase64Encoded": False}
 
     def reply(self, value: Any) -> Reply:
         """The function's answer, read as the gateway reads it."""
@@ -131,8 +131,8 @@ class HttpApi(RestApi):
 
     def as_get(self, event: Event) -> Event:
         context = event["requestContext"]
-        asked = {**context, "http": {**context["http"], "method": "GET"}}
-        return {**event, "requestContext": asked, "body": None, "isBase64Encoded": False}
+        get = {**context, "http": {**context["http"], "method": "GET"}}
+        return {**event, **asked(event), "requestContext": get, "body": None, "isBase64Encoded": False}
 
     def reply(self, value: Any) -> Reply:
         """What has no statusCode is itself the body: a text, or anything that JSON can say."""
@@ -157,6 +157,14 @@ def source_of(event: Any) -> RestApi | None:
     if not isinstance(event, dict):
         return None
     return next((source() for source in SOURCES if source.is_source(event)), None)
+
+
+def asked(event: Event) -> Event:
+    """The headers of the event, in whatever form it has them, but for those that are not of a GET."""
+    forms = [form for form in ("headers", "multiValueHeaders") if event.get(form)]
+    return {
+        form: {name: value for name, value in event[form].items() if name.lower() not in NOT_OF_A_GET} for form in forms
+    }
 
 
 def request_body(event: Event) -> bytes:

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from .headers import NOT_OF_A_GET
+
 Message = MutableMapping[str, Any]
 
-# Of the request that would change it: they say nothing of the GET, or would change its answer.
-NOT_ASKED = frozenset({b"content-length", b"content-type", b"if-match"})
+NOT_ASKED = frozenset(name.encode() for name in NOT_OF_A_GET)
 
 
 async def look(app: Callable[[Any, Any, Any], Awaitable[None]], scope: MutableMapping[str, Any]) -> tuple[int, str]:

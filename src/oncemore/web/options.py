@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 from ..core.contract import Contract
-from ..core.guard import Guard
+from ..core.guard import check_guard
 from ..core.model import Outcome
 from ..errors import ConfigurationError
 from .admission import Rates
@@ -28,8 +28,7 @@ class Options(TypedDict, total=False):
 
 def check_given(guard: object, contract: object, keep_headers: object, status_path: str) -> None:
     """Refuse what would only fail at the first request."""
-    if not isinstance(guard, Guard):
-        raise ConfigurationError(f"guard is a {type(guard).__name__}: make a Guard, as in Guard('sqlite:///once.db')")
+    check_guard(guard)
     if not isinstance(contract, Contract | None):
         raise ConfigurationError(
             f"contract is a {type(contract).__name__}: make a Contract, as in Contract.load('oncemore.toml')"

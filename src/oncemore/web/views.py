@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from ..core.match import UNSAFE_METHODS
 from ..core.rule import Rule, rule_of
-
-UNSAFE_METHODS = ("POST", "PUT", "PATCH", "DELETE")
 
 
 def rule_for(view: Any, method: str) -> Rule | None:

@@ -17,7 +17,7 @@ from ..core.judge import Answer
 from ..core.model import Operation
 from ..core.plan import Call, Plan, run
 from ..errors import Fenced, OncemoreError, StoreError
-from .environ import put_back
+from .environ import NOT_ASKED, put_back
 from .flask_errors import NOTED
 from .headers import Headers, value_of
 from .http import Door, Request, wait_of
@@ -31,8 +31,6 @@ StartResponse = Callable[..., Write]  # (status, headers, exc_info=None, /)
 App = Callable[[Environ, StartResponse], Iterable[bytes]]
 
 BODILESS = (204, 205, 304)
-# What an inner GET, which asks for the resource's ETag, does not repeat of the request.
-NOT_OF_A_GET = ("CONTENT_LENGTH", "CONTENT_TYPE", "HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH", "HTTP_RANGE")
 
 
 class Exchange:
@@ -116,7 +114,7 @@ class Exchange:
 
     def _look(self) -> tuple[int, str]:
         """The status and ETag of the resource now, from the app's own answer to a GET."""
-        environ = {name: value for name, value in self.environ.items() if name not in NOT_OF_A_GET}
+        environ = {name: value for name, value in self.environ.items() if name not in NOT_ASKED}
         environ.update({"REQUEST_METHOD": "GET", "wsgi.input": BytesIO()})
         found: list[tuple[str, Headers]] = [("0", ())]
 

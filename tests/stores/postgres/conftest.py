@@ -1,4 +1,4 @@
-"""A ledger in a schema of the test's own, and a way past it."""
+"""Where a ledger is, in a schema of the test's own, and a way past it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from oncemore.stores.postgres import PostgresStore
-
 
 @pytest.fixture
 def url(postgres_url: str, postgres_schema: str) -> str:
     """A URL with a schema of the test's own, which is not there yet."""
     return f"{postgres_url}?schema={postgres_schema}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[PostgresStore]:
-    store = PostgresStore(url)
-    yield store
-    store.close()
 
 
 @pytest.fixture

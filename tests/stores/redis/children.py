@@ -1,4 +1,4 @@
-"""What the Redis tests have in common, and what they do in other processes."""
+"""What the Redis tests do many at a time, and in other processes."""
 
 from __future__ import annotations
 
@@ -7,36 +7,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
-from oncemore.core.model import Lease, Operation, Outcome, Record
+from oncemore.core.model import Lease, Operation
 from oncemore.core.plan import arun, run
 from oncemore.errors import Fenced, StoreError
 from oncemore.stores.redis import RedisStore, connect
 
-DONE = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_123"}')
-HOUR = 3600.0
-OPERATION = Operation("scope", "key", "c1:aa", "refunds.create")
-
-
-def operation(key: str) -> Operation:
-    return Operation("scope", key, "c1:aa", "refunds.create")
-
-
-def claimed(store: RedisStore, key: str = "key", lease: float = HOUR) -> Lease:
-    found = run(store.claim(operation(key), lease=lease))
-    assert isinstance(found, Lease)
-    return found
-
-
-def settled(store: RedisStore, key: str = "key", **options: Any) -> Lease:
-    lease = claimed(store, key)
-    run(store.settle(lease, DONE, retention=HOUR, **options))
-    return lease
-
-
-def blocked(store: RedisStore, key: str = "key") -> Record:
-    found = run(store.claim(Operation("scope", key, "c1:aa"), lease=HOUR))
-    assert isinstance(found, Record)
-    return found
+from ..parts import DONE, HOUR, operation
 
 
 async def load(

@@ -20,7 +20,7 @@ from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis_wire import Address, Exchange, Line, Parcel, pack
 from oncemore.testing.proxy import FaultProxy
 
-from .children import DONE, HOUR, operation
+from ..parts import DONE, HOUR, operation
 
 pytestmark = pytest.mark.server
 
@@ -28,11 +28,9 @@ Drive = Callable[[Plan[Any]], Any]
 
 
 @pytest.fixture
-def near(url: str) -> Iterator[RedisStore]:
+def near(store: RedisStore) -> RedisStore:
     """The store without anything in between."""
-    store = connect(url)
-    yield store
-    store.close()
+    return store
 
 
 @pytest.fixture

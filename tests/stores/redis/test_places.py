@@ -21,7 +21,8 @@ from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect, schema
 from oncemore.testing.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 
-from .children import DONE, HOUR, load, operation
+from ..parts import DONE, HOUR, operation
+from .children import load
 
 pytestmark = pytest.mark.server
 

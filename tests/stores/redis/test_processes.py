@@ -27,8 +27,8 @@ from oncemore.stores.redis_flight import Item
 from oncemore.testing.proxy import FaultProxy
 
 from ...strangers import strangers
+from ..parts import DONE, HOUR, OPERATION, blocked, claimed, in_a_fork, settled
 from . import children
-from .children import DONE, HOUR, OPERATION, blocked, claimed, settled
 
 pytestmark = pytest.mark.server
 
@@ -167,18 +167,6 @@ def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, v
     assert mine.recv() == "fenced"
     process.join()
     run(store.settle(taken, DONE, retention=HOUR))
-
-
-def in_a_fork(work: Callable[[], None]) -> int:
-    """The exit status of a forked child that did *work*: 0 where it went well."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -25,7 +25,8 @@ from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis_flight import kind, refusal
 from oncemore.testing.servers import ValkeyServer
 
-from .children import DONE, HOUR, load, operation
+from ..parts import DONE, HOUR, operation
+from .children import load
 from .tls_front import tls_front
 
 pytestmark = pytest.mark.server

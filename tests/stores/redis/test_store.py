@@ -25,7 +25,7 @@ from oncemore.testing.store_contract import StoreContract
 from oncemore.testing.store_machine import store_machine
 
 from ...conftest import unique_name
-from .children import DONE, HOUR, OPERATION, blocked, claimed, settled
+from ..parts import DONE, HOUR, OPERATION, blocked, claimed, leave_in_doubt, settled
 
 pytestmark = pytest.mark.server
 
@@ -299,18 +299,7 @@ async def test_what_is_asked_at_once_travels_together(store: RedisStore, server:
 
 async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(store: RedisStore) -> None:
     """Were it released, the next caller would perform what may have happened already."""
-    for delay in (0.0, 0.0, 0.0005, 0.001, 0.002):
-        await arun(store.claim(OPERATION, lease=0.0))
-        task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))
-        await asyncio.sleep(delay)
-        task.cancel()
-        await asyncio.wait([task])
-        if task.cancelled():
-            async with asyncio.timeout(5):
-                while not isinstance(found := await arun(store.claim(OPERATION, lease=0.0)), Lease):
-                    await asyncio.sleep(0.01)
-            assert found.lapsed
-        store.shift += 2 * HOUR
+    await leave_in_doubt(store, (0.0, 0.0, 0.0005, 0.001, 0.002))
     await store.aclose()
 
 

@@ -11,7 +11,7 @@ from oncemore.core.store import Filter, Stats
 from oncemore.errors import InvalidPayload
 from oncemore.stores.redis import RedisStore
 
-from .children import HOUR, claimed, settled
+from ..parts import HOUR, claimed, settled
 
 pytestmark = pytest.mark.server
 

@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from oncemore.core.model import Lease, Operation, Outcome
+from oncemore.core.model import Lease, Operation
 from oncemore.core.plan import run
 from oncemore.errors import OncemoreError
 from oncemore.stores.sqlite import connect
 
 from ... import nursery
-
-DONE = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_123"}')
-HOUR = 3600.0
+from ..parts import DONE, HOUR
 
 # ── In the test's process
 

@@ -13,8 +13,9 @@ from oncemore.core.plan import arun, run
 from oncemore.errors import StoreError, StoreUnavailable
 from oncemore.stores.sqlite import SqliteStore, connect
 
+from ..parts import DONE, HOUR
 from . import children
-from .children import CAN_FAIL, DONE, HOUR, child
+from .children import CAN_FAIL, child
 
 FAULTS = [("fsync fdatasync", "EIO"), ("pwrite64", "ENOSPC"), ("pwrite64", "EIO"), ("pwrite64 ftruncate", "EDQUOT")]
 

@@ -21,7 +21,7 @@ from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.stores.sqlite_items import NO_RECORD
 from oncemore.testing.store_contract import StoreContract
 
-from .children import DONE, HOUR
+from ..parts import DONE, HOUR
 
 
 @pytest.fixture

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import os
 import signal
 import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,9 @@ from oncemore.core.plan import arun, run
 from oncemore.errors import StoreTimeout
 from oncemore.stores.sqlite import SqliteStore, connect
 
+from ..parts import DONE, HOUR, claimed, in_a_fork, settled
 from . import children
-from .children import DONE, HOUR, child, together
-from .parts import claimed, settled
+from .children import child, together
 
 # Other processes
 
@@ -136,18 +134,6 @@ def test_a_process_killed_in_mid_load_leaves_a_good_file(url: str, path: Path, s
         with sqlite3.connect(path) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             connection.execute("DELETE FROM oncemore_records")
-
-
-def in_a_fork(work: Callable[[], None]) -> int:
-    """The exit status of a forked child that did *work*: 0 where it went well."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -20,8 +20,7 @@ from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.testing.store_contract import StoreContract
 from oncemore.testing.store_machine import store_machine
 
-from .children import DONE, HOUR
-from .parts import claimed, settled
+from ..parts import DONE, HOUR, claimed, leave_in_doubt, settled
 
 
 class TestSqlite(StoreContract):
@@ -287,17 +286,5 @@ async def test_a_group_of_any_size_gets_an_answer_each(store: SqliteStore, count
 
 async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(store: SqliteStore) -> None:
     """Were it released, the next caller would perform what may have happened already."""
-    operation = Operation("scope", "key")
-    for delay in (0.0, 0.0005, 0.001, 0.002):
-        await arun(store.claim(operation, lease=0.0))
-        task = asyncio.create_task(arun(store.claim(operation, lease=HOUR)))
-        await asyncio.sleep(delay)
-        task.cancel()
-        await asyncio.wait([task])
-        if task.cancelled():
-            async with asyncio.timeout(5):
-                while not isinstance(found := await arun(store.claim(operation, lease=0.0)), Lease):
-                    await asyncio.sleep(0.01)
-            assert found.lapsed
-        store.shift += 2 * HOUR
+    await leave_in_doubt(store, (0.0, 0.0005, 0.001, 0.002))
     await store.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,7 +29,11 @@ VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 MANY = 20
 
 key_argument = click.argument("key", callback=read_text)
-scope_option = click.option("--scope", callback=read_text, help="Who owns the key; needed only if several do.")
+scope_option = click.option(
+    "--scope",
+    callback=read_text,
+    help="Who owns the key; needed only if several do.  A large Redis is quicker with it.",
+)
 
 
 @click.group()
@@ -69,7 +74,7 @@ def list_keys(
     def draw(out: Any) -> None:
         draw_table(out, COLUMNS, map(cells, page.records))
         if page.cursor:
-            out.print(f"\nThere are more: --cursor {page.cursor}")
+            click.echo(f"\nThere are more: --cursor {shlex.quote(page.cursor)}")
 
     screen.answer({"records": [fields(record) for record in page.records], "cursor": page.cursor}, draw)
 
@@ -172,7 +177,7 @@ def the_one(guard: Guard, key: str, scope: str | None) -> Record:
     if not found:
         raise NotFound(f"No record has the key {key!r}{f' in {scope!r}' if scope else ''}; see: oncemore keys list")
     if len(found) > 1:
-        scopes = "".join(f"\n  --scope '{visible(one.scope)}'" for one in found)
+        scopes = "".join(f"\n  --scope {shlex.quote(visible(one.scope))}" for one in found)
         raise ConfigurationError(f"Several operations have the key {key!r}; say which one is meant:{scopes}")
     return found[0]
 

@@ -52,7 +52,9 @@ class Rest:
 
     def _begin(self) -> None:
         self._forking.acquire()
-        self._resting = [thing for thing in tuple(self.things) if thing._rest()]
+        for thing in tuple(self.things):
+            if thing._rest():
+                self._resting.append(thing)
 
     def _end(self) -> None:
         while self._resting:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 from pathlib import Path
 
 import pytest
 
-from oncemore import Guard, Operation
+from oncemore import Guard, Operation, Policy
 from oncemore.core.op import Op
+from oncemore.testing.proxy import FaultProxy
 
 ROUNDS, AT_ONCE = 40, 12
+TRANSACTION = Policy(effect="transaction")
 
 
 @pytest.fixture
@@ -65,3 +68,28 @@ def test_what_was_performed_when_the_loop_was_shut_down_is_stored(
             assert record is None or record.state == "released", key
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []
     guard.close()
+
+
+def test_a_loop_that_is_shut_down_while_a_transaction_connects_ends(postgres_url: str, postgres_schema: str) -> None:
+    """The pool takes its own end for a failed connection, and would wait for the next order for ever."""
+    with FaultProxy.before(postgres_url) as proxy:
+        guard = Guard(f"{proxy.url(postgres_url)}?schema={postgres_schema}")
+        guard.find("scope", "key")  # the tables are there
+
+        async def main() -> None:
+            await guard.afind("scope", "key")
+            proxy.stall()
+            transaction = asyncio.create_task(guard.arun(Operation("scope", "key"), perform, policy=TRANSACTION))
+            await asyncio.sleep(0.3)
+            assert not transaction.done()
+
+        ending = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+        ending.start()
+        ending.join(10)
+        assert not ending.is_alive()
+        proxy.heal()
+        guard.close()
+
+
+async def perform(op: Op) -> str:
+    return op.key

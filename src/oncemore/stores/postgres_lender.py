@@ -56,6 +56,31 @@ class AsyncLent(psycopg.AsyncConnection[Any]):
         await super().rollback()
 
 
+class LoopPool(AsyncConnectionPool[Any]):
+    """A pool of our own on an event loop, whose workers end when they are cancelled.
+
+    One that is cancelled while it connects takes that for a failure, and goes back to its queue: asyncio.run, which has
+    cancelled it for good, would wait for it for ever.
+    """
+
+    @classmethod
+    async def worker(cls, q: Any) -> None:
+        await super().worker(Tasks(q))  # type: ignore[arg-type]
+
+
+class Tasks:
+    """A worker's view of the queue *q*."""
+
+    def __init__(self, q: asyncio.Queue[Any]) -> None:
+        self.q = q
+
+    async def get(self) -> Any:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        return await self.q.get()
+
+
 class PostgresLender:
     """Lends connections to *store*'s database from pools of our own, up to *most* at a time."""
 
@@ -93,7 +118,7 @@ class PostgresLender:
         pool = self._loops.get(loop)
         if pool is None:
             self._forget_closed()
-            pool = self._loops[loop] = AsyncConnectionPool(
+            pool = self._loops[loop] = LoopPool(
                 self.conninfo, connection_class=AsyncLent, min_size=0, max_size=self.most, open=False, name="oncemore"
             )
         if pool.closed:  # not opened yet; to open it once more, as those do who come meanwhile, is nothing

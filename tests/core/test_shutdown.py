@@ -74,6 +74,24 @@ def test_an_errand_is_not_waited_for() -> None:
     assert flown == []
 
 
+def test_an_errand_that_has_not_begun_is_not_begun(caplog: pytest.LogCaptureFixture) -> None:
+    """Its task would be one that asyncio.run does not know of."""
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def asking(lane: Lane[Any]) -> None:
+        await Ask(lane, "a walk").arun()
+
+    async def leaving() -> None:
+        tasks.append(
+            asyncio.create_task(asking(Lane(fly, stays=False)))
+        )  # in the loop's last turn but for the shutdown
+
+    asyncio.run(leaving())
+    gc.collect()
+    assert begun == []
+    assert caplog.records == []
+
+
 def test_a_flight_that_is_stopped_again_and_again_is_not_flown_for_ever() -> None:
     def stopped(items: list[Any]) -> Plan[list[Any]]:
         begun.extend(items)

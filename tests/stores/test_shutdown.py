@@ -91,5 +91,27 @@ def test_a_loop_that_is_shut_down_while_a_transaction_connects_ends(postgres_url
         guard.close()
 
 
+def test_a_loop_that_is_shut_down_at_any_moment_of_its_first_transactions_ends(
+    postgres_url: str, postgres_schema: str
+) -> None:
+    """The pool opens, connects and is given orders; its tasks may be cancelled at any of these."""
+    guard = Guard(f"{postgres_url}?schema={postgres_schema}")
+
+    async def main() -> None:
+        keys = [random.randbytes(8).hex() for _ in range(5)]
+        tasks = [asyncio.create_task(guard.arun(Operation("scope", key), perform, policy=TRANSACTION)) for key in keys]
+        await asyncio.wait(tasks, timeout=0.02 * random.random())
+
+    def rounds() -> None:
+        for _ in range(ROUNDS):
+            asyncio.run(main())
+
+    ending = threading.Thread(target=rounds, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
+    guard.close()
+
+
 async def perform(op: Op) -> str:
     return op.key

@@ -277,6 +277,8 @@ class LoopLane(Generic[Item]):
         return future
 
     def _take_off(self) -> None:
+        if not self.lane.stays:  # then what nobody waits for any more is not begun
+            self.waiting = deque(entry for entry in self.waiting if not entry[1].done())
         waiting = self.waiting
         group = [waiting.popleft() for _ in range(min(len(waiting), self.lane.most))]
         if group:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -57,11 +58,15 @@ class AsyncLent(psycopg.AsyncConnection[Any]):
 
 
 class LoopPool(AsyncConnectionPool[Any]):
-    """A pool of our own on an event loop, whose workers end when they are cancelled.
+    """A pool of our own on an event loop, whose tasks end when they are cancelled: asyncio.run waits for them at its end.
 
-    One that is cancelled while it connects takes that for a failure, and goes back to its queue: asyncio.run, which has
-    cancelled it for good, would wait for it for ever.
+    A worker that is cancelled while it connects would take that for a failure, and go back to its queue; the scheduler, one
+    that comes together with an order.
     """
+
+    def _start_workers(self) -> None:
+        self._sched._event = Wake()  # type: ignore[assignment]
+        super()._start_workers()
 
     @classmethod
     async def worker(cls, q: Any) -> None:
@@ -79,6 +84,16 @@ class Tasks:
         if task is not None and task.cancelling():
             raise asyncio.CancelledError
         return await self.q.get()
+
+
+class Wake(asyncio.Event):
+    """What the scheduler waits for; `asyncio.wait_for` loses cancellations before Python 3.12."""
+
+    async def wait_timeout(self, timeout: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                return await self.wait()
+        return False
 
 
 class PostgresLender:

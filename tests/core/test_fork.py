@@ -84,3 +84,14 @@ def test_what_has_come_to_rest_before_a_fork_goes_on_after_it_and_in_the_child_t
     assert os.waitpid(child, 0)[1] == 0
     assert still.told == ["rest", "go on"]
     assert busy.told == ["rest"]
+
+
+def test_a_child_keeps_nothing_at_rest_that_was_its_parents() -> None:
+    """Step by step, as os.fork has them called."""
+    rest, still = fork.Rest(), Still()
+    rest.things.add(still)
+    rest._begin()
+    rest._forget()
+    rest._begin()  # of the child's own fork
+    rest._end()
+    assert still.told == ["rest", "rest", "go on"]

@@ -111,6 +111,23 @@ def test_a_flight_that_is_stopped_again_and_again_is_not_flown_for_ever() -> Non
     assert begun == ["settle", "settle"]
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_asked_for_during_the_shutdown_is_waited_for_by_those_who_ask() -> None:
+    """A claim is given back over another lane, which this loop has not seen before."""
+
+    async def work() -> None:
+        assert at_shutdown(work) is None
+        await Tell(writes, "release").arun()
+
+    async def main() -> None:
+        kept.append(at_shutdown(work))
+
+    kept: list[Any] = []
+    writes: Lane[Any] = Lane(fly)
+    asyncio.run(main())
+    assert flown == ["release"]
+
+
 def test_what_is_no_longer_wanted_is_merely_collected_and_keeps_no_loop(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         flown.append("work")

@@ -9,13 +9,17 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 
 
-def at_shutdown(work: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
+def at_shutdown(work: Callable[[], Awaitable[None]]) -> object:
     """Have the running loop await *work* before it is closed, as long as the caller keeps what this returns.
 
     asyncio.run cancels all tasks, then ends the generators that have begun on its loop, and then closes that: this is one
-    of them.  It has no finalizer, which would keep the loop alive.
+    of them.  It has no finalizer, which would keep the loop alive.  A loop that already ends them takes no more, and whoever
+    asks for something then is waited for by one that has begun before.
     """
-    waiting = _waiting(weakref.ref(asyncio.get_running_loop()), work)
+    loop = asyncio.get_running_loop()
+    if getattr(loop, "_asyncgens_shutdown_called", False):
+        return None
+    waiting = _waiting(weakref.ref(loop), work)
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(finalizer=None)
     try:

@@ -340,6 +340,27 @@ def test_a_forked_child_uses_the_keyring_of_its_parent_as_its_own(tmp_path: Path
     run(ring.settle(claim(ring, entry("parent", token=2)), 201))
 
 
+def test_what_a_forked_child_has_written_down_stays_after_its_parent_has_closed_the_file(tmp_path: Path) -> None:
+    """CASES 34."""
+    ring = SqliteKeyring(str(tmp_path / "keys.db"))
+    claim(ring, entry("parent"))
+    begun, closed = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            claim(ring, entry("first"))
+            os.write(begun[1], b"1")
+            os.read(closed[0], 1)
+            claim(ring, entry("second"))
+        finally:
+            os._exit(0)  # without a last word to the file, as when it is killed
+    os.read(begun[0], 1)
+    ring.close()
+    os.write(closed[1], b"1")
+    os.waitpid(child, 0)
+    assert [one.key for one in run(ring.pending())] == ["first", "second"]
+
+
 def test_of_two_who_adopt_at_once_each_entry_goes_to_one(tmp_path: Path) -> None:
     """CASES 52."""
     path = str(tmp_path / "keys.db")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
@@ -58,3 +59,39 @@ def test_nothing_is_kept_alive_only_to_be_reset() -> None:
     del thing
     gc.collect()
     assert gone() is None
+
+
+class Still:
+    def __init__(self, ready: bool = True) -> None:
+        self.ready = ready
+        self.told: list[str] = []
+
+    def _rest(self) -> bool:
+        self.told.append("rest")
+        return self.ready
+
+    def _go_on(self) -> None:
+        self.told.append("go on")
+
+
+def test_what_has_come_to_rest_before_a_fork_goes_on_after_it_and_in_the_child_the_next_fork_is_free() -> None:
+    rest, still, busy = fork.Rest(), Still(), Still(ready=False)
+    rest.things.update({still, busy})
+    child = os.fork()
+    if child == 0:
+        grandchild = os.fork()
+        os._exit(0 if grandchild == 0 else os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+    assert os.waitpid(child, 0)[1] == 0
+    assert still.told == ["rest", "go on"]
+    assert busy.told == ["rest"]
+
+
+def test_a_child_keeps_nothing_at_rest_that_was_its_parents() -> None:
+    """Step by step, as os.fork has them called."""
+    rest, still = fork.Rest(), Still()
+    rest.things.add(still)
+    rest._begin()
+    rest._forget()
+    rest._begin()  # of the child's own fork
+    rest._end()
+    assert still.told == ["rest", "rest", "go on"]

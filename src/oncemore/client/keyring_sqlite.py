@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ..core.fork import Rest, reset_in_child
 from ..core.plan import Plan
 from ..errors import OncemoreError
 from .effects import Unbroken
@@ -52,6 +53,10 @@ PURGE = f"DELETE FROM oncemore_keys WHERE rowid IN ({OLD})"
 # How long to wait for other processes' commits, each of which takes milliseconds.
 PATIENCE = 10.0
 
+# A file that is open while its process forks is open in neither as it should be: the child believes in locks that only its
+# parent holds, and when that one closes the file, what the child writes to it afterwards is lost.
+RINGS = Rest()
+
 
 class SqliteKeyring:
     """A keyring in the file at *path*, which only its owner may read: it holds request bodies."""
@@ -60,14 +65,24 @@ class SqliteKeyring:
         self.path = os.path.realpath(path)
         self.retention = retention
         self._owners = f"{self.path}-owners"
-        self._begin()
+        self._reset()
+        reset_in_child(self)
+        RINGS.things.add(self)
 
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
+    def _reset(self) -> None:
         self._database: sqlite3.Connection | None = None
+        self._lock = threading.Lock()
         # One thread, so that what is asked for after a cancelled claim also happens after it.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
+
+    def _rest(self) -> bool:
+        if not self._lock.acquire(timeout=PATIENCE):  # a signal's handler may fork while this very thread has it
+            return False
+        self._shut()
+        return True
+
+    def _go_on(self) -> None:
+        self._lock.release()
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         held: Entry = yield InOrder(self, self._claim, entry, oldest)
@@ -106,12 +121,10 @@ class SqliteKeyring:
 
     def close(self) -> None:
         """Close the file; the next use opens it again."""
-        if self._pid == os.getpid():
-            self._executor.shutdown()
-            with self._lock:
-                if self._database is not None:
-                    self._database.close()
-        self._begin()
+        self._executor.shutdown()
+        with self._lock:
+            self._shut()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
     async def aclose(self) -> None:
         """As `close`: nothing here belongs to an event loop."""
@@ -155,7 +168,6 @@ class SqliteKeyring:
 
     @contextmanager
     def _transaction(self, synchronous: str) -> Iterator[sqlite3.Connection]:
-        self.after_fork()
         try:
             with self._lock:
                 database = self._database or self._connect()
@@ -167,11 +179,10 @@ class SqliteKeyring:
         except (sqlite3.Error, OSError) as error:
             raise KeyringError(f"The keyring {self.path} failed: {error}") from error
 
-    def after_fork(self) -> None:
-        """Start afresh in a forked child; the parent's connection must not even be closed here."""
-        if self._pid != os.getpid():
-            _inherited.append(self._database)
-            self._begin()
+    def _shut(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
 
     def _connect(self) -> sqlite3.Connection:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -180,9 +191,6 @@ class SqliteKeyring:
         _patiently(lambda: database.executescript(SCHEMA))
         self._database = database
         return database
-
-
-_inherited: list[sqlite3.Connection | None] = []
 
 
 def _patiently(step: Callable[[], object]) -> None:
@@ -212,7 +220,6 @@ class InOrder:
         return self.function(*self.arguments)
 
     async def arun(self) -> Any:
-        self.keyring.after_fork()
         loop = asyncio.get_running_loop()
         # Shielded, for what is cancelled before its turn has come would not be done at all.
         return await asyncio.shield(loop.run_in_executor(self.keyring._executor, self.run))

@@ -1,8 +1,9 @@
-"""A forked child starts afresh: its parent's threads, loops and held locks are not there."""
+"""A forked child starts afresh: its parent's threads, loops and held locks are not there, and some files must be closed."""
 
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -31,3 +32,34 @@ def _start_afresh() -> None:
 
 
 os.register_at_fork(after_in_child=_start_afresh)
+
+
+class Resting(Protocol):
+    """What must be at rest while its process forks."""
+
+    def _rest(self) -> bool: ...  # come to rest, and stay so; False where it cannot
+    def _go_on(self) -> None: ...  # the fork is over; not called in the child
+
+
+class Rest:
+    """Brings its *things* to rest before each fork.  Of two, the one that was made later does so first."""
+
+    def __init__(self) -> None:
+        self.things: WeakSet[Resting] = WeakSet()
+        self._resting: list[Resting] = []
+        self._forking = threading.Lock()
+        os.register_at_fork(before=self._begin, after_in_parent=self._end, after_in_child=self._forget)
+
+    def _begin(self) -> None:
+        self._forking.acquire()
+        for thing in tuple(self.things):
+            if thing._rest():
+                self._resting.append(thing)
+
+    def _end(self) -> None:
+        while self._resting:
+            self._resting.pop()._go_on()
+        self._forking.release()
+
+    def _forget(self) -> None:
+        self._forking, self._resting = threading.Lock(), []

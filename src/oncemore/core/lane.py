@@ -22,6 +22,7 @@ from .drive import Drive
 from .events import log
 from .fork import reset_in_child
 from .plan import Plan, arun, run
+from .shutdown import at_shutdown
 
 Item = TypeVar("Item")
 
@@ -77,7 +78,8 @@ class Lane(Generic[Item]):
     """A queue whose items *fly* together.
 
     *abandoned* is told of each answer whose caller has gone away.  *boards*: on an event loop, those who have just landed
-    are waited for, for a moment, where a larger group costs less.
+    are waited for, for a moment, where a larger group costs less.  *stays*: a loop that is shut down, and has cancelled
+    flights and callers alike, first lets the lane do what it was asked for.
     """
 
     def __init__(
@@ -87,11 +89,13 @@ class Lane(Generic[Item]):
         most: int = 256,
         abandoned: Callable[[Item, Any], Plan[None]] | None = None,
         boards: bool = True,
+        stays: bool = True,
     ) -> None:
         self.fly = fly
         self.most = most
         self.abandoned = abandoned
         self.boards = boards
+        self.stays = stays
         self._reset()
         reset_in_child(self)
 
@@ -171,7 +175,9 @@ class Lane(Generic[Item]):
 
     def _on_loop(self, loop: asyncio.AbstractEventLoop) -> LoopLane[Item]:
         self._let_go()
-        return self._loops.setdefault(loop, LoopLane(self))
+        lane = self._loops[loop] = LoopLane(self)
+        lane.staying = at_shutdown(self.drain) if self.stays else None
+        return lane
 
     def _let_go(self) -> None:
         """Of loops that were closed in mid-flight: nobody carries their plans on, and those who wait there keep them alive."""
@@ -258,6 +264,7 @@ class LoopLane(Generic[Item]):
         self.flying = False
         self.drives: list[Drive] = []
         self.landed: asyncio.Future[None] | None = None  # who waits for the last flight is told by this
+        self.staying: object = None  # has the loop wait for us when it is shut down
 
     def enqueue(self, loop: asyncio.AbstractEventLoop, item: Item) -> asyncio.Future[Any]:
         future = loop.create_future()
@@ -270,15 +277,28 @@ class LoopLane(Generic[Item]):
         return future
 
     def _take_off(self) -> None:
+        if not self.lane.stays:  # then what nobody waits for any more is not begun
+            self.waiting = deque(entry for entry in self.waiting if not entry[1].done())
         waiting = self.waiting
         group = [waiting.popleft() for _ in range(min(len(waiting), self.lane.most))]
         if group:
-            self._drive([self.lane.flight([item for item, _ in group])], partial(self._land, group))
+            self._fly(group, again=True)
         else:
             self._stop()
 
-    def _land(self, group: list[Entry[Item]], answers: Sequence[Any] | None) -> None:
+    def _fly(self, group: list[Entry[Item]], *, again: bool) -> None:
+        self._drive([self.lane.flight([item for item, _ in group])], partial(self._land, group, again))
+
+    def _land(self, group: list[Entry[Item]], again: bool, answers: Sequence[Any] | None) -> None:
+        # Whoever is gone cannot ask again, and the loop that has cancelled them all has cancelled the flight with them.
+        again = again and answers is None and self.lane.stays
+        gone = [entry for entry in group if entry[1].done()] if again else []
         answers = answers or [interrupted() for _ in group]
+        if gone:
+            for (_, future), answer in zip(group, answers, strict=True):
+                tell(future, answer)
+            self._fly(gone, again=False)
+            return
         left = [
             (item, answer) for (item, future), answer in zip(group, answers, strict=True) if not tell(future, answer)
         ]

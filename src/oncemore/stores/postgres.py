@@ -145,7 +145,7 @@ class PostgresStore:
         flights = Flights(self.database, self.bell, self._ear)
         self._claims = Lane(flights.claims, most=TOGETHER, abandoned=self._give_back)
         self._writes = Lane(flights.writes, most=TOGETHER)
-        self._desk = Lane(flights.errand, most=1)
+        self._desk = Lane(flights.errand, most=1, stays=False)
         self.lender: Lender = PostgresLender(self, conninfo, most=options["pool"])
         weakref.finalize(self, self._ear.close)  # its thread would else outlive a store that nobody closed
 

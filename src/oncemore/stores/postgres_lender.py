@@ -6,6 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -57,6 +58,45 @@ class AsyncLent(psycopg.AsyncConnection[Any]):
         await super().rollback()
 
 
+class LoopPool(AsyncConnectionPool[Any]):
+    """A pool of our own on an event loop, whose tasks end when they are cancelled: asyncio.run waits for them at its end.
+
+    A worker that is cancelled while it connects would take that for a failure, and go back to its queue; the scheduler, one
+    that comes together with an order.
+    """
+
+    def _start_workers(self) -> None:
+        self._sched._event = Wake()  # type: ignore[assignment]
+        super()._start_workers()
+
+    @classmethod
+    async def worker(cls, q: Any) -> None:
+        await super().worker(Tasks(q))  # type: ignore[arg-type]
+
+
+class Tasks:
+    """A worker's view of the queue *q*."""
+
+    def __init__(self, q: asyncio.Queue[Any]) -> None:
+        self.q = q
+
+    async def get(self) -> Any:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
+        return await self.q.get()
+
+
+class Wake(asyncio.Event):
+    """What the scheduler waits for; `asyncio.wait_for` loses cancellations before Python 3.12."""
+
+    async def wait_timeout(self, timeout: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                return await self.wait()
+        return False
+
+
 class PostgresLender:
     """Lends connections to *store*'s database from pools of our own, up to *most* at a time."""
 
@@ -92,7 +132,7 @@ class PostgresLender:
         pool = self._loops.get(loop)
         if pool is None:
             self._forget_closed()
-            pool = self._loops[loop] = AsyncConnectionPool(connection_class=AsyncLent, open=False, **self._settings())
+            pool = self._loops[loop] = LoopPool(connection_class=AsyncLent, open=False, **self._settings())
         if pool.closed:  # not opened yet; to open it once more, as those do who come meanwhile, is nothing
             await pool.open()
         return LoopWire(AsyncOwnLoan(pool, self.store.database.timeout))

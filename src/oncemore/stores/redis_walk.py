@@ -56,7 +56,7 @@ class Walk:
     def __init__(self, flights: Flights, prefix: str) -> None:
         self.flights = flights
         self.prefix = prefix
-        self.lane: Lane[Bundle] = Lane(self._fly, most=4)
+        self.lane: Lane[Bundle] = Lane(self._fly, most=4, stays=False)
         self._swept = Trail()
 
     def _fly(self, bundles: list[Bundle]) -> Plan[list[list[Any]]]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import sqlite3
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from ..core.drive import AWAITED, Drive, Later
+from ..core.fork import Rest, reset_in_child
 from ..errors import StoreError, StoreTimeout, StoreUnavailable
 from .sqlite_worker import Worker
 
@@ -55,6 +54,11 @@ UNWRITTEN = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 
 # Errors of one caller's values, which say nothing of the file: too big, not encodable, of an unknown type.
 BAD_VALUES = (sqlite3.Error, ValueError, OverflowError, TypeError)
+
+# SQLite must not be carried across a fork: the child would believe in locks that only its parent holds, and what it commits
+# would be lost as soon as the parent closes the file.  So each connection is closed before, while nobody uses it, and both
+# sides open it again when they need it.
+CONNECTIONS = Rest()
 
 
 def code(error: BaseException) -> int:
@@ -104,11 +108,24 @@ class Connection:
         self.threaded = threaded  # always, rather than where the work may take long
         self._prepare = prepare
         self._overwrite = overwrite
-        self._lock = threading.RLock()  # a signal's handler may fork while this very thread has it
         self._connection: sqlite3.Connection | None = None
         self._crowded_until = self._ended = self._took = self._usual = 0.0
-        self._worker = Worker(f"oncemore-sqlite {path}")
-        CONNECTIONS.add(self)
+        self._reset()
+        reset_in_child(self)
+        CONNECTIONS.things.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()  # a signal's handler may fork while this very thread has it
+        self._worker = Worker(f"oncemore-sqlite {self.path}")
+
+    def _rest(self) -> bool:
+        self._lock.acquire()
+        if self.path != MEMORY:
+            self._shut()
+        return True
+
+    def _go_on(self) -> None:
+        self._lock.release()
 
     def use(self, work: Work[T]) -> T:
         """The result of *work*, called with the open connection; while the file is locked it is called again."""
@@ -237,36 +254,3 @@ class Write(Use[T]):
 
     def begin(self, drive: Drive) -> T | Later:
         return self.connection.at_once(self.work)
-
-
-# SQLite must not be carried across a fork: the child would believe in locks that only its parent holds.  So each
-# connection is closed before, while nobody uses it, and both sides open it again when they need it.
-CONNECTIONS: weakref.WeakSet[Connection] = weakref.WeakSet()
-FORKING = threading.Lock()
-stopped: list[Connection] = []
-
-
-def before_fork() -> None:
-    FORKING.acquire()
-    for connection in tuple(CONNECTIONS):
-        connection._lock.acquire()
-        stopped.append(connection)
-        if connection.path != MEMORY:
-            connection._shut()
-
-
-def after_fork() -> None:
-    while stopped:
-        stopped.pop()._lock.release()
-    FORKING.release()
-
-
-def after_fork_in_child() -> None:
-    global FORKING
-    FORKING = threading.Lock()
-    while stopped:
-        connection = stopped.pop()
-        connection._lock, connection._worker = threading.RLock(), Worker(connection._worker.name)
-
-
-os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.bell import Id
-from ..core.fork import reset_in_child
+from ..core.fork import Rest, reset_in_child
 from ..core.lending import Do, Transaction, ended, no_session, threads
 from ..core.plan import Effect, Plan
 from ..errors import ConfigurationError, MissingDriver
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from .sqlite import SqliteStore
 
 T = TypeVar("T")
+
+# Closed across forks as well, before the ledger's own connections, which one who finishes a transaction may need.
+DESKS = Rest()
 
 
 class Lent(sqlite3.Connection):
@@ -105,6 +108,17 @@ class FileDesk(ThreadDesk):
     def __init__(self, lender: SqliteLender) -> None:
         super().__init__(lender.store.path)
         self.lender = lender
+        DESKS.things.add(self)
+
+    def _rest(self) -> bool:
+        """Once the borrower is done; but one who forks itself, or takes very long, is not waited for."""
+        if self.owner == self.here() or not self.gate.acquire(timeout=self.lender.store.timeout):
+            return False
+        self.shut()
+        return True
+
+    def _go_on(self) -> None:
+        self.gate.release()
 
     def take(self) -> None:
         if self.connection is None:
@@ -130,8 +144,23 @@ class LoopDesk:
         self.running: Id | None = None
         self.owner: object = None
         self.gate = asyncio.Lock()
+        self.hand = threading.Lock()  # goes with the gate: a fork may come from any thread
+        self.thread = threading.get_ident()
         self._end: Callable[[], object] = lambda: None  # the connection and its thread
         self._ending: list[threading.Thread] = []
+        DESKS.things.add(self)
+
+    def _rest(self) -> bool:
+        """As at a `FileDesk`; the loop's own thread cannot wait for a borrower that it would have to go on with."""
+        if not self.hand.acquire(timeout=0 if self.thread == threading.get_ident() else self.lender.store.timeout):
+            return False
+        self.shut()
+        for thread in self._ending:
+            thread.join(5)
+        return True
+
+    def _go_on(self) -> None:
+        self.hand.release()
 
     def here(self) -> object:
         return asyncio.current_task()
@@ -142,6 +171,7 @@ class LoopDesk:
     async def _turn(self, limit: float, taken: Taken) -> None:
         if not await passed(self.gate, limit):
             return
+        self.hand.acquire()
         if self.connection is None:
             try:
                 self.connection = connection = await open_aiosqlite(self.path)
@@ -149,7 +179,7 @@ class LoopDesk:
                 await connection._execute(self.lender.made_ready, connection._conn)  # type: ignore[no-untyped-call]
             except BaseException:
                 self.shut()
-                self.gate.release()
+                self.leave()
                 raise
         with suppress(ValueError):  # somebody has closed it, which is told of where it is used
             make_plain(self.connection)
@@ -195,6 +225,7 @@ class LoopDesk:
 
     def leave(self) -> None:
         self.running = self.owner = None
+        self.hand.release()
         self.gate.release()
 
     async def close(self) -> None:

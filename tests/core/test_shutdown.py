@@ -1,0 +1,151 @@
+"""asyncio.run ends: it cancels all tasks, flights and callers alike, and what they were saying is still said."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+
+from oncemore.core.lane import Ask, Lane, Tell
+from oncemore.core.plan import Call, Plan
+from oncemore.core.shutdown import at_shutdown
+
+flown: list[Any] = []
+begun: list[Any] = []
+
+
+def fly(items: list[Any]) -> Plan[list[Any]]:
+    """A flight that takes a while, in a task."""
+    begun.extend(items)
+    yield Call(asyncio.sleep, 0.02)
+    flown.extend(items)
+    return items
+
+
+def give_back(item: Any, answer: Any) -> Plan[None]:
+    flown.append(f"{item} is given back")
+    return
+    yield
+
+
+@pytest.fixture(autouse=True)
+def empty_sky() -> None:
+    flown.clear()
+    begun.clear()
+
+
+def left_behind(lane: Lane[Any], kind: type[Ask[Any]], *items: str) -> None:
+    """Ask for the items one after another, and go when the first has taken off."""
+
+    async def asking(item: str) -> None:
+        await kind(lane, item).arun()
+
+    async def main() -> None:
+        tasks.append(asyncio.create_task(asking(items[0])))
+        while not begun:
+            await asyncio.sleep(0)
+        tasks.extend(asyncio.create_task(asking(item)) for item in items[1:])
+        await asyncio.sleep(0)
+
+    tasks: list[asyncio.Task[None]] = []
+    asyncio.run(main())
+    assert all(task.cancelled() for task in tasks)
+
+
+def test_what_was_in_flight_and_what_waited_behind_it_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    """CASES 23."""
+    left_behind(Lane(fly), Tell, "in flight", "behind it")
+    gc.collect()
+    assert flown == ["in flight", "behind it"]
+    assert caplog.records == []  # a task that was destroyed, for instance
+
+
+def test_a_claim_in_flight_is_given_back_and_one_that_has_not_been_sent_is_not() -> None:
+    left_behind(Lane(fly, abandoned=give_back), Ask, "in flight", "behind it")
+    assert flown == ["in flight", "in flight is given back"]
+
+
+def test_an_errand_is_not_waited_for() -> None:
+    left_behind(Lane(fly, stays=False), Ask, "a walk")
+    assert flown == []
+
+
+def test_an_errand_that_has_not_begun_is_not_begun(caplog: pytest.LogCaptureFixture) -> None:
+    """Its task would be one that asyncio.run does not know of."""
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def asking(lane: Lane[Any]) -> None:
+        await Ask(lane, "a walk").arun()
+
+    async def leaving() -> None:
+        tasks.append(
+            asyncio.create_task(asking(Lane(fly, stays=False)))
+        )  # in the loop's last turn but for the shutdown
+
+    asyncio.run(leaving())
+    gc.collect()
+    assert begun == []
+    assert caplog.records == []
+
+
+def test_a_flight_that_is_stopped_again_and_again_is_not_flown_for_ever() -> None:
+    def stopped(items: list[Any]) -> Plan[list[Any]]:
+        begun.extend(items)
+        yield Call(stop)
+        return items
+
+    async def stop() -> None:
+        raise asyncio.CancelledError
+
+    async def main() -> None:
+        future = Tell(Lane(stopped), "settle").arun()
+        assert isinstance(future, asyncio.Future)
+        future.cancel()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert begun == ["settle", "settle"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_asked_for_during_the_shutdown_is_waited_for_by_those_who_ask() -> None:
+    """A claim is given back over another lane, which this loop has not seen before."""
+
+    async def work() -> None:
+        assert at_shutdown(work) is None
+        await Tell(writes, "release").arun()
+
+    async def main() -> None:
+        kept.append(at_shutdown(work))
+
+    kept: list[Any] = []
+    writes: Lane[Any] = Lane(fly)
+    asyncio.run(main())
+    assert flown == ["release"]
+
+
+def test_what_is_no_longer_wanted_is_merely_collected_and_keeps_no_loop(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        flown.append("work")
+
+    async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
+        at_shutdown(work)  # and nobody keeps it
+        kept.append(at_shutdown(work))
+        return weakref.ref(asyncio.get_running_loop())
+
+    kept: list[Any] = []
+    loop = asyncio.new_event_loop()
+    ended = loop.run_until_complete(main())
+    loop.close()  # without a shutdown
+    del loop
+    gc.collect()
+    assert ended() is None
+    with caplog.at_level(logging.ERROR):
+        kept.clear()
+        gc.collect()
+    assert flown == ["work"]  # of the one that was collected while its loop ran
+    assert caplog.records == []

@@ -1,0 +1,143 @@
+"""A process forks while the guard's own connections to a SQLite file are open, or at work: neither side loses anything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Operation, Policy
+from oncemore.core.op import Op
+
+from ..stores.sqlite.test_processes import in_a_fork
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+TRANSACTION = Policy(effect="transaction", wait=5)
+POLICIES = {"lease": Policy(), "transaction": TRANSACTION}
+
+
+def asked(key: str) -> Operation:
+    return Operation("scope", key, "f")
+
+
+def value(op: Op) -> str:
+    return op.key
+
+
+async def awaited(op: Op) -> str:
+    return op.key
+
+
+def in_a_thread(guard: Guard) -> None:
+    guard.run(asked("before"), value, policy=TRANSACTION)
+
+
+def on_a_loop(guard: Guard) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(guard.arun(asked("before"), awaited, policy=TRANSACTION))
+    return loop
+
+
+@pytest.mark.parametrize("opened", [in_a_thread, on_a_loop])
+@pytest.mark.parametrize("level", POLICIES)
+def test_what_a_child_was_told_is_stored_stays_so_after_its_parent_has_closed_the_file(
+    opened: Callable[[Guard], Any], level: str, tmp_path: Path
+) -> None:
+    """CASES 26.  As under gunicorn with preload: the guard was used before the fork, and the master goes first."""
+    url = f"sqlite:///{tmp_path / 'once.db'}"
+    guard = Guard(url)
+    loop = opened(guard)
+    begun, closed = os.pipe(), os.pipe()
+
+    def child() -> None:
+        guard.run(asked("first"), value, policy=POLICIES[level])  # it has opened the file
+        os.write(begun[1], b"1")
+        os.read(closed[0], 1)
+        assert guard.run(asked("second"), value, policy=POLICIES[level]).how == "stored"
+
+    statuses: list[int] = []
+    forking = threading.Thread(target=lambda: statuses.append(in_a_fork(child)))
+    forking.start()
+    os.read(begun[0], 1)
+    if loop is not None:
+        loop.run_until_complete(guard.aclose())
+        loop.close()
+    guard.close()
+    os.write(closed[1], b"1")
+    forking.join()
+    assert statuses == [0]
+    kept = Guard(url)
+    assert [kept.find("scope", key) is not None for key in ("before", "first", "second")] == [True, True, True]
+    kept.close()
+
+
+def test_a_fork_waits_for_another_threads_transaction(tmp_path: Path) -> None:
+    """A child that took over one in mid-flight could never write the file."""
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
+    performing = threading.Event()
+
+    def slow(op: Op) -> str:
+        op.connection.execute("SELECT 1")
+        performing.set()
+        time.sleep(0.5)
+        return op.key
+
+    other = threading.Thread(target=lambda: guard.run(asked("slow"), slow, policy=TRANSACTION))
+    other.start()
+    assert performing.wait(10)
+    assert in_a_fork(lambda: check(guard.run(asked("slow"), value, policy=TRANSACTION).how == "replayed")) == 0
+    other.join()
+    assert guard.run(asked("after"), value, policy=TRANSACTION).how == "stored"
+    guard.close()
+
+
+async def test_a_fork_waits_for_another_loops_transaction(tmp_path: Path) -> None:
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
+    performing = asyncio.Event()
+
+    async def slow(op: Op) -> str:
+        await op.connection.execute("SELECT 1")
+        performing.set()
+        await asyncio.sleep(0.5)
+        return op.key
+
+    other = asyncio.create_task(guard.arun(asked("slow"), slow, policy=TRANSACTION))
+    await performing.wait()
+    child = lambda: check(guard.run(asked("slow"), value, policy=TRANSACTION).how == "replayed")  # noqa: E731
+    assert await asyncio.to_thread(in_a_fork, child) == 0
+    await other
+    assert (await guard.arun(asked("after"), awaited, policy=TRANSACTION)).how == "stored"
+    await guard.aclose()
+
+
+@pytest.mark.parametrize("awaiting", [False, True])
+async def test_a_performer_that_forks_itself_is_not_waited_for(awaiting: bool, tmp_path: Path) -> None:
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
+    began = time.monotonic()
+
+    def perform(op: Op) -> str:
+        assert in_a_fork(lambda: None) == 0
+        return op.key
+
+    async def aperform(op: Op) -> str:
+        return perform(op)
+
+    if awaiting:
+        answer = await guard.arun(asked("k"), aperform, policy=TRANSACTION)
+    else:
+        answer = await asyncio.to_thread(guard.run, asked("k"), perform, policy=TRANSACTION)
+    assert answer.how == "stored"
+    assert time.monotonic() - began < 2
+    assert guard.find("scope", "k") is not None
+    await guard.aclose()
+
+
+def check(holds: bool) -> None:
+    assert holds

@@ -119,7 +119,7 @@ async def test_a_commit_that_the_server_cuts_off_is_looked_up_and_made_good(shop
 @pytest.mark.parametrize("shop", ON_POSTGRES, indirect=True)
 async def test_connections_that_went_stale_in_the_pool_are_nobodys_failure(shop: Shop) -> None:
     """CASES 27: after a restart or a failover of the server, which is back."""
-    await asyncio.gather(*(shop.run(asked(f"a{n}"), refund(shop, seconds=0.2)) for n in range(3)))
+    await asyncio.gather(*(shop.run(asked(f"a{n}"), refund(shop, seconds=0.2)) for n in range(8)))
     shop.execute(ALL_ENDED)
     for number in range(5):
         assert (await shop.run(asked(f"b{number}"), refund(shop))).how == "stored"

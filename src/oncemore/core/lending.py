@@ -34,6 +34,10 @@ class Again(Exception):
     """
 
 
+class Stale(Again):
+    """As that, where the connection had died before anything was asked on it: a restart of the server leaves a pool of them."""
+
+
 class Transaction(Protocol):
     """One open transaction.  `begin` comes first; what is settled or released in it is written with the commit."""
 

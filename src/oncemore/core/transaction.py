@@ -16,7 +16,7 @@ from ..errors import ConfigurationError, OncemoreError, StoreError, StoreUnavail
 from .defence import done_before, inner_operation, inner_policy, screen, tag
 from .heartbeat import Perform
 from .judge import Answer, check, in_progress, is_over, keeps, unknown
-from .lending import Again, Lender, Transaction
+from .lending import Again, Lender, Stale, Transaction
 from .model import Lease, Operation, Outcome, Record
 from .op import Op
 from .plan import Plan, Sleep
@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 # Before the next run of a transaction that the database refused: up to so long, twice as much each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
+MOST_STALE = 64  # connections that have died with the server, beyond which it is no pool that is emptied
 LOOK = 0.05  # between two looks at an operation that runs under a lease, which no row lock tells of
 
 NO_LENDER = (
@@ -77,13 +78,16 @@ class Transacted:
         self.error: Exception | None = None  # the performer's, where it is the outcome
 
     def answer(self) -> Plan[Answer]:
-        runs = 0
+        runs, stale = 0, MOST_STALE
         while True:
             try:
                 answer = yield from self._within(self._attempt)
             except Decided:
                 continue
             except BaseException as error:
+                if isinstance(error, Stale) and stale:
+                    stale -= 1
+                    continue
                 if not isinstance(error, Again) and not self.lender.again(error):
                     yield from self._failed(error)
                     raise

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -17,6 +16,7 @@ from ..core.fork import reset_in_child
 from ..core.lending import Do, Loan, Transaction, ended
 from ..core.plan import Plan
 from ..errors import StoreTimeout
+from .postgres_pool import LoopPool
 from .postgres_transaction import PostgresTransaction, Wire, again
 from .postgres_wires import LoopWire, ThreadWire
 
@@ -56,45 +56,6 @@ class AsyncLent(psycopg.AsyncConnection[Any]):
         if self.lent:
             raise ended()
         await super().rollback()
-
-
-class LoopPool(AsyncConnectionPool[Any]):
-    """A pool of our own on an event loop, whose tasks end when they are cancelled: asyncio.run waits for them at its end.
-
-    A worker that is cancelled while it connects would take that for a failure, and go back to its queue; the scheduler, one
-    that comes together with an order.
-    """
-
-    def _start_workers(self) -> None:
-        self._sched._event = Wake()  # type: ignore[assignment]
-        super()._start_workers()
-
-    @classmethod
-    async def worker(cls, q: Any) -> None:
-        await super().worker(Tasks(q))  # type: ignore[arg-type]
-
-
-class Tasks:
-    """A worker's view of the queue *q*."""
-
-    def __init__(self, q: asyncio.Queue[Any]) -> None:
-        self.q = q
-
-    async def get(self) -> Any:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError
-        return await self.q.get()
-
-
-class Wake(asyncio.Event):
-    """What the scheduler waits for; `asyncio.wait_for` loses cancellations before Python 3.12."""
-
-    async def wait_timeout(self, timeout: float) -> bool:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                return await self.wait()
-        return False
 
 
 class PostgresLender:

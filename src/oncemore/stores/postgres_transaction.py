@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..core.judge import is_over
-from ..core.lending import Again, Transaction, ended, give_back, over
+from ..core.lending import Again, Stale, Transaction, ended, give_back, over
 from ..core.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..core.plan import Effect, Plan
 from ..core.store import Holder
@@ -104,7 +104,7 @@ class PostgresTransaction:
         except Exception as error:
             meant = told(error)
             if isinstance(meant, StoreUnavailable) and self._wire.connection is not None:
-                raise Again(f"the connection was stale: {error}") from error  # nothing was done: try another
+                raise Stale(f"the connection was stale: {error}") from error  # nothing was done: try another
             raise meant from error
         return first(operation, rows) if rows else (yield from self._met(operation, lease))
 

@@ -55,7 +55,7 @@ FLAVOURS = {
 }
 DJANGO = "django:"
 
-LONGEST = 24 * 86400.0  # servers and systems count milliseconds in 32 bits, and fail at a number of more
+LONGEST = 24 * 86400.0  # to wait: servers and systems count milliseconds in 32 bits, and fail at a number of more
 
 
 def connect(source: Any, **options: str) -> Store:
@@ -160,8 +160,8 @@ def _read(name: str, text: str, default: Any) -> Any:
     if isinstance(default, float):
         try:
             seconds = duration(float(text) if text.replace(".", "", 1).isdecimal() else text)
-            if seconds > LONGEST:
-                raise ConfigurationError("a store is not waited for so long; write less than 24 days")
+            if seconds > LONGEST and name != "retention":
+                raise ConfigurationError("nothing is waited for so long; write less than 24 days")
             return seconds
         except ConfigurationError as error:
             raise ConfigurationError(f"{name}={text} in the store's URL: {error.detail}") from None

@@ -139,5 +139,29 @@ async def test_a_performer_that_forks_itself_is_not_waited_for(awaiting: bool, t
     await guard.aclose()
 
 
+@pytest.mark.parametrize("opened", [in_a_thread, on_a_loop])
+def test_the_fork_of_a_child_waits_for_nothing_that_came_to_rest_in_its_parent(
+    opened: Callable[[Guard], Any], tmp_path: Path
+) -> None:
+    """As where a preloaded worker starts processes of its own; the parent's desks are at rest there for ever."""
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
+    loop = opened(guard)
+
+    def child() -> None:
+        began = time.monotonic()
+        assert in_a_fork(lambda: check(guard.run(asked("before"), value, policy=TRANSACTION).how == "replayed")) == 0
+        assert time.monotonic() - began < 2  # and not the five seconds that a borrower is waited for
+
+    statuses: list[int] = []
+    forking = threading.Thread(target=lambda: statuses.append(in_a_fork(child)))  # not on the loop's own thread
+    forking.start()
+    forking.join()
+    assert statuses == [0]
+    if loop is not None:
+        loop.run_until_complete(guard.aclose())
+        loop.close()
+    guard.close()
+
+
 def check(holds: bool) -> None:
     assert holds

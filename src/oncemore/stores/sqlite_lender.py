@@ -7,6 +7,7 @@ wants one waits for its turn in order, which is fairer and faster than to conten
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import threading
 import weakref
@@ -108,11 +109,17 @@ class FileDesk(ThreadDesk):
     def __init__(self, lender: SqliteLender) -> None:
         super().__init__(lender.store.path)
         self.lender = lender
+        self.process = os.getpid()
         DESKS.things.add(self)
 
     def _rest(self) -> bool:
-        """Once the borrower is done; but one who forks itself, or takes very long, is not waited for."""
-        if self.owner == self.here() or not self.gate.acquire(timeout=self.lender.store.timeout):
+        """Once the borrower is done; but one who forks itself, or takes very long, is not waited for.
+
+        Nor is anyone in a child: the parent's desk is kept there, and stays as it was.
+        """
+        if self.process != os.getpid() or self.owner == self.here():
+            return False
+        if not self.gate.acquire(timeout=self.lender.store.timeout):
             return False
         self.shut()
         return True
@@ -145,14 +152,15 @@ class LoopDesk:
         self.owner: object = None
         self.gate = asyncio.Lock()
         self.hand = threading.Lock()  # goes with the gate: a fork may come from any thread
-        self.thread = threading.get_ident()
+        self.process, self.thread = os.getpid(), threading.get_ident()
         self._end: Callable[[], object] = lambda: None  # the connection and its thread
         self._ending: list[threading.Thread] = []
         DESKS.things.add(self)
 
     def _rest(self) -> bool:
         """As at a `FileDesk`; the loop's own thread cannot wait for a borrower that it would have to go on with."""
-        if not self.hand.acquire(timeout=0 if self.thread == threading.get_ident() else self.lender.store.timeout):
+        limit = 0 if self.thread == threading.get_ident() else self.lender.store.timeout
+        if self.process != os.getpid() or not self.hand.acquire(timeout=limit):
             return False
         self.shut()
         for thread in self._ending:

@@ -14,6 +14,7 @@ import pytest
 
 from oncemore import Guard, Operation, Policy
 from oncemore.core.op import Op
+from oncemore.stores.sqlite_lender import DESKS, LoopDesk
 
 from ..stores.sqlite.test_processes import in_a_fork
 
@@ -114,6 +115,25 @@ async def test_a_fork_waits_for_another_loops_transaction(tmp_path: Path) -> Non
     assert await asyncio.to_thread(in_a_fork, child) == 0
     await other
     assert (await guard.arun(asked("after"), awaited, policy=TRANSACTION)).how == "stored"
+    await guard.aclose()
+
+
+async def test_a_loop_goes_on_while_a_fork_keeps_its_connection(tmp_path: Path) -> None:
+    """It may take a while, where another borrower is waited for: on the same loop, say, which must be able to end."""
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
+    await guard.arun(asked("before"), awaited, policy=TRANSACTION)
+    [desk] = (desk for desk in DESKS.things if isinstance(desk, LoopDesk) and desk.lender is guard.store.lender)
+    assert desk._rest()
+    over = threading.Timer(1, desk._go_on)
+    over.start()
+    began = time.monotonic()
+    gone, other = (asyncio.create_task(guard.arun(asked(key), awaited, policy=TRANSACTION)) for key in ("k1", "k2"))
+    await asyncio.sleep(0.1)
+    assert time.monotonic() - began < 0.6
+    gone.cancel()  # it has had its turn already, and leaves it to the next
+    assert (await other).how == "stored"
+    assert gone.cancelled()
+    over.join()
     await guard.aclose()
 
 

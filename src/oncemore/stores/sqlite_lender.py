@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 # Closed across forks as well, before the ledger's own connections, which one who finishes a transaction may need.
 DESKS = Rest()
+FORKING = 0.001  # between two looks at whether a fork is over, which mostly takes no longer
 
 
 class Lent(sqlite3.Connection):
@@ -179,7 +180,12 @@ class LoopDesk:
     async def _turn(self, limit: float, taken: Taken) -> None:
         if not await passed(self.gate, limit):
             return
-        self.hand.acquire()
+        try:
+            while not self.hand.acquire(blocking=False):  # a fork has it, and may wait for others on this very loop
+                await asyncio.sleep(FORKING)
+        except BaseException:
+            self.gate.release()
+            raise
         if self.connection is None:
             try:
                 self.connection = connection = await open_aiosqlite(self.path)

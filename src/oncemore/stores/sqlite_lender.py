@@ -120,10 +120,10 @@ class FileDesk(ThreadDesk):
         """
         if self.process != os.getpid() or self.owner == self.here():
             return False
-        if not self.gate.acquire(timeout=self.lender.store.timeout):
-            return False
+        return self.gate.acquire(timeout=self.lender.store.timeout)
+
+    def _put_away(self) -> None:
         self.shut()
-        return True
 
     def _go_on(self) -> None:
         self.gate.release()
@@ -161,12 +161,12 @@ class LoopDesk:
     def _rest(self) -> bool:
         """As at a `FileDesk`; the loop's own thread cannot wait for a borrower that it would have to go on with."""
         limit = 0 if self.thread == threading.get_ident() else self.lender.store.timeout
-        if self.process != os.getpid() or not self.hand.acquire(timeout=limit):
-            return False
+        return self.process == os.getpid() and self.hand.acquire(timeout=limit)
+
+    def _put_away(self) -> None:
         self.shut()
         for thread in self._ending:
             thread.join(5)
-        return True
 
     def _go_on(self) -> None:
         self.hand.release()

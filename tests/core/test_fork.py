@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
+
+import pytest
 
 from oncemore.core import fork
 
@@ -62,13 +66,17 @@ def test_nothing_is_kept_alive_only_to_be_reset() -> None:
 
 
 class Still:
-    def __init__(self, ready: bool = True) -> None:
+    def __init__(self, ready: bool = True, ends: Callable[[], object] = list) -> None:
         self.ready = ready
+        self.ends = ends
         self.told: list[str] = []
 
     def _rest(self) -> bool:
         self.told.append("rest")
         return self.ready
+
+    def _put_away(self) -> None:
+        self.ends()
 
     def _go_on(self) -> None:
         self.told.append("go on")
@@ -84,6 +92,19 @@ def test_what_has_come_to_rest_before_a_fork_goes_on_after_it_and_in_the_child_t
     assert os.waitpid(child, 0)[1] == 0
     assert still.told == ["rest", "go on"]
     assert busy.told == ["rest"]
+
+
+def test_what_is_interrupted_while_it_comes_to_rest_goes_on_after_the_fork() -> None:
+    """os.fork swallows the interrupt, and everyone who needs the file would wait for ever."""
+    still = Still(ends=lambda: signal.raise_signal(signal.SIGINT))
+    rest = fork.Rest()
+    rest.things.add(still)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rest._begin()
+    finally:
+        rest._end()  # which os.fork calls all the same
+    assert still.told == ["rest", "go on"]
 
 
 def test_a_child_keeps_nothing_at_rest_that_was_its_parents() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from oncemore import Guard, Operation, Policy
 from oncemore.core.op import Op
+from oncemore.stores.sqlite_lender import DESKS, LoopDesk
 
 from ..stores.sqlite.test_processes import in_a_fork
 
@@ -117,6 +118,25 @@ async def test_a_fork_waits_for_another_loops_transaction(tmp_path: Path) -> Non
     await guard.aclose()
 
 
+async def test_a_loop_goes_on_while_a_fork_keeps_its_connection(tmp_path: Path) -> None:
+    """It may take a while, where another borrower is waited for: on the same loop, say, which must be able to end."""
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
+    await guard.arun(asked("before"), awaited, policy=TRANSACTION)
+    [desk] = (desk for desk in DESKS.things if isinstance(desk, LoopDesk) and desk.lender is guard.store.lender)
+    assert desk._rest()
+    over = threading.Timer(1, desk._go_on)
+    over.start()
+    began = time.monotonic()
+    gone, other = (asyncio.create_task(guard.arun(asked(key), awaited, policy=TRANSACTION)) for key in ("k1", "k2"))
+    await asyncio.sleep(0.1)
+    assert time.monotonic() - began < 0.6
+    gone.cancel()  # it has had its turn already, and leaves it to the next
+    assert (await other).how == "stored"
+    assert gone.cancelled()
+    over.join()
+    await guard.aclose()
+
+
 @pytest.mark.parametrize("awaiting", [False, True])
 async def test_a_performer_that_forks_itself_is_not_waited_for(awaiting: bool, tmp_path: Path) -> None:
     guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
@@ -137,6 +157,30 @@ async def test_a_performer_that_forks_itself_is_not_waited_for(awaiting: bool, t
     assert time.monotonic() - began < 2
     assert guard.find("scope", "k") is not None
     await guard.aclose()
+
+
+@pytest.mark.parametrize("opened", [in_a_thread, on_a_loop])
+def test_the_fork_of_a_child_waits_for_nothing_that_came_to_rest_in_its_parent(
+    opened: Callable[[Guard], Any], tmp_path: Path
+) -> None:
+    """As where a preloaded worker starts processes of its own; the parent's desks are at rest there for ever."""
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
+    loop = opened(guard)
+
+    def child() -> None:
+        began = time.monotonic()
+        assert in_a_fork(lambda: check(guard.run(asked("before"), value, policy=TRANSACTION).how == "replayed")) == 0
+        assert time.monotonic() - began < 2  # and not the five seconds that a borrower is waited for
+
+    statuses: list[int] = []
+    forking = threading.Thread(target=lambda: statuses.append(in_a_fork(child)))  # not on the loop's own thread
+    forking.start()
+    forking.join()
+    assert statuses == [0]
+    if loop is not None:
+        loop.run_until_complete(guard.aclose())
+        loop.close()
+    guard.close()
 
 
 def check(holds: bool) -> None:

@@ -76,10 +76,10 @@ class SqliteKeyring:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
     def _rest(self) -> bool:
-        if not self._lock.acquire(timeout=PATIENCE):  # a signal's handler may fork while this very thread has it
-            return False
+        return self._lock.acquire(timeout=PATIENCE)  # a signal's handler may fork while this very thread has it
+
+    def _put_away(self) -> None:
         self._shut()
-        return True
 
     def _go_on(self) -> None:
         self._lock.release()
@@ -180,9 +180,9 @@ class SqliteKeyring:
             raise KeyringError(f"The keyring {self.path} failed: {error}") from error
 
     def _shut(self) -> None:
-        if self._database is not None:
-            self._database.close()
-            self._database = None
+        database, self._database = self._database, None  # first, for an interrupt may come once it is closed
+        if database is not None:
+            database.close()
 
     def _connect(self) -> sqlite3.Connection:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

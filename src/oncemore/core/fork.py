@@ -37,7 +37,8 @@ os.register_at_fork(after_in_child=_start_afresh)
 class Resting(Protocol):
     """What must be at rest while its process forks."""
 
-    def _rest(self) -> bool: ...  # come to rest, and stay so; False where it cannot
+    def _rest(self) -> bool: ...  # nobody uses it from now on; False where that cannot be
+    def _put_away(self) -> None: ...  # close what must not be open then
     def _go_on(self) -> None: ...  # the fork is over; not called in the child
 
 
@@ -54,7 +55,8 @@ class Rest:
         self._forking.acquire()
         for thing in tuple(self.things):
             if thing._rest():
-                self._resting.append(thing)
+                self._resting.append(thing)  # first, that it may go on where an interrupt comes while it is closed
+                thing._put_away()
 
     def _end(self) -> None:
         while self._resting:

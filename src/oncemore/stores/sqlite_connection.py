@@ -119,10 +119,11 @@ class Connection:
         self._worker = Worker(f"oncemore-sqlite {self.path}")
 
     def _rest(self) -> bool:
-        self._lock.acquire()
+        return self._lock.acquire()
+
+    def _put_away(self) -> None:
         if self.path != MEMORY:
             self._shut()
-        return True
 
     def _go_on(self) -> None:
         self._lock.release()
@@ -225,10 +226,10 @@ class Connection:
             self._shut()
 
     def _shut(self) -> None:
-        if self._connection is not None:
+        connection, self._connection = self._connection, None  # first, for an interrupt may come once it is closed
+        if connection is not None:
             with contextlib.suppress(sqlite3.Error):
-                self._connection.close()
-            self._connection = None
+                connection.close()
 
 
 class Use(Generic[T]):

@@ -7,6 +7,7 @@ wants one waits for its turn in order, which is fairer and faster than to conten
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import threading
 import weakref
@@ -32,6 +33,7 @@ T = TypeVar("T")
 
 # Closed across forks as well, before the ledger's own connections, which one who finishes a transaction may need.
 DESKS = Rest()
+FORKING = 0.001  # between two looks at whether a fork is over, which mostly takes no longer
 
 
 class Lent(sqlite3.Connection):
@@ -108,14 +110,20 @@ class FileDesk(ThreadDesk):
     def __init__(self, lender: SqliteLender) -> None:
         super().__init__(lender.store.path)
         self.lender = lender
+        self.process = os.getpid()
         DESKS.things.add(self)
 
     def _rest(self) -> bool:
-        """Once the borrower is done; but one who forks itself, or takes very long, is not waited for."""
-        if self.owner == self.here() or not self.gate.acquire(timeout=self.lender.store.timeout):
+        """Once the borrower is done; but one who forks itself, or takes very long, is not waited for.
+
+        Nor is anyone in a child: the parent's desk is kept there, and stays as it was.
+        """
+        if self.process != os.getpid() or self.owner == self.here():
             return False
+        return self.gate.acquire(timeout=self.lender.store.timeout)
+
+    def _put_away(self) -> None:
         self.shut()
-        return True
 
     def _go_on(self) -> None:
         self.gate.release()
@@ -145,19 +153,20 @@ class LoopDesk:
         self.owner: object = None
         self.gate = asyncio.Lock()
         self.hand = threading.Lock()  # goes with the gate: a fork may come from any thread
-        self.thread = threading.get_ident()
+        self.process, self.thread = os.getpid(), threading.get_ident()
         self._end: Callable[[], object] = lambda: None  # the connection and its thread
         self._ending: list[threading.Thread] = []
         DESKS.things.add(self)
 
     def _rest(self) -> bool:
         """As at a `FileDesk`; the loop's own thread cannot wait for a borrower that it would have to go on with."""
-        if not self.hand.acquire(timeout=0 if self.thread == threading.get_ident() else self.lender.store.timeout):
-            return False
+        limit = 0 if self.thread == threading.get_ident() else self.lender.store.timeout
+        return self.process == os.getpid() and self.hand.acquire(timeout=limit)
+
+    def _put_away(self) -> None:
         self.shut()
         for thread in self._ending:
             thread.join(5)
-        return True
 
     def _go_on(self) -> None:
         self.hand.release()
@@ -171,7 +180,12 @@ class LoopDesk:
     async def _turn(self, limit: float, taken: Taken) -> None:
         if not await passed(self.gate, limit):
             return
-        self.hand.acquire()
+        try:
+            while not self.hand.acquire(blocking=False):  # a fork has it, and may wait for others on this very loop
+                await asyncio.sleep(FORKING)
+        except BaseException:
+            self.gate.release()
+            raise
         if self.connection is None:
             try:
                 self.connection = connection = await open_aiosqlite(self.path)

@@ -7,6 +7,7 @@ import gc
 import itertools
 import signal
 import sqlite3
+import sys
 import threading
 import time
 import weakref
@@ -181,6 +182,35 @@ def test_a_fork_in_mid_load_waits_for_the_commit(store: SqliteStore, path: Path)
     assert run(store.stats()).settled == len(told) + 5
     with sqlite3.connect(path) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+class Interrupted(sqlite3.Connection):
+    """One that is interrupted as soon as it is closed."""
+
+    def close(self) -> None:
+        super().close()
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_meets_a_fork_leaves_the_file_to_everyone(
+    store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """os.fork swallows it: other threads must not wait for ever, nor this one find its connection closed."""
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: ignored.append(told.exc_type))
+    claimed(store, "before")
+    store._writer.close()
+    store._writer._connection = sqlite3.connect(
+        path, isolation_level=None, check_same_thread=False, factory=Interrupted
+    )
+    assert in_a_fork(lambda: None) == 0
+    assert ignored == [KeyboardInterrupt]
+    other = threading.Thread(target=claimed, args=(store, "another thread's"), daemon=True)
+    other.start()
+    other.join(10)
+    assert not other.is_alive()
+    assert run(store.find("scope", "another thread's")) is not None
+    claimed(store, "this thread's")
 
 
 # Ending

@@ -10,7 +10,7 @@ import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
 from oncemore.core.model import Lease
-from oncemore.core.plan import Sleep, run
+from oncemore.core.plan import Sleep, arun, run
 from oncemore.errors import (
     Duplicate,
     Fenced,
@@ -363,6 +363,25 @@ async def test_a_caller_cancelled_while_its_payment_is_written_down_leaves_no_do
     assert (await guard.arun(pay("k1"), again)).how == ("stored" if state == "released" else "replayed")
     assert (await guard.arun(pay("k2"), other)).how == ("stored" if status == 402 else "replayed")
     assert (again.count, other.count) == (int(status == 503), int(status == 402))
+    await guard.aclose()
+
+
+async def test_a_caller_cancelled_while_its_payment_is_written_down_is_cancelled_though_it_is_late(
+    tmp_path: Path,
+) -> None:
+    """Its key has a new holder: that is no answer to one who does not ask any more, and must not stop what stops it."""
+    guard = Guard(f"sqlite:///{tmp_path / 'once.db'}?thread=always")
+
+    async def pay_late_and_be_cancelled(op: Op) -> Outcome:
+        guard.store.shift += 31
+        assert isinstance(await arun(guard.store.claim(pay("k1"), lease=30.0)), Lease)
+        asyncio.current_task().cancel()  # type: ignore[union-attr]
+        return CREATED
+
+    task = asyncio.create_task(guard.arun(pay("k1"), pay_late_and_be_cancelled))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await guard.afind("pay|alice", "k1")).state == "running"  # type: ignore[union-attr]
     await guard.aclose()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from oncemore import Guard, Op, Operation, Policy
 from oncemore.core.model import Lease
 from oncemore.core.op import derive
+from oncemore.core.plan import run
 
 texts = st.text()
 
@@ -32,6 +34,20 @@ def test_a_performer_sees_when_its_caller_stops_waiting(tmp_path: Path, effect: 
         operation = Operation("scope", key, name="refunds.create", unique=unique and f"{unique}-{key}")
         guard.run(operation, lambda op: deadlines.append(op.deadline), wait=wait)
     assert deadlines == [pytest.approx(time.time() + 5, abs=2), None]
+    guard.close()
+
+
+@pytest.mark.parametrize("effect", ["lease", "steps"])
+def test_the_time_for_which_a_caller_has_waited_for_another_is_not_given_to_the_performer(
+    tmp_path: Path, effect: Any
+) -> None:
+    guard, deadlines = Guard(f"sqlite:///{tmp_path / 'once.db'}", policy=Policy(effect=effect)), []
+    held = run(guard.store.claim(Operation("scope", "key"), lease=30.0))
+    assert isinstance(held, Lease)
+    threading.Timer(0.6, lambda: run(guard.store.release(held, retention=60.0))).start()
+    asked = time.time()
+    guard.run(Operation("scope", "key"), lambda op: deadlines.append(op.deadline), wait=5.0)
+    assert deadlines == [pytest.approx(asked + 5, abs=0.4)]
     guard.close()
 
 

@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution, Rule, connect
-from oncemore.core.lending import Again, Do
+from oncemore.core.lending import Again, Do, Stale
 from oncemore.core.plan import Plan, run
 from oncemore.core.store import Store
 from oncemore.encryption import Seal
-from oncemore.errors import ConfigurationError, TransactionEnded
+from oncemore.errors import ConfigurationError, PayloadMismatch, StoreUnavailable, TransactionEnded
 
 POLICY = Policy(effect="transaction", reruns=1)
 ASKED = Operation("customer-1", "k", "same", "refunds.create")
@@ -151,6 +151,72 @@ def test_a_failure_that_cannot_be_noted_is_still_told(guard: Guard) -> None:
     with pytest.raises(RuntimeError, match="no luck"):
         guard.run(ASKED, failing)
     assert lender.opened == 3  # the operation, and two tries to note it
+
+
+class Dead:
+    """A lender whose first connections, from the *first* on, have died with their server; each takes *seconds* to say so."""
+
+    def __init__(self, inner: Any, clock: FakeClock, *, first: int = 0, dead: int = 1000, seconds: float = 0.0) -> None:
+        self.inner = inner
+        self.clock = clock
+        self.dead = range(first, first + dead)
+        self.seconds = seconds
+        self.opened = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def open(self) -> Plan[Any]:
+        transaction = yield from self.inner.open()
+        if self.opened in self.dead:
+            transaction.begin = self.begin
+        self.opened += 1
+        return transaction
+
+    def begin(self, *_: object, **__: object) -> Plan[None]:
+        self.clock.now += self.seconds
+        raise Stale("the connection was stale")
+        yield
+
+
+class FakeClock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+
+@pytest.fixture
+def clock(guard: Guard) -> FakeClock:
+    guard.clock = clock = FakeClock()  # type: ignore[assignment]
+    return clock
+
+
+@pytest.mark.parametrize(("seconds", "wait", "tried"), [(0.0, None, 65), (0.5, None, 8), (0.5, 1.0, 3)])
+def test_a_server_on_which_every_connection_dies_is_given_up(
+    guard: Guard, clock: FakeClock, seconds: float, wait: float | None, tried: int
+) -> None:
+    """It is no pool that is emptied, where that has no end, takes long, or longer than the caller waits."""
+    lender = guard.store.lender = Dead(guard.store.lender, clock, seconds=seconds)  # type: ignore[misc]
+    with pytest.raises(StoreUnavailable, match="2 times: the connection was stale"):
+        guard.run(ASKED, lambda op: "done", wait=wait)
+    assert lender.opened == tried
+
+
+def test_a_failure_is_noted_also_where_the_performers_server_took_all_connections_with_it(
+    guard: Guard, clock: FakeClock
+) -> None:
+    """Else another payload could have the key."""
+    guard.store.lender = Dead(guard.store.lender, clock, first=1, dead=9)  # type: ignore[misc]
+    with pytest.raises(RuntimeError, match="no luck"):
+        guard.run(ASKED, failing)
+    with pytest.raises(PayloadMismatch):
+        guard.run(Operation("customer-1", "k", "another"), lambda op: "done")
 
 
 def test_without_a_transaction_there_is_no_session() -> None:

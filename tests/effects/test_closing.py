@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
+from sqlalchemy import NullPool
 
 from oncemore import Guard
 from oncemore.core.lending import Do
@@ -19,7 +20,8 @@ from oncemore.core.op import Op
 from oncemore.errors import TransactionEnded
 
 from .conftest import emptied, opened
-from .shops import POLICY, AsyncPool, Pool, Shop
+from .shops import POLICY, AlchemyPsycopg, AlchemyPsycopg2, AlchemyPsycopgAsync, AsyncPool, Pool, Shop
+from .test_cut_off import ALL_ENDED
 from .test_transaction import Performing, asked, refund
 
 pytestmark = pytest.mark.server
@@ -37,6 +39,39 @@ class AsyncReturning(AsyncPool):
     def made(self) -> Guard:
         self.pool = AsyncConnectionPool(self.url, min_size=0, max_size=2, open=False, close_returns=True)
         return Guard(self.pool, policy=POLICY)
+
+
+class EngineOnPool(AlchemyPsycopg):
+    """That advice, taken."""
+
+    def made(self) -> Guard:
+        self.pool = ConnectionPool(self.url, min_size=0, max_size=2, timeout=2, open=True, close_returns=True)
+        return super().made()
+
+    @property
+    def pooled(self) -> dict[str, Any]:
+        return {"creator": self.pool.getconn, "poolclass": NullPool}
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.to_thread(self.pool.close)
+
+
+class AsyncEngineOnPool(AlchemyPsycopgAsync):
+    def made(self) -> Guard:
+        self.pool = AsyncConnectionPool(self.url, min_size=0, max_size=2, timeout=2, open=False, close_returns=True)
+        return super().made()
+
+    @property
+    def pooled(self) -> dict[str, Any]:
+        return {"async_creator": self.pool.getconn, "poolclass": NullPool}
+
+    async def open(self) -> None:
+        await self.pool.open()
+
+    async def close(self) -> None:
+        await super().close()
+        await self.pool.close()
 
 
 @pytest.fixture(params=[Returning, AsyncReturning])
@@ -128,9 +163,12 @@ async def test_a_connection_that_the_performer_has_released_is_somebody_elses(sh
     assert (await shop.run(asked(), refund(shop))).how == "stored"
 
 
-async def test_a_connection_that_is_not_trusted_is_ended_though_close_would_give_it_back(shops_url: str) -> None:
+@pytest.mark.parametrize("kind", [Returning, AlchemyPsycopg, AlchemyPsycopg2])
+async def test_a_connection_that_is_not_trusted_is_ended_though_close_would_give_it_back(
+    shops_url: str, kind: type[Shop]
+) -> None:
     """One who vanishes in mid-operation leaves a transaction open: the next borrower must not get it."""
-    async for shop in opened(Returning, emptied(shops_url)):
+    async for shop in opened(kind, emptied(shops_url)):
         pids: list[int] = []
 
         def begun(shop: Shop = shop, pids: list[int] = pids) -> None:
@@ -138,7 +176,8 @@ async def test_a_connection_that_is_not_trusted_is_ended_though_close_would_give
             effect: Any = next(plan)
             while not hasattr(effect, "op"):
                 effect = plan.send(effect.run())
-            pids.append(effect.op.connection.info.backend_pid)
+            connection = effect.op.connection
+            pids.append(getattr(connection.connection, "driver_connection", connection).info.backend_pid)
             plan.close()
 
         await asyncio.to_thread(begun)
@@ -149,3 +188,12 @@ async def test_a_connection_that_is_not_trusted_is_ended_though_close_would_give
                 await asyncio.sleep(0.02)
         assert (await shop.run(asked(), refund(shop))).how == "stored"
         assert shop.refunds() == ["k"]
+
+
+@pytest.mark.parametrize("kind", [EngineOnPool, AsyncEngineOnPool])
+async def test_connections_that_died_make_room_in_the_pool_below_an_engine(shops_url: str, kind: type[Shop]) -> None:
+    """CASES 27: a pool hears of their end from whoever borrowed them, or takes them for borrowed for ever."""
+    async for shop in opened(kind, emptied(shops_url)):
+        for number in range(4):
+            assert (await shop.run(asked(f"k{number}"), refund(shop))).how == "stored"
+            shop.execute(ALL_ENDED)

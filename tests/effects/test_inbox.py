@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Inbox, Operation, Policy
+from oncemore.core.model import Lease
 from oncemore.core.op import Op
 from oncemore.core.plan import Sleep, arun, run
+from oncemore.core.store import Filter
 from oncemore.errors import (
     ConfigurationError,
     InvalidKey,
@@ -22,7 +24,7 @@ from oncemore.errors import (
     UnknownOutcome,
     WrongState,
 )
-from oncemore.messages.inbox import Received
+from oncemore.messages.inbox import DEAD, Received
 
 from .conftest import on_each_kind
 from .shops import Shop
@@ -177,6 +179,31 @@ async def test_one_that_its_broker_gave_up_has_all_its_attempts_again_when_it_is
         with pytest.raises(RuntimeError):
             await deliver(shop, inbox, broken(shop))
     assert (await deliver(shop, inbox, broken(shop))).how == "dead"
+
+
+@on_two_kinds
+async def test_one_whose_burial_was_cut_short_has_all_its_attempts_again_when_it_is_requeued(shop: Shop) -> None:
+    """CASES 44: it was held, and then the process died: the count of its failures was still there."""
+    inbox = Inbox(shop.guard, attempts=2)
+    operation = inbox.operation("ev_001", "payments", EVENT)
+    with pytest.raises(RuntimeError):
+        await deliver(shop, inbox, broken(shop))
+    lease = await arun(shop.guard.store.claim(operation, lease=30.0))
+    assert isinstance(lease, Lease)
+    await arun(shop.guard.store.hold(lease, note=f"{DEAD}: broken"))
+    await inbox.arequeue("ev_001", "payments")
+    with pytest.raises(RuntimeError):
+        await deliver(shop, inbox, broken(shop))
+
+
+def test_no_event_dies_of_an_inbox_that_cannot_handle_any() -> None:
+    """Its handler was never called: the event is as good as new when the fault in the program is mended."""
+    guard = Guard("memory://")
+    inbox = Inbox(guard, attempts=2)
+    for _ in range(3):
+        with pytest.raises(ConfigurationError, match="lends no connection"):
+            inbox.handle("ev_001", "payments", EVENT, print)
+    assert not guard.list(Filter()).records
 
 
 async def test_what_the_store_cannot_do_comes_out(shop: Shop) -> None:

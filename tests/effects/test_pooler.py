@@ -63,6 +63,17 @@ def test_threads_of_two_processes_effect_each_once(
         each.close()
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "unicode"])
+def test_a_pooler_that_repeats_how_the_encoding_was_asked_for_is_no_trouble(
+    url: str, pgbouncer_url: str, postgres_schema: str, encoding: str
+) -> None:
+    kwargs = {"prepare_threshold": None, "client_encoding": encoding}
+    with ConnectionPool(pgbouncer_url, min_size=0, max_size=1, open=True, kwargs=kwargs) as pool:
+        guard = Guard(connect(pool, schema=postgres_schema))
+        assert guard.run(Operation("s", "žluť"), lambda op: 1, policy=POLICY).how == "stored"
+        guard.close()
+
+
 def test_a_pool_that_prepares_statements_is_told_not_to(url: str, pgbouncer_url: str, postgres_schema: str) -> None:
     pools = [ConnectionPool(pgbouncer_url, min_size=0, max_size=1, open=True) for _ in range(2)]
     guards = [Guard(connect(pool, schema=postgres_schema)) for pool in pools]

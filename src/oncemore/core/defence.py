@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import Duplicate, KeyExpired, Suspected
+from ..errors import Duplicate, Fenced, KeyExpired, Suspected
 from .heartbeat import Beat
 from .judge import Answer, fenced, keeps, shown
 from .model import Lease, Operation, Outcome, Record
@@ -93,11 +94,12 @@ def unique(guard: Guard, op: Op, perform: Callable[[Op], Any], policy: Policy, b
 
 
 def conclude(guard: Guard, op: Op, outcome: Outcome, policy: Policy) -> Plan[None]:
-    """Write down what came of the operation for a caller that does not wait for it any more."""
-    if keeps(policy, outcome):
-        yield from guard.settle(op, Answer(outcome, "stored", attempt=op.attempt), policy)
-    else:
+    """Write down what came of the operation for a caller that does not wait for it any more, nor for a refusal."""
+    if not keeps(policy, outcome):
         yield from guard.give_back(op.lease, policy)
+        return
+    with suppress(Fenced):  # which is told, and is another's by now
+        yield from guard.settle(op, Answer(outcome, "stored", attempt=op.attempt), policy)
 
 
 @lru_cache(maxsize=256)

@@ -89,7 +89,7 @@ class Guard(Ledger):
                 found = yield from self._stopped(found, operation, policy, wait)
             if isinstance(found, Lease):
                 if policy.effect == "steps":
-                    return (yield from stepped(self, found, perform, policy, wait))
+                    return (yield from stepped(self, found, perform, policy, deadline))
                 return (yield from self.own(found, perform, policy, deadline=deadline))
             answer = yield from self.repeat(found, policy)
         except OncemoreError as error:

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def stepped(
-    guard: Guard, lease: Lease, perform: Callable[[Op], Any], policy: Policy, wait: float | None = None
+    guard: Guard, lease: Lease, perform: Callable[[Op], Any], policy: Policy, deadline: float | None = None
 ) -> Plan[Answer]:
     """Perform, or go on, and settle: the plan of `Guard.own` for this level."""
-    return (yield from Stepped(guard, lease, perform, policy).answer(wait))
+    return (yield from Stepped(guard, lease, perform, policy).answer(deadline))
 
 
 class Stepped:
@@ -50,7 +50,7 @@ class Stepped:
         self.turn: Lease | None = None  # on what must happen once whatever the key
         self.too_old = False  # for anybody to know what was done
 
-    def answer(self, wait: float | None) -> Plan[Answer]:
+    def answer(self, deadline: float | None) -> Plan[Answer]:
         lease, policy, known = self.lease, self.policy, None
         if lease.lapsed:
             self.guard.tell("lapsed", self.operation, token=lease.token, attempt=lease.attempt)
@@ -60,7 +60,7 @@ class Stepped:
             return (yield from self._settled(known))
         former = "lapsed" if lease.lapsed else ""
         self.guard.tell("claimed", self.operation, token=lease.token, attempt=lease.attempt, from_state=former)
-        answer = yield from self._performed(wait)
+        answer = yield from self._performed(deadline)
         if self.steps.lost is not None:  # a late owner, also one that went on regardless
             return (yield from self.guard._after_all(self.operation, policy, self.steps.lost))
         if answer is None or self.steps.closed or self._failed_for_good(answer):
@@ -70,10 +70,10 @@ class Stepped:
         yield from self._leave()
         return msgspec.structs.replace(answer, how="released")
 
-    def _performed(self, wait: float | None) -> Plan[Answer | None]:
+    def _performed(self, deadline: float | None) -> Plan[Answer | None]:
         """What the performer gives; None where it gave nothing, because all is to be undone, or another's."""
         try:
-            self.op.deadline = yield from self._opened(wait)
+            self.op.deadline = yield from self._opened(deadline)
             return (yield from self._called())
         except GeneratorExit:
             raise
@@ -85,10 +85,10 @@ class Stepped:
             yield from self._leave(forget=isinstance(error, Refusal))
             raise
 
-    def _opened(self, wait: float | None) -> Plan[float | None]:
+    def _opened(self, deadline: float | None) -> Plan[float | None]:
         """The first caller's deadline; what was left for too long is held: nobody can go on with it, nor begin anew."""
         try:
-            return (yield from self.steps.open(wait))
+            return (yield from self.steps.open(deadline))
         except UnknownOutcome as error:
             self.too_old = True
             raise (yield from self._held(error.detail)) from error

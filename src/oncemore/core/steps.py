@@ -67,8 +67,8 @@ class Steps:
 
     # Before the first step
 
-    def open(self, wait: float | None) -> Plan[float | None]:
-        """Write down what was asked, as step 0, if no former attempt has; the deadline that the first one had."""
+    def open(self, deadline: float | None) -> Plan[float | None]:
+        """Write down what was asked, and this *deadline*, as step 0; where a former attempt has, its own is the deadline."""
         record = yield from self.guard.store.find(*self.operation.id)
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
@@ -79,9 +79,8 @@ class Steps:
         if isinstance(found, Record):
             if (yield from self.any_taken()):  # also where a person has released it
                 check_age(found)
-            deadline: float | None = replayed(found.outcome or Outcome("tombstone"))["deadline"]
-            return deadline
-        deadline = None if wait is None else self.guard.clock.time() + wait
+            former: float | None = replayed(found.outcome or Outcome("tombstone"))["deadline"]
+            return former
         yield from self._settle(found, request_outcome(self.operation, deadline))
         return deadline
 

@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 # Before the next run of a transaction that the database refused: up to so long, twice as much each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
-MOST_STALE = 64  # connections that have died with the server, beyond which it is no pool that is emptied
+# A pool whose connections have died with their server is emptied at once.  What takes longer, or has no end, is no such pool.
+MOST_STALE, EMPTYING = 64, 2.0
 LOOK = 0.05  # between two looks at an operation that runs under a lease, which no row lock tells of
 
 NO_LENDER = (
@@ -74,20 +75,18 @@ class Transacted:
         self.deadline = None if wait is None else guard.clock.time() + wait
         limit = policy.wait if wait is None else min(wait, policy.wait)
         self.ends = guard.clock.monotonic() + (limit if policy.in_flight == "wait" else 0.0)
+        self.stale = MOST_STALE
         self.performed = False
         self.error: Exception | None = None  # the performer's, where it is the outcome
 
     def answer(self) -> Plan[Answer]:
-        runs, stale = 0, MOST_STALE
+        runs = 0
         while True:
             try:
                 answer = yield from self._within(self._attempt)
             except Decided:
                 continue
             except BaseException as error:
-                if isinstance(error, Stale) and stale:
-                    stale -= 1
-                    continue
                 if not isinstance(error, Again) and not self.lender.again(error):
                     yield from self._failed(error)
                     raise
@@ -101,15 +100,26 @@ class Transacted:
 
     def _within(self, work: Callable[[Transaction], Plan[T]]) -> Plan[T]:
         """What *work* gives, in a transaction of its own; whatever ends it early, the connection is given back."""
-        transaction: Transaction = yield from self.lender.open()
-        try:
-            return (yield from work(transaction))
-        except GeneratorExit:
-            transaction.drop()
-            raise
-        except BaseException:
-            yield from transaction.abort()
-            raise
+        ends = self.guard.clock.monotonic() + EMPTYING
+        while True:
+            transaction: Transaction = yield from self.lender.open()
+            try:
+                return (yield from work(transaction))
+            except GeneratorExit:
+                transaction.drop()
+                raise
+            except BaseException as error:
+                yield from transaction.abort()
+                if not isinstance(error, Stale) or not self._another(ends):
+                    raise
+
+    def _another(self, ends: float) -> bool:
+        """Whether to try another connection, after one was found dead."""
+        self.stale -= 1
+        clock = self.guard.clock
+        # The caller may have stopped waiting; but once it was performed, what came of it is to be noted all the same.
+        late = not self.performed and self.deadline is not None and clock.time() >= self.deadline
+        return self.stale > 0 and clock.monotonic() < ends and not late
 
     def _attempt(self, transaction: Transaction) -> Plan[Answer | None]:
         """The answer, committed; None where it is worth another look."""

@@ -131,6 +131,8 @@ class Inbox:
         except StoreError:
             raise
         except Exception as error:
+            if not begun:  # a guard that cannot lend, say: no event is to die of that
+                raise
             failures = yield from self._failed(operation, self.policy.ttl)
             if failures < self.attempts or not (yield from self._bury(operation, repr(error))):
                 raise
@@ -209,6 +211,8 @@ class Inbox:
                 f"It is {record.state}, and not a dead letter; where nobody knows whether it was handled, find out, and "
                 "say so with guard.resolve()"
             )
+        if record is not None:  # whoever buried it may have come no further than that
+            yield from self._failed(Operation(scope, event_id), 0.0)
         return (yield from self.guard.store.resolve(scope, event_id, None, retention=self.policy.ttl))
 
 

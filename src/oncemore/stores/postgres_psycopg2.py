@@ -62,6 +62,9 @@ class Psycopg2Wire(ThreadWire):
             self._run("ROLLBACK")
             restore(self.taken)
 
+    def _cut(self, raw: Any) -> None:
+        raw.close()
+
 
 # Those that are lent, and whether they were in autocommit mode before.
 LENT: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

@@ -30,7 +30,7 @@ TUPLES_OK, FATAL_ERROR, PIPELINE_SYNC = map(
     int, (ExecStatus.TUPLES_OK, ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_SYNC)
 )
 WAIT_R = Wait.R
-UTF8 = b"UTF8"  # as the server calls it
+UTF8 = (b"UTF8", b"UNICODE")  # as the server calls it, and as it may be asked for, which is what a pooler repeats
 # The server does not know a prepared statement any more, or a table's columns are of other types than when it was prepared.
 OUTDATED = {"26000", "0A000"}
 
@@ -43,11 +43,12 @@ class Kit:
     """
 
     def __init__(self, connection: Any) -> None:
-        encoding = connection.pgconn.parameter_status(b"client_encoding")
-        if encoding != UTF8:  # a key would be another key than on the next connection, and be performed once more
+        encoding = connection.pgconn.parameter_status(b"client_encoding") or b"UTF8"  # as psycopg has it
+        # Else a key would be another key than on the next connection, and be performed once more.
+        if encoding.upper().replace(b"-", b"").replace(b"_", b"") not in UTF8:
             raise ConfigurationError(
-                f"The connections are in {(encoding or b'no encoding').decode()}, and the ledger's texts in UTF-8: give your "
-                "pool or engine client_encoding=UTF8"
+                f"The connections are in {encoding.decode()}, and the ledger's texts in UTF-8: give your pool or engine "
+                "client_encoding=UTF8"
             )
         self.names: dict[bytes, bytes] = {}
         self.rows = Transformer(connection)

@@ -159,8 +159,11 @@ class ThreadWire(LoanWire[ThreadLoan]):
     def _end(self, healthy: bool, committed: bool) -> None:
         raw, self.taken = self.raw, None
         if raw is not None and not healthy:
-            raw.pgconn.finish()  # its own close() may only give it back to its pool
+            self._cut(raw)
         self.loan.give(healthy=healthy, committed=committed)
+
+    def _cut(self, raw: Any) -> None:
+        raw.pgconn.finish()  # its own close() may only give it back to its pool
 
 
 class LoopWire(LoanWire[LoopLoan]):

@@ -67,7 +67,10 @@ class Borrowed:
             return
         try:
             if not healthy:
+                raw = None if connection.invalidated else connection.connection.driver_connection
                 connection.invalidate()
+                if (pool := home_of(raw)) is not None:
+                    pool.putconn(raw)
             elif self._transaction is not None and self._transaction.is_active:
                 (self._transaction.commit if committed else self._transaction.rollback)()
         finally:
@@ -115,6 +118,8 @@ class AsyncBorrowed:
         try:
             if not healthy:
                 await connection.invalidate()
+                if (pool := home_of(self.raw)) is not None:
+                    await pool.putconn(self.raw)
             elif self._transaction is not None and self._transaction.is_active:
                 await (self._transaction.commit() if committed else self._transaction.rollback())
         finally:
@@ -125,6 +130,12 @@ class AsyncBorrowed:
         connection, self.connection = self.connection, None
         if connection is not None and not connection.closed:
             connection.sync_connection.invalidate()
+
+
+def home_of(raw: Any) -> Any:
+    """The pool of psycopg's below an engine that a dead connection came from: close() gives it none but the living back."""
+    pool = getattr(raw, "_pool", None)
+    return pool if getattr(pool, "close_returns", False) and raw.closed else None
 
 
 def busy(error: Exception) -> StoreTimeout:

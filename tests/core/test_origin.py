@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from oncemore.core.origin import imported_as, loaded, module_of
+from oncemore.core.origin import imported_as, loaded, meant_for, module_of
 
 TASKS = """
 import multiprocessing
@@ -57,8 +57,7 @@ if __name__ == "__main__":
     import main
 
     assert main.charge("A-1") == main.charge("A-1") == main.Receipt("A-1")
-    charge("A-2")
-    assert charge("A-2").order == "A-2"
+    assert charge("A-2") == charge("A-2") == Receipt("A-2")
 """
 WAYS = {
     "a script": ["tasks.py"],
@@ -138,7 +137,19 @@ def test_a_class_of_the_programs_is_found_by_either_name(monkeypatch: pytest.Mon
     monkeypatch.setattr(program, "__file__", "/srv/shop/worker.py", raising=False)
     kind = type("Receipt", (), {"__module__": "__main__"})
     assert module_of(kind) == "worker"
-    assert list(loaded("worker")) == list(loaded("__main__")) == [program]
+    assert list(loaded("worker")) == [program]
+    assert set(loaded("__main__")) == {program}
+
+
+def test_of_a_program_and_a_module_of_one_name_the_one_is_meant_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, imported = sys.modules["__main__"], sys.modules["pathlib"]
+    monkeypatch.setattr(program, "__spec__", None)
+    monkeypatch.setattr(program, "__file__", "/srv/shop/pathlib.py", raising=False)
+    assert list(loaded("pathlib")) == [imported, program]
+    with meant_for(type("Receipt", (), {"__module__": "__main__"})):
+        assert list(loaded("pathlib")) == [program, imported]
+        with meant_for(Path):
+            assert list(loaded("pathlib")) == [imported, program]
 
 
 def test_what_a_program_that_is_gone_has_left_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

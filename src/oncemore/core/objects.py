@@ -30,20 +30,24 @@ def name_of(kind: type) -> str:
     return f"{module_of(kind)}:{kind.__qualname__}"
 
 
-def classes_named(name: str, fits: Callable[[type], bool]) -> list[Any]:
-    """The classes called *name*: only in modules that are already loaded, and only those that *fit*.
+def classes_named(name: str, fits: Callable[[type], bool]) -> Iterator[Any]:
+    """The classes called *name*: only in modules that are already loaded, and only those that *fit*; at least one.
 
-    Mostly one; two, where a program is also imported.
+    There are two where a program is also imported.
     """
-    found = [each for each in _named(name) if isinstance(each, type) and fits(each)]
+    found = False
+    for each in _named(name):
+        if isinstance(each, type) and fits(each):
+            found = True
+            yield each
     if not found:
         raise Unstorable(f"{name} cannot be found again: define it at the top of an imported module")
-    return found
 
 
 def _named(name: str) -> Iterator[Any]:
     module, _, path = name.partition(":")
-    for found in loaded(module):
+    for place in loaded(module):
+        found = place
         for part in path.split("."):
             found = getattr(found, "__dict__", {}).get(part)  # not getattr: a module's own __getattr__ may import
         yield found

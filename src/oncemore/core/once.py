@@ -17,7 +17,7 @@ from .key import check_name
 from .lending import Do
 from .model import Operation
 from .op import Op
-from .origin import module_of
+from .origin import meant_for, module_of
 from .plan import Plan, arun, run
 from .policy import Policy
 from .step import VARIADIC
@@ -163,7 +163,8 @@ class Once(Generic[P, T]):
         if answer.value is not None:
             return answer.value
         try:  # not performed just now, or the result was None, which reads back as itself
-            return replayed(answer.outcome, self.policy.errors)
+            with meant_for(self.function):
+                return replayed(answer.outcome, self.policy.errors)
         except CorruptRecord as error:
             self.guard.tell("failed", operation, code=error.code, detail=error.detail)
             raise

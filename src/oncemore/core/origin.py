@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 # What a module is called while it is the program, and in the processes that multiprocessing has spawned from it.
 PROGRAM = ("__main__", "__mp_main__")
+
+FOR_PROGRAM: ContextVar[bool] = ContextVar("oncemore_for_program", default=False)
 
 
 def module_of(thing: Any) -> str:
@@ -31,13 +35,27 @@ def imported_as(name: str, said: Mapping[str, Any]) -> str:
 
 
 def loaded(name: str) -> Iterator[Any]:
-    """The modules of that name that are loaded, and then the program, if it is imported by that name.
+    """The modules of that name that are loaded, the program among them if it is imported by that name; the likeliest first.
 
-    One that is imported as well is there twice, as with `uvicorn.run("main:app")`; and a program that is called like a
+    A program that is imported as well is there twice, as with `uvicorn.run("main:app")`; and one that is called like a
     module is not always that module: `bin/shop` only begins the package `shop`.
     """
-    if name in sys.modules:
-        yield sys.modules[name]
-    program = sys.modules.get("__main__")
-    if imported_as("__main__", getattr(program, "__dict__", {})) == name:
-        yield program
+    imported, program_first = sys.modules.get(name), FOR_PROGRAM.get()
+    if imported is not None and not program_first:
+        yield imported
+    for each in PROGRAM:
+        program = sys.modules.get(each)
+        if program is not None and imported_as(each, getattr(program, "__dict__", {})) == name:
+            yield program
+    if imported is not None and program_first:
+        yield imported
+
+
+@contextmanager
+def meant_for(thing: Any) -> Iterator[None]:
+    """While this lasts, what a program and its imported twin both have is that of the one which *thing* is from."""
+    token = FOR_PROGRAM.set(thing.__module__ in PROGRAM)
+    try:
+        yield
+    finally:
+        FOR_PROGRAM.reset(token)

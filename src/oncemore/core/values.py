@@ -150,9 +150,9 @@ READ: dict[str, Callable[[Any], Any]] = {
     "set": lambda v: {from_plain(item) for item in v},
     "frozenset": lambda v: frozenset(from_plain(item) for item in v),
     "dict": lambda v: {from_plain(key): from_plain(item) for key, item in v},
-    "enum": lambda v: classes_named(v[0], is_enum)[0][v[1]],
-    "flag": lambda v: classes_named(v[0], is_enum)[0](v[1]),
-    "object": lambda v: rebuilt(classes_named(v[0], is_data)[0], from_plain(v[1])),
+    "enum": lambda v: next(classes_named(v[0], is_enum))[v[1]],
+    "flag": lambda v: next(classes_named(v[0], is_enum))(v[1]),
+    "object": lambda v: rebuilt(next(classes_named(v[0], is_data)), from_plain(v[1])),
 }
 
 

@@ -43,7 +43,10 @@ def test_a_match_is_read_and_has_one_spelling(text, canonical, params):
     assert Pattern(Pattern(text).text) == Pattern(text)
 
 
-@pytest.mark.parametrize("method", ["PROPPATCH", "MKCOL", "PURGE", "UPDATE", "LOCK"])
+OWN_METHODS = ["PROPPATCH", "MKCOL", "PURGE", "UPDATE", "LOCK", "BATCH", "MPUT", "UNDELETE", "DELEGATE", "REPOST"]
+
+
+@pytest.mark.parametrize("method", OWN_METHODS)
 def test_a_method_of_ones_own_is_no_slip(method):
     assert Pattern(f"{method} /x").methods == (method,)
 
@@ -60,6 +63,8 @@ def test_a_method_of_ones_own_is_no_slip(method):
         ("P(ST /x", "names no method"),
         ("PSOT /x", "names PSOT, by which nobody asks: write POST"),
         ("PUT|DELET /x", "write DELETE"),
+        ("OPST /x", "write POST"),
+        ("PATCHH /x", "write PATCH"),
         ("POST /x/<id>", "path segment '<id>' is not understood: write text, {name}"),
         ("POST /x/{id}>", "path segment"),
         ("POST| /x", "names no method"),

@@ -340,4 +340,4 @@ def test_a_class_that_is_gone_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -
 def test_a_name_is_looked_up_without_running_a_modules_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HERE, "__getattr__", lambda name: pytest.fail("ran"), raising=False)
     with pytest.raises(OncemoreError, match="cannot be found again"):
-        objects.class_named(f"{__name__}:Missing", objects.is_data)
+        next(objects.classes_named(f"{__name__}:Missing", objects.is_data))

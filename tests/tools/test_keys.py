@@ -66,6 +66,19 @@ def test_the_cursor_of_a_table_can_be_pasted_into_a_shell(filled: Guard, store_u
     assert (rest.code, len(rest.out.splitlines())) == (0, 2), "a head, and the third"
 
 
+def test_a_terminal_does_not_obey_a_cursor(guard: Guard, store_url: str) -> None:
+    """A key is anyone's words, and U+009B the beginning of a command; the list goes on all the same."""
+    for number in range(3):
+        claim(guard, f"\x9b2J{number}")
+    words, more, seen = ["keys", "list", "--limit", 1, "--store", store_url], "", set()
+    while more is not None:
+        lines = oncemore(*words, *shlex.split(more)).out.splitlines()
+        assert all(line.isprintable() for line in lines)
+        seen |= {line.split()[0] for line in lines[1:2] if line}
+        more = next((line.removeprefix("There are more: ") for line in lines if line.startswith("There")), None)
+    assert {f"\\x9b2J{number}" for number in range(3)} <= seen
+
+
 def test_a_record_is_shown_without_its_outcome_unless_asked_for(filled: Guard, store_url: str) -> None:
     shown = oncemore("keys", "show", "settled-1", "--store", store_url)
     assert shown.code == 0

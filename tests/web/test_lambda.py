@@ -267,6 +267,18 @@ class TestEverySource:
         assert [answer["statusCode"] for answer in answers] == [201, 201]
         assert len(function.events) == 1
 
+    @every_source
+    def test_a_door_within_that_knows_the_request_by_another_key_guards_it_as_well(
+        self, guard: Guard, shape: Shape
+    ) -> None:
+        """One order, asked for under two keys: only the inner door knows that it is the same."""
+        function, by_order = Function(), Contract(Rule("POST /refunds", key="body:/order"))
+        inner = IdempotencyMiddleware(function, guard=guard, contract=by_order)
+        door = IdempotencyMiddleware(inner, guard=guard)
+        answers = [door(shape(body='{"order": "A-1"}', idempotency_key=key), CONTEXT) for key in ("k1", "k2")]
+        assert [answer["statusCode"] for answer in answers] == [201, 201]
+        assert len(function.events) == 1
+
     def test_a_request_that_the_function_makes_of_itself_is_one_of_its_own(self, guard: Guard) -> None:
         """Though it has the same key, it is not the one that is under way, and does not happen beside it."""
         found: list[Any] = []

@@ -267,6 +267,21 @@ def test_an_async_function_is_refused_before_a_message_is_lost(guard: Guard) -> 
     assert failures(each_message(guard)(lambda each: function(each))(batch(message(id="m1")), CONTEXT)) == ["m1"]
 
 
+def test_what_could_only_fail_at_the_first_message_is_told_when_it_is_said(guard: Guard) -> None:
+    """And a window that outlasts its outcome: once a month would be once in two weeks."""
+
+    def perform(message: Any) -> None:
+        pass
+
+    with pytest.raises(ConfigurationError, match="make ttl as long as the window"):
+        each_message(guard, key="{window:30d}")(perform)
+    each_message(guard, key="{window:30d}", ttl="31d")(perform)
+    with pytest.raises(ConfigurationError, match="5 is not a template"):
+        each_message(guard, key=5)(perform)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="guard is a str"):
+        each_message("memory://")  # type: ignore[arg-type]
+
+
 def test_what_is_not_kept_is_delivered_again(guard: Guard) -> None:
     """A rule that keeps successes only says that an error is none, though it is an outcome."""
     done: list[str] = []

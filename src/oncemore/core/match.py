@@ -112,9 +112,16 @@ def check_method(text: str, name: str) -> None:
         raise ConfigurationError(
             f"match {text!r} names no method: write a method and a path, as in 'POST|PATCH /refunds'"
         )
-    near = get_close_matches(name, UNSAFE_METHODS, n=1, cutoff=NEARLY)
-    if near and name not in UNSAFE_METHODS:
-        raise ConfigurationError(f"match {text!r} names {name}, by which nobody asks: write {near[0]}")
+    for near in get_close_matches(name, UNSAFE_METHODS, n=1, cutoff=NEARLY):
+        if is_slip(name, near):
+            raise ConfigurationError(f"match {text!r} names {name}, by which nobody asks: write {near}")
+
+
+def is_slip(name: str, meant: str) -> bool:
+    """Whether it is *meant*, but for a letter or their order; BATCH and UNDELETE are other words."""
+    return name != meant and (
+        sorted(name) == sorted(meant) or (name[0] == meant[0] and abs(len(name) - len(meant)) <= 1)
+    )
 
 
 def parse_segment(text: str) -> Segment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -30,20 +30,27 @@ def name_of(kind: type) -> str:
     return f"{module_of(kind)}:{kind.__qualname__}"
 
 
-def class_named(name: str, fits: Callable[[type], bool]) -> Any:
-    """The class called *name*: only in a module that is already loaded, and only one that *fits*."""
-    found = _named(name)
-    if not isinstance(found, type) or not fits(found):
+def classes_named(name: str, fits: Callable[[type], bool]) -> Iterator[Any]:
+    """The classes called *name*: only in modules that are already loaded, and only those that *fit*; at least one.
+
+    There are two where a program is also imported.
+    """
+    found = False
+    for each in _named(name):
+        if isinstance(each, type) and fits(each):
+            found = True
+            yield each
+    if not found:
         raise Unstorable(f"{name} cannot be found again: define it at the top of an imported module")
-    return found
 
 
-def _named(name: str) -> Any:
+def _named(name: str) -> Iterator[Any]:
     module, _, path = name.partition(":")
-    found = loaded(module)
-    for part in path.split("."):
-        found = getattr(found, "__dict__", {}).get(part)  # not getattr: a module's own __getattr__ may import
-    return found
+    for place in loaded(module):
+        found = place
+        for part in path.split("."):
+            found = getattr(found, "__dict__", {}).get(part)  # not getattr: a module's own __getattr__ may import
+        yield found
 
 
 def is_enum(kind: type) -> bool:
@@ -152,9 +159,9 @@ def _builtin(kind: type[BaseException]) -> Any:
 
 def error_class(name: str, errors: Errors) -> type[BaseException] | None:
     """The class called *name*, if it is one of *errors* or made from one."""
-    found = _named(name)
-    if isinstance(found, type) and issubclass(found, errors):
-        return found
+    for found in _named(name):
+        if isinstance(found, type) and issubclass(found, errors):
+            return found
     return next((kind for kind in _descendants(errors) if name_of(kind) == name), None)  # defined inside a function
 
 

@@ -17,11 +17,11 @@ from .key import check_name
 from .lending import Do
 from .model import Operation
 from .op import Op
-from .origin import module_of
+from .origin import meant_for, module_of
 from .plan import Plan, arun, run
 from .policy import Policy
 from .step import VARIADIC
-from .template import Template
+from .template import Template, remembered
 from .values import replayed
 
 P = ParamSpec("P")
@@ -76,9 +76,7 @@ class Once(Generic[P, T]):
         owner = {"self", "cls"}.intersection(names[:1])
         # An object or class has no fingerprint of its own: where it matters, the key names it, as in "{self.id}".
         self.compared = tuple(each for each in names if each not in ignore and each not in owner)
-        self.key = key if callable(key) else Template(key, names=names)
-        if isinstance(self.key, Template) and (fault := self.key.forgotten(policy.ttl)):
-            raise ConfigurationError(f"key {key!r}: {fault}")
+        self.key = key if callable(key) else remembered(Template(key, names=names), policy.ttl)
         self.awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     def operation(self, *args: P.args, **kwargs: P.kwargs) -> Operation:
@@ -165,7 +163,8 @@ class Once(Generic[P, T]):
         if answer.value is not None:
             return answer.value
         try:  # not performed just now, or the result was None, which reads back as itself
-            return replayed(answer.outcome, self.policy.errors)
+            with meant_for(self.function):
+                return replayed(answer.outcome, self.policy.errors)
         except CorruptRecord as error:
             self.guard.tell("failed", operation, code=error.code, detail=error.detail)
             raise

@@ -83,6 +83,14 @@ class Template:
         return bounded("".join(texts), self.max_length)
 
 
+def remembered(template: Template, ttl: float) -> Template:
+    """The template, unless it stays in use for longer than outcomes are kept."""
+    fault = template.forgotten(ttl)
+    if fault:
+        raise ConfigurationError(f"key {template.text!r}: {fault}")
+    return template
+
+
 def compiled(text: str, path_params: Collection[str] | None, names: Collection[str] | None) -> list[str | Field]:
     """The literals and fields of *text*, in turn."""
     if not isinstance(text, str):

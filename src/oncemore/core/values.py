@@ -23,7 +23,7 @@ from .model import Outcome
 from .objects import (
     Errors,
     Unstorable,
-    class_named,
+    classes_named,
     error_class,
     error_from,
     error_parts,
@@ -93,7 +93,7 @@ def _write_object(value: Any, kind: type, room: int) -> Any:
             f"A {kind.__qualname__} cannot be stored as the result of a guarded function: return built-in types, "
             "dataclasses, msgspec structs, pydantic models, named tuples or enums"
         )
-    if class_named(name, fits) is not kind:
+    if not any(known is kind for known in classes_named(name, fits)):
         raise Unstorable(f"{name} now names another class than the one of the result")
     if isinstance(value, enum.Flag):
         return _tagged("flag", [name, value.value])
@@ -150,9 +150,9 @@ READ: dict[str, Callable[[Any], Any]] = {
     "set": lambda v: {from_plain(item) for item in v},
     "frozenset": lambda v: frozenset(from_plain(item) for item in v),
     "dict": lambda v: {from_plain(key): from_plain(item) for key, item in v},
-    "enum": lambda v: class_named(v[0], is_enum)[v[1]],
-    "flag": lambda v: class_named(v[0], is_enum)(v[1]),
-    "object": lambda v: rebuilt(class_named(v[0], is_data), from_plain(v[1])),
+    "enum": lambda v: next(classes_named(v[0], is_enum))[v[1]],
+    "flag": lambda v: next(classes_named(v[0], is_enum))(v[1]),
+    "object": lambda v: rebuilt(next(classes_named(v[0], is_data)), from_plain(v[1])),
 }
 
 

@@ -38,8 +38,8 @@ Handler = Callable[[Any, Any], Any]
 
 log = logging.getLogger("oncemore.web")
 
-# The door that lets an event happen, and the very event that its function has been given.
-UNDER_WAY: ContextVar[tuple[Door | None, Any]] = ContextVar("oncemore.lambda", default=(None, None))
+# The invocation that lets an event happen, and the very event that its function has been given.
+UNDER_WAY: ContextVar[tuple[Invocation | None, Any]] = ContextVar("oncemore.lambda", default=(None, None))
 
 
 def guarded(
@@ -102,14 +102,16 @@ class IdempotencyMiddleware:
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return source.rendered(event, self.door.refused(error, match, operation))
-        if operation is None or self._within(event):
+        if operation is None or self._within(event, operation):
             return self.handler(event, context)
         return self._run(Invocation(self, source, match, operation, request, context))
 
-    def _within(self, event: Event) -> bool:
-        """Whether a door outside this one has claimed the event: to claim it here would be to wait for oneself."""
-        outer, claimed = UNDER_WAY.get()
-        return event is claimed and outer is not self.door
+    def _within(self, event: Event, operation: Operation) -> bool:
+        """Whether a door outside this one lets the same event happen: to claim it here would be to wait for oneself."""
+        outer, given = UNDER_WAY.get()
+        if outer is None or event is not given or outer.door is self.door:
+            return False
+        return outer.turn.operation.id == operation.id  # by another key or scope, it is guarded here as well
 
     def _run(self, invocation: Invocation) -> Any:
         event, match = invocation.request.native, invocation.match
@@ -167,7 +169,7 @@ class Invocation:
                 event = deepcopy(event)
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
-            with self.turn.current(), under_way(self.door, event):
+            with self.turn.current(), under_way(self, event):
                 reply = self.source.reply(self.handler(event, self.context))
         except BaseException as error:
             try:
@@ -197,8 +199,8 @@ class Invocation:
 
 
 @contextmanager
-def under_way(door: Door, event: Event) -> Iterator[None]:
-    token = UNDER_WAY.set((door, event))
+def under_way(invocation: Invocation, event: Event) -> Iterator[None]:
+    token = UNDER_WAY.set((invocation, event))
     try:
         yield
     finally:

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from ..core.canonical import read_json
 from ..core.current import running
 from ..core.fingerprint import Fingerprinter
-from ..core.guard import Guard
+from ..core.guard import Guard, check_guard
 from ..core.key import check_key, check_name, join
 from ..core.model import Operation
 from ..core.op import Op
 from ..core.plan import Call
 from ..core.policy import Policy
-from ..core.template import Template
+from ..core.template import Template, remembered
 from ..errors import ConfigurationError, Duplicate, InvalidPayload, OncemoreError, OutcomeNotKept
 from .lambda_time import patience, time_left, within
 
@@ -44,7 +44,7 @@ def each_message(
     *key* names the operation: a template over the message (`"{body.orderId}"`, `"{header.MessageDeduplicationId}"` for
     its attributes), or a function of it; the message's own id unless given.  *settings* are those of `Policy`.
     """
-    policy = guard.policy.but(**{**DEFAULTS, **settings})
+    policy = check_guard(guard).policy.but(**{**DEFAULTS, **settings})
     return lambda function: Batch(guard, function, key, policy)
 
 
@@ -55,7 +55,7 @@ class Batch:
         self.guard = guard
         self.function = check_plain(function)
         self.policy = policy
-        self.key = Template(key) if isinstance(key, str) else key
+        self.key = key if key is None or callable(key) else remembered(Template(key), policy.ttl)
         self._fingerprinter = Fingerprinter()
 
     def __call__(self, event: Any, context: Any) -> dict[str, list[dict[str, str]]]:

@@ -74,7 +74,7 @@ def list_keys(
     def draw(out: Any) -> None:
         draw_table(out, COLUMNS, map(cells, page.records))
         if page.cursor:
-            click.echo(f"\nThere are more: --cursor {shlex.quote(page.cursor)}")
+            click.echo(f"\nThere are more: --cursor {pasted(page.cursor)}")
 
     screen.answer({"records": [fields(record) for record in page.records], "cursor": page.cursor}, draw)
 
@@ -218,6 +218,11 @@ def header(text: str) -> tuple[str, str]:
     if not mark or not NAME.fullmatch(name.strip()) or not VALUE.fullmatch(value.strip()):
         raise click.UsageError(f"--header {text!r}: write it as 'Content-Type: application/json'")
     return name.strip().lower(), value.strip()
+
+
+def pasted(cursor: str) -> str:
+    """A cursor as a shell takes it.  Where it has words of others, it is JSON: what a terminal would obey is written out."""
+    return shlex.quote("".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in cursor))
 
 
 def spoken(value: object) -> object:

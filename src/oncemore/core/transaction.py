@@ -238,10 +238,15 @@ class Transacted:
 
     def _remember(self) -> Plan[None]:
         """Note what the key stands for, though its effect was rolled back: another request must not have it."""
-        for _ in range(1 + self.policy.reruns):
+        runs, stale = 1 + self.policy.reruns, MOST_STALE
+        while runs:
             try:
                 yield from self._within(self._note)
-            except Again:
+            except Again as error:
+                if isinstance(error, Stale) and stale:
+                    stale -= 1
+                else:
+                    runs -= 1
                 continue
             except OncemoreError:  # then someone else has it already, or nobody can have it now
                 pass

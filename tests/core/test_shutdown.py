@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 import weakref
 from typing import Any
 
@@ -114,6 +115,24 @@ def test_a_flight_that_is_stopped_again_and_again_is_not_flown_for_ever() -> Non
 
     asyncio.run(main())
     assert begun == ["settle", "settle"]
+
+
+def test_a_store_that_does_not_answer_does_not_keep_the_loop_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CASES 27: each group would be waited for until it fails."""
+
+    def unanswered(items: list[Any]) -> Plan[list[Any]]:
+        begun.extend(items)
+        yield Call(asyncio.sleep, 10)
+        return items
+
+    monkeypatch.setattr("oncemore.core.lane.LONGEST_STAY", 0.1)
+    began = time.monotonic()
+    left_behind(Lane(unanswered), Tell, "in flight", "behind it")
+    assert time.monotonic() - began < 5
+    assert "the event loop ends without it" in caplog.text
+    gc.collect()  # asyncio tells of the flight, too, and not in the next test
 
 
 @pytest.mark.filterwarnings("error")

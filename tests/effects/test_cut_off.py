@@ -16,7 +16,7 @@ from django.db import transaction
 from oncemore import Guard
 from oncemore.core.lending import Do
 from oncemore.core.op import Op
-from oncemore.errors import StoreTimeout
+from oncemore.errors import PayloadMismatch, StoreTimeout
 from oncemore.testing.proxy import FaultProxy
 
 from .conftest import emptied, opened
@@ -123,6 +123,22 @@ async def test_connections_that_went_stale_in_the_pool_are_nobodys_failure(shop:
     shop.execute(ALL_ENDED)
     for number in range(5):
         assert (await shop.run(asked(f"b{number}"), refund(shop))).how == "stored"
+
+
+@pytest.mark.parametrize("shop", ["psycopg", "asyncpg", "alchemy-psycopg2"], indirect=True)
+async def test_what_failed_while_its_server_was_restarted_leaves_the_key_to_its_request(shop: Shop) -> None:
+    """CASES 14: that is noted on another connection of the pool, of which all have died."""
+    await asyncio.gather(*(shop.run(asked(f"a{n}"), refund(shop, seconds=0.2)) for n in range(8)))
+
+    def perform(op: Op) -> Performing:
+        yield shop.insert(op, op.key)
+        shop.execute(ALL_ENDED)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        await shop.run(asked(), perform)
+    with pytest.raises(PayloadMismatch):
+        await shop.run(asked(fingerprint="another"), refund(shop))
 
 
 @pytest.mark.parametrize("shop", ["psycopg", "asyncpg", "alchemy-psycopg2"], indirect=True)

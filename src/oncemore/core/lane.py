@@ -29,6 +29,9 @@ Item = TypeVar("Item")
 # How many turns of an event loop that bring nobody, and how many seconds in all, a group waits for those who just landed.
 PATIENCE, LONGEST_BOARDING = 3, 0.005
 
+# How long a loop that is shut down waits for a store that does not answer: whoever ends a process hardly waits longer.
+LONGEST_STAY, NEVER = 30.0, float("inf")
+
 Entry = tuple[Item, "asyncio.Future[Any]"]
 
 Fly = Callable[[list[Item]], Plan[Sequence[Any]]]  # one result per item, in order; an exception is that item's own
@@ -176,7 +179,7 @@ class Lane(Generic[Item]):
     def _on_loop(self, loop: asyncio.AbstractEventLoop) -> LoopLane[Item]:
         self._let_go()
         lane = self._loops[loop] = LoopLane(self)
-        lane.staying = at_shutdown(self.drain) if self.stays else None
+        lane.staying = at_shutdown(self._stay) if self.stays else None
         return lane
 
     def _let_go(self) -> None:
@@ -198,11 +201,24 @@ class Lane(Generic[Item]):
 
     async def drain(self) -> None:
         """Return when nothing is in flight on the running loop."""
+        await self._drained(NEVER)
+
+    async def _drained(self, longest: float) -> bool:
+        """Whether nothing is in flight within so many seconds."""
         loop = asyncio.get_running_loop()
         lane = self._loops.get(loop)
+        ends = loop.time() + longest
         while lane is not None and lane.flying:
+            left = ends - loop.time()
+            if left <= 0:
+                return False
             lane.landed = lane.landed or loop.create_future()
-            await asyncio.wait([lane.landed])
+            await asyncio.wait([lane.landed], timeout=None if left == NEVER else left)
+        return True
+
+    async def _stay(self) -> None:
+        if not await self._drained(LONGEST_STAY):
+            log.error("The store does not answer, and the event loop ends without it; outcomes may be lost")
 
     # Both
 

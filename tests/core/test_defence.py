@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
+from oncemore.core.heartbeat import Perform
 from oncemore.core.model import Lease
 from oncemore.core.plan import Sleep, arun, run
 from oncemore.errors import (
@@ -383,6 +384,20 @@ async def test_a_caller_cancelled_while_its_payment_is_written_down_is_cancelled
         await task
     assert (await guard.afind("pay|alice", "k1")).state == "running"  # type: ignore[union-attr]
     await guard.aclose()
+
+
+def test_a_payment_that_nobody_drives_on_is_in_doubt_when_its_lease_is_over(guard) -> None:
+    """A loop that was shut down drops its plans wherever they are, and nothing more can be asked then."""
+    plan = guard.guarded(pay("k1"), Effect(), Policy())
+    effect = next(plan)
+    while not isinstance(effect, Perform):
+        effect = plan.send(effect.run())
+    plan.close()
+    with pytest.raises(InProgress):
+        guard.run(pay("k1"), Effect(), policy=Policy(in_flight="conflict"))
+    Clock(guard.store).advance(31)
+    with pytest.raises(UnknownOutcome):
+        guard.run(pay("k1"), Effect())
 
 
 # What goes wrong before anything was performed

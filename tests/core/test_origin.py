@@ -115,6 +115,7 @@ def python(folder: Path, *words: str) -> str:
 
 def test_what_is_typed_in_has_no_other_name() -> None:
     assert imported_as("__main__", {"__name__": "__main__"}) == "__main__"
+    assert imported_as("__main__", {"__spec__": None, "__file__": "<stdin>"}) == "__main__"
     assert imported_as("__main__", {"__spec__": SimpleNamespace(name="shop.worker")}) == "shop.worker"
     assert imported_as("__mp_main__", {"__spec__": None, "__file__": "/srv/shop/worker.py"}) == "worker"
 

@@ -31,7 +31,7 @@ def imported_as(name: str, said: Mapping[str, Any]) -> str:
     spec, file = said.get("__spec__"), said.get("__file__")
     if spec is not None and spec.name not in PROGRAM:  # profilers run a script under a spec that says no more than that
         return str(spec.name)
-    return os.path.splitext(os.path.basename(file))[0] if file else name
+    return os.path.splitext(os.path.basename(file))[0] if file and not file.startswith("<") else name  # "<stdin>"
 
 
 def loaded(name: str) -> Iterator[Any]:

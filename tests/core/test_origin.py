@@ -136,6 +136,7 @@ def test_a_class_of_the_programs_is_found_by_either_name(monkeypatch: pytest.Mon
     program = sys.modules["__main__"]
     monkeypatch.setattr(program, "__spec__", None)
     monkeypatch.setattr(program, "__file__", "/srv/shop/worker.py", raising=False)
+    monkeypatch.setitem(sys.modules, "__mp_main__", program)  # as multiprocessing has it
     kind = type("Receipt", (), {"__module__": "__main__"})
     assert module_of(kind) == "worker"
     assert list(loaded("worker")) == [program]

@@ -43,9 +43,9 @@ def loaded(name: str) -> Iterator[Any]:
     imported, program_first = sys.modules.get(name), FOR_PROGRAM.get()
     if imported is not None and not program_first:
         yield imported
-    for each in PROGRAM:
-        program = sys.modules.get(each)
-        if program is not None and imported_as(each, getattr(program, "__dict__", {})) == name:
+    # The same one, mostly: multiprocessing gives the program its second name.
+    for program, each in {sys.modules[each]: each for each in reversed(PROGRAM) if each in sys.modules}.items():
+        if imported_as(each, getattr(program, "__dict__", {})) == name:
             yield program
     if imported is not None and program_first:
         yield imported

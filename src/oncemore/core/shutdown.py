@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from typing import Any
+from weakref import WeakSet
+
+ENDING: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
-def at_shutdown(work: Callable[[], Awaitable[None]]) -> object:
+def at_shutdown(work: Callable[[], Awaitable[object]]) -> object:
     """Have the running loop await *work* before it is closed, as long as the caller keeps what this returns.
 
-    asyncio.run cancels all tasks, then ends the generators that have begun on its loop, and then closes that: this is one
-    of them.  It has no finalizer, which would keep the loop alive.  A loop that already ends them takes no more, and whoever
-    asks for something then is waited for by one that has begun before.
+    asyncio.run cancels all tasks, then ends the generators that have begun on its loop, and then closes that: this passes
+    for one of them.  A loop that already ends them takes no more, and would warn; whoever asks for something then is
+    waited for by one that has begun before.
     """
     loop = asyncio.get_running_loop()
-    if getattr(loop, "_asyncgens_shutdown_called", False):
+    begun: Callable[[Any], None] | None = sys.get_asyncgen_hooks().firstiter
+    # asyncio's own loops tell that they end; of others (uvloop) it is known where we have been waited for.
+    if begun is None or loop in ENDING or getattr(loop, "_asyncgens_shutdown_called", False):
         return None
-    waiting = _waiting(weakref.ref(loop), work)
-    hooks = sys.get_asyncgen_hooks()
-    sys.set_asyncgen_hooks(finalizer=None)
-    try:
-        with suppress(StopIteration):  # by which it says that it has begun
-            waiting.__anext__().send(None)
-    finally:
-        sys.set_asyncgen_hooks(*hooks)
-    return waiting
+    staying = Staying(work)
+    begun(staying)
+    return staying
 
 
-async def _waiting(loop: Callable[[], object], work: Callable[[], Awaitable[None]]) -> AsyncGenerator[None]:
-    try:
-        yield
-    finally:
-        running = asyncio._get_running_loop()
-        if running is not None and running is loop():  # else it is merely collected
-            await work()
+class Staying:
+    """All that a loop knows of a generator: how it is ended.  A real one would also be ended when it is collected."""
+
+    __slots__ = ("__weakref__", "work")
+
+    def __init__(self, work: Callable[[], Awaitable[object]]) -> None:
+        self.work = work
+
+    async def aclose(self) -> None:
+        ENDING.add(asyncio.get_running_loop())
+        await self.work()

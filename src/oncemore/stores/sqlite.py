@@ -142,7 +142,9 @@ class SqliteStore:
         self.path = path
         self.timeout = timeout
         self.sql = Statements(prefix)
-        pragmas = {"synchronous": synchronous, "foreign_keys": foreign_keys}
+        pragmas: dict[str, object] = {"synchronous": synchronous}
+        if foreign_keys:  # else as SQLite was built: off, mostly
+            pragmas["foreign_keys"] = True
         prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=path)
         open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
         self._writer = open_file(threaded=thread == "always")

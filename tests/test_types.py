@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from oncemore.core import policy
 
 SRC = Path(policy.__file__).parents[2]
@@ -42,6 +44,7 @@ IdempotencyMiddleware(demo_app, guard=Guard("memory://"), principle=str)
 """
 
 
+@pytest.mark.longer
 def test_a_type_checker_lets_pass_what_works_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)

@@ -310,6 +310,7 @@ def work(path: str, name: int, count: int) -> int:
     return count
 
 
+@pytest.mark.longer
 def test_many_processes_and_threads_share_one_file(tmp_path: Path) -> None:
     """CASES 54."""
     path = str(tmp_path / "keys.db")

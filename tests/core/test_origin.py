@@ -66,6 +66,7 @@ WAYS = {
 }
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("first", WAYS)
 def test_a_program_that_others_import_charges_once(tmp_path: Path, first: str) -> None:
     """A worker that is run, the web app that imports it, and what multiprocessing spawns: each had keys of its own."""
@@ -74,6 +75,7 @@ def test_a_program_that_others_import_charges_once(tmp_path: Path, first: str) -
     assert said == ["charged A-1\n", "", "", ""]
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("first", WAYS)
 def test_a_function_below_another_decorator_is_of_its_own_module(tmp_path: Path, first: str) -> None:
     """What `functools.wraps` makes says that it is from there, but its globals are those of the decorator's module."""

@@ -109,6 +109,7 @@ def gauge(request: pytest.FixtureRequest) -> Iterator[tuple[str, bench.Gauge]]:
         yield request.param, found
 
 
+@pytest.mark.longer
 def test_the_constants_are_what_a_record_takes(gauge: tuple[str, bench.Gauge], monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of a store's tables or records that makes the constants wrong is noticed here: run bench/storage.py anew."""
     monkeypatch.setattr(bench, "RECORDS", 2000)

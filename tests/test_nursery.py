@@ -172,7 +172,6 @@ def test_a_frozen_child_stands_still_until_it_may_go_on() -> None:
     assert child.returncode == -signal.SIGKILL
 
 
-@pytest.mark.longer
 @pytest.mark.chaos
 @pytest.mark.parametrize("victim", ["worker", "nursery"])
 def test_no_child_outlives_its_worker_or_its_nursery(victim: str) -> None:

@@ -25,7 +25,7 @@ from oncemore.testing.store_contract import StoreContract
 from oncemore.testing.store_machine import store_machine
 
 from ...conftest import unique_name
-from ..parts import DONE, HOUR, OPERATION, blocked, claimed, leave_in_doubt, settled
+from ..parts import DONE, HOUR, OPERATION, blocked, claimed, left_in_doubt, settled
 
 pytestmark = pytest.mark.server
 
@@ -299,7 +299,8 @@ async def test_what_is_asked_at_once_travels_together(store: RedisStore, server:
 
 async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(store: RedisStore) -> None:
     """Were it released, the next caller would perform what may have happened already."""
-    await leave_in_doubt(store, (0.0, 0.0, 0.0005, 0.001, 0.002))
+    told = await left_in_doubt(store, (0.0, 0.0, 0.0005, 0.001, 0.002))
+    assert set(told) == {True}
     await store.aclose()
 
 

@@ -20,7 +20,7 @@ from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.testing.store_contract import StoreContract
 from oncemore.testing.store_machine import store_machine
 
-from ..parts import DONE, HOUR, claimed, leave_in_doubt, settled
+from ..parts import DONE, HOUR, claimed, left_in_doubt, settled
 
 
 class TestSqlite(StoreContract):
@@ -286,5 +286,6 @@ async def test_a_group_of_any_size_gets_an_answer_each(store: SqliteStore, count
 
 async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(store: SqliteStore) -> None:
     """Were it released, the next caller would perform what may have happened already."""
-    await leave_in_doubt(store, (0.0, 0.0005, 0.001, 0.002))
+    told = await left_in_doubt(store, (0.0, 0.0005, 0.001, 0.002))
+    assert set(told) == {True}
     await store.aclose()

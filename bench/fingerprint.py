@@ -14,7 +14,7 @@ from timeit import Timer
 
 import orjson
 
-from oncemore.core.fingerprint import Fingerprinter
+from oncemore._fingerprint.fingerprint import Fingerprinter
 
 ROUNDS = 60
 SECRET = b"only for this benchmark, no secret"

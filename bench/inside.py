@@ -20,7 +20,7 @@ from typing import Any
 import uvloop
 
 from oncemore import Guard
-from oncemore.core.model import Operation, Outcome
+from oncemore._ledger.model import Operation, Outcome
 
 from .load import post
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import asyncpg
 import psycopg
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Operation, Outcome
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Operation, Outcome
 from oncemore.testing.servers import PostgresServer
 
 ROUNDS, SECONDS = 8, 0.6

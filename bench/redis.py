@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import hiredis
 import redis.asyncio
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Operation, Outcome
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Operation, Outcome
 from oncemore.testing.servers import ValkeyServer
 
 CALLERS = 64

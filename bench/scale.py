@@ -20,9 +20,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from oncemore.core.model import Lease, Operation, Outcome
-from oncemore.core.plan import arun, run
-from oncemore.core.store import Store
+from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._ledger.store import Store
+from oncemore._runtime.plan import arun, run
 from oncemore.stores import connect
 from oncemore.testing.servers import PostgresServer, ValkeyServer
 

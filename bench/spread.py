@@ -17,8 +17,8 @@ from pathlib import Path
 import psycopg
 import redis
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Operation, Outcome
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Operation, Outcome
 from oncemore.testing.servers import PostgresServer, ValkeyCluster
 
 CALLERS, SECONDS, ROUNDS = 64, 1.0, 9

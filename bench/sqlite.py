@@ -19,8 +19,8 @@ from pathlib import Path
 
 import aiosqlite
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Operation, Outcome
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Operation, Outcome
 
 CALLERS = 64
 SECONDS = 0.3  # of each measurement; they take turns, so that what disturbs the one disturbs the other

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import psycopg
 import redis
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Operation, Outcome
-from oncemore.core.policy import Policy
+from oncemore._contract.policy import Policy
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Operation, Outcome
 from oncemore.testing.servers import PostgresServer, ValkeyServer
 
 RECORDS, ROUNDS, CALLERS = 10_000, 3, 64

@@ -14,8 +14,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from oncemore import Guard, Operation, Outcome, Policy, Resolution, once
-from oncemore.core.events import Event
-from oncemore.core.plan import run
+from oncemore._ledger.events import Event
+from oncemore._runtime.plan import run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, CorruptRecord, UnknownOutcome
 from oncemore.stores.memory import MemoryStore

@@ -16,11 +16,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from oncemore.core.contract import Contract
-from oncemore.core.guard import Guard
-from oncemore.core.model import Operation, Outcome
-from oncemore.core.plan import run
-from oncemore.core.policy import Policy
+from oncemore._contract.contract import Contract
+from oncemore._contract.policy import Policy
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Operation, Outcome
+from oncemore._runtime.plan import run
 from tests.client.server import Server, answer
 from tests.nursery import unmeasured
 from tests.pages import BLOCKS, ROOT, Block, commands

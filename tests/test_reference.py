@@ -11,7 +11,7 @@ import click
 import pytest
 
 import oncemore
-from oncemore.core.rule import SETTINGS
+from oncemore._contract.rule import SETTINGS
 from oncemore.tools.commands.program import COMMANDS, program
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -20,7 +20,12 @@ import oncemore
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "oncemore"
 MODULES = sorted(SOURCE.rglob("*.py"))
-PURE = [SOURCE / "errors.py", *sorted((SOURCE / "core").rglob("*.py"))]
+PURE = [
+    SOURCE / "errors.py",
+    *sorted(
+        path for pure in ("_runtime", "_ledger", "_contract", "_fingerprint") for path in (SOURCE / pure).rglob("*.py")
+    ),
+]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -76,7 +81,12 @@ def test_the_core_reads_the_wall_clock_in_one_place_only(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "forbidden"),
-    [("errors.py", "core"), ("core/plan.py", "stores"), ("stores/__init__.py", "web"), ("web/__init__.py", "testing")],
+    [
+        ("errors.py", "_ledger"),
+        ("_runtime/plan.py", "stores"),
+        ("stores/__init__.py", "web"),
+        ("web/__init__.py", "testing"),
+    ],
 )
 def test_an_import_against_the_layers_is_noticed(module: str, forbidden: str, tmp_path: Path) -> None:
     assert lint_imports(tmp_path, module, f"import oncemore.{forbidden}\n") == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oncemore.core import policy
+from oncemore._contract import policy
 
 SRC = Path(policy.__file__).parents[2]
 

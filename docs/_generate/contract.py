@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from oncemore.core.keysource import SAID_OF
-from oncemore.core.loading import ONLY_OF_A_RULE, Undeclared
-from oncemore.core.policy import CHOICES
-from oncemore.core.profiles import DEFAULT
-from oncemore.core.readers import MODES, RETRIES, SCOPES
-from oncemore.core.rule import SETTINGS
+from oncemore._contract.keysource import SAID_OF
+from oncemore._contract.loading import ONLY_OF_A_RULE, Undeclared
+from oncemore._contract.policy import CHOICES
+from oncemore._contract.profiles import DEFAULT
+from oncemore._contract.readers import MODES, RETRIES, SCOPES
+from oncemore._contract.rule import SETTINGS
 
 PAGE = Path(__file__).parents[1] / "reference" / "contract.md"
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from oncemore.core import events
+from oncemore._ledger import events
 
 PAGE = Path(__file__).parents[1] / "reference" / "events.md"
 

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 
 from oncemore import Guard
-from oncemore.core.contract import Contract
-from oncemore.core.profiles import PROFILES
+from oncemore._contract.contract import Contract
+from oncemore._contract.profiles import PROFILES
 from oncemore.web.asgi import IdempotencyMiddleware
 
 PAGE = Path(__file__).parents[1] / "reference" / "profiles.md"

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from oncemore.core.events import Event
+from oncemore._ledger.events import Event
 
 REQUEST: ContextVar[dict[str, str]] = ContextVar("request")
 # The counters of the seeds' observability contract, by the kind of event.

@@ -1,17 +1,17 @@
 """Ask once more; it happens once.  Exactly-once effects in an at-least-once world."""
 
+from ._contract.contract import Contract
+from ._contract.policy import Policy
+from ._contract.rule import Rule
+from ._ledger.completer import Completer
+from ._ledger.context import Op
+from ._ledger.decisions import Answer
+from ._ledger.guard import Guard
+from ._ledger.model import Operation, Outcome, Record
+from ._ledger.once import once
+from ._ledger.resolution import Resolution
 from .client.function import retry
 from .client.retry import Retry
-from .core.completer import Completer
-from .core.contract import Contract
-from .core.guard import Guard
-from .core.judge import Answer
-from .core.model import Operation, Outcome, Record
-from .core.once import once
-from .core.op import Op
-from .core.policy import Policy
-from .core.resolution import Resolution
-from .core.rule import Rule
 from .errors import OncemoreError
 from .messages.inbox import Inbox
 from .stores import connect

@@ -13,8 +13,8 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from .core.bell import Id
-from .core.model import Outcome
+from ._ledger.model import Outcome
+from ._runtime.wakeups import Id
 from .errors import ConfigurationError, CorruptRecord
 
 # The only header of a sealed outcome; its value is the version of what follows: key id, nonce, AES-GCM of headers and body.

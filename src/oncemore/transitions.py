@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from .core.op import Op
-from .core.plan import Plan, arun, run
+from ._ledger.context import Op
+from ._runtime.plan import Plan, arun, run
 from .errors import ConfigurationError, NoSuchRow, WrongState
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)?", re.ASCII)

@@ -11,8 +11,8 @@ import httpx
 import requests
 
 from oncemore.client.aiohttp import RetryMiddleware
-from oncemore.client.entry import Entry, Resumed
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
+from oncemore.client.keyring.entry import Entry, Resumed
 from oncemore.client.requests import RetryAdapter
 from oncemore.client.story import Story
 from oncemore.client.urllib3 import RetryPoolManager

@@ -7,12 +7,12 @@ import signal
 import sys
 from typing import Any
 
-from oncemore.client.entry import Keyring
-from oncemore.client.keyring_ledger import LedgerKeyring
-from oncemore.client.keyring_sqlite import SqliteKeyring
+from oncemore._ledger.connect import connect
+from oncemore._runtime.plan import Plan
+from oncemore.client.keyring.entry import Keyring
+from oncemore.client.keyring.ledger import LedgerKeyring
+from oncemore.client.keyring.sqlite import SqliteKeyring
 from oncemore.client.retry import Retry
-from oncemore.core.plan import Plan
-from oncemore.core.urls import connect
 
 from .clients import CLIENTS
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from oncemore.client.errors import CircuitOpen, RetriesExhausted
 from oncemore.client.hosts import MAX_HOSTS, Breaker, Budget, Host, Hosts
-from oncemore.client.judge import Fault
 from oncemore.client.retry import Retry
+from oncemore.client.verdict import Fault
 from oncemore.errors import ConfigurationError
 
 from .virtual import Course, Scripted, Step

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oncemore._runtime.backoff import Backoff, Jitter
 from oncemore.client.retry import WEBHOOK_OFFSETS, Retry
-from oncemore.core.backoff import Backoff, Jitter
 from oncemore.errors import ConfigurationError
 
 SAMPLES = 10_000

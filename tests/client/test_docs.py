@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from oncemore._runtime.backoff import JITTERS
 from oncemore.client.engine import Engine
 from oncemore.client.retry import Retry
 from oncemore.client.story import REASONS
-from oncemore.core.backoff import JITTERS
 
 HOWTO = (Path(__file__).parents[2] / "docs" / "howto" / "retry-client.md").read_text()
 

@@ -12,6 +12,7 @@ import pytest
 import stamina
 import tenacity
 
+from oncemore._contract.keys import check_key, uuid7_time
 from oncemore.client.errors import AttemptTimeout
 from oncemore.client.function import retry, retrying
 from oncemore.client.hosts import HOSTS, Budget
@@ -20,7 +21,6 @@ from oncemore.client.keys import derived_key, new_key, random_key
 from oncemore.client.pause import no_sleeping, now
 from oncemore.client.retry import Retry
 from oncemore.client.story import RetryEvent
-from oncemore.core.key import check_key, uuid7_time
 from oncemore.errors import ConfigurationError, StoreUnavailable
 
 

@@ -13,13 +13,13 @@ import anyio
 import httpx
 import pytest
 
+from oncemore._runtime.plan import arun, run
 from oncemore.client.attempts import attempts
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.hosts import HOSTS, Budget
 from oncemore.client.httpx import AsyncRetryTransport
-from oncemore.client.judge import Fault
 from oncemore.client.retry import Retry
-from oncemore.core.plan import arun, run
+from oncemore.client.verdict import Fault
 from oncemore.errors import ConfigurationError
 
 from .clients import Aiohttp, AsyncHttpx, Httpx, Requests, Urllib3

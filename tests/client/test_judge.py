@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore.client.hints import http_date, is_replayed, rate_limit_reset, retry_after, should_retry
-from oncemore.client.judge import Fault, Reply, Verdict, judge_fault, judge_reply
 from oncemore.client.retry import RETRIED_STATUSES
+from oncemore.client.verdict import Fault, Reply, Verdict, judge_fault, judge_reply
 
 NOW = 784111777.0  # Sun, 06 Nov 1994 08:49:37 GMT
 

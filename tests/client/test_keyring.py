@@ -17,13 +17,13 @@ import pytest
 from msgspec.structs import replace
 
 from oncemore import Guard
-from oncemore.client.entry import Entry, Keyring
+from oncemore._runtime.plan import arun, run
 from oncemore.client.errors import KeyReused, KeyringError
 from oncemore.client.keyring import MemoryKeyring, open_keyring
-from oncemore.client.keyring_sqlite import SqliteKeyring
-from oncemore.client.owner import is_alive, this_process
+from oncemore.client.keyring.entry import Entry, Keyring
+from oncemore.client.keyring.owner import is_alive, this_process
+from oncemore.client.keyring.sqlite import SqliteKeyring
 from oncemore.client.retry import Retry
-from oncemore.core.plan import arun, run
 from oncemore.errors import ConfigurationError
 
 from ..strangers import strangers

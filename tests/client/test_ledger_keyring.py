@@ -18,19 +18,19 @@ import pytest
 from msgspec.structs import replace
 
 from oncemore import Guard
-from oncemore.client.entry import Entry
+from oncemore._ledger.connect import connect
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import run
 from oncemore.client.errors import KeyReused, KeyringError, OutcomeUnknown, RetriesExhausted
 from oncemore.client.exchange import Exchange
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.httpx_wire import HttpxWire
 from oncemore.client.keyring import open_keyring
-from oncemore.client.keyring_ledger import LedgerKeyring
-from oncemore.client.keyring_letters import LETTER, RUN, run_of
+from oncemore.client.keyring.entry import Entry
+from oncemore.client.keyring.ledger import LedgerKeyring
+from oncemore.client.keyring.letters import LETTER, RUN, run_of
 from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
-from oncemore.core.plan import run
-from oncemore.core.store import Filter
-from oncemore.core.urls import connect
 from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
 

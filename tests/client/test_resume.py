@@ -15,14 +15,14 @@ import pytest
 from msgspec.structs import replace
 
 from oncemore import Guard
-from oncemore.client.entry import Keyring, scope_of
+from oncemore._ledger.connect import connect
+from oncemore._runtime.plan import arun, run
 from oncemore.client.errors import CredentialsMissing, KeyringError, OutcomeUnknown
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.keyring import open_keyring
-from oncemore.client.keyring_ledger import LedgerKeyring
+from oncemore.client.keyring.entry import Keyring, scope_of
+from oncemore.client.keyring.ledger import LedgerKeyring
 from oncemore.client.retry import Retry
-from oncemore.core.plan import arun, run
-from oncemore.core.urls import connect
 from oncemore.encryption import Seal
 
 from .server import Server, Visit

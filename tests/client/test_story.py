@@ -6,8 +6,8 @@ import pickle
 
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.httpx import RequestTimedOut
-from oncemore.client.judge import ACCEPTED, Fault, Verdict, judge_fault
 from oncemore.client.story import Attempt, RetryEvent, Story, tell
+from oncemore.client.verdict import ACCEPTED, Fault, Verdict, judge_fault
 
 TIMEOUT = judge_fault(Fault("timeout", note="initial timeout"), repeatable=True)
 UNSENT = judge_fault(Fault("connection", sent=False), repeatable=True)

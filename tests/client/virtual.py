@@ -8,10 +8,10 @@ from typing import Any
 from oncemore.client.attempts import World, attempts
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.hosts import Hosts
-from oncemore.client.judge import Fault, Reply, Verdict, judge_fault, judge_reply
 from oncemore.client.pause import Pause
 from oncemore.client.retry import Retry
 from oncemore.client.story import RetryEvent, Story
+from oncemore.client.verdict import Fault, Reply, Verdict, judge_fault, judge_reply
 
 NEVER = float("inf")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from oncemore import Answer, Guard, Operation
-from oncemore.core.events import Event
+from oncemore._ledger.events import Event
 
 
 class Caller:

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from oncemore.core.clock import SYSTEM
-from oncemore.core.heartbeat import Beat, Heartbeat, Perform
-from oncemore.core.model import Lease, Operation
-from oncemore.core.op import Op
-from oncemore.core.plan import Call, Plan
+from oncemore._ledger.context import Op
+from oncemore._ledger.heartbeat import Beat, Heartbeat, Perform
+from oncemore._ledger.model import Lease, Operation
+from oncemore._runtime.clock import SYSTEM
+from oncemore._runtime.plan import Call, Plan
 
 PATIENCE = 20.0  # far beyond what any of this takes: a wait that long has failed
 LONG = 600.0

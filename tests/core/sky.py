@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from oncemore.core.lane import Lane
-from oncemore.core.plan import Call, Plan
+from oncemore._runtime.batching import Lane
+from oncemore._runtime.plan import Call, Plan
 
 PATIENCE = 20.0  # far beyond what any of this takes: a wait that long has failed
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Operation
-from oncemore.core.bell import Bell, Wait, Waiter
-from oncemore.core.urls import connect
+from oncemore._ledger.connect import connect
+from oncemore._runtime.wakeups import Bell, Wait, Waiter
 
 PATIENCE = 20.0  # a wait that long was not woken
 ID = ("scope", "key")
@@ -261,7 +261,7 @@ def test_a_store_keeps_nothing_of_a_guard_that_was_dropped() -> None:
 
 FORK = """
 import os, sys, threading
-from oncemore.core.bell import Bell
+from oncemore._runtime.wakeups import Bell
 
 def hold(lock):
     with lock:

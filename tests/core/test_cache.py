@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore import Guard, Operation
-from oncemore.core.cache import LONGEST, Cache
-from oncemore.core.clock import SYSTEM
-from oncemore.core.model import Outcome
+from oncemore._ledger.cache import LONGEST, Cache
+from oncemore._ledger.model import Outcome
+from oncemore._runtime.clock import SYSTEM
 from oncemore.errors import ConfigurationError
 
 ID = ("scope", "key")
@@ -263,9 +263,9 @@ def test_threads_that_overwrite_each_others_are_never_given_anothers() -> None:
 
 FORK = """
 import os, sys, threading
-from oncemore.core.cache import Cache
-from oncemore.core.clock import SYSTEM
-from oncemore.core.model import Outcome
+from oncemore._ledger.cache import Cache
+from oncemore._runtime.clock import SYSTEM
+from oncemore._ledger.model import Outcome
 
 def hold(lock):
     with lock:

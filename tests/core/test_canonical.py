@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.canonical import MAX_DEPTH, canonical_json
+from oncemore._fingerprint.canonical import MAX_DEPTH, canonical_json
 from oncemore.errors import InvalidPayload
 
 MEGABYTE = 1_000_000

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import oncemore.core
-from oncemore.core.clock import SYSTEM
+import oncemore._ledger
+from oncemore._runtime.clock import SYSTEM
 
-CORE = Path(oncemore.core.__path__[0])
+LEDGER = Path(oncemore._ledger.__path__[0])
 
 
 def test_the_systems_clock_is_this_machines() -> None:
@@ -20,7 +20,7 @@ def test_the_systems_clock_is_this_machines() -> None:
     assert SYSTEM.monotonic() <= time.monotonic()
 
 
-@pytest.mark.parametrize("path", sorted(CORE.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(LEDGER.glob("*.py")), ids=lambda path: path.stem)
 def test_nothing_else_in_the_core_reads_a_clock(path: Path) -> None:
     """CASES 53: leases and retention live by the store's clock, and a stray reading would break that unseen."""
     readings = {

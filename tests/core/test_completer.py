@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Policy
-from oncemore.core.backoff import Backoff
-from oncemore.core.completer import Completer, Tally
-from oncemore.core.current import current_operation
-from oncemore.core.plan import arun, run
+from oncemore._ledger.completer import Completer, Tally
+from oncemore._ledger.current import current_operation
+from oncemore._runtime.backoff import Backoff
+from oncemore._runtime.plan import arun, run
 from oncemore.errors import ConfigurationError, StoreUnavailable, UnknownOutcome
 
 from .stepping import ASKED, POLICY, Caller, Performing, Shop, take
@@ -132,7 +132,7 @@ def test_only_so_many_run_at_once(guard: Guard, call: Caller) -> None:
 
 
 def test_all_pages_are_read(guard: Guard, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oncemore.core.completer.PAGE", 2)
+    monkeypatch.setattr("oncemore._ledger.completer.PAGE", 2)
     for number in range(5):
         leave(guard, call, Shop("after charge"), asked(str(number)))
     assert Round(guard, call, Shop().pay)().completed == 5

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, once
-from oncemore.core.backoff import Backoff
-from oncemore.core.completer import Completer, Tally
-from oncemore.core.current import current_operation
+from oncemore._ledger.completer import Completer, Tally
+from oncemore._ledger.current import current_operation
+from oncemore._runtime.backoff import Backoff
 
 from .stepping import Shop
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Op, Operation
-from oncemore.core.backoff import Backoff
-from oncemore.core.completer import Completer, Tally
-from oncemore.core.plan import arun, run
+from oncemore._ledger.completer import Completer, Tally
+from oncemore._runtime.backoff import Backoff
+from oncemore._runtime.plan import arun, run
 
 from .stepping import POLICY, Shop
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from oncemore.core.contract import Contract
-from oncemore.core.rule import Rule, rule_of
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule, rule_of
 from oncemore.errors import ConfigurationError
 
 WRITTEN = """

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
-from oncemore.core.heartbeat import Perform
-from oncemore.core.model import Lease
-from oncemore.core.plan import Sleep, arun, run
+from oncemore._ledger.heartbeat import Perform
+from oncemore._ledger.model import Lease
+from oncemore._runtime.plan import Sleep, arun, run
 from oncemore.errors import (
     Duplicate,
     Fenced,

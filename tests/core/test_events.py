@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from oncemore import Operation
-from oncemore.core.events import Event, tell_all
+from oncemore._ledger.events import Event, tell_all
 
 EVENT = Event(kind="settled", operation=Operation("s", "k"), token=3)
 

@@ -22,9 +22,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.canonical import canonical_json, write_json
-from oncemore.core.exact import exact_value
-from oncemore.core.fingerprint import fingerprint_of
+from oncemore._fingerprint.canonical import canonical_json, write_json
+from oncemore._fingerprint.exact import exact_value
+from oncemore._fingerprint.fingerprint import fingerprint_of
 from oncemore.errors import ConfigurationError, InvalidPayload
 
 UID = UUID("8e03978e-40d5-43dd-bc93-6894a57f9324")
@@ -179,7 +179,8 @@ def test_different_values_have_different_fingerprints(one: Any, other: Any) -> N
 def test_a_set_has_one_fingerprint_in_every_process() -> None:
     """CASES 30: the order of a set of strings differs from process to process."""
     code = (
-        "from oncemore.core.fingerprint import fingerprint_of as f; print(f({'a', 1, None, ('x', 2.50)} | {*'bcdefg'}))"
+        "from oncemore._fingerprint.fingerprint import fingerprint_of as f; "
+        "print(f({'a', 1, None, ('x', 2.50)} | {*'bcdefg'}))"
     )
     runs = {
         subprocess.run(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.fingerprint import DEEPEST, Fingerprinter
+from oncemore._fingerprint.fingerprint import DEEPEST, Fingerprinter
 from oncemore.errors import ConfigurationError
 
 JSON = "application/json"

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import pytest
 
-from oncemore.core import fork
+from oncemore._runtime import forks as fork
 
 FORK = """
 import gc, os, sys
-from oncemore.core.fork import reset_in_child
+from oncemore._runtime.forks import reset_in_child
 
 class Work:
     def __del__(self):

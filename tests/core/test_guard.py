@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy
-from oncemore.core.events import Event
-from oncemore.core.model import Lease
-from oncemore.core.plan import Call, Plan, run
+from oncemore._ledger.events import Event
+from oncemore._ledger.model import Lease
+from oncemore._runtime.plan import Call, Plan, run
 from oncemore.errors import (
     ConfigurationError,
     Duplicate,

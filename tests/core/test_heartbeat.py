@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from oncemore.core import heartbeat
-from oncemore.core.heartbeat import Beat, Heartbeat
-from oncemore.core.model import Lease, Operation
-from oncemore.core.op import Op
+from oncemore._ledger import heartbeat
+from oncemore._ledger.context import Op
+from oncemore._ledger.heartbeat import Beat, Heartbeat
+from oncemore._ledger.model import Lease, Operation
 from oncemore.errors import ConfigurationError
 
 from .pulse import PATIENCE, Ledger, two_leases
@@ -250,11 +250,11 @@ def test_where_no_thread_can_be_started_nothing_is_performed_and_the_next_one_tr
 
 FORK = """
 import os, sys, threading, time
-from oncemore.core.clock import SYSTEM
-from oncemore.core.heartbeat import Heartbeat, Perform
-from oncemore.core.model import Lease, Operation
-from oncemore.core.op import Op
-from oncemore.core.plan import Call
+from oncemore._runtime.clock import SYSTEM
+from oncemore._ledger.heartbeat import Heartbeat, Perform
+from oncemore._ledger.model import Lease, Operation
+from oncemore._ledger.context import Op
+from oncemore._runtime.plan import Call
 
 renewed = []
 

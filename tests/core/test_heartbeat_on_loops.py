@@ -15,9 +15,9 @@ from contextvars import ContextVar
 
 import pytest
 
-from oncemore.core.heartbeat import Beat, end
-from oncemore.core.model import Lease, Operation
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
+from oncemore._ledger.heartbeat import Beat, end
+from oncemore._ledger.model import Lease, Operation
 
 from .pulse import LONG, Ledger, two_leases
 

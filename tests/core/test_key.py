@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.key import MAX_LENGTH, bounded, check_key, join, joined, key_format, parse_key, uuid7_time
+from oncemore._contract.keys import MAX_LENGTH, bounded, check_key, join, joined, key_format, parse_key, uuid7_time
 from oncemore.errors import ConfigurationError, InvalidKey, MissingKey
 
 V4 = "8e03978e-40d5-43e8-bc93-6894a57f9324"

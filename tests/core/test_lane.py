@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.lane import Ask, Lane, as_own
-from oncemore.core.plan import Call, Plan, run
+from oncemore._runtime.batching import Ask, Lane, as_own
+from oncemore._runtime.plan import Call, Plan, run
 from oncemore.errors import StoreError, StoreUnavailable
 
 from .sky import PATIENCE, Sky, fail, queue_up, take_off
@@ -138,8 +138,8 @@ def test_every_answer_goes_to_its_own_caller_among_many_threads(pool: ThreadPool
 
 FORK = """
 import os, sys, threading, time
-from oncemore.core.lane import Lane
-from oncemore.core.plan import Call
+from oncemore._runtime.batching import Lane
+from oncemore._runtime.plan import Call
 
 open_again = threading.Event()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.drive import AWAITED, TOLD, Drive
-from oncemore.core.lane import Ask, Lane
-from oncemore.core.plan import Plan
+from oncemore._runtime.batching import Ask, Lane
+from oncemore._runtime.drive import AWAITED, TOLD, Drive
+from oncemore._runtime.plan import Plan
 from oncemore.errors import StoreError, StoreUnavailable
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.lane import Lane, Seat
-from oncemore.core.plan import Call, Plan
+from oncemore._runtime.batching import Lane, Seat
+from oncemore._runtime.plan import Call, Plan
 from oncemore.errors import StoreError, StoreUnavailable
 
 from .sky import PATIENCE, Sky, fail, queue_up, take_off, until

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from oncemore.core.lane import Ask, Lane, Tell
-from oncemore.core.plan import Call, Plan, arun
+from oncemore._runtime.batching import Ask, Lane, Tell
+from oncemore._runtime.plan import Call, Plan, arun
 from oncemore.errors import StoreError, StoreUnavailable
 
 
@@ -97,7 +97,7 @@ async def twice(lane: Lane[Any], item: int, *, turns: int = 1) -> None:
 
 async def test_those_who_come_back_at_once_fly_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Turns are what counts, and a busy machine's are long.
-    monkeypatch.setattr("oncemore.core.lane.LONGEST_BOARDING", 60.0)
+    monkeypatch.setattr("oncemore._runtime.batching.LONGEST_BOARDING", 60.0)
     sky = Sky()
     lane = Lane(sky.fly)
     await asyncio.gather(*(twice(lane, item, turns=item % 3) for item in range(1, 9)))
@@ -119,7 +119,7 @@ async def test_nobody_waits_for_those_who_do_not_come_back() -> None:
 
 async def test_a_loop_whose_turns_are_long_keeps_nobody_waiting_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is looked at the clock in each turn, though each turn brings someone."""
-    monkeypatch.setattr("oncemore.core.lane.LONGEST_BOARDING", -1.0)
+    monkeypatch.setattr("oncemore._runtime.batching.LONGEST_BOARDING", -1.0)
     sky = Sky()
     lane = Lane(sky.fly)
     await asyncio.gather(*(twice(lane, item, turns=item) for item in range(1, 5)))

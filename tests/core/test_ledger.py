@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Operation, Outcome, Resolution
-from oncemore.core.plan import run
-from oncemore.core.store import Filter, Store
+from oncemore._ledger.store import Filter, Store
+from oncemore._runtime.plan import run
 from oncemore.errors import ConfigurationError, InProgress, NotFound, NotResolvable
 from oncemore.stores.memory import MemoryStore
 from oncemore.testing.clock import Clock

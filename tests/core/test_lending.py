@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.lending import Do, Loan, at_once, give_back, in_thread
-from oncemore.core.plan import Plan, run
+from oncemore._ledger.transactions import Do, Loan, at_once, give_back, in_thread
+from oncemore._runtime.plan import Plan, run
 from oncemore.errors import ConfigurationError
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from oncemore.core.match import Matcher, Pattern
+from oncemore._contract.paths import Matcher, Pattern
 from oncemore.errors import ConfigurationError
 
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core import objects
-from oncemore.core.values import replayed, value_outcome
+from oncemore._ledger import objects
+from oncemore._ledger.values import replayed, value_outcome
 from oncemore.errors import CorruptRecord, OncemoreError
 
 HERE = sys.modules[__name__]

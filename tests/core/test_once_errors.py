@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Outcome, Resolution, once
-from oncemore.core.events import Event
-from oncemore.core.plan import run
+from oncemore._ledger.events import Event
+from oncemore._runtime.plan import run
 from oncemore.errors import (
     CorruptRecord,
     OutcomeNotKept,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Policy, once
-from oncemore.core.store import Filter
+from oncemore._ledger.store import Filter
 from oncemore.errors import (
     ConfigurationError,
     Duplicate,

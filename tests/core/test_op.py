@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore import Guard, Op, Operation, Policy
-from oncemore.core.model import Lease
-from oncemore.core.op import derive
-from oncemore.core.plan import run
+from oncemore._ledger.context import derive
+from oncemore._ledger.model import Lease
+from oncemore._runtime.plan import run
 
 texts = st.text()
 

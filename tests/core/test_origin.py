@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from oncemore.core.origin import imported_as, loaded, meant_for, module_of
+from oncemore._ledger.origin import imported_as, loaded, meant_for, module_of
 
 TASKS = """
 import multiprocessing

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.plan import Call, Ended, Plan, Sleep, arun, arun_to, run, run_to
+from oncemore._runtime.plan import Call, Ended, Plan, Sleep, arun, arun_to, run, run_to
 from oncemore.errors import ConfigurationError
 
 Drive = Callable[[Plan[Any]], Awaitable[Any]]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.model import Outcome
-from oncemore.core.policy import Policy, check_choice, duration
+from oncemore._contract.policy import Policy, check_choice, duration
+from oncemore._ledger.model import Outcome
 from oncemore.errors import ConfigurationError
 
 DURATIONS = [(0, 0.0), (5, 5.0), (0.25, 0.25), ("250ms", 0.25), ("30s", 30.0), (" 2m ", 120.0), ("1.5h", 5400.0)]

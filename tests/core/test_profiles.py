@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from oncemore.core.contract import Contract
-from oncemore.core.profiles import DEFAULT, PROFILES
-from oncemore.core.rule import SETTINGS, Rule
-from oncemore.core.settings import StatusHeader
+from oncemore._contract.contract import Contract
+from oncemore._contract.profiles import DEFAULT, PROFILES
+from oncemore._contract.rule import SETTINGS, Rule
+from oncemore._contract.settings import StatusHeader
 from oncemore.errors import InvalidKey, MissingKey
 
 V4 = "8e03978e-40d5-43e8-bc93-6894a57f9324"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.values import error_outcome, replayed
+from oncemore._ledger.values import error_outcome, replayed
 from oncemore.errors import OutcomeNotKept, StoreUnavailable
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from oncemore import Outcome, Resolution
-from oncemore.core.values import replayed
+from oncemore._ledger.values import replayed
 from oncemore.errors import ConfigurationError
 
 

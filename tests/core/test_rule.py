@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.key import MAX_LENGTH
-from oncemore.core.rule import SETTINGS, Rule, idempotent, rule_of
-from oncemore.core.settings import FingerprintSettings, Rate, StatusHeader
-from oncemore.core.template import Template
+from oncemore._contract.keys import MAX_LENGTH
+from oncemore._contract.rule import SETTINGS, Rule, idempotent, rule_of
+from oncemore._contract.settings import FingerprintSettings, Rate, StatusHeader
+from oncemore._contract.templates import Template
 from oncemore.errors import ConfigurationError, InvalidKey, InvalidPrincipal, MissingKey
 
 V4 = "8e03978e-40d5-43e8-bc93-6894a57f9324"

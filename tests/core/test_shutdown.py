@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from oncemore.core.lane import Ask, Lane, Tell
-from oncemore.core.plan import Call, Plan
-from oncemore.core.shutdown import at_shutdown
+from oncemore._runtime.batching import Ask, Lane, Tell
+from oncemore._runtime.plan import Call, Plan
+from oncemore._runtime.shutdown import at_shutdown
 
 flown: list[Any] = []
 begun: list[Any] = []
@@ -127,7 +127,7 @@ def test_a_store_that_does_not_answer_does_not_keep_the_loop_for_ever(
         yield Call(asyncio.sleep, 10)
         return items
 
-    monkeypatch.setattr("oncemore.core.lane.LONGEST_STAY", 0.1)
+    monkeypatch.setattr("oncemore._runtime.batching.LONGEST_STAY", 0.1)
     began = time.monotonic()
     left_behind(Lane(unanswered), Tell, "in flight", "behind it")
     assert time.monotonic() - began < 5

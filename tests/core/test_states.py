@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.states import TRANSITIONS, State, Verb, follows, read
+from oncemore._ledger.states import TRANSITIONS, State, Verb, follows, read
 
 STATES = {*get_args(State), "absent", "lapsed"}
 VERBS = set(get_args(Verb))

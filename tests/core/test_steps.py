@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Retry
-from oncemore.core.op import derive
-from oncemore.core.plan import Call
+from oncemore._ledger.context import derive
+from oncemore._runtime.plan import Call
 from oncemore.errors import (
     ConfigurationError,
     InvalidPayload,

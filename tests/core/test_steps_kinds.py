@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome
-from oncemore.core.events import Event
-from oncemore.core.plan import Call
+from oncemore._ledger.events import Event
+from oncemore._runtime.plan import Call
 from oncemore.errors import ConfigurationError, StoreError
 
 from .stepping import ASKED, POLICY, Broken, Caller, Performing, Shop, steps_of, take

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation
-from oncemore.core.plan import run
-from oncemore.core.values import replayed
+from oncemore._ledger.values import replayed
+from oncemore._runtime.plan import run
 from oncemore.errors import Fenced, InProgress, StoreUnavailable, UnknownOutcome
 
 from .stepping import DONE, POLICY, Broken, Caller, Performing, Shop, elsewhere

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from oncemore import Answer, Guard, Op, Outcome, Policy, Resolution
-from oncemore.core.plan import run
+from oncemore._runtime.plan import run
 from oncemore.errors import ConfigurationError, Fenced, NotResolvable, UnknownOutcome
 from oncemore.testing.clock import Clock
 

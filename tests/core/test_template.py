@@ -13,9 +13,9 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from oncemore.core.canonical import read_json
-from oncemore.core.pointer import parse_pointer, value_at
-from oncemore.core.template import Template
+from oncemore._contract.templates import Template
+from oncemore._fingerprint.canonical import read_json
+from oncemore._fingerprint.pointer import parse_pointer, value_at
 from oncemore.errors import ConfigurationError, InvalidKey
 
 NOON = datetime(2026, 2, 19, 12, 0, tzinfo=UTC)

@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution, Rule, connect
-from oncemore.core.lending import Again, Do, Stale
-from oncemore.core.plan import Plan, run
-from oncemore.core.store import Store
+from oncemore._ledger.store import Store
+from oncemore._ledger.transactions import Again, Do, Stale
+from oncemore._runtime.plan import Plan, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, PayloadMismatch, StoreUnavailable, TransactionEnded
 

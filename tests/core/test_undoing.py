@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Resolution
-from oncemore.core.plan import run
+from oncemore._runtime.plan import run
 from oncemore.errors import Fenced, StoreError, UnknownOutcome
 
 from .stepping import ASKED, POLICY, Broken, Caller, Performing, Shop, take

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore import Guard
-from oncemore.core.urls import EXTRAS, SCHEMES, connect, hide_password, schema, store_module, take_options
+from oncemore._ledger.connect import EXTRAS, SCHEMES, connect, hide_password, schema, store_module, take_options
 from oncemore.errors import ConfigurationError
 from oncemore.stores.memory import MemoryStore
 
@@ -77,7 +77,7 @@ def test_a_url_that_is_no_text_is_refused_without_its_password() -> None:
 
 WITHOUT_DRIVER = """
 import sys
-from oncemore.core.urls import connect
+from oncemore._ledger.connect import connect
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):

@@ -17,8 +17,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.core.model import Outcome
-from oncemore.core.values import DEEPEST, NOTHING, encode, error_outcome, from_plain, replayed, to_plain, value_outcome
+from oncemore._ledger.model import Outcome
+from oncemore._ledger.values import (
+    DEEPEST,
+    NOTHING,
+    encode,
+    error_outcome,
+    from_plain,
+    replayed,
+    to_plain,
+    value_outcome,
+)
 from oncemore.errors import CorruptRecord, OutcomeNotKept
 
 ZONES = [None, datetime.UTC, ZoneInfo("Europe/Berlin"), ZoneInfo("America/New_York"), ZoneInfo("UTC")]

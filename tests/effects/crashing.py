@@ -9,9 +9,9 @@ from collections.abc import Generator
 from typing import Any, cast
 
 from oncemore import Operation, Policy, Resolution
-from oncemore.core.lending import Do
-from oncemore.core.op import Op
-from oncemore.core.store import Store
+from oncemore._ledger.context import Op
+from oncemore._ledger.store import Store
+from oncemore._ledger.transactions import Do
 from oncemore.testing.crashes import Crashing
 
 from .shops import ON_POSTGRES, ON_SQLITE, POLICY, Shop

@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from oncemore import Contract, Guard, Rule
-from oncemore.core.lending import Do
-from oncemore.core.op import Op
-from oncemore.core.plan import arun, run
+from oncemore._ledger.context import Op
+from oncemore._ledger.transactions import Do
+from oncemore._runtime.plan import arun, run
 from oncemore.errors import TransactionEnded
 from oncemore.web import asgi, wsgi
 from tests.web.live import live

@@ -9,7 +9,7 @@ from typing import Any, cast
 import uvicorn
 
 from oncemore import Contract, Rule
-from oncemore.core.store import Store
+from oncemore._ledger.store import Store
 from oncemore.testing.crashes import POINTS, Crashing, die
 from oncemore.web.asgi import IdempotencyMiddleware, current_operation
 

@@ -24,10 +24,10 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from oncemore import Guard, Operation, Policy
-from oncemore.core.judge import Answer
-from oncemore.core.lending import Do
-from oncemore.core.op import Op
-from oncemore.core.plan import arun, run
+from oncemore._ledger.context import Op
+from oncemore._ledger.decisions import Answer
+from oncemore._ledger.transactions import Do
+from oncemore._runtime.plan import arun, run
 
 numbers = itertools.count()
 TABLE = "CREATE TABLE IF NOT EXISTS refunds (id text PRIMARY KEY, made_in text)"

@@ -15,10 +15,10 @@ import urllib.request
 from typing import Any
 
 from oncemore import Guard, Op, Operation, Policy
-from oncemore.core.backoff import Backoff
-from oncemore.core.completer import Completer
-from oncemore.core.step import StepRetry
-from oncemore.core.values import replayed
+from oncemore._ledger.completer import Completer
+from oncemore._ledger.step import StepRetry
+from oncemore._ledger.values import replayed
+from oncemore._runtime.backoff import Backoff
 from oncemore.errors import ProviderDuplicate
 
 KIND, DATABASE, PROVIDER, WHAT, *REST = sys.argv[1:]

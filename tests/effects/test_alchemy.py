@@ -13,9 +13,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from oncemore import Guard
-from oncemore.core.lending import Do
-from oncemore.core.op import Op
-from oncemore.core.urls import connect
+from oncemore._ledger.connect import connect
+from oncemore._ledger.context import Op
+from oncemore._ledger.transactions import Do
 from oncemore.errors import ConfigurationError, StoreTimeout, TransactionEnded
 
 from .conftest import emptied, opened

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI, Response
 
 from oncemore import Contract, Inbox, Operation, Rule
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
 from oncemore.errors import ConfigurationError
 from oncemore.web import asgi
 from tests.web.live import live

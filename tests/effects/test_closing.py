@@ -15,8 +15,8 @@ from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from sqlalchemy import NullPool
 
 from oncemore import Guard
-from oncemore.core.lending import Do
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
+from oncemore._ledger.transactions import Do
 from oncemore.errors import TransactionEnded
 
 from .conftest import emptied, opened

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from oncemore import Answer, Operation
-from oncemore.core.op import Op
-from oncemore.core.store import Filter
+from oncemore._ledger.context import Op
+from oncemore._ledger.store import Filter
 from oncemore.errors import StoreError, UnknownOutcome
 from oncemore.testing.crashes import POINTS
 from oncemore.testing.proxy import FaultProxy

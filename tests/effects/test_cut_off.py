@@ -14,8 +14,8 @@ from asgiref.sync import sync_to_async
 from django.db import transaction
 
 from oncemore import Guard
-from oncemore.core.lending import Do
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
+from oncemore._ledger.transactions import Do
 from oncemore.errors import PayloadMismatch, StoreTimeout
 from oncemore.testing.proxy import FaultProxy
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Operation
-from oncemore.core.op import Op
-from oncemore.core.plan import Call, Effect
+from oncemore._ledger.context import Op
+from oncemore._runtime.plan import Call, Effect
 from oncemore.errors import ConfigurationError, ProviderDuplicate
 
 from .shops import POLICY, Shop

@@ -13,7 +13,7 @@ from django.db import connections, transaction
 from psycopg_pool import ConnectionPool
 
 from oncemore import Guard
-from oncemore.core.urls import connect
+from oncemore._ledger.connect import connect
 from oncemore.errors import ConfigurationError
 
 from .shops import POLICY, DjangoSqlite
@@ -106,7 +106,7 @@ def test_an_operation_must_be_the_outermost_transaction_of_django(tmp_path: Any)
 HIDDEN = """
 import sys
 sys.modules[{hidden!r}] = None
-from oncemore.core.urls import connect
+from oncemore._ledger.connect import connect
 try:
     connect({source})
 except Exception as error:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Operation, Policy
-from oncemore.core.op import Op
-from oncemore.stores.sqlite_lender import DESKS, LoopDesk
+from oncemore._ledger.context import Op
+from oncemore.stores.sqlite.lender import DESKS, LoopDesk
 
 from ..stores.sqlite.test_processes import in_a_fork
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Inbox, Operation, Policy
-from oncemore.core.model import Lease
-from oncemore.core.op import Op
-from oncemore.core.plan import Sleep, arun, run
-from oncemore.core.store import Filter
+from oncemore._ledger.context import Op
+from oncemore._ledger.model import Lease
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import Sleep, arun, run
 from oncemore.errors import (
     ConfigurationError,
     InvalidKey,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.stores.postgres_literals import inline, parts
-from oncemore.stores.postgres_sql import Statement
+from oncemore.stores.postgres.literals import inline, parts
+from oncemore.stores.postgres.statements import Statement
 
 
 def test_parameters_are_replaced_out_of_order_and_more_than_once() -> None:

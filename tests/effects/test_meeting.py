@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Operation, Record
-from oncemore.core.op import Op
-from oncemore.core.plan import run
+from oncemore._ledger.context import Op
+from oncemore._runtime.plan import run
 from oncemore.errors import InvalidKey
 
 from .conftest import emptied

@@ -10,8 +10,8 @@ import pytest
 from psycopg.rows import dict_row
 
 from oncemore import Guard
-from oncemore.core.lending import Do
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
+from oncemore._ledger.transactions import Do
 from oncemore.errors import PayloadMismatch
 from oncemore.transitions import Transitions
 

@@ -14,7 +14,7 @@ import pytest
 from psycopg_pool import ConnectionPool
 
 from oncemore import Guard, Operation, Policy, connect
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
 from oncemore.errors import ConfigurationError
 
 OFTEN = 40  # more often than psycopg waits before it prepares what the performer asks, on each server process

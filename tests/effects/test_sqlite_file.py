@@ -18,8 +18,8 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from oncemore import Guard, Operation, Policy
-from oncemore.core.lending import Do
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
+from oncemore._ledger.transactions import Do
 from oncemore.errors import PayloadMismatch, StoreError, StoreTimeout, StoreUnavailable, TransactionEnded
 
 from .conftest import opened

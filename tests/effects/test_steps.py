@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.values import replayed
+from oncemore._ledger.values import replayed
 
 from ..nursery import Child
 from .conftest import emptied

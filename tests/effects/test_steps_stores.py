@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Policy
-from oncemore.core.backoff import Backoff
-from oncemore.core.completer import Completer, Tally
+from oncemore._ledger.completer import Completer, Tally
+from oncemore._runtime.backoff import Backoff
 from oncemore.errors import InProgress, StepsChanged
 
 from .conftest import emptied

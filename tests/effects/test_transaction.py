@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Operation, Policy, Resolution
-from oncemore.core.judge import Answer
-from oncemore.core.op import Op
-from oncemore.core.plan import Sleep, arun
+from oncemore._ledger.context import Op
+from oncemore._ledger.decisions import Answer
+from oncemore._runtime.plan import Sleep, arun
 from oncemore.encryption import Seal
 from oncemore.errors import (
     ConfigurationError,
@@ -29,7 +29,7 @@ from oncemore.errors import (
     UnknownOutcome,
     WrongState,
 )
-from oncemore.stores.postgres_transaction import sqlstate_of
+from oncemore.stores.postgres.transactions import sqlstate_of
 
 from .conftest import emptied, on_each_kind, opened
 from .shops import ON_POSTGRES, POLICY, Performer, Shop

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from oncemore import Operation
-from oncemore.core.lending import Do
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
+from oncemore._ledger.transactions import Do
 from oncemore.errors import ConfigurationError, NoSuchRow, WrongState
 from oncemore.transitions import Applied, Transitions
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oncemore import Retry
-from oncemore.client.entry import Resumed
+from oncemore.client.keyring.entry import Resumed
 from oncemore.client.story import Story
 from tests.client.clients import Answer
 

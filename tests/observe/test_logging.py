@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore import Guard, Operation, Outcome, Policy
-from oncemore.core.events import Event, Observer
-from oncemore.core.plan import run
+from oncemore._ledger.events import Event, Observer
+from oncemore._runtime.plan import run
 from oncemore.errors import ConfigurationError, PayloadMismatch, StoreUnavailable
 from oncemore.observe.logging import log_events
 

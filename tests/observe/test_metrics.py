@@ -18,10 +18,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry, generate_latest
 
 from oncemore import Guard, Operation, Outcome
+from oncemore._ledger.events import EventKind
 from oncemore.client import Retry, RetryError, no_sleeping
 from oncemore.client.httpx import RetryTransport
 from oncemore.client.story import REASONS
-from oncemore.core.events import EventKind
 from oncemore.errors import ConfigurationError, OncemoreError
 from oncemore.observe import otel, prometheus
 from oncemore.observe.metrics import GUARD_METRICS, RETRY_METRICS

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from oncemore.core.model import Lease, Operation, Outcome, Record
-from oncemore.core.plan import arun, run
+from oncemore._ledger.model import Lease, Operation, Outcome, Record
+from oncemore._runtime.plan import arun, run
 
 DONE = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_123"}')
 HOUR = 3600.0

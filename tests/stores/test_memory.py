@@ -2,8 +2,8 @@
 
 import pytest
 
-from oncemore.core.plan import run
-from oncemore.core.store import Filter
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import run
 from oncemore.errors import InvalidPayload
 from oncemore.stores import connect, schema
 from oncemore.stores.memory import MemoryStore

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oncemore import Guard, Operation, Policy
-from oncemore.core.op import Op
+from oncemore._ledger.context import Op
 from oncemore.testing.proxy import FaultProxy
 
 ROUNDS, AT_ONCE = 40, 12

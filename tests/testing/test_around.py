@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Operation
-from oncemore.core.model import Lease
-from oncemore.core.plan import run
+from oncemore._ledger.model import Lease
+from oncemore._runtime.plan import run
 from oncemore.errors import StoreUnavailable
 from oncemore.stores.memory import connect
 from oncemore.testing.clock import Clock

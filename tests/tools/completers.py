@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from oncemore import Guard, Op, Operation, Policy
-from oncemore.core.backoff import Backoff
-from oncemore.core.completer import Completer
+from oncemore._ledger.completer import Completer
+from oncemore._runtime.backoff import Backoff
 
 ASKED = Operation("s", "order-1", "f", "orders.pay", request=lambda: {"order": 1})
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Lease, Operation, Outcome
-from oncemore.core.plan import run
-from oncemore.core.policy import Policy
+from oncemore._contract.policy import Policy
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._runtime.plan import run
 
 STORES = [
     "sqlite",

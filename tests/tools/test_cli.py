@@ -15,13 +15,13 @@ from pathlib import Path
 import click
 import pytest
 
-from oncemore.core.contract import Contract
-from oncemore.core.guard import Guard
-from oncemore.core.model import Lease, Operation, Outcome
-from oncemore.core.plan import run
-from oncemore.core.policy import Policy
-from oncemore.core.profiles import PROFILES
-from oncemore.core.resolution import Resolution
+from oncemore._contract.contract import Contract
+from oncemore._contract.policy import Policy
+from oncemore._contract.profiles import PROFILES
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._ledger.resolution import Resolution
+from oncemore._runtime.plan import run
 from oncemore.encryption import Seal
 from oncemore.tools.cli import EXIT_CODES, main
 from oncemore.tools.commands.program import COMMANDS, program

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Operation, Outcome
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Operation, Outcome
 from oncemore.errors import UnknownOutcome
 from tests.tools.command import oncemore
 from tests.tools.conftest import claim

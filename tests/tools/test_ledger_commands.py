@@ -11,10 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Operation, Outcome
-from oncemore.core.plan import run
-from oncemore.core.policy import Policy
+from oncemore._contract.policy import Policy
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Operation, Outcome
+from oncemore._runtime.plan import run
 from tests.tools.command import oncemore
 from tests.tools.conftest import claim
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from oncemore.core.plan import arun
+from oncemore._runtime.plan import arun
 from oncemore.testing.http_app import ContractApp, Reply
 from oncemore.web.asgi import IdempotencyMiddleware
 

@@ -10,7 +10,7 @@ from django.core.wsgi import get_wsgi_application
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, StreamingHttpResponse
 from django.urls import re_path
 
-from oncemore.core.plan import arun, run
+from oncemore._runtime.plan import arun, run
 from oncemore.testing.http_app import ContractApp, Reply
 
 app = ContractApp(os.environ["STORE"])

@@ -9,8 +9,8 @@ from typing import Any
 import django
 from django.core.management import call_command
 
-from oncemore.core.contract import Contract
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
 
 SECRET_KEY = "-"
 ALLOWED_HOSTS = ["*"]

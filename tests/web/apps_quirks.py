@@ -15,10 +15,10 @@ from typing import Any
 from urllib.parse import parse_qs
 from wsgiref.util import FileWrapper
 
-from oncemore.core.contract import Contract
-from oncemore.core.guard import Guard
-from oncemore.core.model import Operation
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Operation
 from oncemore.web.wsgi import IdempotencyMiddleware, current_operation
 
 Environ = dict[str, Any]

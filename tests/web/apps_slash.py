@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from oncemore.core.guard import Guard
+from oncemore._ledger.guard import Guard
 from oncemore.web.asgi import IdempotencyMiddleware
 
 runs: list[str] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from flask import Flask, Response, request
 
-from oncemore.core.plan import run
+from oncemore._runtime.plan import run
 from oncemore.testing.http_app import ContractApp
 from oncemore.web.wsgi import IdempotencyMiddleware
 

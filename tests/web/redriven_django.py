@@ -16,8 +16,8 @@ from django.http import HttpRequest, JsonResponse
 from django.urls import path
 
 from oncemore import Contract, Guard, Rule
-from oncemore.core.backoff import Backoff
-from oncemore.core.completer import Completer
+from oncemore._ledger.completer import Completer
+from oncemore._runtime.backoff import Backoff
 from oncemore.web.django import current_operation
 from oncemore.web.redrive import RedriveAsgi, RedriveWsgi
 

@@ -13,11 +13,11 @@ import pytest
 import uvicorn
 
 from oncemore import Guard
-from oncemore.core.contract import Contract
-from oncemore.core.plan import arun
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
+from oncemore._runtime.plan import arun
 from oncemore.web.asgi import IdempotencyMiddleware, current_operation
-from oncemore.web.exchange import TASKS
+from oncemore.web.asgi.response import TASKS
 
 from .fuzz import PRINCIPALS, Request, requests
 

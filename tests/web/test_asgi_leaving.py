@@ -14,11 +14,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from oncemore import Guard, Operation, Outcome, Policy, Record
-from oncemore.core.contract import Contract
-from oncemore.core.model import Lease
-from oncemore.core.plan import arun
-from oncemore.core.rule import Rule
-from oncemore.core.store import Filter
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
+from oncemore._ledger.model import Lease
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import arun
 from oncemore.web.asgi import IdempotencyMiddleware
 
 from .wire import Counted, SlowSettling, Wire, state

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from oncemore import Guard
-from oncemore.core.contract import Contract
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.web.asgi import IdempotencyMiddleware
 

@@ -23,8 +23,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 
 from oncemore import Guard, Outcome
-from oncemore.core.contract import Contract
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError
 from oncemore.web.asgi import IdempotencyMiddleware, current_operation, idempotent
 

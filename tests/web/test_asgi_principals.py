@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oncemore import Guard
-from oncemore.core.contract import Contract
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
 from oncemore.web.asgi import IdempotencyMiddleware
 
 from .wire import Wire

@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from oncemore import Guard
-from oncemore.core.contract import Contract
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, CorruptRecord, StoreUnavailable
 from oncemore.stores.memory import MemoryStore
 from oncemore.web.asgi import IdempotencyMiddleware, current_operation, idempotent

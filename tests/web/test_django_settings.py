@@ -11,15 +11,15 @@ import pytest
 from django.http import HttpResponse
 from django.urls import include, path, re_path
 
-from oncemore.core.contract import Contract
-from oncemore.core.guard import Guard
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
+from oncemore._ledger.guard import Guard
 from oncemore.errors import ConfigurationError
-from oncemore.web import django_settings
 from oncemore.web.django import IdempotencyMiddleware, idempotent, required
-from oncemore.web.django_exchange import body_of
-from oncemore.web.django_views import Views
-from oncemore.web.http import Door
+from oncemore.web.django import settings as django_settings
+from oncemore.web.django.response import body_of
+from oncemore.web.django.views import Views
+from oncemore.web.door import Door
 
 AUTH = "django.contrib.auth.middleware.AuthenticationMiddleware"
 DOOR = "oncemore.web.django.IdempotencyMiddleware"

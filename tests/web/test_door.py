@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Outcome, Resolution
-from oncemore.core.contract import Contract
-from oncemore.core.judge import Answer
-from oncemore.core.key import joined
-from oncemore.core.rule import Rule
-from oncemore.core.values import error_outcome, value_outcome
+from oncemore._contract.contract import Contract
+from oncemore._contract.keys import joined
+from oncemore._contract.rule import Rule
+from oncemore._ledger.decisions import Answer
+from oncemore._ledger.values import error_outcome, value_outcome
 from oncemore.errors import InvalidKey, InvalidPayload, PrincipalFailed
-from oncemore.web.http import Door, Request, issued_at, wait_of
+from oncemore.web.door import Door, Request, issued_at, wait_of
 from oncemore.web.principal import principal_of, remembered_digest
 from oncemore.web.turn import matches
 

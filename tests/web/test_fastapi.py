@@ -19,11 +19,11 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from oncemore import Guard
-from oncemore.core.contract import Contract
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
 from oncemore.web import asgi
+from oncemore.web.door import Door
 from oncemore.web.fastapi import IdempotencyMiddleware, Op, current_operation, document, idempotent
-from oncemore.web.http import Door
 from oncemore.web.openapi import resolved
 from oncemore.web.options import Options
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from oncemore import Contract
-from oncemore.core.fingerprint import Fingerprinter
-from oncemore.core.rule import Rule
+from oncemore._contract.rule import Rule
+from oncemore._fingerprint.fingerprint import Fingerprinter
 from oncemore.web.fingerprints import MOST_REMEMBERED, SMALL, Fingerprints, Parts
 
 

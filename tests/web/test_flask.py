@@ -16,11 +16,11 @@ from flask.views import MethodView
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 from werkzeug.middleware.proxy_fix import ProxyFix
 
-from oncemore.core.contract import Contract
-from oncemore.core.guard import Guard
-from oncemore.core.heartbeat import ThreadBeats
-from oncemore.core.model import Outcome
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.heartbeat import ThreadBeats
+from oncemore._ledger.model import Outcome
 from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.web.wsgi import IdempotencyMiddleware, current_operation, idempotent
 

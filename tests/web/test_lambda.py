@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 
 from oncemore import Guard
-from oncemore.core.contract import Contract
-from oncemore.core.policy import Policy
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.policy import Policy
+from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.testing.failing import FailingStore
 from oncemore.web.aws_lambda import IdempotencyMiddleware, current_operation, guarded, idempotent
-from oncemore.web.lambda_events import HttpApi
-from oncemore.web.lambda_time import GRACE, patience, time_left, within
+from oncemore.web.aws_lambda.events import HttpApi
+from oncemore.web.aws_lambda.times import GRACE, patience, time_left, within
 
 from .lambda_shapes import Context, Event, http_api, load_balancer, load_balancer_multi, rest_api
 

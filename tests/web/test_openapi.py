@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV30SpecValidator, OpenAPIV31SpecValidator
 
-from oncemore.core.contract import Contract
-from oncemore.core.profiles import PROFILES
-from oncemore.core.rule import Rule
+from oncemore._contract.contract import Contract
+from oncemore._contract.profiles import PROFILES
+from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, OncemoreError
 from oncemore.web.openapi import enrich, resolved
-from oncemore.web.openapi_parts import REFUSALS, spelt
+from oncemore.web.openapi.parts import REFUSALS, spelt
 
 PLAIN: dict[str, Any] = {
     "openapi": "3.1.0",

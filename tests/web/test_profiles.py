@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.profiles import PROFILES
+from oncemore._contract.profiles import PROFILES
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "_generate" / "profiles.py"
 

@@ -16,12 +16,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from oncemore import Guard
-from oncemore.core.contract import Contract
-from oncemore.core.rule import Rule, idempotent
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule, idempotent
 from oncemore.errors import ConfigurationError, MissingDriver, RateLimited
 from oncemore.web.admission import Admission
 from oncemore.web.asgi import IdempotencyMiddleware
-from oncemore.web.http import Door
+from oncemore.web.door import Door
 from oncemore.web.rates import NewKeys
 
 from .live import keyed, live

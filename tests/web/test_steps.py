@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from oncemore import Contract, Guard, Operation, Rule
-from oncemore.core.backoff import Backoff
-from oncemore.core.completer import Completer, Tally
-from oncemore.core.plan import arun
+from oncemore._ledger.completer import Completer, Tally
+from oncemore._runtime.backoff import Backoff
+from oncemore._runtime.plan import arun
 from oncemore.web import asgi, fastapi, wsgi
 from oncemore.web.current import CURRENT
 from oncemore.web.redrive import RedriveAsgi, RedriveWsgi, kept_request

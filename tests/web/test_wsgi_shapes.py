@@ -15,10 +15,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from oncemore.core.contract import Contract
-from oncemore.core.guard import Guard
-from oncemore.core.rule import Rule
-from oncemore.core.store import Filter
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.store import Filter
 from oncemore.web.wsgi import IdempotencyMiddleware
 
 WSGI = Callable[..., Iterable[bytes]]

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from oncemore import Guard, Outcome
-from oncemore.core.model import Lease
-from oncemore.core.plan import Plan, Sleep, arun
-from oncemore.core.store import Filter
+from oncemore._ledger.model import Lease
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import Plan, Sleep, arun
 from oncemore.stores.memory import MemoryStore
 
 Message = dict[str, Any]

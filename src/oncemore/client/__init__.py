@@ -1,6 +1,5 @@
 """The retry client: one key per intention, safe retries, hard deadlines.  The transports are modules of their own."""
 
-from .entry import Entry, Keyring, Resumed
 from .errors import (
     AttemptTimeout,
     CircuitOpen,
@@ -15,6 +14,7 @@ from .function import retrying
 from .hosts import Breaker, Budget
 from .interop import stamina_arguments, tenacity_arguments
 from .keyring import MemoryKeyring, open_keyring
+from .keyring.entry import Entry, Keyring, Resumed
 from .keys import derived_key, new_key, random_key
 from .pause import no_sleeping
 from .retry import Retry

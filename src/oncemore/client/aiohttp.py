@@ -12,19 +12,19 @@ from aiohttp import ClientHandlerType, ClientRequest, ClientResponse, ClientSess
 from aiohttp.base_protocol import BaseProtocol
 from yarl import URL
 
-from ..core.plan import Call, Effect, Plan, arun
+from .._runtime.plan import Call, Effect, Plan, arun
 from ..errors import ConfigurationError
 from .bodies import MAX_BODY, manner_by
 from .continuing import AsyncContinuing
 from .deadline import is_distrust
 from .effects import Within
 from .engine import Engine
-from .entry import Entry, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
-from .judge import Fault, Reply
 from .keyring import KeyringPlace
+from .keyring.entry import Entry, Resumed, host_of
 from .retry import Retry
+from .verdict import Fault, Reply
 
 
 # Not of aiohttp's OSErrors: those it would ask again by itself, all attempts over.

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from ..core.plan import Effect, Plan
+from .._runtime.plan import Effect, Plan
 from .errors import AttemptTimeout, CircuitOpen
 from .hedge import Hedge
 from .hosts import HOSTS, Host, Hosts
-from .judge import Verdict
 from .pause import Pause, now
 from .retry import Retry
 from .story import Attempt, EventKind, Reason, RetryEvent, RetryObserver, Story, tell
+from .verdict import Verdict
 
 # Those who were told the same Retry-After should not all come back in the same instant.
 WISH_SPREAD = 0.1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ..core.plan import arun, run
+from .._runtime.plan import arun, run
 from .engine import Engine
-from .entry import Entry, Resumed
+from .keyring.entry import Entry, Resumed
 
 
 class Continuing:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
-from ..core.plan import Plan, arun, run
+from .._runtime.plan import Plan, arun, run
 from .watch import within
 
 T = TypeVar("T")

@@ -8,18 +8,18 @@ from collections.abc import Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from ..core.plan import Call, Plan
+from .._runtime.plan import Call, Plan
 from ..errors import ConfigurationError, InvalidKey, OncemoreError
 from .attempts import World, attempts
 from .effects import Unbroken
-from .entry import CREDENTIALS, FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, without_credentials
 from .errors import CredentialsMissing, OutcomeUnknown
 from .exchange import Exchange, Wire
-from .judge import Reply
 from .keyring import KeyringPlace, open_keyring
+from .keyring.entry import CREDENTIALS, FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, without_credentials
 from .keys import new_key
 from .retry import Retry
 from .story import RetryObserver, log
+from .verdict import Reply
 
 UNSAFE_METHODS = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import MutableMapping
 from typing import NamedTuple, Protocol
 
-from ..core.plan import Effect, Plan
-from .entry import Entry
+from .._runtime.plan import Effect, Plan
 from .errors import AttemptTimeout, OutcomeUnknown, RetriesExhausted
-from .judge import IDEMPOTENT_METHODS, Fault, Reply, Verdict, accepted, judge_fault, judge_reply
+from .keyring.entry import Entry
 from .retry import Retry
 from .story import Story
+from .verdict import IDEMPOTENT_METHODS, Fault, Reply, Verdict, accepted, judge_fault, judge_reply
 
 NEVER = float("inf")
 

@@ -9,15 +9,15 @@ from functools import partial, wraps
 from types import CoroutineType, TracebackType
 from typing import Any, TypeVar, overload
 
-from ..core.plan import Effect, Plan, arun, arun_to, run, run_to
+from .._runtime.plan import Effect, Plan, arun, arun_to, run, run_to
 from ..errors import ConfigurationError
 from .attempts import World, attempts
 from .errors import AttemptTimeout
 from .hosts import HOSTS
-from .judge import ACCEPTED, Verdict
 from .keys import new_key
 from .retry import Retry
 from .story import RetryObserver, Story
+from .verdict import ACCEPTED, Verdict
 
 F = TypeVar("F", bound=Callable[..., Any])
 NEVER = float("inf")

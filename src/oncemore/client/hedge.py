@@ -9,7 +9,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from ..core.plan import Effect
+from .._runtime.plan import Effect
 from .effects import unbroken
 
 if TYPE_CHECKING:

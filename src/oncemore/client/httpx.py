@@ -6,16 +6,16 @@ from typing import Any
 
 import httpx
 
-from ..core.plan import arun, run
+from .._runtime.plan import arun, run
 from .continuing import AsyncContinuing, Continuing
 from .engine import Engine
-from .entry import Entry, Resumed
 from .exchange import Exchange
 from .httpx_bounds import bound
 from .httpx_wire import HttpxWire, RequestExhausted, RequestTimedOut, RequestUnknown
-from .judge import Reply
 from .keyring import KeyringPlace
+from .keyring.entry import Entry, Resumed
 from .retry import Retry
+from .verdict import Reply
 
 __all__ = ["AsyncRetryTransport", "RequestExhausted", "RequestTimedOut", "RequestUnknown", "RetryTransport"]
 

@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 import httpx
 
-from ..core.plan import Effect, Plan
+from .._runtime.plan import Effect, Plan
 from .bodies import MAX_BODY, READ_AHEAD, Manner, manner_for
 from .deadline import Allowance, is_distrust
 from .effects import Either
-from .entry import host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
 from .httpx_bodies import Body, OnceBody
-from .judge import Fault, Reply
+from .keyring.entry import host_of
+from .verdict import Fault, Reply
 from .watch import within
 
 

@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 
-from ..core.key import join
+from .._contract.keys import join
 from ..errors import ConfigurationError
 
 # The digit of a UUID whose upper bits say which kind it is: the two lower ones are kept.

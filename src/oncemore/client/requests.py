@@ -10,18 +10,18 @@ from requests.adapters import HTTPAdapter
 from urllib3 import ProxyManager
 from urllib3.exceptions import HTTPError, MaxRetryError
 
-from ..core.plan import run
+from .._runtime.plan import run
 from .bodies import MAX_BODY, SentBody, manner_by
 from .continuing import Continuing
 from .engine import Engine
-from .entry import Entry, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
-from .judge import Fault, Reply
 from .keyring import KeyringPlace
+from .keyring.entry import Entry, Resumed, host_of
 from .retry import Retry
 from .urllib3 import BlockingWire, fault_of, limits
 from .urllib3_bounds import BOUNDED_POOLS
+from .verdict import Fault, Reply
 
 
 class RequestExhausted(RetriesExhausted, requests.ConnectionError):

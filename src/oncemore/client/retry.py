@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..core.backoff import Backoff, Jitter
-from ..core.policy import duration
+from .._contract.policy import duration
+from .._runtime.backoff import Backoff, Jitter
 from ..errors import ConfigurationError
 from .hosts import DEFAULT_BUDGET, Breaker, Budget
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from .judge import Known, Verdict
+from .verdict import Known, Verdict
 
 Reason = Literal["", "attempts", "deadline", "budget", "breaker", "body", "key_lifetime"]
 

@@ -19,18 +19,18 @@ from urllib3.exceptions import (
 from urllib3.exceptions import TimeoutError as Urllib3Timeout
 from urllib3.util import Timeout
 
-from ..core.plan import Call, Effect, Plan, run
+from .._runtime.plan import Call, Effect, Plan, run
 from .bodies import SentBody, manner_by, position
 from .continuing import Continuing
 from .deadline import Allowance, is_distrust
 from .engine import Engine
-from .entry import Entry, Resumed, host_of
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
-from .judge import Fault, Reply
 from .keyring import KeyringPlace
+from .keyring.entry import Entry, Resumed, host_of
 from .retry import Retry
 from .urllib3_bounds import BoundedHTTPPool, BoundedHTTPSPool
+from .verdict import Fault, Reply
 
 
 class PoolExhausted(RetriesExhausted, HTTPError):

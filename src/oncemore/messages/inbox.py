@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..core.fingerprint import fingerprint_of
-from ..core.guard import Guard, check_guard
-from ..core.key import check_name, join
-from ..core.model import Lease, Operation, Outcome, Record
-from ..core.op import Op
-from ..core.plan import Plan, arun, run
-from ..core.policy import duration
-from ..core.store import Filter, Page
-from ..core.takeover import lapse
-from ..core.values import replayed
+from .._contract.keys import check_name, join
+from .._contract.policy import duration
+from .._fingerprint.fingerprint import fingerprint_of
+from .._ledger.context import Op
+from .._ledger.guard import Guard, check_guard
+from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.store import Filter, Page
+from .._ledger.unknown import lapse
+from .._ledger.values import replayed
+from .._runtime.plan import Plan, arun, run
 from ..errors import (
     ConfigurationError,
     Duplicate,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from ..core.events import Event, EventKind, Observer
+from .._ledger.events import Event, EventKind, Observer
 from ..errors import ConfigurationError
 
 Keys = Literal["plain", "digest"]

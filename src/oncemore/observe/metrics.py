@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from ..core.events import Event
+from .._ledger.events import Event
 from ..errors import PayloadMismatch
 
 

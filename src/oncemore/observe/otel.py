@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from opentelemetry.metrics import Counter, Histogram, Meter, MeterProvider, get_meter
 from opentelemetry.trace import get_current_span
 
-from ..core.events import Event, Observer
+from .._ledger.events import Event, Observer
 from .logging import Keys, fields_of, shown_by
 from .metrics import GUARD_METRICS, RETRY_METRICS, Measurement, Metric, Retried, of_event, of_retry
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
-from ..core.events import Event, Observer
+from .._ledger.events import Event, Observer
 from .metrics import GUARD_METRICS, RETRY_METRICS, Measurement, Metric, Retried, of_event, of_retry
 
 Known = dict[Metric, Counter | Histogram]

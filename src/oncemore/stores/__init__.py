@@ -1,5 +1,5 @@
 """Where ledgers live: one module per URL scheme."""
 
-from ..core.urls import connect, schema
+from .._ledger.connect import connect, schema
 
 __all__ = ["connect", "schema"]

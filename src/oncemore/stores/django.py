@@ -15,9 +15,9 @@ from asgiref.sync import sync_to_async
 from django.db import connections, transaction  # type: ignore[import-untyped]
 from django.utils.connection import ConnectionDoesNotExist  # type: ignore[import-untyped]
 
-from ..core.lending import Do, Loan, ended, to_the_end
-from ..core.store import Store
-from ..core.urls import DJANGO
+from .._ledger.connect import DJANGO
+from .._ledger.store import Store
+from .._ledger.transactions import Do, Loan, ended, to_the_end
 from ..errors import ConfigurationError, TransactionEnded
 
 T = TypeVar("T")

@@ -7,11 +7,11 @@ from typing import Any
 
 from psycopg.pq import Conninfo
 
-from ..core.store import Store
+from .._ledger.store import Store
 from .django import AtomicLoan
 from .postgres import PostgresStore, url_of
-from .postgres_transaction import Enlisted
-from .postgres_wires import ThreadWire
+from .postgres.psycopg import ThreadWire
+from .postgres.transactions import Enlisted
 
 NAMES = {"NAME": "dbname", "USER": "user", "PASSWORD": "password", "HOST": "host", "PORT": "port"}
 

@@ -6,12 +6,12 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ..core.lending import Do, at_once
-from ..core.plan import Plan
-from ..core.store import Store
+from .._ledger.store import Store
+from .._ledger.transactions import Do, at_once
+from .._runtime.plan import Plan
 from .django import AtomicLoan, do
 from .sqlite import connect, url_of
-from .sqlite_desk import Enlisted, ThreadDesk
+from .sqlite.desk import Enlisted, ThreadDesk
 
 T = TypeVar("T")
 

@@ -14,15 +14,15 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from ..core.bell import Bell, Id
-from ..core.clock import SYSTEM
-from ..core.fork import reset_in_child
-from ..core.judge import fenced, not_deletable, not_resolvable
-from ..core.model import Lease, Operation, Outcome, Record
-from ..core.plan import Plan
-from ..core.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
-from ..core.store import Filter, Holder, Page, Stats
-from ..core.urls import take_options
+from .._ledger.connect import take_options
+from .._ledger.decisions import fenced, not_deletable, not_resolvable
+from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
+from .._ledger.store import Filter, Holder, Page, Stats
+from .._runtime.clock import SYSTEM
+from .._runtime.forks import reset_in_child
+from .._runtime.plan import Plan
+from .._runtime.wakeups import Bell, Id
 from ..errors import InvalidPayload
 
 P = ParamSpec("P")

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy.engine import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ..core.store import Store
+from .._ledger.store import Store
 from ..errors import ConfigurationError
 
 

@@ -10,7 +10,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, AsyncTransaction
 from sqlalchemy.orm import Session
 
-from ..core.lending import Do, ended
+from .._ledger.transactions import Do, ended
 from ..errors import StoreTimeout
 
 T = TypeVar("T")

@@ -9,11 +9,11 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ..core.store import Store
+from .._ledger.store import Store
 from ..errors import ConfigurationError
 from .postgres import PostgresStore, url_of
-from .postgres_sql import Ask, Rows
-from .postgres_transaction import Enlisted, Wire
+from .postgres.statements import Ask, Rows
+from .postgres.transactions import Enlisted, Wire
 from .sqlalchemy_loan import AsyncBorrowed, Borrowed
 
 # SQLAlchemy's and asyncpg's words for what libpq has others for.
@@ -50,19 +50,19 @@ def wires(engine: Engine | AsyncEngine) -> Callable[[], Wire]:
     driver = engine.dialect.driver
     if isinstance(engine, AsyncEngine):
         if driver == "asyncpg":
-            from .asyncpg_wire import AsyncpgWire
+            from .postgres.asyncpg_wire import AsyncpgWire
 
             return lambda: AsyncpgWire(AsyncpgBorrowed(engine))
         if driver in ("psycopg", "psycopg_async"):
-            from .postgres_wires import LoopWire
+            from .postgres.psycopg import LoopWire
 
             return lambda: LoopWire(AsyncBorrowed(engine))
     elif driver == "psycopg":
-        from .postgres_wires import ThreadWire
+        from .postgres.psycopg import ThreadWire
 
         return lambda: ThreadWire(Borrowed(engine))
     elif driver == "psycopg2":
-        from .postgres_psycopg2 import Psycopg2Wire, on_return
+        from .postgres.psycopg2 import Psycopg2Wire, on_return
 
         event.listen(engine, "reset", on_return)
         return lambda: Psycopg2Wire(Borrowed(engine))

@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 from sqlalchemy.engine import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ..core.bell import Id
-from ..core.lending import Do, ended
-from ..core.plan import Effect, Plan
-from ..core.store import Store
+from .._ledger.store import Store
+from .._ledger.transactions import Do, ended
+from .._runtime.plan import Effect, Plan
+from .._runtime.wakeups import Id
 from ..errors import ConfigurationError
 from .sqlalchemy_loan import AsyncBorrowed, Borrowed
 from .sqlite import connect, url_of
-from .sqlite_desk import Enlisted, Taken, ThreadDesk, Work
-from .sqlite_lender import passed
+from .sqlite.desk import Enlisted, Taken, ThreadDesk, Work
+from .sqlite.lender import passed
 
 T = TypeVar("T")
 DRIVERS = ("pysqlite", "aiosqlite")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.store import Store
+from .._ledger.store import Store
 
 
 class Clock:

@@ -12,11 +12,11 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from ..core.around import Around
-from ..core.lending import Lender, Transaction
-from ..core.model import Lease, Operation, Outcome, Record
-from ..core.plan import Plan
-from ..core.store import Store
+from .._ledger.around import Around
+from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.store import Store
+from .._ledger.transactions import Lender, Transaction
+from .._runtime.plan import Plan
 
 POINTS = ("before claim", "after claim", "after effect", "before commit", "after commit")
 

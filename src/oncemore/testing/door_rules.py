@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from ..core.model import Outcome
-from ..core.op import Op
-from ..core.resolution import Resolution
-from ..core.rule import Rule
-from ..core.settings import Settings
+from .._contract.rule import Rule
+from .._contract.settings import Settings
+from .._ledger.context import Op
+from .._ledger.model import Outcome
+from .._ledger.resolution import Resolution
 from .failing import CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from ..core.around import Around
-from ..core.model import Lease, Operation, Outcome, Record
-from ..core.plan import Plan
-from ..core.store import Store
+from .._ledger.around import Around
+from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.store import Store
+from .._runtime.plan import Plan
 from ..errors import StoreTimeout, StoreUnavailable
 
 SECRET = "db-7.internal"  # a detail such as errors of drivers have, and callers must not see

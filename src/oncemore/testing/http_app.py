@@ -37,12 +37,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
 
-from ..core.contract import Contract
-from ..core.events import Event
-from ..core.guard import Guard
-from ..core.plan import Plan, Sleep, arun, run
-from ..core.store import Store
-from ..core.urls import connect
+from .._contract.contract import Contract
+from .._ledger.connect import connect
+from .._ledger.events import Event
+from .._ledger.guard import Guard
+from .._ledger.store import Store
+from .._runtime.plan import Plan, Sleep, arun, run
 from ..errors import Duplicate
 from ..web.current import CURRENT
 from .door_rules import RULES

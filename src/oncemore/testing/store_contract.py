@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import pytest
 
-from ..core.model import Lease, Operation, Outcome, Record
-from ..core.store import Filter, Store
+from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.store import Filter, Store
 from ..errors import Fenced
 from .clock import Clock
 from .store_crowding import Crowding

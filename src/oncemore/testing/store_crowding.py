@@ -8,9 +8,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..core.model import Lease, Operation, Record
-from ..core.plan import arun, run
-from ..core.store import Store
+from .._ledger.model import Lease, Operation, Record
+from .._ledger.store import Store
+from .._runtime.plan import arun, run
 from ..errors import Fenced
 from .store_parts import DONE, LEASE, RETENTION, Drive, Part, write
 

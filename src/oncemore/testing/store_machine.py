@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from ..core.model import Lease, Operation, Outcome, Record
-from ..core.plan import Plan, run
-from ..core.store import Filter, Store
+from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.store import Filter, Store
+from .._runtime.plan import Plan, run
 from ..errors import OncemoreError
 from ..stores.memory import MemoryStore
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ..core.model import Operation, Outcome
-from ..core.store import Filter, Store
+from .._ledger.model import Operation, Outcome
+from .._ledger.store import Filter, Store
 from ..errors import Fenced, InProgress, NotFound, NotResolvable
 from .clock import Clock
 from .store_parts import DONE, LEASE, RETENTION, Drive, Part, write

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ..core.model import Lease, Operation, Outcome
-from ..core.plan import Plan, arun, run
-from ..core.store import Store
+from .._ledger.model import Lease, Operation, Outcome
+from .._ledger.store import Store
+from .._runtime.plan import Plan, arun, run
 from .clock import Clock
 
 Drive = Callable[[Plan[Any]], Any]

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ..core.completer import Completer, End, Tally
-from ..core.model import Record
+from .._ledger.completer import Completer, End, Tally
+from .._ledger.model import Record
 from ..errors import ConfigurationError
 
 Report = Callable[[str], object]

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from .._runtime.plan import Effect, Plan
 from ..client.attempts import World, attempts
 from ..client.errors import CircuitOpen
 from ..client.hedge import Hedge
 from ..client.hosts import Breaker, Budget, Hosts
-from ..client.judge import Fault, Reply, Verdict, judge_fault, judge_reply
 from ..client.pause import Pause
 from ..client.retry import Retry
 from ..client.story import Story
-from ..core.plan import Effect, Plan
+from ..client.verdict import Fault, Reply, Verdict, judge_fault, judge_reply
 from .simulated import Brownout, Report, SimulatedServer
 
 NEVER = float("inf")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-from ..core.contract import Contract
-from ..core.plan import Call
-from ..core.rule import Rule
+from .._contract.contract import Contract
+from .._contract.rule import Rule
+from .._runtime.plan import Call
 from ..errors import MissingDriver
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.current import CURRENT, current_operation
-from ..core.model import Operation
+from .._ledger.current import CURRENT, current_operation
+from .._ledger.model import Operation
 
 __all__ = ["CURRENT", "GUARDED", "current_operation", "is_current", "place_of"]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
-from ..core.contract import Contract, Match
-from ..core.rule import Rule
+from .._contract.contract import Contract, Match
+from .._contract.rule import Rule
 from ..errors import InvalidPayload
+from .door import Door
 from .headers import NOT_OF_A_GET
-from .http import Door
 
 NOT_ASKED = frozenset(
     name.replace("-", "_").upper() if name.startswith("content-") else f"HTTP_{name.replace('-', '_').upper()}"

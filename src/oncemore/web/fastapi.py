@@ -5,11 +5,11 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 
 from __future__ import annotations
 
-from ..core.op import Op
-from ..core.rule import idempotent
+from .._contract.rule import idempotent
+from .._ledger.context import Op
 from . import current
 from .asgi import IdempotencyMiddleware
-from .documented import document
+from .openapi.app import document
 
 __all__ = ["IdempotencyMiddleware", "Op", "current_operation", "document", "idempotent"]
 

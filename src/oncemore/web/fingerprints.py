@@ -7,8 +7,8 @@ from collections import OrderedDict
 from hashlib import sha256
 from typing import Any
 
-from ..core.fingerprint import Fingerprinter
-from ..core.rule import Rule
+from .._contract.rule import Rule
+from .._fingerprint.fingerprint import Fingerprinter
 
 Parts = tuple[str, str, str, str, bytes]  # method, path, query, media type, body
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
-from ..core.contract import Contract
-from ..core.guard import check_guard
-from ..core.model import Outcome
+from .._contract.contract import Contract
+from .._ledger.guard import check_guard
+from .._ledger.model import Outcome
 from ..errors import ConfigurationError
 from .admission import Rates
 from .principal import Principal

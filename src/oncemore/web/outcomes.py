@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..core.model import Outcome
-from ..core.values import replayed
+from .._ledger.model import Outcome
+from .._ledger.values import replayed
 from ..errors import OutcomeNotKept
 from .problem import JSON, encode_json
 

@@ -13,7 +13,7 @@ from ..errors import InvalidPrincipal, PrincipalFailed
 from .headers import Fields, Headers
 
 if TYPE_CHECKING:
-    from .http import Request
+    from .door import Request
 
 log = logging.getLogger("oncemore.web")
 

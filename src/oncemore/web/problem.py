@@ -18,9 +18,9 @@ from ..errors import (
 )
 
 if TYPE_CHECKING:
-    from ..core.contract import Match
-    from ..core.model import Operation
-    from .http import Door
+    from .._contract.contract import Match
+    from .._ledger.model import Operation
+    from .door import Door
 
 log = logging.getLogger("oncemore.web")
 

@@ -12,8 +12,8 @@ from limits.errors import ConfigurationError as UnknownStorage
 from limits.storage import Storage, storage_from_string
 from limits.strategies import SlidingWindowCounterRateLimiter
 
-from ..core.rule import Rule
-from ..core.urls import hide_password
+from .._contract.rule import Rule
+from .._ledger.connect import hide_password
 from ..errors import ConfigurationError, RateLimited, Refusal, StoreUnavailable
 
 log = logging.getLogger("oncemore.web")

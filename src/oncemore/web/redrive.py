@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from typing import Any
 from urllib.parse import quote
 
-from ..core.lending import Do
-from ..core.model import Operation
-from ..core.plan import Plan
-from ..core.rule import Rule
+from .._contract.rule import Rule
+from .._ledger.model import Operation
+from .._ledger.transactions import Do
+from .._runtime.plan import Plan
 from ..errors import ConfigurationError
 from .current import CURRENT, place_of
 from .headers import Headers

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..core.contract import Contract
-from ..core.match import SAFE_METHODS
-from ..core.rule import Rule
+from .._contract.contract import Contract
+from .._contract.paths import SAFE_METHODS
+from .._contract.rule import Rule
 from .views import rules_for, served_by
 
 

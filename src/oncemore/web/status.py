@@ -6,14 +6,14 @@ import base64
 from typing import Any
 from urllib.parse import parse_qs
 
-from ..core.contract import Contract
-from ..core.key import check_key
-from ..core.model import Outcome, Record
-from ..core.plan import Plan, arun
-from ..core.rule import Rule
+from .._contract.contract import Contract
+from .._contract.keys import check_key
+from .._contract.rule import Rule
+from .._ledger.model import Outcome, Record
+from .._runtime.plan import Plan, arun
 from ..errors import InvalidKey, NotFound
+from .door import Door, Request
 from .headers import lines
-from .http import Door, Request
 from .principal import principal_of
 from .problem import JSON, Response, encode_json
 

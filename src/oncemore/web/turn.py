@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..core.contract import Match
-from ..core.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats, end, tried
-from ..core.judge import Answer, keeps
-from ..core.model import Operation, Outcome
-from ..core.plan import Effect, Ended, Plan, arun_to, run_to
+from .._contract.contract import Match
+from .._ledger.decisions import Answer, keeps
+from .._ledger.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats, end, tried
+from .._ledger.model import Operation, Outcome
+from .._runtime.plan import Effect, Ended, Plan, arun_to, run_to
 from ..errors import OncemoreError, PreconditionFailed, Refusal
 from .current import CURRENT, GUARDED
+from .door import Door, Request
 from .headers import Headers, value_of
-from .http import Door, Request
 
 # The same request, with the same key, is to be sent to another address: what was asked has not been done here.
 ELSEWHERE = (307, 308)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from ..core.match import UNSAFE_METHODS
-from ..core.rule import Rule, rule_of
+from .._contract.paths import UNSAFE_METHODS
+from .._contract.rule import Rule, rule_of
 
 
 def rule_for(view: Any, method: str) -> Rule | None:

@@ -18,8 +18,8 @@ import secrets as chance
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..core.clock import SYSTEM, Clock
-from ..core.policy import duration
+from .._contract.policy import duration
+from .._runtime.clock import SYSTEM, Clock
 from ..errors import ConfigurationError, WebhookError
 
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"

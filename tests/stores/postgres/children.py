@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from oncemore.core.model import Lease, Operation, Outcome
-from oncemore.core.plan import run
+from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._runtime.plan import run
 from oncemore.errors import OncemoreError
 from oncemore.stores.postgres import PostgresStore
 

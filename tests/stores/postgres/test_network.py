@@ -12,9 +12,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from oncemore.core.model import Lease, Operation
-from oncemore.core.plan import Plan, arun, run
-from oncemore.core.store import Filter
+from oncemore._ledger.model import Lease, Operation
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.proxy import FaultProxy

@@ -9,8 +9,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from oncemore.core.model import Lease, Operation, Outcome
-from oncemore.core.plan import run
+from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._runtime.plan import run
 from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.store_contract import StoreContract
 

@@ -16,10 +16,10 @@ from urllib.parse import quote
 
 import pytest
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Lease, Operation, Outcome
-from oncemore.core.plan import run
-from oncemore.core.policy import Policy
+from oncemore._contract.policy import Policy
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._runtime.plan import run
 from oncemore.errors import InProgress, OncemoreError, StoreError, UnknownOutcome
 from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.servers import PostgresServer

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from oncemore.core.model import Lease, Operation, Outcome, Record, encode_outcome
-from oncemore.core.plan import arun, run
-from oncemore.core.store import Filter
+from oncemore._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import arun, run
 from oncemore.errors import (
     Fenced,
     InvalidKey,
@@ -26,8 +26,8 @@ from oncemore.errors import (
     StoreTimeout,
 )
 from oncemore.stores.postgres import PostgresStore
-from oncemore.stores.postgres_line import Send
-from oncemore.stores.postgres_rows import plain, safe
+from oncemore.stores.postgres.line import Send
+from oncemore.stores.postgres.rows import plain, safe
 from oncemore.testing.store_contract import DONE, LEASE, RETENTION, StoreContract
 from oncemore.testing.store_machine import store_machine
 

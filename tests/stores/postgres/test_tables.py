@@ -10,16 +10,15 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from oncemore.core.model import Lease, Operation
-from oncemore.core.plan import run
-from oncemore.core.store import Filter
+from oncemore._ledger.model import Lease, Operation
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import run
 from oncemore.errors import (
     ConfigurationError,
 )
 from oncemore.stores import connect, schema
-from oncemore.stores import postgres_schema as tables
-from oncemore.stores.postgres import PostgresStore
-from oncemore.stores.postgres_sql import LOOK_UP
+from oncemore.stores.postgres import PostgresStore, tables
+from oncemore.stores.postgres.statements import LOOK_UP
 from oncemore.testing.store_contract import DONE, LEASE, RETENTION
 
 from .parts import same, until

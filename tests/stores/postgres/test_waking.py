@@ -16,11 +16,11 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Lease, Operation, Outcome
-from oncemore.core.plan import arun, run
-from oncemore.core.policy import Policy
-from oncemore.core.store import Filter
+from oncemore._contract.policy import Policy
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import arun, run
 from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.store_contract import DONE, LEASE, RETENTION
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
-from oncemore.core.model import Lease, Operation
-from oncemore.core.plan import arun, run
+from oncemore._ledger.model import Lease, Operation
+from oncemore._runtime.plan import arun, run
 from oncemore.errors import Fenced, StoreError
 from oncemore.stores.redis import RedisStore, connect
 

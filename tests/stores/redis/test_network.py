@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.model import Lease, Record
-from oncemore.core.plan import Plan, arun, run
-from oncemore.core.store import Filter
+from oncemore._ledger.model import Lease, Record
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
-from oncemore.stores.redis_wire import Address, Exchange, Line, Parcel, pack
+from oncemore.stores.redis.connection import Address, Exchange, Line, Parcel, pack
 from oncemore.testing.proxy import FaultProxy
 
 from ..parts import DONE, HOUR, operation

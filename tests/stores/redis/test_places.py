@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 from redis.crc import key_slot
 
-from oncemore.core.model import Lease, Record
-from oncemore.core.plan import Plan, arun, run
-from oncemore.core.store import Filter
+from oncemore._ledger.model import Lease, Record
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect, schema
 from oncemore.testing.servers import ValkeyCluster, ValkeySentinel, ValkeyServer

@@ -17,13 +17,13 @@ import pytest
 import redis
 
 from oncemore import Guard
-from oncemore.core.model import Lease, Operation, Record
-from oncemore.core.op import Op
-from oncemore.core.plan import arun, run
-from oncemore.stores import redis_rung
+from oncemore._ledger.context import Op
+from oncemore._ledger.model import Lease, Operation, Record
+from oncemore._runtime.plan import arun, run
 from oncemore.stores.redis import RedisStore, connect
-from oncemore.stores.redis_anyones import LOOK
-from oncemore.stores.redis_flight import Item
+from oncemore.stores.redis import listener as redis_rung
+from oncemore.stores.redis.anyones import LOOK
+from oncemore.stores.redis.commands import Item
 from oncemore.testing.proxy import FaultProxy
 
 from ...strangers import strangers

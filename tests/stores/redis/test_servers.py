@@ -16,13 +16,13 @@ import hiredis
 import pytest
 import redis
 
-from oncemore.core.model import Lease, Outcome, Record
-from oncemore.core.plan import Plan, arun, run
-from oncemore.core.store import Filter
+from oncemore._ledger.model import Lease, Outcome, Record
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import StoreError, StoreUnavailable
 from oncemore.stores import schema
 from oncemore.stores.redis import RedisStore, connect
-from oncemore.stores.redis_flight import kind, refusal
+from oncemore.stores.redis.commands import kind, refusal
 from oncemore.testing.servers import ValkeyServer
 
 from ..parts import DONE, HOUR, operation

@@ -14,9 +14,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from redis.crc import key_slot
 
 from oncemore import Guard
-from oncemore.core.model import Lease, Operation, Outcome, Record
-from oncemore.core.plan import arun, run
-from oncemore.core.store import Filter
+from oncemore._ledger.model import Lease, Operation, Outcome, Record
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import arun, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable, StoreError
 from oncemore.stores.redis import RedisStore, connect

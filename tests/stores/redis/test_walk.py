@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.plan import Plan, run
-from oncemore.core.store import Filter, Stats
+from oncemore._ledger.store import Filter, Stats
+from oncemore._runtime.plan import Plan, run
 from oncemore.errors import InvalidPayload
 from oncemore.stores.redis import RedisStore
 

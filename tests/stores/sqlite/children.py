@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from oncemore.core.model import Lease, Operation
-from oncemore.core.plan import run
+from oncemore._ledger.model import Lease, Operation
+from oncemore._runtime.plan import run
 from oncemore.errors import OncemoreError
 from oncemore.stores.sqlite import connect
 

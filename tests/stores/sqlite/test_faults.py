@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from oncemore.core.model import Lease, Operation
-from oncemore.core.plan import arun, run
+from oncemore._ledger.model import Lease, Operation
+from oncemore._runtime.plan import arun, run
 from oncemore.errors import StoreError, StoreUnavailable
 from oncemore.stores.sqlite import SqliteStore, connect
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Policy
-from oncemore.core.model import Lease, Operation
-from oncemore.core.plan import arun, run
+from oncemore._ledger.model import Lease, Operation
+from oncemore._runtime.plan import arun, run
 from oncemore.errors import Suspected
-from oncemore.stores import sqlite_connection
 from oncemore.stores.sqlite import SqliteStore, connect
-from oncemore.stores.sqlite_items import NO_RECORD
+from oncemore.stores.sqlite import connection as sqlite_connection
+from oncemore.stores.sqlite.items import NO_RECORD
 from oncemore.testing.store_contract import StoreContract
 
 from ..parts import DONE, HOUR

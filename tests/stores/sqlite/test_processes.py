@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.guard import Guard
-from oncemore.core.model import Lease, Operation, Outcome, Record
-from oncemore.core.plan import arun, run
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Lease, Operation, Outcome, Record
+from oncemore._runtime.plan import arun, run
 from oncemore.errors import StoreTimeout
 from oncemore.stores.sqlite import SqliteStore, connect
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from oncemore.core.model import Lease, Operation, Outcome, Record
-from oncemore.core.plan import arun, run
-from oncemore.core.store import Filter
+from oncemore._ledger.model import Lease, Operation, Outcome, Record
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import arun, run
 from oncemore.errors import ConfigurationError, InvalidKey, InvalidPayload, StoreError
 from oncemore.stores import schema
 from oncemore.stores.sqlite import SqliteStore, connect

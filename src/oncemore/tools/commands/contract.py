@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ...core.contract import Contract
-from ...core.policy import UNITS
+from ..._contract.contract import Contract
+from ..._contract.policy import UNITS
 from .options import json_option
 from .screen import Screen, draw_pairs, draw_table
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ...core.profiles import PROFILES
-from ...core.urls import hide_password, schema
+from ..._contract.profiles import PROFILES
+from ..._ledger.connect import hide_password, schema
 from ...errors import ConfigurationError
 from .contract import load
 from .options import NO_STORE, json_option, ledger, store_option

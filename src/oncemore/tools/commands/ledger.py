@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import click
 import msgspec
 
-from ...core.urls import hide_password
+from ..._ledger.connect import hide_password
 from .options import agreed, json_option, ledger, store_option, yes_option
 from .screen import Screen, console, draw_table
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import click
 
-from ...core.guard import Guard
-from ...core.policy import duration
-from ...core.sealed import Sealing
-from ...core.urls import hide_password, store_module
+from ..._contract.policy import duration
+from ..._ledger.connect import hide_password, store_module
+from ..._ledger.encrypted import Sealing
+from ..._ledger.guard import Guard
 from ...errors import ConfigurationError, MissingDriver, StoreTimeout, StoreUnavailable
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import get_completion_class, shell_complete
 
-from ...core.faults import did_you_mean
+from ..._contract.problems import did_you_mean
 from ...errors import ConfigurationError
 from .screen import Screen
 

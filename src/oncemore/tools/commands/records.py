@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.model import Outcome, Record
+from ..._ledger.model import Outcome, Record
 from .screen import brief_moment, moment
 
 COLUMNS = ("key", "scope", "state", "attempts", "created (UTC)", "expires (UTC)", "status", "note")

@@ -1,0 +1,1 @@
+"""Which operations may be repeated, and how: rules, keys, templates, paths, profiles and policies."""

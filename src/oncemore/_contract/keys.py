@@ -1,0 +1,214 @@
+"""Keys: the caller's name for an operation, read from its header, checked, and joined with others unambiguously."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import sha256
+
+from ..errors import ConfigurationError, InvalidKey, MissingKey
+from .problems import did_you_mean
+
+MAX_LENGTH = 255
+
+# "any", "uuid", "uuid4", "uuid7", or "regex:" and a pattern that must match the whole key.
+KeyFormat = str
+
+# ── The header's syntax: an RFC 9651 string with parameters, or (unless strict) the bare text ─────────────────────────
+
+STRING = r'"(?:[ !#-\[\]-~]|\\["\\])*"'
+BARE_ITEM = "|".join(
+    (
+        STRING,
+        r"-?(?:\d{1,12}\.\d{1,3}|\d{1,15})",
+        r"[A-Za-z*][!#$%&'*+\-.^_`|~0-9A-Za-z:/]*",
+        r":[A-Za-z0-9+/=]*:",
+        r"\?[01]",
+        r"@-?\d{1,15}",
+        r'%"(?:[ !#$&-~]|%[0-9a-f]{2})*"',
+    )
+)
+PARAMETER = rf"; *[a-z*][a-z0-9_.*-]*(?:=(?:{BARE_ITEM}))?"
+QUOTED = re.compile(rf"({STRING})(?:{PARAMETER})*", re.ASCII)
+ESCAPED = re.compile(r"\\(.)")
+
+# No comma: a server may fold two header lines into one, and two keys must not become a third.  No quote: half a string.
+BARE = re.compile(r"[ !#-+\--~]*", re.ASCII)
+ROOM_FOR_PARAMETERS = 256
+
+# What nearly all keys look like; where any format will do, there is nothing more to ask of one.
+SIMPLE = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
+
+
+def parse_key(
+    values: Sequence[str | bytes], *, strict: bool = False, max_length: int = MAX_LENGTH, format: KeyFormat = "any"
+) -> str:
+    """The key in the header's field lines, unquoted; the error raised otherwise tells the caller what to mend."""
+    if not values:
+        raise MissingKey("No idempotency key was sent; send a unique one, and the same one when you retry.")
+    if len(values) > 1:
+        raise InvalidKey(f"The idempotency key was sent {len(values)} times; send the header once.")
+    value = values[0]
+    if (
+        format == "any"
+        and not strict
+        and isinstance(value, str)
+        and SIMPLE.fullmatch(value)
+        and len(value) <= max_length
+    ):
+        return value
+    text = field_text(value, max_length)
+    key = unquoted(text) if text.startswith('"') else bare(text, strict)
+    return check_key(key, max_length=max_length, format=format)
+
+
+def field_text(value: str | bytes, max_length: int) -> str:
+    """The field line as text, refused first of all when no key in it could be short enough."""
+    if len(value) > 2 * max_length + 2 + ROOM_FOR_PARAMETERS:
+        raise too_long(max_length)
+    if not value.isascii():
+        raise InvalidKey("The idempotency key has characters outside ASCII; send visible ASCII characters only.")
+    text = value.decode("ascii") if isinstance(value, bytes) else value
+    return text.strip(" ")
+
+
+def unquoted(text: str) -> str:
+    found = QUOTED.fullmatch(text)
+    if not found:
+        raise InvalidKey(
+            'The idempotency key is not a well-formed quoted string; close the quotes, escape only \\" and \\\\, '
+            "and send one key without tabs or line breaks."
+        )
+    return ESCAPED.sub(r"\1", found[1][1:-1])
+
+
+def bare(text: str, strict: bool) -> str:
+    if strict and text:
+        raise InvalidKey('The idempotency key must be a quoted string; put it in double quotes, as in "8e03978e".')
+    if not BARE.fullmatch(text):
+        raise InvalidKey(
+            "The idempotency key has a comma, quote or control character; use letters, digits and hyphens."
+        )
+    return text
+
+
+def too_long(max_length: int) -> InvalidKey:
+    return InvalidKey(f"The idempotency key is too long; at most {max_length} characters are accepted.")
+
+
+# ── Formats ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_key(key: str, *, max_length: int = MAX_LENGTH, format: KeyFormat = "any") -> str:
+    """The key in its one spelling (a UUID in lower case), or an InvalidKey that says what is wrong with it."""
+    if not key.strip():
+        raise InvalidKey("The idempotency key is empty; send a unique value.")
+    if len(key) > max_length:
+        raise too_long(max_length)
+    if not key.isprintable():
+        raise InvalidKey("The idempotency key has unprintable characters; send visible characters only.")
+    return key_format(format)(key)
+
+
+def check_name(key: object, what: str) -> str:
+    """The key that code has made, if it is one; *what* is what the error calls it."""
+    if not isinstance(key, str):
+        raise InvalidKey(f"{what} is {key!r}; it must be a text")
+    return check_key(key)
+
+
+def uuid_pattern(version: str) -> re.Pattern[str]:
+    return re.compile(
+        rf"[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}", re.I | re.ASCII
+    )
+
+
+UUID7 = uuid_pattern("7")
+UUIDS = {
+    "uuid": (uuid_pattern("[1-8]"), "a UUID (RFC 9562)"),
+    "uuid4": (uuid_pattern("4"), "a random UUID (version 4)"),
+    "uuid7": (UUID7, "a time-ordered UUID (version 7)"),
+}
+
+
+@lru_cache(maxsize=256)
+def key_format(format: KeyFormat) -> Callable[[str], str]:
+    """The function that returns a key of *format* in its one spelling, or raises an InvalidKey."""
+    kind, colon, pattern = format.partition(":")
+    if format == "any":
+        return str
+    if format in UUIDS:
+        return uuid_format(*UUIDS[format])
+    if kind == "regex" and colon:
+        return regex_format(pattern)
+    hint = did_you_mean(format, ("any", *UUIDS, "regex:"))
+    raise ConfigurationError(
+        f"key format {format!r} is unknown{hint}: choose any, uuid, uuid4, uuid7, 'regex:<pattern>'"
+    )
+
+
+def uuid_format(pattern: re.Pattern[str], what: str) -> Callable[[str], str]:
+    def check(key: str) -> str:
+        if not pattern.fullmatch(key):
+            raise InvalidKey(f"The idempotency key must be {what} in its usual form of 36 characters.")
+        return key.lower()
+
+    return check
+
+
+def regex_format(pattern: str) -> Callable[[str], str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ConfigurationError(f"key format 'regex:{pattern}' is not a regular expression: {error}") from None
+
+    def check(key: str) -> str:
+        if not compiled.fullmatch(key):
+            raise InvalidKey(f"The idempotency key must match the pattern {pattern}")
+        return key
+
+    return check
+
+
+def uuid7_time(key: str) -> float | None:
+    """When a version 7 UUID says that it was made (seconds since the epoch), or None for any other key."""
+    if not UUID7.fullmatch(key):
+        return None
+    return int(key[:8] + key[9:13], 16) / 1000
+
+
+# ── Names made of parts ───────────────────────────────────────────────────────────────────────────────────────────────
+
+# ':' delimits, '%' escapes, '~' marks a shortened name; control characters and lone surrogates are what stores reject.
+UNSAFE = re.compile("[%:~\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+DIGEST_LENGTH = 64
+SHORTEST_LIMIT = DIGEST_LENGTH + 1
+LONGEST_REMEMBERED = 1024  # callers choose some of the names, and longer ones would fill our memory
+
+
+def join(first: str, *rest: str, limit: int = MAX_LENGTH) -> str:
+    """One name for a list of names: `a:b` when they are simple; different lists never give the same name."""
+    parts = (first, *rest)
+    return (joined if sum(map(len, parts)) <= LONGEST_REMEMBERED else joined.__wrapped__)(parts, limit)
+
+
+@lru_cache(maxsize=4096)
+def joined(parts: tuple[str, ...], limit: int) -> str:
+    return bounded(":".join(map(escaped, parts)), limit)
+
+
+def escaped(part: str) -> str:
+    """*part* with the characters that would make a joined name ambiguous written as `%XX`."""
+    return UNSAFE.sub(percent_encoded, part)
+
+
+def percent_encoded(found: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in found[0].encode("utf-8", "surrogatepass"))
+
+
+def bounded(name: str, limit: int = MAX_LENGTH) -> str:
+    """*name* if it fits in *limit* characters, else its beginning, a `~` (which no escaped part has) and its digest."""
+    if len(name) <= limit:
+        return name
+    return f"{name[: limit - SHORTEST_LIMIT]}~{sha256(name.encode()).hexdigest()}"

@@ -1,0 +1,173 @@
+"""Where a rule's key comes from: a header, a field of the body, a template, or nowhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from .._fingerprint.pointer import parse_pointer, value_at
+from ..errors import ConfigurationError, InvalidKey, MissingKey
+from .fields import text_of
+from .keys import MAX_LENGTH, KeyFormat, check_key, key_format, parse_key
+from .problems import Faults, did_you_mean
+from .templates import Template
+
+Source = Literal["header", "body", "template", "none"]
+
+HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+", re.ASCII)
+LONGEST = 1024
+
+# What may be said of a key from each source, and what holds unless it is.  A body's key is required: the contract says
+# that it names the operation, and an operation without a name would pass unguarded.
+SAID_OF: dict[str, dict[str, Any]] = {
+    "header": {
+        "name": "Idempotency-Key",
+        "required": False,
+        "strict": False,
+        "format": "any",
+        "max_length": MAX_LENGTH,
+    },
+    "body": {"at": "", "required": True, "format": "any", "max_length": MAX_LENGTH},
+    "template": {"template": "", "max_length": MAX_LENGTH},
+    "none": {},
+}
+WORDS: dict[str, dict[str, Any]] = {
+    "required": {"required": True},
+    "optional": {"required": False},
+    "none": {"from": "none"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeySource:
+    """How to find the key of a request.  *name* is the header's, *at* the pointer into the body."""
+
+    source: Source
+    name: str = ""
+    at: tuple[str, ...] = ()
+    template: Template | None = None
+    required: bool = True
+    strict: bool = False
+    format: KeyFormat = "any"
+    max_length: int = MAX_LENGTH
+
+    def read(self, lines: Sequence[str | bytes] = (), **context: Any) -> str | None:
+        """The key, or None when an optional one was not sent.  A required one is a MissingKey, a bad one an InvalidKey.
+
+        *lines* are the header's field lines; *context* is what `Template.render` takes.
+        """
+        if self.source == "header":
+            return self.from_header(lines) if lines or self.required else None
+        if self.template:
+            return self.template.render(**context)
+        return self.from_body(context.get("body")) if self.source == "body" else None
+
+    def from_header(self, lines: Sequence[str | bytes]) -> str:
+        if not lines:
+            raise MissingKey(f"Send a unique {self.name} header, and the same one when you retry.")
+        return parse_key(lines, strict=self.strict, max_length=self.max_length, format=self.format)
+
+    def from_body(self, document: object) -> str | None:
+        value, place = value_at(document, self.at), "/" + "/".join(self.at)
+        if value is None and not self.required:
+            return None
+        if value is None:
+            raise MissingKey(f"Send a unique {place} in the body, and the same one when you retry.")
+        if isinstance(value, bool):
+            raise InvalidKey(f"{place} is the idempotency key; send a text or a number.")
+        return check_key(text_of(place, value), max_length=self.max_length, format=self.format)
+
+    def __str__(self) -> str:
+        where = {"header": self.name, "body": "/" + "/".join(self.at)}.get(self.source, "")
+        where = self.template.text if self.template else where
+        need = "optional " if not self.required else ""
+        kind = f" ({self.format})" if self.format != "any" else ""
+        return f"{need}{self.source} {where}{kind}".rstrip()
+
+
+def key_table(value: object) -> dict[str, Any]:
+    """The table that a short form stands for; a table stays as it is, with its source spelt out where it tells it."""
+    if isinstance(value, str):
+        kind, colon, rest = value.partition(":")
+        if colon and kind in ("body", "template"):
+            return {"from": kind, "at" if kind == "body" else kind: rest}
+        if value in WORDS:
+            return dict(WORDS[value])
+        hint = did_you_mean(value, WORDS)
+        raise ConfigurationError(
+            f"{value!r} is unknown{hint}: write required, optional, none, body:/pointer or template:..."
+        )
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{value!r} is not a key: write a text such as 'required', or a table")
+    table = dict(value)
+    implied = "body" if "at" in table else "template" if "template" in table else "header" if "name" in table else None
+    return table if "from" in table or implied is None else {"from": implied, **table}
+
+
+def merged_key(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
+    """What holds when *stronger* is said over *weaker*: details are kept only as long as the source stays the same."""
+    source = stronger.get("from", weaker["from"])
+    return {**(weaker if weaker["from"] == source else {}), **stronger, "from": source}
+
+
+def key_source(table: Mapping[str, Any], path_params: tuple[str, ...] | None) -> KeySource:
+    """The source that a whole table describes; one ConfigurationError tells all that is wrong with it."""
+    source = table["from"]
+    if source not in get_args(Source):
+        hint = did_you_mean(str(source), get_args(Source))
+        raise ConfigurationError(f"from = {source!r} is unknown{hint}: choose one of {', '.join(get_args(Source))}")
+    faults, values = Faults(), {}
+    for name in sorted(table.keys() - SAID_OF[source].keys() - {"from"}):
+        hint = did_you_mean(name, SAID_OF[source])
+        faults.found.append(f"{name!r} has no meaning for a key from {source}{hint}: drop it")
+    for name, usual in SAID_OF[source].items():
+        with faults.caught():
+            values[name] = CHECKS[name](table.get(name, usual))
+    if source == "template" and not faults.found:
+        with faults.caught():
+            values["template"] = Template(values["template"], path_params, max_length=values["max_length"])
+    if faults.found:
+        raise ConfigurationError("; ".join(faults.found))
+    return KeySource(source, **values)
+
+
+# ── What may stand in the table ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def header_name(value: object) -> str:
+    if not isinstance(value, str) or not HEADER_NAME.fullmatch(value):
+        raise ConfigurationError(f"name = {value!r} is not a header's name: write one such as 'Idempotency-Key'")
+    return value
+
+
+def length(value: object) -> int:
+    if type(value) is not int or not 1 <= value <= LONGEST:
+        raise ConfigurationError(f"max_length = {value!r} is not a length: write a number from 1 to {LONGEST}")
+    return value
+
+
+def known_format(value: object) -> KeyFormat:
+    key_format(str(value))
+    return str(value)
+
+
+def yes_or_no(name: str) -> Callable[[object], bool]:
+    def check(value: object) -> bool:
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{name} = {value!r} is neither true nor false")
+        return value
+
+    return check
+
+
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "name": header_name,
+    "at": lambda value: parse_pointer(str(value)),
+    "template": str,
+    "required": yes_or_no("required"),
+    "strict": yes_or_no("strict"),
+    "format": known_format,
+    "max_length": length,
+}

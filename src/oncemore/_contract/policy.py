@@ -1,0 +1,164 @@
+"""What the guard may do with one operation: its two clocks, and what to answer when the operation was seen before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
+
+from ..errors import ConfigurationError
+from .problems import did_you_mean
+
+if TYPE_CHECKING:
+
+    class Seconds:
+        """For type checkers: a field that is given seconds or a text such as `"30d"`, and is seconds from then on."""
+
+        @overload
+        def __get__(self, instance: None, owner: type) -> Seconds: ...
+        @overload
+        def __get__(self, instance: object, owner: type) -> float: ...
+        def __get__(self, instance: object, owner: type) -> Any: ...
+        def __set__(self, instance: object, value: float | str) -> None: ...
+else:
+    Seconds = float
+
+
+class Ended(Protocol):
+    """What a policy judges of an outcome: its kind and its HTTP status (0 if it has none)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def status(self) -> int: ...
+
+
+InFlight = Literal["wait", "conflict", "accepted"]
+OnDuplicate = Literal["replay", "reject", "ok"]
+OnUnknown = Literal["hold", "retry", "resolve"]
+EffectLevel = Literal["lease", "transaction", "steps"]
+Keep = Literal["final", "success", "all"]
+TtlFrom = Literal["creation", "access"]
+Expired = Literal["delete", "keep"]
+Late = Literal["run", "refuse"]
+Suspect = Literal["off", "log", "flag", "reject", "replay"]
+OnUnique = Literal["replay", "reject", "serialize"]
+
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+LONGEST = 100
+DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
+
+# Not final: the caller can mend these without changing the request, or the server may answer otherwise in a moment.
+UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
+
+
+def duration(value: float | str) -> float:
+    """Seconds, from a number of seconds or from text such as `"30d"`, `"1h30m"` or `"250ms"`."""
+    seconds: object = spelt_out(value) if isinstance(value, str) else value
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise ConfigurationError(
+            f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
+        )
+    return float(seconds)
+
+
+def spelt_out(text: str) -> float | None:
+    """The seconds that a text such as `"1h30m"` stands for; None where it stands for none."""
+    if len(text) > LONGEST:  # to look for parts in a long one takes long
+        return None
+    parts = DURATION.findall(text.strip())
+    if not parts or "".join(number + unit for number, unit in parts) != text.strip():
+        return None
+    return sum(float(number) * UNITS[unit] for number, unit in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How one operation is guarded.  Durations are seconds or text such as `"30d"`; after construction, seconds.
+
+    *lease* is how long a silent holder keeps the right to perform (it is renewed while the holder works); *ttl* is how
+    long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are those exceptions
+    of the performer that are its outcome, kept like any other; after all others the operation may be tried again.
+    *reruns* is how often a transaction is run again that the database refused (a serialization failure, a deadlock).
+    """
+
+    lease: Seconds = 30.0  # type: ignore[assignment]
+    ttl: Seconds = 86400.0  # type: ignore[assignment]
+    ttl_from: TtlFrom = "creation"
+    expired: Expired = "delete"
+    in_flight: InFlight = "wait"
+    wait: Seconds = 10.0  # type: ignore[assignment]
+    on_duplicate: OnDuplicate = "replay"
+    on_mismatch: int = 409
+    keep: Keep | Callable[[Any], bool] = "final"
+    errors: tuple[type[Exception], ...] = ()
+    effect: EffectLevel = "lease"
+    on_unknown: OnUnknown = "hold"
+    reruns: int = 3
+    resolver: Callable[..., Any] | None = None
+    on_unique: OnUnique = "replay"
+    suspect: Suspect = "off"
+    suspect_window: Seconds = 30.0  # type: ignore[assignment]
+    late: Late = "run"
+
+    def __post_init__(self) -> None:
+        for name in ("lease", "ttl", "wait", "suspect_window"):
+            object.__setattr__(self, name, duration(getattr(self, name)))
+        if self.lease <= 0 or self.ttl <= 0:
+            raise ConfigurationError("lease and ttl must be longer than nothing")
+        if type(self.reruns) is not int or self.reruns < 0:
+            raise ConfigurationError(f"reruns = {self.reruns!r} is not a number of times: write 0, 1, 2, ...")
+        if not isinstance(self.errors, tuple) or not all(map(is_error, self.errors)):
+            raise ConfigurationError(
+                f"errors = {self.errors!r} is not a tuple of exceptions: write one such as (CardDeclined,)"
+            )
+        for field in fields(self):
+            check_choice(field.name, getattr(self, field.name))
+        if self.on_unknown == "resolve" and not callable(self.resolver):
+            raise ConfigurationError(
+                "on_unknown = 'resolve' needs a resolver: the function that asks whether it happened"
+            )
+
+    def but(self, **settings: Any) -> Policy:
+        """This policy, but with these *settings*."""
+        known = [field.name for field in fields(self)]
+        for name in settings.keys() - set(known):
+            raise ConfigurationError(f"there is no setting {name!r}{did_you_mean(name, known)}")
+        return replace(self, **settings)
+
+    def keeps(self, outcome: Ended) -> bool:
+        """Whether *outcome* is final: kept and replayed, rather than released for another try."""
+        if callable(self.keep):
+            return self.keep(outcome)
+        if outcome.status == 0:  # of a function: its errors are failures, its values are not
+            return self.keep != "success" or outcome.kind != "error"
+        if self.keep == "success":
+            return 200 <= outcome.status < 300
+        return outcome.status not in UNSETTLED_STATUSES and (outcome.status < 500 or self.keep == "all")
+
+
+def is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Exception)
+
+
+def check_choice(name: str, value: object) -> None:
+    """Raise a ConfigurationError that lists the choices, unless *value* is one that the setting *name* can take."""
+    choices = CHOICES.get(name)
+    if choices and value not in choices and not (name == "keep" and callable(value)):
+        raise ConfigurationError(f"{name} = {value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
+
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "ttl_from": get_args(TtlFrom),
+    "expired": get_args(Expired),
+    "in_flight": get_args(InFlight),
+    "on_duplicate": get_args(OnDuplicate),
+    "on_mismatch": (409, 422, 400),
+    "keep": get_args(Keep),
+    "effect": get_args(EffectLevel),
+    "on_unknown": get_args(OnUnknown),
+    "on_unique": get_args(OnUnique),
+    "suspect": get_args(Suspect),
+    "late": get_args(Late),
+}

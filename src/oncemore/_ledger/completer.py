@@ -1,0 +1,243 @@
+"""Finishes what was left unfinished: operations in steps whose holder vanished or failed, from the request that was kept.
+
+Each is claimed like any repeat of it, so a caller that asks again at the same moment is no trouble: one of the two goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from .._contract.policy import Policy
+from .._runtime.backoff import Backoff
+from .._runtime.plan import Plan, Sleep, arun, run
+from ..errors import ConfigurationError, OncemoreError
+from .checkpoint import life_of, step_operation
+from .context import Op
+from .decisions import Answer
+from .events import log
+from .guard import Guard
+from .model import Operation, Outcome, Record
+from .store import Filter
+from .values import replayed
+
+PAGE = 100
+
+# After how long it is tried again, counted from its last attempt's end: a provider that is down is given time.
+PACE = Backoff(base=1.0, factor=2.0, cap=600.0, jitter="none")
+
+UNTOUCHED = (
+    "%s %r was not gone on with: whatever performs it did not claim it. Is its rule still there, under this name and with "
+    "effect = 'steps', and is the app given the mount that its server has it at?"
+)
+
+End = Literal["completed", "failing", "held", "unreadable"]
+
+
+class Drives(Protocol):
+    """Knows how to go on with an operation: a function under `once`, or an app behind its door (`oncemore.web.redrive`)."""
+
+    def drive(self, operation: Operation, request: Any) -> Plan[Any]: ...
+
+
+Redriven = Drives | Callable[[Op, Any], Any]
+
+
+class Tally(msgspec.Struct, kw_only=True):
+    """What came of one round: *failing* ones are tried again later, *unreadable* ones have no request to go on from."""
+
+    completed: int = 0
+    failing: int = 0
+    held: int = 0
+    unreadable: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.completed + self.failing + self.held + self.unreadable
+
+
+Progress = Callable[[Record, End], object]
+
+
+class Completer:
+    """Re-drives unfinished operations.  *performers* are by the operation's name; each is what performed it in the first place.
+
+    One is a function under `once`, an app behind its door, or a function of the operation and the kept request, which is
+    performed under *policy* (the guard's own by default).  *at_once* bounds how many run side by side.  After *attempts* in
+    all, an operation is given up: the steps that were taken are undone, and it is held.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        performers: Mapping[str, Redriven],
+        *,
+        policy: Policy | None = None,
+        attempts: int = 10,
+        at_once: int = 8,
+        pace: Backoff = PACE,
+        every: float = 5.0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.guard = guard
+        self.performers = dict(performers)
+        self.policy = policy or guard.policy
+        for name, performer in self.performers.items():
+            check_performer(name, performer, self.policy)
+        if attempts < 1 or at_once < 1 or every < 0:
+            raise ConfigurationError(
+                f"attempts = {attempts!r}, at_once = {at_once!r}, every = {every!r}: there is one attempt at least, one at a "
+                "time at least, and no time less than none between two rounds"
+            )
+        self.attempts = attempts
+        self.at_once = at_once
+        self.pace = pace
+        self.every = every
+        self.progress = progress
+
+    def run_once(self) -> Tally:
+        """Go once through all that is unfinished and due."""
+        return run(self._round())
+
+    async def arun_once(self) -> Tally:
+        return await arun(self._round())
+
+    def run(self, stop: threading.Event | None = None) -> None:
+        """Go on until *stop* is set."""
+        stop = stop or threading.Event()
+        while not stop.is_set():
+            run(self._survived())
+            stop.wait(self.every)
+
+    async def arun(self) -> None:
+        """Go on until cancelled."""
+        while True:
+            await arun(self._survived())
+            await arun(pause(self.every))
+
+    def _survived(self) -> Plan[None]:
+        """One round; where the store is down, the next one may find it up."""
+        try:
+            yield from self._round()
+        except OncemoreError:
+            log.exception("The completer could not look for unfinished operations")
+
+    def _round(self) -> Plan[Tally]:
+        tally = Tally()
+        for name in self.performers:
+            cursor: str | None = None
+            while True:
+                where = Filter(state="running", name=name, lapsed=True)
+                page = yield from self.guard.store.list(where, limit=PAGE, cursor=cursor)
+                due = [record for record in page.records if self._is_due(record)]
+                ends = yield SideBySide([self._finished(record) for record in due], self.at_once)
+                for record, end in zip(due, ends, strict=True):
+                    setattr(tally, end, getattr(tally, end) + 1)
+                    if self.progress is not None:
+                        self.progress(record, end)
+                cursor = page.cursor
+                if cursor is None:
+                    break
+        return tally
+
+    def _is_due(self, record: Record) -> bool:
+        return record.now >= record.lease_until + self.pace.step(record.attempts)
+
+    def _finished(self, record: Record) -> Plan[End]:
+        """What came of going on with it; whatever goes wrong with one, the others must not suffer."""
+        failed = False
+        try:
+            kept = yield from self._kept(record)
+            if kept["request"] is None:
+                return "unreadable"
+            yield from self._driven(record, kept)
+        except Exception as error:
+            failed = True
+            log.warning("%s %r is not finished yet: %r", record.name, record.key, error)
+        try:
+            found = yield from self.guard.store.find(record.scope, record.key)
+        except OncemoreError:
+            return "failing"
+        if found is not None and found.token == record.token and not failed:
+            log.warning(UNTOUCHED, record.name, record.key)
+        state = found.state if found is not None else "settled"
+        return "completed" if state == "settled" else "held" if state == "held" else "failing"
+
+    def _kept(self, record: Record) -> Plan[dict[str, Any]]:
+        """What was kept of the request, from step 0; no request where nobody wrote it down, or it was too large."""
+        zero = step_operation(identity(record), life_of(record), 0, "")
+        found = yield from self.guard.store.find(*zero.id)
+        if found is None or found.state != "settled":
+            return {"request": None}
+        kept: dict[str, Any] = replayed(found.outcome or Outcome("tombstone"))
+        return kept
+
+    def _driven(self, record: Record, kept: dict[str, Any]) -> Plan[Any]:
+        performer, request = self.performers[record.name], kept["request"]
+        giving_up = record.attempts >= self.attempts
+        operation = msgspec.structs.replace(identity(record), unique=kept["unique"], giving_up=giving_up)
+        drive = getattr(performer, "drive", None)
+        if drive is not None:
+            return (yield from drive(operation, request))
+        return (yield from self._performed(operation, request, performer))
+
+    def _performed(self, operation: Operation, request: Any, performer: Any) -> Plan[Answer]:
+        return self.guard.guarded(operation, lambda op: performer(op, request), self.policy)
+
+
+def check_performer(name: str, performer: Any, policy: Policy) -> None:
+    """Refuse one that cannot be called, or whose operations would be held as unknown instead of being gone on with."""
+    if hasattr(performer, "drive"):
+        return
+    if not callable(performer):
+        raise ConfigurationError(f"{name!r}: {performer!r} is not a function of the operation and the kept request")
+    if policy.effect != "steps":
+        raise ConfigurationError(f"{name!r}: give the completer the policy that it began under, with effect = 'steps'")
+
+
+def identity(record: Record) -> Operation:
+    """The operation that the record is of."""
+    return Operation(record.scope, record.key, record.fingerprint, record.name)
+
+
+def pause(seconds: float) -> Plan[None]:
+    yield Sleep(seconds)
+
+
+class SideBySide:
+    """The effect of several plans, at most so many at a time: in threads, or in tasks of the running loop."""
+
+    __slots__ = ("most", "plans")
+
+    def __init__(self, plans: list[Plan[End]], most: int) -> None:
+        self.plans = plans
+        self.most = most
+
+    def run(self) -> list[End]:
+        if not self.plans:
+            return []
+        with ThreadPoolExecutor(min(self.most, len(self.plans)), thread_name_prefix="oncemore-completer") as threads:
+            asked = [threads.submit(contextvars.copy_context().run, run, plan) for plan in self.plans]
+            try:
+                return [each.result() for each in asked]
+            except BaseException:  # interrupted: what has begun is waited for, and nothing else begins
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    async def arun(self) -> list[End]:
+        free = asyncio.Semaphore(self.most)
+
+        async def one(plan: Plan[End]) -> End:
+            async with free:
+                return await arun(plan)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(plan)) for plan in self.plans]
+        # Were it we who are cancelled, we would not have come here.
+        return ["failing" if task.cancelled() else task.result() for task in tasks]

@@ -1,0 +1,172 @@
+"""From a URL to its store: the scheme names a module, and that module's `connect(url)` makes the store."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any, cast
+from urllib.parse import unquote_plus, urlencode
+
+from .._contract.policy import duration
+from ..errors import ConfigurationError, MissingDriver
+from .store import Store
+
+# A new store is one new file in stores/ and one line here; those of other packages announce themselves by entry point.
+SCHEMES = {
+    "memory": "oncemore.stores.memory",
+    "sqlite": "oncemore.stores.sqlite",
+    "postgresql": "oncemore.stores.postgres",
+    "postgres": "oncemore.stores.postgres",
+    "redis": "oncemore.stores.redis",
+    "rediss": "oncemore.stores.redis",
+    "redis+sentinel": "oncemore.stores.redis",
+    "redis+cluster": "oncemore.stores.redis",
+}
+GROUP = "oncemore.stores"
+# Where SQLAlchemy's URLs name a driver besides: postgresql+asyncpg.
+WITH_DRIVERS = ("postgresql", "postgres", "sqlite")
+
+# What to install where a store's module cannot be imported.
+EXTRAS = {
+    "psycopg": "postgres",
+    "psycopg_pool": "postgres",
+    "redis": "redis",
+    "hiredis": "redis",
+    "asyncpg": "asyncpg",
+    "sqlalchemy": "sqlalchemy",
+    "greenlet": "sqlalchemy",
+    "aiosqlite": "aiosqlite",
+    "django": "django",
+    "asgiref": "django",
+}
+
+
+# What else a guard can be given: the user's own pools and engines, by the package that they are from.  The module's
+# `enlist(source, options)` makes the store, whose transactions are then the user's own.
+FLAVOURS = {
+    "psycopg_pool": "oncemore.stores.postgres",
+    "asyncpg": "oncemore.stores.postgres.asyncpg",
+    "sqlalchemy": "oncemore.stores.sqlalchemy",
+}
+DJANGO = "django:"
+
+LONGEST = 24 * 86400.0  # to wait: servers and systems count milliseconds in 32 bits, and fail at a number of more
+
+
+def connect(source: Any, **options: str) -> Store:
+    """The store behind a URL, or in the database that a pool or an engine leads to; nothing is opened before it is used.
+
+    *options* are those of the store's URL, for a source that has none: `connect(engine, schema="payments")`.
+    """
+    if isinstance(source, str) and not source.startswith(DJANGO):
+        return cast("Store", store_module(source).connect(with_options(lower_scheme(source), options)))
+    package = "django" if isinstance(source, str) else type(source).__module__.partition(".")[0]
+    module = "oncemore.stores.django" if package == "django" else FLAVOURS.get(package)
+    if module is None:
+        raise ConfigurationError(
+            f"{hide_password(repr(source))} is no ledger: "
+            "give a URL as text, a pool of psycopg_pool or asyncpg, an engine of SQLAlchemy, or 'django:alias'"
+        )
+    with naming_extras(f"The ledger in a database of {package}'s"):
+        return cast("Store", importlib.import_module(module).enlist(source, options))
+
+
+def lower_scheme(url: str) -> str:
+    """The URL as drivers read it: in a scheme, letter case means nothing."""
+    scheme, mark, rest = url.partition("://")
+    return scheme.lower() + mark + rest
+
+
+def with_options(url: str, options: Mapping[str, str]) -> str:
+    return url + ("&" if "?" in url else "?") + urlencode(options) if options else url
+
+
+def schema(url: str) -> str:
+    """The script that creates what the store at *url* needs, for those who run it themselves (`?create=false`)."""
+    script: str = store_module(url).schema(lower_scheme(url))
+    return script
+
+
+def store_module(url: str) -> ModuleType:
+    """The module for the URL's scheme."""
+    scheme, mark, _ = url.partition("://")
+    scheme = scheme.lower()
+    if mark and scheme in SCHEMES:
+        return _our_module(scheme)
+    others = entry_points(group=GROUP)
+    for point in others.select(name=scheme):
+        module: ModuleType = point.load()
+        return module
+    known = ", ".join(f"{name}://" for name in (*SCHEMES, *sorted(others.names)))
+    plain, driver, _ = scheme.partition("+")
+    hint = f"; write {plain}://, without a driver" if driver and plain in WITH_DRIVERS else ""
+    raise ConfigurationError(f"{hide_password(url)!r} names no store{hint}; known are {known}")
+
+
+def _our_module(scheme: str) -> ModuleType:
+    with naming_extras(f"{scheme}://"):
+        return importlib.import_module(SCHEMES[scheme])
+
+
+@contextmanager
+def naming_extras(what: str) -> Iterator[None]:
+    """Where a driver is missing, the error is the command that installs it."""
+    try:
+        yield
+    except ImportError as error:
+        extra = EXTRAS.get(_missing(error).partition(".")[0])
+        if extra is None:
+            raise
+        raise MissingDriver(f"{what} needs a driver; install it with: pip install 'oncemore[{extra}]'") from error
+
+
+def _missing(error: ImportError) -> str:
+    """The module that is not there, or not whole: psycopg without the library that it wraps complains itself."""
+    if error.name:
+        return error.name
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__"))
+
+
+def hide_password(url: str) -> str:
+    """The URL as it may be shown; rather too little of it, where a password was not escaped as it should be."""
+    url = re.sub(r"(?<=://)([^:/@?]*):(?:[^?]*|.*)@", r"\1:***@", url, flags=re.DOTALL)
+    return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
+
+
+def take_options(url: str, known: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The URL without our options, and the options; each is read as the type of its default in *known*."""
+    base, _, query = url.partition("?")  # not urlunsplit, which makes sqlite:/file of sqlite:///file
+    options, rest = dict(known), []
+    for part in filter(None, query.split("&")):
+        name, _, text = part.partition("=")
+        if name in known:
+            options[name] = _read(name, unquote_plus(text), known[name])
+        else:
+            rest.append(part)  # as it is: the driver reads it
+    return base + "?" * bool(rest) + "&".join(rest), options
+
+
+def _read(name: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ConfigurationError(f"{name}={text} in the store's URL: write true or false")
+        return text.lower() in ("true", "1")
+    if isinstance(default, float):
+        try:
+            seconds = duration(float(text) if text.replace(".", "", 1).isdecimal() else text)
+            if seconds > LONGEST and name != "retention":
+                raise ConfigurationError("nothing is waited for so long; write less than 24 days")
+            return seconds
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name}={text} in the store's URL: {error.detail}") from None
+    if isinstance(default, int):
+        if not text.isdecimal():
+            raise ConfigurationError(f"{name}={text} in the store's URL: write a whole number")
+        return int(text)
+    return text

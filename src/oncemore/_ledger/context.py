@@ -1,0 +1,127 @@
+"""The running operation, as the code that performs it sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from .._runtime.plan import Plan, arun, run
+from ..errors import ConfigurationError
+from .model import Lease, Operation
+from .transactions import unawaitable
+
+if TYPE_CHECKING:
+    from .steps import OnUnknownStep, Retrying, Steps
+    from .transactions import Transaction
+
+
+class Op:
+    """What performs the operation is given this: its key, which attempt it is, and stable keys for providers."""
+
+    __slots__ = ("deadline", "lease", "lent", "note", "steps", "transaction")
+
+    def __init__(
+        self,
+        lease: Lease,
+        *,
+        transaction: Transaction | None = None,
+        steps: Steps | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        self.lease = lease
+        self.transaction = transaction
+        self.steps = steps
+        self.deadline = deadline  # when the caller stops waiting, in seconds since 1970; None where it did not say
+        self.lent = False  # whether the performer has asked for what it must await
+        self.note = ""  # kept in the record, for whoever reads the ledger
+
+    @property
+    def operation(self) -> Operation:
+        return self.lease.operation
+
+    @property
+    def key(self) -> str:
+        return self.lease.operation.key
+
+    @property
+    def attempt(self) -> int:
+        """1 for the first attempt; it grows with every claim of the same operation."""
+        return self.lease.attempt
+
+    @property
+    def connection(self) -> Any:
+        """The driver's own connection, borrowed: what is done on it commits with the outcome, or not at all."""
+        return self._lent("op.connection").connection
+
+    def session(self) -> Any:
+        """A SQLAlchemy session within the same transaction; its own commit() only ends a savepoint."""
+        return self._lent("op.session()").session()
+
+    def _lent(self, what: str) -> Transaction:
+        """The transaction, for one who can use it: an async driver's connection does nothing unless it is awaited."""
+        transaction = self.borrowed(what)
+        if transaction.awaited:
+            if asyncio._get_running_loop() is None:  # rather than an error
+                raise unawaitable()
+            self.lent = True
+        return transaction
+
+    def borrowed(self, what: str) -> Transaction:
+        """The transaction that *what* needs."""
+        if self.transaction is None:
+            raise ConfigurationError(f"{what} is there with effect = 'transaction' only; say so in the rule or policy")
+        return self.transaction
+
+    def step(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        undo: Callable[..., Any] | None = None,
+        retry: Retrying | int | None = None,
+        effect: Literal["lease", "transaction"] | None = None,
+        on_unknown: OnUnknownStep = "retry",
+        resolver: Callable[..., Any] | None = None,
+    ) -> Any:
+        """What *function* gives, checkpointed: once it is, no later attempt calls it again.  To be awaited on an event loop.
+
+        What it takes decides what it is: a `connection` or `session`, and its effect commits with its checkpoint; a `key`,
+        and it gets one for the provider that is the same on every attempt.  *retry* is how often it is tried (3 times; a
+        database step once), *undo* what is called, with the value, when the whole operation fails for good.  *on_unknown*
+        says what to do where a former attempt vanished in this very step; a *resolver*, given the key, asks the provider.
+        """
+        steps = self._stepping("op.step()")
+        return driven(steps.step(name, function, undo, retry, effect, "resolve" if resolver else on_unknown, resolver))
+
+    def sleep(self, name: str, seconds: float) -> Any:
+        """Let *seconds* pass, as a step: a later attempt waits for what is left of them.  To be awaited on an event loop."""
+        return driven(self._stepping("op.sleep()").sleep(name, seconds))
+
+    def _stepping(self, what: str) -> Steps:
+        if self.steps is None:
+            raise ConfigurationError(f"{what} is there with effect = 'steps' only; say so in the rule or policy")
+        return self.steps
+
+    def derive(self, name: str) -> str:
+        """A key for the provider: the same on every attempt of this operation, and never the caller's own."""
+        return derive(self.lease.operation, name)
+
+
+def driven(plan: Plan[Any]) -> Any:
+    """The plan's result; where an event loop runs on this thread, an awaitable of it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run(plan)
+    return arun(plan)
+
+
+def derive(operation: Operation, name: str) -> str:
+    """The key for *name* within *operation*: stable, unguessable only as far as the operation's own key is."""
+    digest = hashlib.sha256()
+    for part in (operation.scope, operation.key, name):
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(b"%d:" % len(data) + data)
+    return "om_" + digest.hexdigest()[:40]

@@ -1,0 +1,114 @@
+"""Judgements that need no store: what a caller gets when the ledger knows the operation.  They return or raise."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from .._contract.policy import Policy
+from ..errors import (
+    Duplicate,
+    Fenced,
+    InProgress,
+    NotFound,
+    NotResolvable,
+    OutcomeNotKept,
+    PayloadMismatch,
+    Refusal,
+    UnknownOutcome,
+)
+from .events import log
+from .model import Lease, Operation, Outcome, Record
+from .values import NOTHING
+
+How = Literal["stored", "replayed", "unstored", "released"]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The outcome of an operation, and *how* it came: stored now, replayed, released for another try, or unstored.
+
+    *value* is what the performer gave just now, or the exception it raised; nothing where the outcome was replayed.
+    """
+
+    outcome: Outcome
+    how: How
+    expires_at: float | None = None
+    attempt: int = 1
+    value: Any = None
+
+
+def check(operation: Operation, fingerprint: str) -> None:
+    """Refuse the operation unless the stored *fingerprint* is of the same request."""
+    if not operation.same(fingerprint):
+        raise PayloadMismatch("This key was used for a different request; make a new key for a new operation")
+
+
+def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None) -> Answer:
+    """What a repeated operation is answered with, by the rule's on_duplicate."""
+    if policy.on_duplicate == "reject":
+        raise Duplicate("This operation was performed before, and repeats are rejected")
+    if policy.on_duplicate == "ok":
+        outcome = Outcome(outcome.kind, 200) if outcome.kind == "response" else NOTHING
+    else:
+        outcome = shown(outcome)
+    return Answer(outcome, "replayed", expires_at)
+
+
+def shown(outcome: Outcome) -> Outcome:
+    """The outcome, where there is more left of it than that it happened."""
+    if outcome.kind == "tombstone":
+        raise OutcomeNotKept("The operation was performed once, but its outcome could not be kept; look up its result")
+    return outcome
+
+
+def keeps(policy: Policy, outcome: Outcome) -> bool:
+    """Whether the outcome is final; a `keep` function that fails must not lead to a second effect."""
+    try:
+        return policy.keeps(outcome)
+    except Exception:
+        log.exception("The rule's keep function failed; the outcome is kept")
+        return True
+
+
+def is_over(record: Record) -> bool:
+    """Whether the record may be claimed by whoever asks for the same thing: it was released, or its lease is over."""
+    return record.state == "released" or (record.state == "running" and record.lease_until <= record.now)
+
+
+def in_progress(record: Record) -> InProgress:
+    """The refusal for a running operation, with a guess when to come back."""
+    left = max(record.lease_until - record.now, 0.0)
+    return InProgress(
+        "The first request with this key is still running; retry later", retry_after=min(1.0, left) or 1.0
+    )
+
+
+def unknown(record: Record) -> UnknownOutcome:
+    """The refusal for a held operation."""
+    note = f" ({record.note})" if record.note else ""
+    return UnknownOutcome(
+        "A former attempt ended without a trace, so whether it took effect is not known; "
+        f"it must be resolved before this key can be used again{note}"
+    )
+
+
+def fenced(lease: Lease) -> Fenced:
+    """The refusal of a late owner's write."""
+    return Fenced(f"The lease on {lease.operation.key!r} is lost: it lapsed and was taken over, or it was resolved")
+
+
+def not_resolvable(state: str) -> Refusal:
+    """The refusal to resolve what is not in doubt."""
+    if state == "running":
+        return InProgress("It is running; only an operation whose outcome is unknown can be resolved", retry_after=1.0)
+    if state == "absent":
+        return NotFound("There is no such record")
+    return NotResolvable(f"It is {state}; only an operation whose outcome is unknown can be resolved")
+
+
+def not_deletable() -> InProgress:
+    """The refusal to delete a record that someone is working on."""
+    return InProgress(
+        "It is running, and its holder would lose its place; wait for it, or for its lease", retry_after=1.0
+    )

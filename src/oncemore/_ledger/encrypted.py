@@ -1,0 +1,111 @@
+"""A store whose outcomes are sealed on their way in and opened on their way out, so that nothing above it need know."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from .._runtime.plan import Plan
+from .._runtime.wakeups import Id
+from ..errors import ConfigurationError
+from .around import Around
+from .model import Lease, Operation, Outcome, Record
+from .store import Store
+from .transactions import Lender, Transaction
+
+
+class Sealing(Protocol):
+    """Makes an outcome unreadable to whoever has the store alone: see `oncemore.encryption`.
+
+    The *id* (scope and key) is part of the seal: an outcome that was moved to another record does not open.
+    """
+
+    def seal(self, id: Id, outcome: Outcome) -> Outcome: ...
+    def open(self, id: Id, outcome: Outcome) -> Outcome: ...
+
+
+class SealedStore(Around):
+    """The *inner* store, with every outcome sealed in it.  Pages of many records are left sealed: look one up to read it."""
+
+    def __init__(self, inner: Store, seal: Sealing) -> None:
+        super().__init__(inner)
+        if not hasattr(seal, "seal"):  # it could only fail after the effect; and it may be a key, so it is not shown
+            raise ConfigurationError(f"seal is a {type(seal).__name__}: write Seal(key), from oncemore.encryption")
+        self._seal = seal
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        found = yield from self.inner.claim(operation, lease=lease)
+        return found if isinstance(found, Lease) else self._opened(found)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        sealed = self._seal.seal(held.operation.id, outcome)
+        return self.inner.settle(held, sealed, retention=retention, audit=audit, note=note)
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        found = yield from self.inner.find(scope, key)
+        return None if found is None else self._opened(found)
+
+    def resolve(
+        self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
+    ) -> Plan[Record]:
+        sealed = None if outcome is None else self._seal.seal((scope, key), outcome)
+        found = yield from self.inner.resolve(scope, key, sealed, retention=retention, note=note)
+        return self._opened(found)
+
+    @property
+    def lender(self) -> Lender | None:
+        return None if self.inner.lender is None else cast("Lender", SealedLender(self.inner.lender, self._seal))
+
+    def _opened(self, record: Record) -> Record:
+        return opened(self._seal, record)
+
+
+class SealedLender:
+    """A lender in whose transactions outcomes are sealed too."""
+
+    def __init__(self, inner: Lender, seal: Sealing) -> None:
+        self.inner = inner
+        self._seal = seal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def open(self) -> Plan[Transaction]:
+        transaction = yield from self.inner.open()
+        return cast("Transaction", SealedTransaction(transaction, self._seal))
+
+
+class SealedTransaction:
+    def __init__(self, inner: Transaction, seal: Sealing) -> None:
+        self.inner = inner
+        self._seal = seal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
+        found = yield from self.inner.begin(operation, lease=lease, wait=wait)
+        return found if isinstance(found, Lease) else opened(self._seal, found)
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        found = yield from self.inner.claim(operation, lease=lease)
+        return found if isinstance(found, Lease) else opened(self._seal, found)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        sealed = self._seal.seal(held.operation.id, outcome)
+        return self.inner.settle(held, sealed, retention=retention, audit=audit, note=note)
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        found = yield from self.inner.find(scope, key)
+        return None if found is None else opened(self._seal, found)
+
+
+def opened(seal: Sealing, record: Record) -> Record:
+    if record.outcome is None:
+        return record
+    return msgspec.structs.replace(record, outcome=seal.open(record.id, record.outcome))

@@ -1,0 +1,190 @@
+"""Any function, sync or async, made to happen once per key."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, ParamSpec, TypeVar, cast
+
+from .._contract.keys import check_name
+from .._contract.policy import Policy
+from .._contract.templates import Template, remembered
+from .._fingerprint.fingerprint import fingerprint_of
+from .._runtime.plan import Plan, arun, run
+from ..errors import ConfigurationError, CorruptRecord
+from .context import Op
+from .current import running
+from .decisions import Answer
+from .guard import Guard, check_guard
+from .model import Operation
+from .origin import meant_for, module_of
+from .step import VARIADIC
+from .transactions import Do
+from .values import replayed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def once(
+    guard: Guard,
+    *,
+    key: str | Callable[..., str],
+    name: str = "",
+    ignore: Sequence[str] = (),
+    **settings: Any,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: the function runs once per *key*, and every further call gets the first one's result.
+
+    *key* is a template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.
+    The arguments must be the same each time; those in *ignore* (a session, a logger) are not compared.  *name* owns the
+    keys, and is the function's own where it is not given; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
+    and what they do not say is as in the guard's own policy.
+    """
+    policy = check_guard(guard).policy.but(**settings)
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        return Once(guard, function, key, name, ignore, policy).wrapped()
+
+    return decorate
+
+
+class Once(Generic[P, T]):
+    """A guarded function."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        function: Callable[P, T],
+        key: str | Callable[..., str],
+        name: str,
+        ignore: Sequence[str],
+        policy: Policy,
+    ) -> None:
+        check_function(function)
+        self.guard = guard
+        self.function = function
+        self.policy = policy
+        self.name = name or own_name(function)
+        self.signature = inspect.signature(function)
+        names = tuple(self.signature.parameters)
+        ignore = (ignore,) if isinstance(ignore, str) else ignore
+        for unknown in sorted(set(ignore) - set(names)):
+            raise ConfigurationError(f"ignore names {unknown!r}, which {self.name} does not take")
+        owner = {"self", "cls"}.intersection(names[:1])
+        # An object or class has no fingerprint of its own: where it matters, the key names it, as in "{self.id}".
+        self.compared = tuple(each for each in names if each not in ignore and each not in owner)
+        self.key = key if callable(key) else remembered(Template(key, names=names), policy.ttl)
+        self.awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+    def operation(self, *args: P.args, **kwargs: P.kwargs) -> Operation:
+        """The operation that a call with these arguments is, to look it up in the ledger."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        if isinstance(self.key, Template):
+            name = self.key.render(arguments=arguments, now=self.guard.clock.time())
+        else:
+            name = check_name(self.key(*args, **kwargs), "What the key function gave")
+        fingerprint = fingerprint_of([arguments[each] for each in self.compared])
+        request = (lambda: self._kept(arguments)) if self.policy.effect == "steps" else None
+        return Operation(f"once:{self.name}", name, fingerprint, self.name, request=request)
+
+    def _kept(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that whoever has to finish the operation calls the function with again."""
+        return {each: arguments[each] for each in self.compared}
+
+    def drive(self, operation: Operation, request: Any) -> Plan[Answer]:
+        """The plan that finishes an operation of this function's, from the arguments that were kept."""
+        self._check_kept(request)
+        bound = self.signature.bind_partial()
+        bound.arguments.update(request)
+        plan = self.guard.guarded(operation, self._performer(*bound.args, **bound.kwargs), self.policy)
+        if self.awaited:
+            return (yield from plan)
+        # On a thread, where an event loop drives us: it blocks, and its steps would be given to it to be awaited.
+        answer: Answer = yield Do(partial(run, plan), None)
+        return answer
+
+    def _check_kept(self, request: Mapping[str, Any]) -> None:
+        """Refuse to call the function with anything but what it was called with: what is ignored must have a default."""
+        parameters = self.signature.parameters
+        instead = "give the completer a function of the operation and the kept arguments instead"
+        for name in (name for name, one in parameters.items() if is_required(one) and name not in request):
+            raise ConfigurationError(f"{self.name} cannot be finished, for {name!r} is not kept: {instead}")
+        for name in (name for name in request if name not in parameters):
+            raise ConfigurationError(f"{self.name} cannot be finished, for it takes no {name!r} any more: {instead}")
+
+    def _performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
+        """What calls the function, with the operation as the current one."""
+        function = cast("Callable[..., Any]", self.function)
+        if self.awaited:
+
+            async def aperform(op: Op) -> Any:
+                with running(op):
+                    return await function(*args, **kwargs)
+
+            return aperform
+
+        def perform(op: Op) -> Any:
+            with running(op):
+                return function(*args, **kwargs)
+
+        return perform
+
+    def wrapped(self) -> Callable[P, T]:
+        """The function to call instead."""
+        if self.awaited:
+
+            @functools.wraps(self.function)
+            async def acall(*args: P.args, **kwargs: P.kwargs) -> Any:
+                operation = self.operation(*args, **kwargs)
+                plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
+                return self._result(operation, await arun(plan))
+
+            call: Any = acall
+        else:
+
+            @functools.wraps(self.function)
+            def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+                operation = self.operation(*args, **kwargs)
+                plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
+                return self._result(operation, run(plan))
+
+        call.operation = self.operation
+        call.drive = self.drive
+        return cast("Callable[P, T]", call)
+
+    def _result(self, operation: Operation, answer: Answer) -> Any:
+        if isinstance(answer.value, self.policy.errors):
+            raise answer.value
+        if answer.value is not None:
+            return answer.value
+        try:  # not performed just now, or the result was None, which reads back as itself
+            with meant_for(self.function):
+                return replayed(answer.outcome, self.policy.errors)
+        except CorruptRecord as error:
+            self.guard.tell("failed", operation, code=error.code, detail=error.detail)
+            raise
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
+
+
+def check_function(function: Callable[..., Any]) -> None:
+    """Refuse what cannot happen once."""
+    if isinstance(function, staticmethod | classmethod):
+        raise ConfigurationError(f"Write @once below @{type(function).__name__}, next to the function")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigurationError(f"{function!r} is a generator, and what it yields cannot be replayed")
+
+
+def own_name(function: Callable[..., Any]) -> str:
+    """The name under which the function's keys are kept, unless it has none that tells it from others."""
+    name = getattr(function, "__qualname__", "")
+    if not name or name.endswith("<lambda>"):
+        raise ConfigurationError(f"{function!r} has no name of its own to keep its keys under: give it one by name=")
+    return f"{module_of(function)}.{name}"

@@ -1,0 +1,108 @@
+"""What a store must do.  Each verb is atomic, compares only the store's own clock, and may safely be sent twice."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import secrets
+from typing import Protocol, get_args
+
+import msgspec
+
+from .._runtime.forks import reset_in_child
+from .._runtime.plan import Plan
+from .._runtime.wakeups import Bell
+from ..errors import ConfigurationError
+from .model import Lease, Operation, Outcome, Record
+from .states import State
+from .transactions import Lender
+
+
+class Filter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which records to list; what is None does not matter.  *lapsed* asks for running records whose lease is over."""
+
+    state: State | None = None
+    scope: str | None = None
+    key: str | None = None
+    name: str | None = None
+    lapsed: bool | None = None
+
+    def __post_init__(self) -> None:
+        # With a slip of the pen nothing would be found, and an operator would think that nothing is held.
+        if self.state is not None and self.state not in get_args(State):
+            known = ", ".join(map(repr, get_args(State)))
+            raise ConfigurationError(f"state = {self.state!r} is unknown: choose one of {known}, or lapsed=True")
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Some records, and the *cursor* that continues the list; None at its end."""
+
+    records: tuple[Record, ...]
+    cursor: str | None
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """How many records there are.  *lapsed* ones are also counted as running, *expired* ones under their state."""
+
+    running: int = 0
+    settled: int = 0
+    released: int = 0
+    held: int = 0
+    lapsed: int = 0
+    expired: int = 0
+    archived: int = 0
+
+
+class Store(Protocol):
+    """A ledger.  A claim answers with a Lease (yours) or the Record that stopped you; a wrong token raises Fenced."""
+
+    url: str  # as given, without its password
+    bell: Bell  # rings when a record may have changed
+    poll: float  # the longest that a waiter trusts the bell alone, in seconds
+    shift: float  # added to the store's clock: 0, except in tests that let time pass
+
+    @property
+    def lender(
+        self,
+    ) -> Lender | None: ...  # of transactions that the effect may join; None where there is no such thing
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]: ...
+    def renew(self, held: Lease, *, lease: float) -> Plan[Lease]: ...
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]: ...
+    def release(self, held: Lease, *, retention: float) -> Plan[None]: ...
+    def hold(self, held: Lease, *, note: str = "") -> Plan[None]: ...
+    def touch(self, record: Record, *, retention: float) -> Plan[None]: ...
+    def watch(self, record: Record) -> Plan[None]: ...
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]: ...
+    def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]: ...
+    def resolve(
+        self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
+    ) -> Plan[Record]: ...
+    def delete(self, scope: str, key: str) -> Plan[bool]: ...
+    def purge(self, *, batch: int = 1000) -> Plan[int]: ...
+    def stats(self) -> Plan[Stats]: ...
+
+    def close(self) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+class Holder:
+    """Names each claim of this process: one whose answer was lost can be sent again, and is still its own."""
+
+    def __init__(self) -> None:
+        self._reset()
+        reset_in_child(self)  # which must not repeat its parent's names
+
+    def _reset(self) -> None:
+        self._prefix = ""  # not yet: a process that has just been forked has other things to do
+        self._count = itertools.count(1)
+
+    def next(self) -> str:
+        """A name that no other claim has, nor will have."""
+        if not self._prefix:
+            self._prefix = f"{platform.node()[:40]}:{os.getpid()}:{secrets.token_hex(4)}:"
+        return f"{self._prefix}{next(self._count)}"

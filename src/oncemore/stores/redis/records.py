@@ -1,0 +1,151 @@
+"""How operations, outcomes and records look in Redis, and back."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+
+from ..._ledger.model import Lease, Outcome, Record, decode_outcome, encode_outcome
+from ..._ledger.states import State
+from ..._runtime.wakeups import Id
+from ...errors import InvalidKey
+
+MICRO = 1_000_000
+LONGEST = 3_200_000_000.0  # seconds, a century: what is longer would leave the range of exact numbers in Lua
+UNREADABLE = "unreadable record"
+NOBODY = ("\0", "\0")
+SPOILT = (msgspec.MsgspecError, UnicodeDecodeError)
+
+
+class Row(msgspec.Struct, array_like=True):
+    """A stored record; the fields, and their order, are those of `redis_scripts.FIELDS`."""
+
+    state: State
+    token: int
+    attempts: int
+    created_at: int
+    lease_until: int
+    settled_at: int | None
+    expires_at: int | None
+    accessed_at: int | None
+    note: str
+    audit: bool
+    watched: bool
+    lapsed: bool
+    decision: str | None
+    holder: str
+    fingerprint: str
+    scope: str
+    key: str
+    name: str
+    outcome: bytes = b""
+    response_hash: str = ""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_row = msgspec.msgpack.Decoder(Row).decode
+
+
+class HeldLease(Lease, frozen=True, eq=False, kw_only=True):
+    """A lease that knows the name of its record."""
+
+    record: str = ""
+
+
+def digest(id: Id) -> str:
+    """The name of an operation's record; the length keeps the two parts apart."""
+    try:
+        scope = id[0].encode()
+        return blake2b(b"%d:%b%b" % (len(scope), scope, id[1].encode()), digest_size=20).hexdigest()
+    except UnicodeEncodeError as error:
+        raise InvalidKey("The key, or the scope, holds half a character (a lone surrogate)") from error
+
+
+def fields(*values: str | bytes | bool) -> bytes:
+    """Consecutive fields of a record, of which there are fewer than sixteen."""
+    try:
+        return encode(values)[1:]  # without the byte that makes them an array
+    except (UnicodeEncodeError, TypeError):  # a lone surrogate, or a text of a class of its own: msgpack takes neither
+        return encode([clean(value) if isinstance(value, str) else value for value in values])[1:]
+
+
+def clean(text: str) -> str:
+    """The plain text, with every lone surrogate written out."""
+    return str.__str__(text) if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def outcome_fields(outcome: Outcome) -> bytes:
+    return fields(encode_outcome(outcome), outcome.digest())
+
+
+def micros(seconds: float) -> int:
+    """A duration as the scripts count it."""
+    return int(seconds * MICRO) if seconds < LONGEST else int(LONGEST * MICRO)
+
+
+def read_record(id: Id, now: int, value: bytes) -> Record:
+    """The record *id*; one that cannot be read is shown as settled, with a tombstone: an answer, and not a crash.
+
+    So is one that was moved here from another operation, whose outcome is none of this caller's business.  A walk does
+    not know whose record it has found, and asks for that of NOBODY.
+    """
+    try:
+        row = decode_row(value)
+    except SPOILT:
+        return unreadable(id, now)
+    if id != (row.scope, row.key) and id != NOBODY:
+        return unreadable(id, now)
+    return Record(
+        scope=row.scope,
+        key=row.key,
+        name=row.name,
+        fingerprint=row.fingerprint,
+        state=row.state,
+        token=row.token,
+        holder=row.holder,
+        attempts=row.attempts,
+        created_at=row.created_at / MICRO,
+        lease_until=row.lease_until / MICRO,
+        now=now / MICRO,
+        settled_at=seconds(row.settled_at),
+        expires_at=seconds(row.expires_at),
+        accessed_at=seconds(row.accessed_at),
+        outcome=(outcome := read_outcome(row)),
+        response_hash=row.response_hash,
+        note=UNREADABLE if outcome is TOMBSTONE else row.note,
+    )
+
+
+TOMBSTONE = Outcome("tombstone")
+
+
+def read_outcome(row: Row) -> Outcome | None:
+    if row.state != "settled":
+        return None
+    try:
+        return decode_outcome(row.outcome)
+    except SPOILT:
+        return TOMBSTONE
+
+
+def unreadable(id: Id, now: int) -> Record:
+    return Record(
+        scope=id[0],
+        key=id[1],
+        name="",
+        fingerprint="",
+        state="settled",
+        token=0,
+        holder="",
+        attempts=0,
+        created_at=0.0,
+        lease_until=0.0,
+        now=now / MICRO,
+        outcome=TOMBSTONE,
+        note=UNREADABLE,
+    )
+
+
+def seconds(at: int | None) -> float | None:
+    return None if at is None else at / MICRO

@@ -1,0 +1,154 @@
+"""The SQL of the SQLite ledger: its tables, and the statements that carry one row or many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, repeat
+from typing import Any
+
+import msgspec
+
+from ..._ledger.model import Outcome, Record, decode_outcome
+from ..._ledger.states import HELD, RUNNING
+from ..._ledger.store import Filter
+
+# The machine's clock, as SQLite reads it: all processes on one file share it.  Parameter 1 is the store's shift.
+NOW = "((julianday('now') - 2440587.5) * 86400.0 + ?1)"
+
+# In the order of Record's fields.
+COLUMNS = (
+    f"scope, key, name, fingerprint, state, token, holder, attempts, created_at, lease_until, {NOW},"
+    " settled_at, expires_at, accessed_at, outcome, response_hash, note"
+)
+OUTCOME, HASH, NOTE = 14, 15, 16
+
+Row = tuple[Any, ...]
+
+ARCHIVED = (
+    "scope, key, token, name, fingerprint, state, holder, attempts, created_at, settled_at, expires_at, accessed_at,"
+    " status, outcome, response_hash, note"
+)
+
+
+class Grouped:
+    """A statement for any number of rows, each of *width* values: `{0}`, `{1}`, ... in the template; ?1 is common to all.
+
+    Many rows go as one statement, since Python lets other threads run before and after each: a busy event loop would
+    hold up a group once per row.  Sizes are rounded up, so that few statements are ever prepared; rows of NULL match
+    nothing.  One row alone needs no table of values, which is the faster.
+    """
+
+    def __init__(self, template: str, *, width: int, alone: str = "", joined: str = "{values}") -> None:
+        self.width = width
+        self._template = template
+        self._joined = joined
+        self._texts = {1: template.format(*(f"?{n + 2}" for n in range(width)), source=alone)}
+
+    def bind(self, common: float, rows: list[Row]) -> tuple[str, list[Any]]:
+        """The statement's text and its parameters."""
+        size = 1 << (len(rows) - 1).bit_length()
+        parameters = [common, *chain.from_iterable(rows), *repeat(None, self.width * (size - len(rows)))]
+        return self._texts.get(size) or self._text(size), parameters
+
+    def _text(self, size: int) -> str:
+        row = f"({', '.join('?' * self.width)})"
+        values = f"(VALUES {', '.join([row] * size)})"
+        columns = (f"column{n + 1}" for n in range(self.width))
+        text = self._texts[size] = self._template.format(*columns, source=self._joined.format(values=values))
+        return text
+
+
+class Statements:
+    """Every statement of the ledger whose names begin with *prefix*."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        meta, records, archive = f"{prefix}meta", f"{prefix}records", f"{prefix}archive"
+        # The records of some ids, with the clock at which they were read.
+        self.look = Grouped(
+            f"SELECT {COLUMNS} FROM {{source}} WHERE scope = {{0}} AND key = {{1}}",
+            width=2,
+            alone=records,
+            joined=f"{{values}} CROSS JOIN {records}",  # CROSS: the values first, then the index, whatever the statistics
+        )
+        # New records, at the time that is parameter 1; those whose id exists are left out, which the row count shows.
+        self.claim = Grouped(
+            f"INSERT INTO {records} (token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until)"
+            " SELECT {0}, {1}, {2}, {3}, {4}, {5}, 'running', 1, ?1, ?1 + {6} {source} WHERE {0} IS NOT NULL"
+            " ON CONFLICT (scope, key) DO NOTHING",
+            width=7,
+            joined="FROM {values}",
+        )
+        # One new record, with the first token that was never given; none where its id exists, which the row count shows.
+        self.claim_one = (
+            f"INSERT INTO {records} (token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until)"
+            f" SELECT max(token, coalesce((SELECT max(token) FROM {records}), 0)) + 1, ?2, ?3, ?4, ?5, ?6, 'running', 1,"
+            f" {NOW}, {NOW} + ?7 FROM {meta} WHERE true ON CONFLICT (scope, key) DO NOTHING"
+        )
+        # Outcomes of leases that still hold; the others are left out, which the row count shows.
+        self.settle = Grouped(
+            f"UPDATE {records} SET state = 'settled', settled_at = {NOW}, accessed_at = {NOW}, expires_at = {NOW} + {{3}},"
+            " status = {4}, outcome = {5}, response_hash = {6}, note = {7}, audit = {8} {source}"
+            " WHERE token = {0} AND scope = {1} AND key = {2} AND state = 'running'",
+            width=9,
+            joined="FROM {values}",
+        )
+        # The first token that was never given, and the clock.
+        self.next_token = f"SELECT max(token, coalesce((SELECT max(token) FROM {records}), 0)) + 1, {NOW} FROM {meta}"
+        # A replayed record lives on, where retention counts from the last access.
+        self.touch = (
+            f"UPDATE {records} SET accessed_at = {NOW}, expires_at = {NOW} + ?2"
+            f" WHERE token = ?3 AND scope = ?4 AND key = ?5 AND state = 'settled' AND expires_at > {NOW}"
+        )
+        self.delete = f"DELETE FROM {records} WHERE token = ?"
+        # Keep an expired record, if its rule says so.
+        self.archive = f"INSERT INTO {archive} ({ARCHIVED}) SELECT {ARCHIVED} FROM {records} WHERE audit AND token = ?"
+        # The purge: first what is to be archived, then the same records gone.  Both at the time that is parameter 1, or
+        # what expires between the two would be lost.
+        expired = f"SELECT token FROM {records} WHERE expires_at <= ?1 ORDER BY expires_at, token LIMIT ?2"
+        self.archive_expired = (
+            f"INSERT INTO {archive} ({ARCHIVED}) SELECT {ARCHIVED} FROM {records} WHERE audit AND token IN ({expired})"
+        )
+        self.delete_expired = f"DELETE FROM {records} WHERE token IN ({expired})"
+        # The many from the index alone, the few that are unfinished from the table.
+        self.stats = (
+            f"SELECT state, count(*), 0, sum(state = 'running' AND lease_until <= {NOW})"
+            f" FROM {records} WHERE expires_at IS NULL GROUP BY state UNION ALL"
+            f" SELECT state, count(*), sum(expires_at <= {NOW}), 0 FROM {records} WHERE expires_at IS NOT NULL GROUP BY state"
+            f" UNION ALL SELECT 'archived', count(*), 0, 0 FROM {archive}"
+        )
+        self._page = f"SELECT {COLUMNS} FROM {records} WHERE token > ?2 AND {{conditions}} ORDER BY token LIMIT ?3"
+        self.version = f"SELECT version FROM {meta}"
+        self.set_version = f"UPDATE {meta} SET version = ?"
+        # A harmless change, since SQLite writes no page that stays the same: see Connection.
+        self.overwrite = f"UPDATE {meta} SET token = token + 1"
+        self.lock = f"UPDATE {meta} SET token = token WHERE false"  # a write that writes nothing, but takes the lock
+        self._change = f"UPDATE {records} SET {{columns}} WHERE token = ?"
+
+    def change(self, columns: Iterable[str]) -> str:
+        """New values for some columns of the record with a token."""
+        return self._change.format(columns=", ".join(f"{name} = ?" for name in columns))
+
+    def page(self, where: Filter) -> tuple[str, list[str]]:
+        """The records that *where* asks for, by token; and the parameters after the shift, the token and the limit."""
+        asked = {"state": where.state, "scope": where.scope, "key": where.key, "name": where.name}
+        equal = {name: value for name, value in asked.items() if value is not None}
+        conditions = [f"(expires_at IS NULL OR expires_at > {NOW})"]
+        conditions += [f"{name} = ?{number}" for number, name in enumerate(equal, start=4)]
+        if where.lapsed is not None:
+            conditions.append(f"(state = 'running' AND lease_until <= {NOW}) = {where.lapsed:d}")
+        if where.lapsed or where.state in (RUNNING, HELD):
+            conditions.append("expires_at IS NULL")  # which leads to the small index
+        return self._page.format(conditions=" AND ".join(conditions)), list(equal.values())
+
+
+def as_record(row: Row) -> Record:
+    """The record in *row*; an outcome that cannot be read is one that was not kept."""
+    outcome, note = row[OUTCOME], row[NOTE]
+    if outcome is not None:
+        try:
+            outcome = decode_outcome(outcome)
+        except (msgspec.MsgspecError, TypeError, ValueError):
+            outcome, note = Outcome("tombstone"), "unreadable record"
+    fields: Row = (*row[:OUTCOME], outcome, row[HASH], note)
+    return Record(*fields)

@@ -1,0 +1,263 @@
+"""The verbs of the ledger in an SQLite file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+import msgspec
+
+from ..._ledger.connect import take_options, with_options
+from ..._ledger.model import Lease, Operation, Outcome, Record
+from ..._ledger.store import Filter, Holder, Page, Stats
+from ..._ledger.transactions import Lender
+from ..._runtime.batching import Ask, Lane, Tell
+from ..._runtime.plan import Plan, Sleep
+from ..._runtime.wakeups import Bell, Id
+from ...errors import ConfigurationError, InvalidPayload
+from .batch import Flight, fly, state_of
+from .connection import MEMORY, Connection, Use, Write
+from .items import NO_RECORD, Change, Claim, Item, Settle
+from .lender import SqliteLender
+from .statements import Statements, as_record
+from .tables import make_ready, script
+
+OPTIONS = {
+    "create": True,
+    "foreign_keys": False,
+    "prefix": "oncemore_",
+    "synchronous": "full",
+    "thread": "auto",
+    "timeout": 5.0,
+}
+OLDEST = (3, 33, 0)  # the first with UPDATE FROM
+CURSOR = re.compile("[0-9]{1,18}")
+
+# A purge goes in slices, so that a claim never waits long for the commit that it shares; and rests after each for so
+# many times as long as it took, so that few claims meet it at all.  That leaves a thousand a second.
+SLICE, REST = 50, 15.0
+
+# How long a key that had been used before is remembered when its lease was granted to a caller who had gone away: a former
+# attempt may have left it to be remembered for that long.  One that had not is forgotten, or the next would not be the first.
+USED_BEFORE = 86400.0
+
+
+def connect(url: str) -> SqliteStore:
+    """The ledger in the file that *url* names; the file is opened, or made, on first use."""
+    path, options = read_url(url)
+    return SqliteStore(path, url=url, **options)
+
+
+def url_of(path: str, options: Mapping[str, str]) -> str:
+    """The URL of the ledger in a library's database: the file that the library opens at *path*."""
+    if path in ("", MEMORY) or path.startswith("file:"):
+        raise ConfigurationError(
+            f"{path or MEMORY!r} is a database that no other connection can open: the ledger needs a file, named by its path"
+        )
+    return with_options(f"sqlite:///{quote(os.path.abspath(path))}", options)
+
+
+def schema(url: str) -> str:
+    """The script that makes the tables."""
+    return script(read_url(url)[1]["prefix"])
+
+
+def read_url(url: str) -> tuple[str, dict[str, Any]]:
+    """The file's path and the options."""
+    place, _, query = url.partition("?")
+    rest, options = take_options(f"sqlite://?{query}", OPTIONS)
+    if not re.fullmatch(r"sqlite://(/[^#]+)?", place, re.ASCII | re.DOTALL):
+        raise ConfigurationError(
+            f"{url!r} names no file: write sqlite:/// and a path; a whole path begins with a fourth /"
+        )
+    if unknown := urlsplit(rest).query:
+        raise ConfigurationError(f"{unknown!r} in {url!r} is unknown: the options are {', '.join(OPTIONS)}")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options["prefix"], re.ASCII):
+        raise ConfigurationError(f"prefix={options['prefix']}: write letters, digits and underscores")
+    if options["synchronous"] not in ("full", "normal"):
+        raise ConfigurationError(f"synchronous={options['synchronous']}: write full or normal")
+    if options["thread"] not in ("auto", "always"):
+        raise ConfigurationError(f"thread={options['thread']}: write auto or always")
+    if sqlite3.sqlite_version_info < OLDEST:
+        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 or newer is needed")
+    path = unquote(place.removeprefix("sqlite://")[1:])
+    return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
+
+
+def read_cursor(cursor: str) -> int:
+    """The token that a page ended with."""
+    if not CURSOR.fullmatch(cursor):
+        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
+    return int(cursor)
+
+
+def empty_log(connection: sqlite3.Connection) -> None:
+    """Move what the log holds into the file, as a commit does that finds it long; nobody who writes has to wait for this."""
+    connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+class SqliteStore:
+    """Records in a file.  All writes of a process go in groups through one connection; long reads have another."""
+
+    poll = 0.25  # other processes ring no bell here; but to look again writes nothing, and so costs no sync
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        url: str = "",
+        create: bool = True,
+        foreign_keys: bool = False,
+        prefix: str = "oncemore_",
+        synchronous: str = "full",
+        thread: str = "auto",
+        timeout: float = 5.0,
+    ) -> None:
+        self.url = url or f"sqlite:///{path}"
+        self.bell = Bell()
+        self.shift = 0.0
+        self.holder = Holder()
+        self.path = path
+        self.timeout = timeout
+        self.sql = Statements(prefix)
+        pragmas: dict[str, object] = {"synchronous": synchronous}
+        if foreign_keys:  # else as SQLite was built: off, mostly
+            pragmas["foreign_keys"] = True
+        prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=path)
+        open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
+        self._writer = open_file(threaded=thread == "always")
+        self._reader = self._writer if path == MEMORY else open_file()
+        self._lane: Lane[Item] = Lane(self._fly, abandoned=self._give_back)
+        self.lender: Lender = SqliteLender(self, prepare)
+        self._ready = False
+
+    def ready(self) -> Plan[None]:
+        """Have the tables made, if they are not."""
+        if not self._ready:
+            yield Use(self._writer, lambda connection: None)
+            self._ready = True
+
+    def _fly(self, items: list[Item]) -> Plan[list[Any]]:
+        sql, shift = self.sql, self.shift
+        try:
+            answers: list[Any] = yield Write(self._writer, lambda connection: fly(connection, sql, shift, items))
+        except asyncio.CancelledError:  # the loop is being shut down; but a commit cannot be stopped, so wait for it
+            yield Use(self._writer, lambda connection: None)
+            for item in items:
+                yield from self._give_back(item, item.answer)
+            raise
+        for item in items:
+            if item.rings and not isinstance(item.answer, BaseException):
+                self.bell.ring(item.id)
+        return answers
+
+    def _give_back(self, item: Item, answer: Any) -> Plan[None]:
+        """A caller went away while its claim was in flight: nobody will perform, so the next one may."""
+        if not isinstance(answer, Lease):
+            return
+        retention = 0.0 if answer.attempt == 1 else USED_BEFORE
+        give_back: Callable[[Flight], Any] = partial(Flight.release, held=answer, retention=retention)
+        if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
+            give_back = partial(Flight.renew, held=answer, lease=0.0)
+        yield from self._fly([Change(item.id, give_back, rings=True)])  # not through the lane, which waits for this
+
+    def _change(self, id: Id, apply: Callable[[Flight], Any], *, rings: bool = False) -> Plan[Any]:
+        return (yield Tell(self._lane, Change(id, apply, rings=rings)))
+
+    # What the guard asks
+
+    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+        answer: Lease | Record = yield Ask(self._lane, Claim(operation, lease, self.holder.next()))
+        return answer
+
+    def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
+        until = yield from self._change(held.operation.id, lambda flight: flight.renew(held, lease))
+        return msgspec.structs.replace(held, expires_at=until)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        yield Tell(self._lane, Settle(held, outcome, retention, audit, note))
+
+    def release(self, held: Lease, *, retention: float) -> Plan[None]:
+        yield from self._change(held.operation.id, lambda flight: flight.release(held, retention), rings=True)
+
+    def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
+        yield from self._change(held.operation.id, lambda flight: flight.hold(held, note), rings=True)
+
+    def touch(self, record: Record, *, retention: float) -> Plan[None]:
+        yield from self._change(record.id, lambda flight: flight.touch(record, retention))
+
+    def watch(self, record: Record) -> Plan[None]:
+        """Other processes are heard of by looking."""
+        return
+        yield
+
+    # What an operator asks
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        record = yield Use(self._reader, lambda connection: Flight(connection, self.sql, self.shift).find((scope, key)))
+        return record if state_of(record) != "absent" else None
+
+    def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
+        text, values = self.sql.page(where)
+        parameters = (self.shift, read_cursor(cursor or "0"), limit + 1, *values)
+        rows = yield Use(self._reader, lambda connection: connection.execute(text, parameters).fetchall())
+        records = tuple(as_record(row) for row in rows[:limit])
+        return Page(records, str(records[-1].token) if records and len(rows) > limit else None)
+
+    def resolve(
+        self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
+    ) -> Plan[Record]:
+        id = (scope, key)
+        record: Record = yield from self._change(
+            id, lambda flight: flight.resolve(id, outcome, retention, note), rings=True
+        )
+        return record
+
+    def delete(self, scope: str, key: str) -> Plan[bool]:
+        id = (scope, key)
+        known: bool = yield from self._change(id, lambda flight: flight.delete(id), rings=True)
+        return known
+
+    def purge(self, *, batch: int = 1000) -> Plan[int]:
+        total = 0
+        while total < batch:
+            most = min(SLICE, batch - total)
+            start = time.monotonic()
+            gone: int = yield from self._change(NO_RECORD, partial(Flight.purge, most=most))
+            total += gone
+            if gone < most:
+                break
+            took = time.monotonic() - start
+            yield Use(self._reader, empty_log)
+            yield Sleep(REST * took)
+        return total
+
+    def stats(self) -> Plan[Stats]:
+        rows = yield Use(self._reader, lambda connection: connection.execute(self.sql.stats, (self.shift,)).fetchall())
+        counts = {"expired": 0, "lapsed": 0}
+        for state, count, expired, lapsed in rows:
+            counts[state] = count
+            counts["expired"] += expired
+            counts["lapsed"] += lapsed
+        return Stats(**counts)
+
+    def close(self) -> None:
+        """End this process's connections and threads; a later use opens them again."""
+        self.lender.close()
+        self._writer.close()
+        self._reader.close()
+
+    async def aclose(self) -> None:
+        """As `close`, when what is in flight on this event loop has landed."""
+        await self._lane.drain()
+        await self.lender.aclose()
+        await asyncio.to_thread(self.close)

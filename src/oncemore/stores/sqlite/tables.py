@@ -1,0 +1,122 @@
+"""The tables of the SQLite ledger, and how a connection comes to have them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+
+from ...errors import ConfigurationError
+from .connection import MEMORY
+from .statements import Statements
+
+# Kilobytes: enough for the upper levels of a million records' indexes.
+CACHE = 8192
+
+# One list of statements per version of the schema; {p} is the prefix of all names.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """\
+-- One row.
+CREATE TABLE {p}meta (
+    version INTEGER NOT NULL,  -- of this schema
+    token   INTEGER NOT NULL   -- is never given again, nor is any lower one
+)""",
+        """\
+-- One row per operation.  All times are seconds since 1970; a state's meaning is in the documentation.
+CREATE TABLE {p}records (
+    token         INTEGER PRIMARY KEY,       -- grows with every claim, and fences late owners
+    scope         TEXT    NOT NULL,          -- who owns the key
+    key           TEXT    NOT NULL,          -- the caller's name for the operation
+    name          TEXT    NOT NULL,          -- the kind of operation
+    fingerprint   TEXT    NOT NULL,          -- digest of what was asked
+    state         TEXT    NOT NULL CHECK (state IN ('running', 'settled', 'released', 'held')),
+    holder        TEXT    NOT NULL,          -- host, process and number of the claim
+    attempts      INTEGER NOT NULL,
+    created_at    REAL    NOT NULL,
+    lease_until   REAL    NOT NULL,
+    settled_at    REAL,
+    expires_at    REAL,                      -- only settled and released records expire
+    accessed_at   REAL,
+    status        INTEGER,                   -- of the HTTP response, for those who look
+    outcome       BLOB,                      -- MessagePack: kind, status, headers, body
+    response_hash TEXT    NOT NULL DEFAULT '',
+    note          TEXT    NOT NULL DEFAULT '',
+    audit         INTEGER NOT NULL DEFAULT 0, -- 1: archived when it expires, rather than lost
+    UNIQUE (scope, key)
+)""",
+        """\
+-- Tokens never come again, whatever is deleted: a late owner of a former life must stay fenced.
+CREATE TRIGGER {p}records_deleted AFTER DELETE ON {p}records WHEN OLD.token > (SELECT token FROM {p}meta)
+BEGIN
+    UPDATE {p}meta SET token = OLD.token;
+END""",
+        "-- For the purge, for whoever looks for running and held records (which have no expires_at), and to count.\n"
+        "CREATE INDEX {p}records_expiry ON {p}records (expires_at, state)",
+        """\
+-- Expired records of rules that keep them for the audit.
+CREATE TABLE {p}archive (
+    scope         TEXT    NOT NULL,
+    key           TEXT    NOT NULL,
+    token         INTEGER NOT NULL,
+    name          TEXT    NOT NULL,
+    fingerprint   TEXT    NOT NULL,
+    state         TEXT    NOT NULL,
+    holder        TEXT    NOT NULL,
+    attempts      INTEGER NOT NULL,
+    created_at    REAL    NOT NULL,
+    settled_at    REAL,
+    expires_at    REAL,
+    accessed_at   REAL,
+    status        INTEGER,
+    outcome       BLOB,
+    response_hash TEXT    NOT NULL,
+    note          TEXT    NOT NULL,
+    PRIMARY KEY (scope, key, token)
+)""",
+        "INSERT INTO {p}meta (version, token) VALUES (0, 0)",
+    ),
+)
+
+
+def script(prefix: str) -> str:
+    """The whole schema, for those who create it themselves."""
+    statements = [statement.format(p=prefix) for migration in MIGRATIONS for statement in migration]
+    version = f"UPDATE {prefix}meta SET version = {len(MIGRATIONS)}"
+    return ";\n\n".join(["PRAGMA journal_mode = WAL", "BEGIN IMMEDIATE", *statements, version, "COMMIT"]) + ";\n"
+
+
+def make_ready(
+    connection: sqlite3.Connection, *, sql: Statements, create: bool, pragmas: Mapping[str, object], path: str
+) -> None:
+    """Set up a new connection, and make or migrate the tables where they are not as this version needs them."""
+    [(mode,)] = connection.execute("PRAGMA journal_mode = WAL")
+    if path != MEMORY and mode != "wal":
+        raise ConfigurationError(f"{path}: SQLite cannot keep a log here (mode {mode}); put the file on a local disk")
+    for name, value in {**pragmas, "cache_size": -CACHE}.items():
+        connection.execute(f"PRAGMA {name} = {value}")
+    if schema_version(connection, sql, path) < len(MIGRATIONS):
+        if not create:
+            raise ConfigurationError(
+                f"{path}: the tables are missing or old, and create=false; run the script from oncemore.stores.schema(url)"
+            )
+        migrate(connection, sql, path)
+
+
+def migrate(connection: sqlite3.Connection, sql: Statements, path: str) -> None:
+    """Bring the tables to this version, in one transaction."""
+    connection.execute("BEGIN IMMEDIATE")
+    version = schema_version(connection, sql, path)  # again: another process may just have done it
+    for migration in MIGRATIONS[version:]:
+        for statement in migration:
+            connection.execute(statement.format(p=sql.prefix))
+    connection.execute(sql.set_version, (len(MIGRATIONS),))
+    connection.execute("COMMIT")
+
+
+def schema_version(connection: sqlite3.Connection, sql: Statements, path: str) -> int:
+    """The version of the tables: 0 where there are none, and never one that is unknown here."""
+    exists = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", (f"{sql.prefix}meta",)).fetchall()
+    [(version,)] = connection.execute(sql.version) if exists else [(0,)]
+    if version > len(MIGRATIONS):
+        raise ConfigurationError(f"{path}: its tables are of version {version}, newer than this oncemore; upgrade it")
+    return int(version)

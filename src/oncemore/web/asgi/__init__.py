@@ -1,0 +1,179 @@
+"""The ASGI door: idempotency for any ASGI app, under any server.
+
+app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Unpack
+
+from ..._contract.contract import Contract, Match
+from ..._contract.paths import SAFE_METHODS
+from ..._contract.rule import idempotent
+from ..._ledger.guard import Guard
+from ...errors import OncemoreError
+from ..current import CURRENT, GUARDED, current_operation, is_current
+from ..door import Door, Request
+from ..environ import matched
+from ..headers import Fields
+from ..openapi.app import document, outermost
+from ..options import Options
+from ..redrive import check_passed
+from ..routes import declare
+from ..status import status_response
+from .response import Exchange, respond
+from .transacted import Transacted
+
+__all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+log = logging.getLogger("oncemore.web")
+
+
+class IdempotencyMiddleware:
+    """Guards the requests that the contract names; all others pass untouched.  Options are those of `Door`.
+
+    Rules may name a path with or without the prefix that the app is mounted at (root_path).
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        guard: Guard,
+        contract: Contract | None = None,
+        profile: str | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        self.app = app
+        self.door = Door(guard, contract, profile=profile, **options)
+        self._passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        op = CURRENT.get()
+        if op is not None and scope.get(GUARDED) is not op:
+            return await self._apart(scope, receive, send)
+        if scope.get("method") in self._passed and not scope["path"].endswith(self.door.status_path):
+            return await self.app(scope, receive, send)
+        if not self._passed:  # not before: routes may be added after the middleware
+            self._declare(scope)
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        method, path = scope["method"], scope["path"]
+        inner = inner_path(scope) if scope.get("root_path") else path
+        if method in SAFE_METHODS and not (self.door.status_path in (path, inner) and method in ("GET", "HEAD")):
+            return await self.app(scope, receive, send)
+        headers = Fields(scope["headers"])
+        try:
+            if method in SAFE_METHODS:
+                return await respond(send, await status_response(self.door, request_of(scope, headers)))
+            found = matched(self.door.contract, method, path, inner) if path != inner else None
+            match = self.door.match(method, path, headers, found)
+            if match is None:
+                check_passed(scope)
+        except OncemoreError as error:
+            return await respond(send, self.door.refused(error))
+        if match is None:
+            return await self.app(scope, receive, send)
+        return await self._guard(match, headers, scope, receive, send)
+
+    async def _apart(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A request of its own, in another's context: a server may begin a pipelined one where the last one ended."""
+        token = CURRENT.set(None)
+        try:
+            await self(scope, receive, send)
+        finally:
+            CURRENT.reset(token)
+
+    def _declare(self, scope: Scope) -> None:
+        """Find the rules on the app's endpoints, and show the whole contract in the app's own document, if it has one."""
+        declare(self.door.contract, self.app)
+        self.door.declared()
+        app = scope.get("app") or outermost(self.app) or self.app
+        document(app, self.door.contract, status_path=self.door.status_path, problem_base=self.door.problem_base)
+        if scope["type"] == "http":  # the app's own start, or a websocket, may still add routes
+            self._passed = SAFE_METHODS
+
+    async def _guard(self, match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
+        """Name what is asked, and let it happen once."""
+        try:
+            body = await read_body(receive, match, self.door, headers)
+            if body is None:
+                return None  # the client went away before it had asked for anything
+            request = request_of(scope, headers, body)
+            operation = self.door.operation(match, request)
+        except OncemoreError as error:
+            return await respond(send, self.door.refused(error, match))
+        if operation is None or is_current(operation, scope):
+            return await self.app(scope, body_first(body, receive), send)
+        kind = Transacted if match.rule.policy.effect == "transaction" else Exchange
+        exchange = kind(self.door, self.app, match, operation, request, receive, send)
+        try:
+            return await exchange.run()
+        except OncemoreError as error:
+            if exchange.performed:  # it is the app's own
+                raise
+            return await self._refused(error, exchange, scope, body_first(body, receive))
+
+    async def _refused(self, error: OncemoreError, exchange: Exchange, scope: Scope, receive: Receive) -> None:
+        """Nothing has happened: say why; or, where the rule prefers that to an operation which is not done, do it."""
+        if not self.door.runs_without(error, exchange.rule):
+            mount = scope.get("root_path", "")
+            return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation, mount))
+        log.error("The store is down, and %s runs unguarded: %s", exchange.rule.name, error)
+        return await self.app(scope, receive, exchange.send)
+
+
+def inner_path(scope: Scope) -> str:
+    """The path below what the app is mounted at (root_path), as its own routes name it."""
+    path: str = scope["path"]
+    below = path.removeprefix(scope["root_path"].rstrip("/"))
+    return below if below.startswith("/") else path
+
+
+def request_of(scope: Scope, headers: Fields, body: bytes = b"") -> Request:
+    query = scope["query_string"]
+    return Request(scope["method"], scope["path"], str(query, "latin-1") if query else "", headers, body, scope)
+
+
+async def read_body(receive: Receive, match: Match, door: Door, headers: Fields) -> bytes | None:
+    """The whole body; None where the client went away in the middle of it."""
+    door.check_length(match.rule, declared_length(headers))
+    chunks: list[bytes] = []
+    length = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunk = message.get("body", b"")
+        length += len(chunk)
+        door.check_length(match.rule, length)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return chunk if len(chunks) == 1 else b"".join(chunks)
+
+
+def body_first(body: bytes, receive: Receive) -> Receive:
+    """A receive that tells of the body that was read, and then of what the client does."""
+    told = False
+
+    async def receive_again() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again
+
+
+def declared_length(headers: Fields) -> int:
+    text = headers.first.get("content-length", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0

@@ -1,0 +1,326 @@
+"""What all HTTP doors share, without I/O: a request becomes an operation, and an answer or a refusal a response."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import UTC
+from email.utils import formatdate, parsedate_to_datetime
+from functools import lru_cache, partial
+from typing import Any
+from urllib.parse import parse_qs, quote
+
+import msgspec
+
+from .._contract.contract import Contract, Match
+from .._contract.fields import Field
+from .._contract.keys import join, uuid7_time
+from .._contract.policy import Policy, duration
+from .._contract.rule import Rule
+from .._fingerprint.canonical import read_json
+from .._ledger.context import Op
+from .._ledger.decisions import Answer
+from .._ledger.guard import Guard
+from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
+from .._runtime.plan import Plan
+from ..errors import (
+    ConfigurationError,
+    CorruptRecord,
+    InvalidKey,
+    InvalidPayload,
+    MissingKey,
+    OncemoreError,
+    PayloadTooLarge,
+    PreconditionRequired,
+    StoreError,
+    Undeclared,
+)
+from .admission import Admission, Rates, default_rates
+from .fingerprints import Fingerprints
+from .headers import Headers, is_sent, kept_headers, lines, value_of
+from .options import check_functions, check_given
+from .outcomes import shown_value
+from .principal import Principal, principal_of
+from .problem import Response, problem
+from .redrive import kept_request, redriven, resumed
+
+log = logging.getLogger("oncemore.web")
+
+MOST_SCOPES = 4096
+LONGEST_REMEMBERED = 1024  # what is longer would fill our memory
+LONGEST_PATIENCE = 32  # a longer text is no duration, and would take long to read
+
+
+class Request(msgspec.Struct, frozen=True, eq=False):
+    """A request as every door can tell it: names of headers in lower case, *path* decoded, *body* whole."""
+
+    method: str
+    path: str
+    query: str
+    headers: Headers
+    body: bytes = b""
+    native: Any = None  # the framework's own, for the principal function
+
+    def json(self) -> Any:
+        """The decoded body, for keys that are made from it."""
+        try:
+            return read_json(self.body)[0]
+        except InvalidPayload as error:
+            raise InvalidPayload(f"The idempotency key is made from the body; {error.detail}") from error
+
+
+class Door:
+    """One contract, enforced by one guard, for every request that a framework shows it."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        contract: Contract | None = None,
+        *,
+        profile: str | None = None,
+        principal: Principal | None = None,
+        tenant: Principal | None = None,
+        secrets: Sequence[bytes] = (),
+        keep_headers: Sequence[str] | None = None,
+        redact: Callable[[Outcome], Outcome] | None = None,
+        status_path: str = "/idempotency",
+        problem_base: str = "urn:oncemore:error:",
+        rates: Rates | None = None,
+    ) -> None:
+        check_given(guard, contract, keep_headers, status_path)
+        check_functions(principal=principal, tenant=tenant, redact=redact)
+        if contract is not None and profile is not None:
+            raise ConfigurationError("Name the profile in the contract, or give a profile and no contract")
+        self.guard = guard
+        self.contract = contract or Contract(profile=profile or "default")
+        self.principal = principal
+        self.tenant = tenant
+        self.redact = redact
+        self.rates = rates or default_rates(self.contract)
+        self.status_path = status_path
+        self.problem_base = problem_base
+        self._fingerprints = Fingerprints(tuple(secrets))
+        self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
+        self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
+        self._warned: frozenset[str] = frozenset()
+        self._warn(stacklevel=4)
+
+    # From a request to an operation
+
+    def match(self, method: str, path: str, headers: Headers, found: Match | None = None) -> Match | None:
+        """The rule that guards this request, or None where it passes untouched; refuses what the contract refuses.
+
+        *found* is the contract's rule, where the door has looked for it in a way of its own.
+        """
+        match = found or self.contract.match(method, path)
+        if match is None or not match.rule.idempotent:
+            return None
+        key = match.rule.key
+        keyed = key.source != "header" or key.required or is_sent(headers, key.name.lower())
+        if not match.declared:
+            if self.contract.undeclared == "refuse":
+                raise Undeclared(f"No rule of the contract matches {method} {path}")
+            if self.contract.undeclared == "warn":
+                log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
+        if key.source == "none" or not (keyed or match.rule.if_match):
+            return None
+        if match.rule.if_match and not value_of(headers, "if-match"):
+            raise PreconditionRequired("Send the resource's ETag in an If-Match header")
+        return match
+
+    def check_length(self, rule: Rule, length: int) -> None:
+        """Refuse a body that is larger than the rule allows."""
+        if length > rule.max_request:
+            raise PayloadTooLarge(f"The body may have {rule.max_request} bytes")
+
+    def operation(self, match: Match, request: Request) -> Operation | None:
+        """The operation that the request asks for; None where an optional key was not sent."""
+        rule, headers = match.rule, request.headers
+        steps = rule.policy.effect == "steps"
+        unfinished = redriven(request.native)
+        if unfinished is not None:
+            return resumed(unfinished, rule)
+        principal = principal_of(self.principal, request)
+        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+        named = lines(headers, rule.key.name.lower())
+        unique: str | None = None
+        if rule.key.source == "header" and rule.unique_by is None:  # the common case names nothing else of the request
+            key = rule.key.read(named)
+        else:
+            context = self._context(match, request, principal, tenant)
+            key = rule.key.read(named, **context)
+            unique = rule.unique_by.render(**context) if rule.unique_by is not None and key is not None else None
+        if key is None and rule.if_match:
+            place = f"{rule.key.name} header" if rule.key.source == "header" else "key in the body"
+            raise MissingKey(f"Send a unique {place}: conditional updates take turns by their keys")
+        if key is None:
+            return None
+        path = request.path.rstrip("/") or "/"  # as rules are matched: an app may redirect from one to the other
+        parts = (request.method, path, request.query, value_of(headers, "content-type"), request.body)
+        return Operation(
+            self.scope(rule, match.route, request, principal, tenant),
+            key,
+            self._fingerprints.of(rule, parts),
+            rule.name,
+            partial(self._fingerprints.matches, rule, parts),
+            issued_at(rule, headers, key) if rule.policy.late == "refuse" else None,
+            path if rule.if_match else unique,
+            partial(kept_request, request.method, request.path, request.query, headers, request.body)
+            if steps
+            else None,
+        )
+
+    def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:
+        """Who owns the key, by the rule's scope."""
+        if callable(rule.scope):
+            return rule.scope_of(tenant=tenant, custom=principal_of(rule.scope, request), route=route)
+        asked = (id(rule), route, principal, tenant)
+        found = self._scopes.get(asked)
+        if found is not None:
+            return found[0]
+        scope = rule.scope_of(principal=principal, tenant=tenant, route=route)
+        if len(route) + len(principal) + len(tenant) <= LONGEST_REMEMBERED:
+            if len(self._scopes) >= MOST_SCOPES:
+                self._scopes.clear()
+            self._scopes[asked] = (scope, rule)  # with the rule, so that its identity is not used again
+        return scope
+
+    def _context(self, match: Match, request: Request, principal: str, tenant: str) -> dict[str, Any]:
+        """What templates may name; the body only where they do, for it need not be JSON then."""
+        headers: dict[str, list[str]] = {}
+        for name, value in request.headers:
+            headers.setdefault(name, []).append(value)
+        return {
+            "principal": principal,
+            "tenant": tenant,
+            "path": match.params,
+            "query": parse_qs(request.query, keep_blank_values=True),
+            "headers": headers,
+            "body": request.json() if request.body and reads_body(match.rule) else None,
+            "now": self.guard.clock.time(),
+        }
+
+    def policy(self, rule: Rule) -> Policy:
+        """The rule's policy as HTTP needs it: conditional updates of one resource take turns."""
+        return take_turns(rule.policy) if rule.if_match else rule.policy
+
+    def declared(self) -> None:
+        """All rules are known now, those on endpoints too: what they need must be there."""
+        self.rates = self.rates or default_rates(self.contract)
+        self._warn(stacklevel=3)
+
+    def _warn(self, stacklevel: int) -> None:
+        """Tell, once of each rule, that principals share its keys."""
+        unscoped = frozenset(self.contract.unscoped)
+        for name in sorted(unscoped - self._warned):
+            text = f"The rule {name!r} has no principal: whoever knows a key sees its outcome"
+            warnings.warn(text, stacklevel=stacklevel)
+        self._warned = unscoped
+
+    def admit(self, rule: Rule, op: Op, request: Request) -> Plan[None]:
+        """Refuse a principal's new key where the rule's rate is used up; whichever path of the rule it is for."""
+        if rule.rate is None or op.attempt > 1:
+            return
+        if self.rates is None:
+            self.declared()  # for a rule that was found later than the door could know
+        principal = principal_of(self.principal, request)
+        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+        assert self.rates is not None, "a rule with a rate has what counts it"
+        yield Admission(self.rates, rule, join(rule.name, tenant, principal))
+
+    def runs_without(self, error: OncemoreError, rule: Rule) -> bool:
+        """Whether the rule has a request run unguarded: where the ledger cannot be asked, not where its answer is unreadable."""
+        return rule.store_down == "run" and isinstance(error, StoreError) and not isinstance(error, CorruptRecord)
+
+    # From an answer to a response
+
+    def outcome(self, rule: Rule, status: int, headers: Headers, body: bytes) -> Outcome:
+        """What is kept of a response: a tombstone where it is too large, or could not be redacted."""
+        if len(body) > rule.max_response:
+            return Outcome("tombstone", status)
+        outcome = Outcome("response", status, kept_headers(headers, self._keep), body)
+        if self.redact is None:
+            return outcome
+        try:
+            redacted = self.redact(outcome)
+            if not isinstance(redacted, Outcome):
+                raise TypeError(f"The redact function gave a {type(redacted).__name__}: let it return an Outcome")
+            return decode_outcome(encode_outcome(redacted))  # not later: a text for a body could not be settled
+        except Exception:  # it happened: what cannot be shown again must still not be done again
+            log.exception("The redact function failed; the outcome is not kept, only that it happened")
+            return Outcome("tombstone", status)
+
+    def headers(self, rule: Rule, answer: Answer) -> list[tuple[str, str]]:
+        """What is added to a response to say how it came."""
+        status = rule.status_header
+        how = "unstored" if answer.how == "released" or answer.outcome.kind == "tombstone" else answer.how
+        value = getattr(status, how)
+        found = [(status.name.lower(), value)] if status.name and value else []
+        if answer.expires_at is not None and how != "unstored":
+            found.append(("idempotency-expires", http_date(int(answer.expires_at))))
+        return found
+
+    def replayed(self, rule: Rule, answer: Answer) -> Response:
+        """The stored response, as it was."""
+        outcome = answer.outcome
+        if outcome.kind != "response":
+            try:
+                outcome = shown_value(outcome)
+            except OncemoreError as error:
+                return self.refused(error)
+        status = outcome.status if rule.replay_status == "same" else int(rule.replay_status)
+        if status == outcome.status or not 200 <= outcome.status < 300:
+            status = outcome.status
+        return Response(status, [*outcome.headers, *self.headers(rule, answer)], outcome.body)
+
+    def refused(
+        self, error: OncemoreError, match: Match | None = None, operation: Operation | None = None, mount: str = ""
+    ) -> Response:
+        """The problem document for a refusal or a fault; *mount* is the prefix of the app's own paths."""
+        return problem(self, error, match, operation, mount)
+
+
+def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
+    """When the key was made, where the request tells: by a header, or by the key itself (UUIDv7)."""
+    if not rule.first_sent:
+        return uuid7_time(key)
+    text = value_of(headers, rule.first_sent.lower())
+    try:
+        sent = parsedate_to_datetime(text) if text else None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidKey(
+            f"{rule.first_sent} is not an HTTP date: send one such as Tue, 15 Nov 1994 08:12:31 GMT"
+        ) from error
+    if sent is None:
+        return None
+    return (sent if sent.tzinfo else sent.replace(tzinfo=UTC)).timestamp()  # one of HTTP's three forms names no zone
+
+
+def wait_of(headers: Headers) -> float | None:
+    """The caller's own patience (X-Request-Timeout: seconds, or `500ms`); what cannot be read is ignored."""
+    text = value_of(headers, "x-request-timeout")
+    if not text or len(text) > LONGEST_PATIENCE:
+        return None
+    try:
+        return duration(float(text) if text.replace(".", "", 1).isdigit() else text)
+    except (ConfigurationError, ValueError):
+        return None
+
+
+def reads_body(rule: Rule) -> bool:
+    """Whether the rule makes a name from the body."""
+    templates = [template for template in (rule.key.template, rule.unique_by) if template is not None]
+    fields = [part for template in templates for part in template.parts if isinstance(part, Field)]
+    return rule.key.source == "body" or any(field.text.startswith("body") for field in fields)
+
+
+@lru_cache(maxsize=256)
+def take_turns(policy: Policy) -> Policy:
+    return dataclasses.replace(policy, on_unique="serialize")
+
+
+@lru_cache(maxsize=4096)
+def http_date(seconds: int) -> str:
+    return formatdate(seconds, usegmt=True)

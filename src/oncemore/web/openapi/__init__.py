@@ -1,0 +1,152 @@
+"""Writes the contract into an OpenAPI document: keys, replays, refusals, retention, for every operation it guards."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from ..._contract.contract import Contract
+from ..._contract.rule import Rule
+from ...errors import ConfigurationError
+from . import parts
+from .extension import extension
+from .parts import Json
+from .status import status_item
+
+METHODS = ("post", "put", "patch", "delete")
+PROBLEM_BASE = "urn:oncemore:error:"
+
+
+def enrich(
+    document: Json, contract: Contract, *, prefix: str = "", status_path: str = "", problem_base: str = PROBLEM_BASE
+) -> Json:
+    """A copy of the OpenAPI 3 *document* that tells what the contract says of each operation; twice is the same as once.
+
+    *prefix* stands before the document's paths where the contract names them in full.  With a *status_path*, looking up
+    an operation by its key is documented, too.
+    """
+    if not str(document.get("openapi", "")).startswith("3."):
+        raise ConfigurationError(
+            "The document is not OpenAPI 3: its `openapi` member must say 3.x, and is missing or older"
+        )
+    made = copy.deepcopy(document)
+    guarded = [describe(made, rule, operation, problem_base) for rule, operation in matches(made, contract, prefix)]
+    if any(guarded):
+        made.setdefault("components", {}).setdefault("schemas", {})[parts.PROBLEM] = parts.PROBLEM_SCHEMA
+        if status_path:
+            made["paths"].setdefault(status_path, status_item(problem_base))
+    return copy.deepcopy(made)  # what is written in many places is one object here, and must not be the reader's
+
+
+def matches(document: Json, contract: Contract, prefix: str) -> Iterator[tuple[Rule, Json]]:
+    """Each operation of the document that the contract has a rule for."""
+    for path, item in document.get("paths", {}).items():
+        for method in METHODS:
+            if isinstance(item.get(method), dict):
+                match = contract.match(method, prefix + path)
+                if match is not None and (match.declared or contract.undeclared != "refuse"):
+                    yield match.rule, item[method]
+
+
+def describe(document: Json, rule: Rule, operation: Json, problem_base: str) -> bool:
+    """Write the rule into the operation, unless it is there; whether it is guarded at all."""
+    told = extension(rule)
+    guarded = rule.idempotent and rule.key.source != "none"
+    if operation.get("x-idempotency") == told:
+        return guarded
+    operation["x-idempotency"] = told
+    if rule.retry:
+        operation["x-retry"] = {"preset": rule.retry}
+    if not guarded:
+        return False
+    for parameter in parts.parameters(rule):
+        add_parameter(document, operation, parameter)
+    add_sentence(operation, parts.sentence(rule))
+    operation["responses"] = {str(status): response for status, response in operation.get("responses", {}).items()}
+    add_responses(document, rule, operation["responses"], problem_base)
+    return True
+
+
+def add_parameter(document: Json, operation: Json, parameter: Json) -> None:
+    """Add the header; where the operation has it already, its own words stay, and what the door demands is added."""
+    known = operation.setdefault("parameters", [])
+    for place, given in enumerate(known):
+        found: Json = resolved(document, given) or {}
+        if found.get("in") == "header" and found.get("name", "").lower() == parameter["name"].lower():
+            words = ("name", "description", "example", "examples")
+            known[place] = {**parameter, **{word: found[word] for word in words if word in found}}
+            return
+    known.append(parameter)
+
+
+def add_sentence(operation: Json, sentence: str) -> None:
+    said = operation.get("description", "")
+    if sentence and sentence not in said:
+        operation["description"] = f"{said}\n\n{sentence}" if said else sentence
+
+
+def add_responses(document: Json, rule: Rule, responses: Json, problem_base: str) -> None:
+    for status in responses:  # the operation's own; ours are not among them yet
+        extend(document, responses, status, {"headers": parts.answer_headers(rule)})
+    if rule.policy.on_duplicate == "ok":
+        responses.setdefault("200", {"description": "It was performed before.", "headers": parts.answer_headers(rule)})
+    elif rule.replay_status == 200:
+        first = next((responses[status] for status in sorted(responses) if status.startswith("2")), None)
+        responses.setdefault("200", first or {"description": "It was performed before."})
+    if rule.policy.in_flight == "accepted":
+        extend(document, responses, "202", parts.accepted())
+    for code, errors in parts.refusals(rule).items():
+        refusal = parts.refusal(rule, code, errors, problem_base)
+        if str(code) in responses:
+            extend(document, responses, str(code), refusal)
+        else:
+            responses[str(code)] = shared(document, f"Idempotency{code}", refusal)
+
+
+def shared(document: Json, name: str, response: Json) -> Json:
+    """A reference to the response, which most operations have in common."""
+    known = document.setdefault("components", {}).setdefault("responses", {})
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    free = next(each for each in names if known.setdefault(each, response) == response)
+    return {"$ref": f"#/components/responses/{free}"}
+
+
+def extend(document: Json, responses: Json, status: str, added: Json) -> None:
+    """Add headers and contents to a response; what it says of its own stays."""
+    found = resolved(document, responses[status]) if status in responses else {}
+    if found is None:  # in another document, which is not ours to write
+        return
+    given = found.get("content", {})
+    contents = {kind: either(given.get(kind, {}), content) for kind, content in added.get("content", {}).items()}
+    responses[status] = {**added, **found, "headers": {**added.get("headers", {}), **found.get("headers", {})}}
+    if given or contents:
+        responses[status]["content"] = {**given, **contents}
+
+
+def either(given: Json, added: Json) -> Json:
+    """A content that may be the one or the other."""
+    if given.get("schema", added["schema"]) == added["schema"]:
+        return {**given, **added}
+    merged: Json = {**given, "schema": {"anyOf": [given["schema"], added["schema"]]}}
+    if "example" not in given and (examples := {**given.get("examples", {}), **added.get("examples", {})}):
+        merged["examples"] = examples
+    return merged
+
+
+def resolved(document: Json, value: Json) -> Json | None:
+    """What a reference within the document stands for; None where it leads elsewhere, or nowhere."""
+    seen: list[str] = []
+    while "$ref" in value:
+        target = value["$ref"]
+        if not target.startswith("#/") or target in seen:
+            return None
+        seen.append(target)
+        found: Any = document
+        for name in target[2:].split("/"):
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            return None
+        value = found
+    return value

@@ -1,0 +1,77 @@
+"""Has an app that makes its own OpenAPI document (FastAPI) show the contract in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..._contract.contract import Contract
+from ..._contract.rule import Rule
+from ..routes import each, rules_in
+from . import PROBLEM_BASE, enrich
+from .parts import Json
+
+
+def document(
+    app: Any, contract: Contract, *, prefix: str = "", status_path: str = "", problem_base: str = PROBLEM_BASE
+) -> None:
+    """Have `app.openapi()`, and that of each app mounted in it, tell what the contract says.
+
+    The middleware does so for the app that it is added to.  *prefix* is where the app itself is mounted.
+    """
+    for found, mounted in documented(app, prefix):
+        plain = getattr(found.openapi, "plain", found.openapi)  # a second call replaces the first
+        lookup = status_path if mounted == prefix else ""  # it is the outer app's
+        found.openapi = Enriched(plain, found, contract, mounted, lookup, problem_base)
+
+
+def documented(app: Any, prefix: str) -> Iterator[tuple[Any, str]]:
+    """Each app that makes a document, with where it is mounted."""
+    if makes_document(app):
+        yield app, prefix
+    for route in each(getattr(app, "routes", None) or ()):
+        inner = getattr(route, "app", None)
+        if inner is not app and getattr(inner, "routes", None):
+            yield from documented(inner, prefix + (getattr(route, "path", None) or ""))
+
+
+def makes_document(app: Any) -> bool:
+    return callable(getattr(app, "openapi", None)) and hasattr(app, "openapi_schema")
+
+
+def outermost(app: Any) -> Any:
+    """The app itself, or the first one inside it that makes a document: a middleware keeps the next one in its `app`."""
+    seen: set[int] = set()
+    while app is not None and not makes_document(app) and id(app) not in seen:
+        seen.add(id(app))
+        app = getattr(app, "app", None)
+    return app
+
+
+class Enriched:
+    """An app's `openapi`, made anew only when the app's own or the contract has changed."""
+
+    def __init__(
+        self,
+        plain: Callable[[], Json],
+        app: Any,
+        contract: Contract,
+        prefix: str,
+        status_path: str,
+        problem_base: str,
+    ) -> None:
+        self.plain = plain
+        self._app = app
+        self._contract = contract
+        self._options = {"prefix": prefix, "status_path": status_path, "problem_base": problem_base}
+        self._made: tuple[Json, tuple[Rule, ...], Json] | None = None
+
+    def __call__(self) -> Json:
+        document = self.plain()
+        if self._made is None or self._made[0] is not document:  # it has new routes, which may have rules
+            self._contract.add(*rules_in(getattr(self._app, "routes", ()), self._options["prefix"]))
+            self._made = None
+        rules = self._contract.rules
+        if self._made is None or self._made[1] is not rules:
+            self._made = (document, rules, enrich(document, self._contract, **self._options))
+        return self._made[2]

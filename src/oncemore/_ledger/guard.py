@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -58,7 +59,9 @@ class Guard(Ledger):
         self.observers = tuple(observers)
         self.clock = clock
         self.cache = Cache(clock, most=cache)
-        self.store.bell.hear(self.cache.drop)
+        self.store.bell.subscribe(self.cache.drop)
+        # Not in `close`: a guard may be used again after it, and one that nobody closed must not leave its cache behind.
+        weakref.finalize(self, self.store.bell.unsubscribe, self.cache.drop).atexit = False
         self.heart = Heartbeat(self._renew, clock)
 
     def run(

@@ -12,7 +12,7 @@ import msgspec
 
 from .._runtime.forks import reset_in_child
 from .._runtime.plan import Plan
-from .._runtime.wakeups import Bell
+from .._runtime.wakeups import Wakeups
 from ..errors import ConfigurationError
 from .model import Lease, Operation, Outcome, Record
 from .states import State
@@ -58,7 +58,7 @@ class Store(Protocol):
     """A ledger.  A claim answers with a Lease (yours) or the Record that stopped you; a wrong token raises Fenced."""
 
     url: str  # as given, without its password
-    bell: Bell  # rings when a record may have changed
+    bell: Wakeups  # rings when a record may have changed
     poll: float  # the longest that a waiter trusts the bell alone, in seconds
     shift: float  # added to the store's clock: 0, except in tests that let time pass
 

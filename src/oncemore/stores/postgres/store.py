@@ -21,7 +21,7 @@ from ..._ledger.store import Filter, Holder, Page, Stats, Store
 from ..._ledger.transactions import Lender
 from ..._runtime.batching import Batcher, Submit
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, OncemoreError, StoreError
 from . import tables
 from .batch import Flights, is_expired
@@ -113,7 +113,7 @@ class PostgresStore:
         names = tables.names(options["schema"], options["prefix"])
         conninfo = libpq_conninfo(place)
         self.url = hide_password(url)
-        self.bell = Bell()
+        self.bell = Wakeups()
         self.holder = Holder()
         self.database = Database(conninfo, names, create=options["create"], timeout=options["timeout"])
         self._sql = self.database.sql
@@ -219,7 +219,7 @@ class PostgresStore:
         if running:
             self._mark(record)
         else:
-            self.bell.ring(record.id)
+            self.bell.notify(record.id)
 
     def _is_mine(self, record: Record) -> bool:
         return record.holder.rpartition(":")[0] == self.holder.next().rpartition(":")[0]
@@ -291,7 +291,7 @@ class PostgresStore:
         return (yield Submit(self._desk, (statement, values)))  # type: ignore[no-any-return]
 
     def _tell(self, id: Id) -> Plan[None]:
-        self.bell.ring(id)
+        self.bell.notify(id)
         for message in self._ear.messages([id]):
             try:
                 yield from self._errand(self._sql.notify, [self._ear.channel, message])

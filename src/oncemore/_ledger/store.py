@@ -58,8 +58,8 @@ class Store(Protocol):
     """A ledger.  A claim answers with a Lease (yours) or the Record that stopped you; a wrong token raises Fenced."""
 
     url: str  # as given, without its password
-    bell: Wakeups  # rings when a record may have changed
-    poll: float  # the longest that a waiter trusts the bell alone, in seconds
+    wakeups: Wakeups  # notified when a record may have changed
+    poll: float  # the longest that a waiter trusts wake-ups alone, in seconds
     shift: float  # added to the store's clock: 0, except in tests that let time pass
 
     @property

@@ -61,7 +61,7 @@ class MemoryStore:
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
-        self.bell = Wakeups()
+        self.wakeups = Wakeups()
         self.shift = 0.0
         self.holder = Holder()
         self._epoch = SYSTEM.time() - SYSTEM.monotonic()  # a clock that nobody sets back
@@ -114,7 +114,7 @@ class MemoryStore:
             self._own(held, "settle", now, note=note, **settled(outcome, now, retention))
             if audit:
                 self._audited.add(id)
-        self.bell.notify(id)
+        self.wakeups.notify(id)
         return
         yield
 
@@ -148,13 +148,13 @@ class MemoryStore:
         with self._lock:
             now = self._now()
             self._own(held, "release", now, state=RELEASED, expires_at=now + retention)
-        self.bell.notify(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     @at_once
     def hold(self, held: Lease, *, note: str = "") -> None:
         with self._lock:
             self._own(held, "hold", self._now(), state=HELD, note=note)
-        self.bell.notify(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     @at_once
     def touch(self, record: Record, *, retention: float) -> None:
@@ -166,7 +166,7 @@ class MemoryStore:
 
     @at_once
     def watch(self, record: Record) -> None:
-        """The bell hears of everything in this process."""
+        """Every change happens in this process, so nothing has to be asked for."""
 
     @at_once
     def find(self, scope: str, key: str) -> Record | None:
@@ -201,7 +201,7 @@ class MemoryStore:
                 else settled(outcome, now, retention)
             )
             record = self._records[record.id] = replace(record, token=next(self._tokens), note=note, now=now, **changes)
-        self.bell.notify(record.id)
+        self.wakeups.notify(record.id)
         return record
 
     @at_once
@@ -214,7 +214,7 @@ class MemoryStore:
                 self._archive(record)
             self._records.pop((scope, key), None)
             self._audited.discard((scope, key))
-        self.bell.notify((scope, key))
+        self.wakeups.notify((scope, key))
         return state != "absent"
 
     @at_once

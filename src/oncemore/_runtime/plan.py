@@ -44,14 +44,10 @@ def run(plan: Plan[T]) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
-async def arun(plan: Plan[T], effect: Effect[Any] | None = None) -> T:
-    """The plan's result, each effect awaited; a cancellation is thrown into the plan like any other error.
-
-    *effect* is where the plan stands already.
-    """
+async def arun(plan: Plan[T]) -> T:
+    """The plan's result, each effect awaited; a cancellation is thrown into the plan like any other error."""
     try:
-        if effect is None:
-            effect = next(plan)
+        effect = next(plan)
         while True:
             try:
                 result = await effect.arun()

@@ -36,7 +36,6 @@ class Step:
 class Scripted:
     """Work that follows a script; its last step is repeated."""
 
-    hedgeable = False
     telling = True
 
     def __init__(self, *script: Step, name: str = "host", lasts: float = NEVER, resendable: bool = True) -> None:

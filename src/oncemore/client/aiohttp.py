@@ -13,7 +13,6 @@ from aiohttp.base_protocol import BaseProtocol
 from yarl import URL
 
 from .._runtime.plan import Call, Effect, Plan, arun
-from ..errors import ConfigurationError
 from .bodies import MAX_BODY, manner_by
 from .continuing import AsyncContinuing
 from .deadline import is_distrust
@@ -65,7 +64,6 @@ class AiohttpWire:
 
     errors = ERRORS
     ready = False
-    parallel = False  # aiohttp keeps the state of sending in the request itself
 
     def __init__(self, request: ClientRequest, handler: ClientHandlerType) -> None:
         self.request = request
@@ -165,8 +163,6 @@ class RetryMiddleware(AsyncContinuing):
 
     def __init__(self, retry: Retry | None = None, keyring: KeyringPlace | None = None, **options: Any) -> None:
         self.engine = Engine(retry, keyring, **options)
-        if self.engine.retry.hedge is not None:
-            raise ConfigurationError("hedge: a request of aiohttp cannot be under way twice; use httpx to hedge")
 
     async def __call__(self, request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
         self._carry_key(request)

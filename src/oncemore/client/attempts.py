@@ -1,4 +1,4 @@
-"""The one plan behind every transport, the function decorator and the simulation: attempt, judge, pause, attempt."""
+"""The one plan behind every transport, and the function decorator: attempt, judge, pause, attempt."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from msgspec.structs import replace
-
 from .._runtime.plan import Effect, Plan
 from .errors import AttemptTimeout, CircuitOpen
-from .hedge import Hedge
 from .hosts import HOSTS, Host, Hosts
 from .pause import Pause, now
 from .retry import Retry
@@ -22,18 +19,13 @@ WISH_SPREAD = 0.1
 
 
 class Work(Protocol):
-    """Something to be attempted: a request of some library, a function, a simulated call."""
+    """Something to be attempted: a request of some library, or a function."""
 
     name: str  # of the host or the function, in the story and for the budget
     key: str | None
     lasts: float  # seconds from the first attempt after which no other may begin
     telling: bool  # the story is told also of a success at the first attempt
     story: Story | None
-
-    @property
-    def hedgeable(self) -> bool:
-        """Whether two copies may be under way at once."""
-        ...
 
     def attempt(self, number: int, limit: float) -> Effect[Any]: ...
     def judge(self, reply: Any) -> Verdict: ...
@@ -70,7 +62,6 @@ class Course:
     __slots__ = (
         "delay",
         "ends",
-        "hedge",
         "host",
         "number",
         "retry",
@@ -92,7 +83,6 @@ class Course:
         self.delay = 0.0
         self.was_at_once = False
         self.story: Story | None = None
-        self.hedge: Hedge | None = None
 
     def check_circuit(self, begun: float) -> None:
         """Refuse to begin while the host's circuit is open."""
@@ -102,22 +92,12 @@ class Course:
             raise CircuitOpen(f"{story} It closes in {wait:.1f} s.", story=story, retry_after=wait)
 
     def next_effect(self, begun: float) -> Effect[Any]:
-        """The attempt, limited by what is left of the deadline; hedged where the policy says so."""
+        """The attempt, limited by what is left of the deadline."""
         retry, work = self.retry, self.work
         limit = self.ends - begun
         if retry.attempt_timeout is not None and retry.attempt_timeout < limit:
             limit = retry.attempt_timeout
-        effect = work.attempt(self.number, limit)
-        if retry.hedge is None or retry.hedge >= limit or not (work.hedgeable and work.resendable()):
-            return effect
-        self.hedge = Hedge(effect, lambda: self._second(limit - (retry.hedge or 0)), retry.hedge, work)
-        return self.hedge
-
-    def _second(self, limit: float) -> Effect[Any] | None:
-        """The hedge: another attempt beside the first, unless the host is in trouble."""
-        if self.host and not self.host.may_retry():
-            return None
-        return self.work.attempt(self.number, limit)
+        return work.attempt(self.number, limit)
 
     def tell_story(self) -> Story:
         if self.story is None:
@@ -131,8 +111,6 @@ class Course:
                 self.host.failed(ended)
             else:
                 self.host.succeeded()
-        if self.hedge is not None and self.hedge.twice and verdict.known != "performed" and not verdict.stored:
-            verdict = replace(verdict, known="unknown")  # of the other copy nothing is known
         if self.work.telling or verdict.again or self.number > 1 or verdict.known != "performed":
             attempt = Attempt(self.number, self.delay, ended - begun, verdict)
             self.tell_story().attempts.append(attempt)
@@ -202,7 +180,7 @@ def attempts(work: Work, retry: Retry, world: World = WORLD, started: float | No
     """
     begun = ended = world.now()
     reply, error, made = None, None, False
-    if started is None and retry.hedge is None and retry.breaker is None:
+    if started is None and retry.breaker is None:
         # Mostly the first attempt is also the last, so it is made before there is anything to keep account of.
         try:
             reply = yield work.attempt(1, retry.attempt_limit)

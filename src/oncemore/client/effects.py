@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from .._runtime.plan import Plan, arun, run
-from .watch import within
 
 T = TypeVar("T")
 
@@ -53,6 +52,18 @@ async def unbroken(awaited: Coroutine[Any, Any, T]) -> T:
     return await asyncio.shield(task)
 
 
+async def with_deadline(awaited: Awaitable[T], seconds: float, error: type[Exception]) -> T:
+    """Await *awaited*; after *seconds* cancel it and raise *error*.  A cancellation from elsewhere stays one."""
+    timeout = asyncio.timeout(seconds)
+    try:
+        async with timeout:
+            return await awaited
+    except TimeoutError as cause:
+        if timeout.expired():
+            raise error(f"no answer within {seconds:.3g} s") from cause
+        raise
+
+
 _unbroken: set[asyncio.Task[Any]] = set()  # the loop itself would forget them
 
 
@@ -73,4 +84,4 @@ class Within:
         return run(self.plan)
 
     def arun(self) -> Awaitable[Any]:
-        return within(arun(self.plan), self.limit, self.late)
+        return with_deadline(arun(self.plan), self.limit, self.late)

@@ -32,11 +32,6 @@ class Wire(Protocol):
     errors: Errors
 
     @property
-    def parallel(self) -> bool:
-        """Whether two copies may be sent at once."""
-        ...
-
-    @property
     def ready(self) -> bool:
         """Whether the body can be sent as it is, and again: there is no need to ask for it first."""
         ...
@@ -100,10 +95,6 @@ class Exchange:
     def repeatable(self) -> bool:
         """Whether sending it again is harmless."""
         return self.key is not None or self.wire.method in IDEMPOTENT_METHODS
-
-    @property
-    def hedgeable(self) -> bool:
-        return self.repeatable and self.wire.parallel
 
     def attempt(self, number: int, limit: float) -> Effect[Reply]:
         # Only a keyed operation can make the server wait, for a twin that is in flight.

@@ -30,7 +30,6 @@ class Calling:
 
     key: str | None = None
     lasts = NEVER
-    hedgeable = False  # a function may have effects: it is called again after it failed, but never beside itself
     telling = False
 
     def __init__(self, function: Callable[..., Any], args: Any, keywords: Any, retry: Retry, name: str) -> None:

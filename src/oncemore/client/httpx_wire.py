@@ -13,13 +13,12 @@ import httpx
 from .._runtime.plan import Effect, Plan
 from .bodies import MAX_BODY, READ_AHEAD, Manner, manner_for
 from .deadline import Allowance, is_distrust
-from .effects import Either
+from .effects import Either, with_deadline
 from .errors import OutcomeUnknown, RetriesExhausted
 from .exchange import Errors
 from .httpx_bodies import Body, OnceBody
 from .keyring.entry import host_of
 from .verdict import Fault, Reply
-from .watch import within
 
 
 class RequestExhausted(RetriesExhausted, httpx.TransportError):
@@ -57,10 +56,6 @@ class HttpxWire:
         self.headers = request.headers
         self.extensions = request.extensions
         self.ready = isinstance(request.stream, httpx.ByteStream)
-
-    @property
-    def parallel(self) -> bool:
-        return not isinstance(self.request.stream, OnceBody)
 
     @property
     def url(self) -> str:
@@ -124,7 +119,7 @@ class Sending:
         return reply_of(response, content)
 
     def arun(self) -> Awaitable[Reply]:
-        return within(self._sent(), self._limit, httpx.ReadTimeout)
+        return with_deadline(self._sent(), self._limit, httpx.ReadTimeout)
 
     async def _sent(self) -> Reply:
         wire = self._wire

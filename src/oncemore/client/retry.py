@@ -33,7 +33,6 @@ class Retry:
     *errors* are the exceptions of plain functions that deserve another attempt (or a function that tells), beside
     those that say of themselves that they are `retryable`; *statuses* are those of HTTP.
     *key_lifetime* is how long the server remembers a key: later, asking again would not be asking the same.
-    *hedge* sends a second copy of a repeatable request when the first has not been answered for so long.
     """
 
     attempts: int = 5
@@ -50,7 +49,6 @@ class Retry:
     key_lifetime: float = 86400.0
     budget: Budget | None = DEFAULT_BUDGET
     breaker: Breaker | None = None
-    hedge: float | None = None
     backoff: Backoff = field(init=False, repr=False, compare=False)
     attempt_limit: float = field(init=False, repr=False, compare=False)  # how long a first attempt may take
     # For how long a key may be sent: the last attempt must arrive while the server still knows it.
@@ -58,7 +56,7 @@ class Retry:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        for name in ("deadline", "attempt_timeout", "base", "cap", "spread", "key_lifetime", "hedge"):
+        for name in ("deadline", "attempt_timeout", "base", "cap", "spread", "key_lifetime"):
             if getattr(self, name) is not None:
                 put(name, duration(getattr(self, name)))
         put("schedule", tuple(duration(offset) for offset in self.schedule))

@@ -88,10 +88,6 @@ class BlockingWire:
     unrewindable: type[Exception] = UnrewindableBodyError
     _sent: SentBody
 
-    @property
-    def parallel(self) -> bool:
-        return self._sent.at_hand
-
     def body(self) -> Plan[bytes | None]:
         content: bytes | None = yield Call(self._sent.data)
         return content

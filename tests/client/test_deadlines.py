@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oncemore.client.effects import with_deadline
+from oncemore.client.deadlines import with_deadline
 
 
 class Late(Exception):

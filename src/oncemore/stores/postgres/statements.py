@@ -298,7 +298,8 @@ def prepared(text: str) -> Statement:
     return Statement(text, b"oncemore_" + hashlib.sha256(text.encode()).hexdigest()[:24].encode())
 
 
-Ask = tuple[Statement, Sequence[Any]]  # a statement and its parameters
+Query = tuple[Statement, Sequence[Any]]  # a statement and its parameters
+Ask = Query
 Rows = Sequence[Sequence[Any]]
 
 

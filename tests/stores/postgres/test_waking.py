@@ -19,7 +19,7 @@ from psycopg import sql
 
 from oncemore._contract.policy import Policy
 from oncemore._ledger.guard import Guard
-from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._ledger.model import Claim, Lease, Operation, Outcome
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import arun, run
 from oncemore.stores.postgres import PostgresStore
@@ -94,6 +94,19 @@ def test_nothing_is_sent_where_nobody_in_another_process_waits(url: str, postgre
         run(store.settle(lease, DONE, retention=RETENTION))
         assert list(other.notifies(timeout=0.5)) == []
     store.close()
+
+
+def test_unclaim_wakes_waiters_of_another_process(url: str) -> None:
+    mine, other = PostgresStore(url), PostgresStore(url)
+    operation = Operation("s", "k")
+    run(other.claim(operation, lease=LEASE))
+    record = run(mine.claim(operation, lease=LEASE))
+    with mine.bell.waiting(operation.id) as waiter:
+        run(mine.watch(record))
+        assert rings(waiter, lambda: run(other.unclaim([Claim(operation, record.holder, LEASE)])))
+    assert isinstance(run(mine.claim(operation, lease=LEASE)), Lease)
+    mine.close()
+    other.close()
 
 
 async def test_a_deletion_in_another_process_empties_the_cache(url: str) -> None:

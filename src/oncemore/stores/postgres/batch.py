@@ -13,7 +13,7 @@ from ..._ledger.decisions import fenced, is_over
 from ..._ledger.events import log
 from ..._ledger.model import Claim, Lease, Record
 from ..._ledger.states import RUNNING
-from ..._runtime.batching import as_own as own_error
+from ..._runtime.batching import own_error
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Bell, Id
@@ -54,16 +54,6 @@ class Batches:
 
     def run_claims(self, items: list[Item]) -> Plan[list[Any]]:
         """For each item its Lease, or the Record that prevents it."""
-        try:
-            return (yield from self._run_claims(items))
-        except BaseException:
-            self._pending_undos.extend(map(claim_of, items))
-            raise
-
-    def undo_claim(self, item: Item, _: Any) -> Plan[None]:
-        return self.undo_claims([item])
-
-    def _run_claims(self, items: list[Item]) -> Plan[list[Any]]:
         deadline, answers, left = self._deadline(items), Answers(), items
         while left:
             group = limit_bytes(first_of_each_record(left))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +12,7 @@ from psycopg.pq import TransactionStatus
 
 from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import reset_in_child
+from ..._runtime.loops import PerLoop
 from ...errors import StoreTimeout
 from .pipeline import AnswerTimeout, state_of
 
@@ -58,7 +58,9 @@ class Connections:
 
     def _reset(self) -> None:
         self.threads = FreeList(threading.Semaphore(self.limit) if self.limit else None)
-        self.loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, FreeList] = weakref.WeakKeyDictionary()
+        self.loops = PerLoop(
+            lambda: FreeList(asyncio.Semaphore(self.limit) if self.limit else None), dropped=FreeList.close
+        )
 
     def take(self, timeout: float) -> Any:
         """A connection for this thread.  Raises StoreTimeout if the limit is reached, psycopg.Error if connecting fails."""
@@ -83,7 +85,7 @@ class Connections:
 
     async def atake(self, timeout: float) -> Any:
         """The same for the running event loop."""
-        free, ends = self.on_loop(), SYSTEM.monotonic() + timeout
+        free, ends = self.loops.get(), SYSTEM.monotonic() + timeout
         if free.slots is not None:
             try:
                 async with asyncio.timeout(max(0.0, timeout)):
@@ -127,29 +129,15 @@ class Connections:
             connection.pgconn.finish()
         free.release_slot()
 
-    def on_loop(self) -> FreeList:
-        loop = asyncio.get_running_loop()
-        free = self.loops.get(loop)
-        if free is None:
-            self._drop_closed_loops()
-            free = self.loops[loop] = FreeList(asyncio.Semaphore(self.limit) if self.limit else None)
-        return free
-
-    def _drop_closed_loops(self) -> None:
-        for loop, free in tuple(self.loops.items()):
-            if loop.is_closed():
-                self.loops.pop(loop, None)  # another thread may have been quicker
-                free.close()
-
     def close(self) -> None:
         """Close the threads' connections, and those of event loops that were closed."""
         free, self.threads = self.threads, FreeList(threading.Semaphore(self.limit) if self.limit else None)
         free.close()
-        self._drop_closed_loops()
+        self.loops.drop_closed()
 
     async def aclose(self) -> None:
         """Close the running loop's connections."""
-        free = self.loops.pop(asyncio.get_running_loop(), None)
+        free = self.loops.pop()
         if free is not None:
             free.close()
 

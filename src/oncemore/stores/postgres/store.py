@@ -19,8 +19,7 @@ from ..._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_ou
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State, read
 from ..._ledger.store import Filter, Holder, Page, Stats, Store
 from ..._ledger.transactions import Lender
-from ..._runtime.batching import Ask as Submit
-from ..._runtime.batching import Lane
+from ..._runtime.batching import Batcher, Submit
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Bell, Id
 from ...errors import ConfigurationError, InvalidPayload, OncemoreError, StoreError
@@ -123,8 +122,8 @@ class PostgresStore:
         self._listener = PostgresListener(conninfo, channel, self.bell, unavailable=not options["listen"])
         self._watched: dict[Id, int] = {}  # the tokens of records whose owners will send a message
         self._batches = Batches(self.database, self.bell, self._listener)
-        self._claims = Lane(self._batches.run_claims, most=BATCH_LIMIT, abandoned=self._batches.undo_claim)
-        self._writes = Lane(self._batches.run_writes, most=BATCH_LIMIT)
+        self._claims = Batcher(self._batches.run_claims, limit=BATCH_LIMIT, undo=self._batches.undo_claims)
+        self._writes = Batcher(self._batches.run_writes, limit=BATCH_LIMIT)
         self.lender: Lender = PostgresLender(self, conninfo, most=options["pool"])
         weakref.finalize(self, self._listener.close)  # or its thread would outlive a store that nobody closed
 

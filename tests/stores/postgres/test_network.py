@@ -289,7 +289,7 @@ def test_listener_whose_connection_was_cut_listens_again(proxy: FaultProxy, url:
     mine, other = PostgresStore(f"{proxy.url(url)}&poll=30s"), PostgresStore(url)
     lease = run(other.claim(Operation("s", "k"), lease=LEASE))
     record = run(mine.claim(Operation("s", "k"), lease=LEASE))
-    with mine.bell.waiting(("s", "k")) as waiter:
+    with mine.wakeups.waiting(("s", "k")) as waiter:
         run(mine.watch(record))
         time.sleep(0.3)
         proxy.cut()

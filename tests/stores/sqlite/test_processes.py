@@ -91,7 +91,7 @@ def test_way_is_given_for_as_long_as_writes_usually_take(store: SqliteStore, bef
 
 
 def test_a_waiter_sees_what_another_process_settles(store: SqliteStore, other: SqliteStore) -> None:
-    """CASES 17: no bell rings between processes, but the waiter looks."""
+    """No notification crosses processes, but the waiter looks."""
     operation = Operation("scope", "key", "c1:aa", "refunds.create")
     lease = claimed(store)
     timer = threading.Timer(0.3, lambda: run(store.settle(lease, DONE, retention=HOUR)))

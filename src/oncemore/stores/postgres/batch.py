@@ -16,7 +16,7 @@ from ..._ledger.states import RUNNING
 from ..._runtime.batching import own_error
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import OncemoreError, StoreError, StoreTimeout
 from .listener import PostgresListener
 from .rows import (
@@ -44,10 +44,10 @@ Ask = Callable[[list[Item], float], Plan[Answers]]  # one statement for a group 
 class Batches:
     """The plans that the store's batchers run."""
 
-    def __init__(self, database: Database, bell: Bell, listener: PostgresListener) -> None:
+    def __init__(self, database: Database, wakeups: Wakeups, listener: PostgresListener) -> None:
         self.database = database
         self.sql = database.sql
-        self.bell = bell
+        self.wakeups = wakeups
         self.listener = listener
         # Claims that may have been granted, though the server did not answer; of all threads and event loops.
         self._pending_undos: deque[Claim] = deque(maxlen=MOST_PENDING_UNDOS)
@@ -98,7 +98,7 @@ class Batches:
         except psycopg.Error as error:
             raise translate_error(error) from error
         for n, _ in rows:
-            self.bell.ring(items[n].subject.operation.id)
+            self.wakeups.notify(items[n].subject.operation.id)
         yield from self._notify([items[n].subject.operation.id for n, watched in rows if watched], deadline)
 
     def run_writes(self, items: list[Item]) -> Plan[list[Any]]:
@@ -202,7 +202,7 @@ class Batches:
             answers.update((yield from self._already_applied(missed, deadline)))
         for item, answer in answers.items():
             if item.row.wakes and not isinstance(answer, Exception):
-                self.bell.ring(item.subject.operation.id)
+                self.wakeups.notify(item.subject.operation.id)
         yield from self._notify(watched, deadline)
         return answers
 

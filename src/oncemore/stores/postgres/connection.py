@@ -66,7 +66,7 @@ class Connections:
         """A connection for this thread.  Raises StoreTimeout if the limit is reached, psycopg.Error if connecting fails."""
         free, ends = self.threads, SYSTEM.monotonic() + timeout
         if free.slots is not None and not free.slots.acquire(timeout=max(0.0, timeout)):
-            raise no_free_connection(timeout)
+            raise self._all_in_use(timeout)
         try:
             connection = free.pop()
             if connection is None:
@@ -91,7 +91,7 @@ class Connections:
                 async with asyncio.timeout(max(0.0, timeout)):
                     await free.slots.acquire()
             except TimeoutError as error:
-                raise no_free_connection(timeout) from error
+                raise self._all_in_use(timeout) from error
         try:
             connection = free.pop()
             if connection is None:
@@ -128,6 +128,12 @@ class Connections:
         else:
             connection.pgconn.finish()
         free.release_slot()
+
+    def _all_in_use(self, timeout: float) -> StoreTimeout:
+        return StoreTimeout(
+            f"All {self.limit} connections were in use for {timeout:.1f} s; transactions may use more with pool= in the "
+            "store's URL"
+        )
 
     def close(self) -> None:
         """Close the threads' connections, and those of event loops that were closed."""
@@ -197,7 +203,3 @@ def is_alive(connection: Any) -> bool:
     except psycopg.OperationalError:
         return False
     return bool(pgconn.transaction_status == IDLE)
-
-
-def no_free_connection(timeout: float) -> StoreTimeout:
-    return StoreTimeout(f"No connection was free within {timeout:.1f} s; raise pool= in the store's URL")

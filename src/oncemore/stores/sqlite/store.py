@@ -23,11 +23,11 @@ from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, StoreError
 from .batch import Flight, fly, state_of
-from .connection import MEMORY, Connection, Use, Write
 from .items import NO_RECORD, Change, Claim, Item, Settle
 from .lender import SqliteLender
 from .statements import Statements, as_record
 from .tables import make_ready, script
+from .writer import MEMORY, Connection, Use, Write
 
 OPTIONS = {
     "create": True,

@@ -17,7 +17,7 @@ from ..._runtime.batching import own_error
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Id, Wakeups
-from ...errors import OncemoreError, StoreError, StoreTimeout
+from ...errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from .listener import PostgresListener
 from .rows import (
     ChangeRow,
@@ -81,9 +81,11 @@ class Batches:
                 claims.append(self._pending_undos.popleft())
         try:
             yield from self.unclaim(claims)
-        except StoreError as error:
+        except (StoreTimeout, StoreUnavailable) as error:
             self._pending_undos.extend(claims)
             log.info("%d claims could not be undone yet: %s", len(claims), error)
+        except OncemoreError as error:  # then their leases end by themselves
+            log.warning("%d claims could not be undone: %s", len(claims), error)
         except BaseException:
             self._pending_undos.extend(claims)
             raise

@@ -168,7 +168,8 @@ class FreeList:
 
     def release_slot(self) -> None:
         if self.slots is not None:
-            self.slots.release()
+            with suppress(RuntimeError):  # its event loop was closed, and the tasks that wait there with it
+                self.slots.release()
 
     def close(self) -> None:
         """Close the free connections now, and each taken one when it is given back."""

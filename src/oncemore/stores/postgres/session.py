@@ -76,7 +76,9 @@ class Database:
             except psycopg.Error as error:
                 if error.sqlstate in (NOT_PREPARED, ALREADY_PREPARED):  # a pooler is in between, after all
                     self._prepare_nothing(connection)
-                elif not is_lost(error) and error.sqlstate not in {*SERIALIZATION_FAILURES, CHANGED_COLUMNS}:
+                elif error.sqlstate == CHANGED_COLUMNS and not pause:
+                    pass  # a migration: the statement is prepared again
+                elif not is_lost(error) and error.sqlstate not in SERIALIZATION_FAILURES:
                     raise
                 failure = error
                 # Short at first: a connection may only be stale.  Then longer: a server may be restarting.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,32 +14,32 @@ import msgspec
 from ..._ledger.connect import hide_password, take_options
 from ..._ledger.decisions import fenced, not_deletable, not_resolvable
 from ..._ledger.events import log
-from ..._ledger.model import Lease, Operation, Outcome, Record
+from ..._ledger.model import Claim, Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Holder, Page, Stats
 from ..._runtime.batching import Ask, Lane
 from ..._runtime.forks import reset_in_child
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Bell, Id
 from ...errors import ConfigurationError, StoreError
-from .anyones import DELETE, LOOK, RESOLVE
-from .commands import Flights, Item, Plain, TooFewReplicas
-from .lane import NodeLanes
-from .listener import Listener
-from .records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
-from .scan import Bundle, Walk
-from .scripts import CLAIM, HOLD, RELEASE, RENEW, SETTLE, TOUCH, UNCLAIM
-from .topology import read_places
+from .commands import Batch, Command, CommandRunner, Item
+from .listener import RedisListener
+from .nodes import NodeBatchers
+from .records import MICRO, HeldLease, clean, digest, encode, fields, micros, outcome_fields, read_record
+from .scan import Scan
+from .scripts import CLAIM, DELETE, FIND, HOLD, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH, UNCLAIM, Script
+from .topology import read_topology
 
 OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": 0}
 PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-# What the scripts call, and what the connections are opened and watched with.
+# The commands of the scripts, and those that open and watch connections.
 ACL = (
     "+eval +evalsha +time +get +set +del +rename +publish +subscribe +scan +ping +info +wait "
     "+select +client|setname +client|setinfo +cluster|slots +asking"
 )
-# Two smaller groups keep the server and this process at work at the same time; one large one makes them take turns.
-GROUP = 32
-GRANTED = 4  # so many parts has the answer to a claim that was granted, and not for the first time
+# With two smaller batches the server and this process work at the same time; with one large batch they take turns.
+BATCH_LIMIT = 32
+GRANTED = 4  # parts in the answer to a claim that was granted, and not for the first time
+MOST_PENDING = 1000  # undos; in a long failure, the claims before the last ones were hardly ever sent
 
 
 def connect(url: str) -> RedisStore:
@@ -63,9 +63,9 @@ ACL SETUSER {prefix} on >CHANGE-ME resetkeys ~{prefix}:* resetchannels &{prefix}
 
 
 class RedisStore:
-    """Records as strings, verbs as scripts; what callers ask for at the same time travels together."""
+    """Records are strings and verbs are scripts; concurrent calls are sent in batches."""
 
-    lender = None  # there is no transaction that an effect could join
+    lender = None  # Redis has no transaction that an effect could join
 
     def __init__(self, url: str) -> None:
         self.url = hide_password(url)
@@ -76,39 +76,28 @@ class RedisStore:
         self.holder = Holder()
         self.prefix: str = options["prefix"]
         self.channel = f"{self.prefix}:rung"
-        self.places = read_places(rest, timeout=options["timeout"] / 2)
-        if options["wait_replicas"] and not self.places.grouped:
-            raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
-        self._timeout: float = options["timeout"]
+        self.topology = read_topology(rest)
         self._replicas: int = options["wait_replicas"]
-        self._flights: list[Flights] = []
-        self._claims = self._lane(self._fly_claims, unclaim, abandoned=self._abandoned)
-        self._writes = self._lane(Flights.fly)
-        self._walk = Walk(self._new_flights(), self.prefix)
-        self._listener = Listener(self.places, self.channel, self.bell)
+        if self._replicas and not self.topology.one_primary:
+            raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
+        self._runner = CommandRunner(self.topology, self._common, timeout=options["timeout"])
+        self._claims = self._batchers(self._run_claims, self._undo_claims)
+        self._writes = self._batchers(self._run_writes)
+        self._scan = Scan(self._runner, self.prefix)
+        self._listener = RedisListener(self.topology, self._runner.pool, self.channel, self.bell)
+        self._pending_undos: deque[Item] = deque(maxlen=MOST_PENDING)
         self._reset()
         reset_in_child(self)
-        weakref.finalize(self, self._listener.stop)
+        weakref.finalize(self, self._listener.close)
 
     def _reset(self) -> None:
-        self._looked = False  # at the server, with the first claim
+        self._checked = False  # the server's settings, with the first claim
 
-    def _lane(
-        self,
-        fly: Callable[[Flights, list[Any]], Plan[list[Any]]],
-        undo: Callable[[Item], Item] | None = None,
-        **options: Any,
-    ) -> Lane[Any]:
-        def one() -> Lane[Any]:
-            flights = self._new_flights(replicas=self._replicas, undo=undo)
-            return Lane(partial(fly, flights), most=GROUP, boards=False, **options)
+    def _batchers(self, run_batch: Any, on_cancelled: Any = None) -> NodeBatchers:
+        def make() -> Lane[Item]:
+            return Lane(run_batch, most=BATCH_LIMIT, boards=False, abandoned=on_cancelled)
 
-        return one() if self.places.grouped else NodeLanes(one, self.places.place)
-
-    def _new_flights(self, *, replicas: int = 0, undo: Callable[[Item], Item] | None = None) -> Flights:
-        flights = Flights(self.places, self._common, timeout=self._timeout, replicas=replicas, undo=undo)
-        self._flights.append(flights)
-        return flights
+        return NodeBatchers(self.topology, make)
 
     def _common(self) -> tuple[int, str]:
         return round(self.shift * MICRO), self.channel
@@ -116,16 +105,21 @@ class RedisStore:
     def _name(self, id: Id) -> str:
         return f"{self.prefix}:{{{digest(id)}}}"
 
-    def _held(self, lease: Lease) -> str:
-        return lease.record if isinstance(lease, HeldLease) else self._name(lease.operation.id)
+    def _write(self, script: Script, key: str, *args: Any) -> Ask[Item]:
+        """Effect: one record's call of *script*, together with those of other callers."""
+        return Ask(self._writes.for_key(key), Item(script, key, args))
+
+    def _run_writes(self, items: list[Item]) -> Plan[list[Any]]:
+        return Batch(self._runner, items, self._replicas).run()
 
     # Claims
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
         id = operation.id
-        name = self._name(id)
-        about = fields(self.holder.next(), operation.fingerprint, *id, operation.name)
-        answer = yield Ask(self._claims, Item(CLAIM, name, (micros(lease), about)))
+        name, holder = self._name(id), self.holder.next()
+        about = fields(holder, operation.fingerprint, *id, operation.name)
+        args = (micros(lease), about, encode(request) if request else b"")
+        answer = yield Ask(self._claims.for_key(name), Item(CLAIM, name, args, holder))
         if isinstance(answer, int):
             return HeldLease(operation, answer, answer / MICRO + self.shift + lease, record=name)
         if len(answer) == GRANTED:
@@ -133,28 +127,58 @@ class RedisStore:
             return HeldLease(operation, token, lease_until / MICRO, attempt, lapsed == 1, record=name)
         return read_record(id, *answer)
 
-    def _fly_claims(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
-        """The claims; those that do not count, for want of replicas, are given back: nobody will perform them."""
-        answers = yield from (flights.fly(items) if self._looked else self._fly_and_look(flights, items))
-        if self._replicas:
-            short = zip(items, answers, strict=True)
-            bundle: Bundle = [unclaim(item) for item, answer in short if isinstance(answer, TooFewReplicas)]
-            if bundle:
-                with suppress(StoreError):  # where that fails, they lapse
-                    yield Ask(self._walk.lane, bundle)
-        return answers
+    def _run_claims(self, claims: list[Item]) -> Plan[list[Any]]:
+        """The claims, and ahead of them the undoing of earlier ones whose answers were lost."""
+        undos = self._take_pending_undos()
+        check = [] if self._checked else [Command(("INFO", "memory"))]
+        batch = Batch(self._runner, [*undos, *claims, *check], self._replicas)
+        try:
+            results = yield from batch.run()
+        except BaseException:  # interrupted: nobody gets an answer
+            self._undo_later([*undos, *claims])
+            raise
+        self._undo_later(batch.uncertain)
+        if batch.uncounted:
+            yield from self._undo([item for item in batch.uncounted if isinstance(item, Item)])
+        if check:
+            self._check_server(results)
+        return results[len(undos) : len(undos) + len(claims)]
 
-    def _fly_and_look(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
-        """The first claims, and with them a look at the server; from now on the guard's cache hears of deletions."""
-        self._listener.start()
-        *answers, told = yield from flights.fly([*items, Plain(("INFO", "memory"))])
-        self._looked = not all(isinstance(answer, StoreError) for answer in answers)
-        if isinstance(told, bytes):  # one that does not tell is trusted
-            self._warn_of_eviction(told)
-        return answers
+    def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
+        undos = [Item(UNCLAIM, self._name(claim.operation.id), (claim.holder,)) for claim in claims]
+        for result in (yield from self._runner.run(undos)):
+            if isinstance(result, StoreError):
+                raise result
+        for claim in claims:
+            self.bell.ring(claim.operation.id)
 
-    def _warn_of_eviction(self, memory: bytes) -> None:
-        policy = re.search(rb"maxmemory_policy:(\S+)", memory)
+    def _undo(self, items: Sequence[Item]) -> Plan[None]:
+        """Undo claims that nobody will use; if the server cannot be reached, with the next claims."""
+        batch = Batch(self._runner, [undo_of(item) for item in items])
+        yield from batch.run()
+        self._undo_later(batch.uncertain)
+
+    def _undo_claims(self, item: Item, answer: Any) -> Plan[None]:
+        if isinstance(answer, int) or len(answer) == GRANTED:
+            yield self._write(UNCLAIM, item.key, item.holder)
+
+    def _undo_later(self, items: Iterable[Any]) -> None:
+        self._pending_undos.extend(undo_of(item) for item in items if isinstance(item, Item))
+
+    def _take_pending_undos(self) -> list[Item]:
+        """Each once, even if several threads and loops run batches at the same time."""
+        undos: list[Item] = []
+        with suppress(IndexError):
+            while self._pending_undos:
+                undos.append(self._pending_undos.popleft())
+        return undos
+
+    def _check_server(self, results: list[Any]) -> None:
+        """After the first claims: warn if the server evicts records, and from now on hear of other processes' changes."""
+        self._listener.listen()
+        *others, memory = results
+        self._checked = not all(isinstance(result, StoreError) for result in others)
+        policy = re.search(rb"maxmemory_policy:(\S+)", memory) if isinstance(memory, bytes) else None
         if policy and policy[1] != b"noeviction":
             log.warning(
                 "%s evicts records when its memory is full (maxmemory-policy %s), and what was done may be done again: "
@@ -163,16 +187,13 @@ class RedisStore:
                 policy[1].decode(),
             )
 
-    def _abandoned(self, item: Item, answer: Any) -> Plan[None]:
-        """Give back what was granted to a caller who has gone away."""
-        if isinstance(answer, int) or len(answer) == GRANTED:
-            yield Ask(self._writes, unclaim(item))
+    # Verbs of the lease's owner
 
-    # The owner's verbs
+    def _held(self, lease: Lease) -> str:
+        return lease.record if isinstance(lease, HeldLease) else self._name(lease.operation.id)
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
-        item = Item(RENEW, self._held(held), (held.token, micros(lease)))
-        until = owned((yield Ask(self._writes, item)), held)
+        until = owned((yield self._write(RENEW, self._held(held), held.token, micros(lease))), held)
         return msgspec.structs.replace(held, expires_at=until / MICRO)
 
     def settle(
@@ -180,84 +201,79 @@ class RedisStore:
     ) -> Plan[None]:
         extras = fields(note, audit) if note or audit else b""
         args = (held.token, micros(retention), extras, outcome_fields(outcome))
-        owned((yield Ask(self._writes, Item(SETTLE, self._held(held), args))), held)
+        owned((yield self._write(SETTLE, self._held(held), *args)), held)
         self.bell.ring(held.operation.id)
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        owned((yield Ask(self._writes, Item(RELEASE, self._held(held), (held.token, micros(retention))))), held)
+        owned((yield self._write(RELEASE, self._held(held), held.token, micros(retention))), held)
         self.bell.ring(held.operation.id)
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
-        owned((yield Ask(self._writes, Item(HOLD, self._held(held), (held.token, clean(note))))), held)
+        owned((yield self._write(HOLD, self._held(held), held.token, clean(note))), held)
         self.bell.ring(held.operation.id)
 
-    # Anyone's
+    # Verbs that need no lease
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
-        yield Ask(self._writes, Item(TOUCH, self._name(record.id), (record.token, micros(retention))))
+        yield self._write(TOUCH, self._name(record.id), record.token, micros(retention))
 
     def watch(self, record: Record) -> Plan[None]:
-        """The claim that was stopped has asked for a message; someone listens."""
-        self._listener.start()
+        """Have this process listen; the claim that was prevented has asked the holder for a message."""
+        self._listener.listen()
         yield from ()
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        answer = yield Ask(self._writes, Item(LOOK, self._name((scope, key))))
+        answer = yield self._write(FIND, self._name((scope, key)))
         return read_record((scope, key), *answer) if answer else None
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
-        return self._walk.page(where, limit, cursor)
+        return self._scan.page(where, limit, cursor)
 
     def resolve(
         self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
     ) -> Plan[Record]:
         kept = ("settled", outcome_fields(outcome)) if outcome else ("released", b"")
         args = (self.holder.next(), micros(retention), clean(note), *kept)
-        answer = yield Ask(self._writes, Item(RESOLVE, self._name((scope, key)), args))
+        answer = yield self._write(RESOLVE, self._name((scope, key)), *args)
         if isinstance(answer, bytes):
             raise not_resolvable(answer.decode())
         self.bell.ring((scope, key))
         return read_record((scope, key), *answer)
 
     def delete(self, scope: str, key: str) -> Plan[bool]:
-        args = (self.holder.next(), scope, key)
-        answer = yield Ask(self._writes, Item(DELETE, self._name((scope, key)), args))
+        answer = yield self._write(DELETE, self._name((scope, key)), self.holder.next(), scope, key)
         if answer < 0:
             raise not_deletable()
         self.bell.ring((scope, key))
         return bool(answer)
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
-        return self._walk.purge(batch)
+        return self._scan.purge(batch)
 
     def stats(self) -> Plan[Stats]:
-        return self._walk.stats()
-
-    # The end
+        return self._scan.stats()
 
     def close(self) -> None:
-        """End this process's connections and thread, but for those of event loops; the next use opens them again."""
+        """Close the connections of threads, and stop the listener; the next use opens them again."""
         self._reset()
-        self._listener.stop()
-        for flights in tuple(self._flights):
-            flights.close()
+        self._listener.close()
+        self._runner.pool.close()
 
     async def aclose(self) -> None:
-        """As `close`, for the running event loop too, once nothing is in flight on it."""
-        for lane in (self._claims, self._writes, self._walk.lane):
-            await lane.drain()
-        for flights in tuple(self._flights):
-            await flights.aclose()
+        """As `close`, and also the connections of the running event loop, once its batches are done."""
+        await self._claims.drain()
+        await self._writes.drain()
+        await self._runner.pool.aclose()
         self.close()
 
 
-def unclaim(item: Item) -> Item:
-    """What takes back a claim, if it was granted, that nobody will use."""
-    return Item(UNCLAIM, item.key, item.args[1:]) if item.script is CLAIM else item
+def undo_of(item: Item) -> Item:
+    """The call that undoes a claim, or an undo that has to be sent again."""
+    return Item(UNCLAIM, item.key, (item.holder,)) if item.script is CLAIM else item
 
 
 def owned(answer: int, held: Lease) -> int:
-    """The answer to an owner's verb; to a late owner's it is 0."""
+    """The answer to an owner's verb.  Raises Fenced if it is 0: the lease is lost."""
     if not answer:
         raise fenced(held)
     return answer

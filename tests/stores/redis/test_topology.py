@@ -177,7 +177,8 @@ async def test_a_node_that_does_not_answer_holds_up_nobody_who_asks_another() ->
         os.kill(frozen, signal.SIGSTOP)
         try:
             for kind in ("loop", "threads"):
-                healthy, ill = [], []
+                healthy: list[asyncio.Task[Any]] = []
+                ill: list[asyncio.Task[Any]] = []
                 for key in (f"{kind} {n}" for n in range(24)):
                     slot = key_slot(store._name(("scope", key)).encode())
                     claim = store.claim(operation(key), lease=HOUR)

@@ -205,7 +205,7 @@ def test_a_user_with_no_more_rights_than_the_script_gives_can_do_everything(own_
     run(store.delete("scope", "2"))
     run(store.renew(leases[3], lease=0.0))
     run(store.watch(run(store.find("scope", "3"))))  # type: ignore[arg-type]
-    while not own_valkey.ask("PUBSUB", "NUMSUB", "app:rung")[1]:
+    while not own_valkey.ask("PUBSUB", "NUMSUB", "app:changes")[1]:
         time.sleep(0.01)
     store.shift = 2 * HOUR
     assert run(store.purge()) == 2

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -207,3 +208,13 @@ async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_p
                 await waiter.wait(30).arun()
     await one.aclose()
     await two.aclose()
+
+
+@pytest.mark.parametrize("drive", [run, lambda plan: asyncio.run(arun(plan))], ids=["run", "arun"])
+def test_sentinels_that_cannot_be_reached_are_named_without_passwords(drive: Drive) -> None:
+    """Some versions of redis-py show the options of the connections in the error, with the password."""
+    store = connect("redis+sentinel://user:secret1@127.0.0.1:1/service?sentinel_password=secret2&timeout=200ms")
+    with pytest.raises(StoreUnavailable, match="No sentinel knows a primary for 'service'") as caught:
+        drive(store.find("scope", "key"))
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+    store.close()

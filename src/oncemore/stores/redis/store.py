@@ -52,9 +52,9 @@ def schema(url: str) -> str:
     _, options = read_options(url)
     prefix = options["prefix"]
     return f"""\
-# oncemore keeps its records under {prefix}:{{...}} and announces changes on {prefix}:rung.
+# oncemore keeps its records under {prefix}:{{...}} and announces changes on {prefix}:changes.
 # Nothing has to be created.  A user with no more rights than it needs:
-ACL SETUSER {prefix} on >CHANGE-ME resetkeys ~{prefix}:* resetchannels &{prefix}:rung nocommands \
+ACL SETUSER {prefix} on >CHANGE-ME resetkeys ~{prefix}:* resetchannels &{prefix}:changes nocommands \
 {ACL}
 # (Redis 7.0 has no client|setinfo, and does not need it: leave it out there.)
 # Run with maxmemory-policy noeviction, or records are lost while they are still needed.
@@ -75,7 +75,7 @@ class RedisStore:
         self.shift = 0.0
         self.holder = Holder()
         self.prefix: str = options["prefix"]
-        self.channel = f"{self.prefix}:rung"
+        self.channel = f"{self.prefix}:changes"
         self.topology = read_topology(rest)
         self._replicas: int = options["wait_replicas"]
         if self._replicas and not self.topology.one_primary:

@@ -64,51 +64,46 @@ class SingleServer:
 
 
 class SentinelPrimary(SingleServer):
-    """The server that the sentinels name as the primary of *service*; they are asked at first, and after each failure."""
+    """The server that the sentinels name as the primary of *service*; they are asked at first, and after each failure.
 
-    def __init__(self, connector: Connector, sentinels: Sentinels, service: str) -> None:
+    *options* are those of redis-py's clients for the sentinels.
+    """
+
+    def __init__(self, connector: Connector, sentinels: list[Address], service: str, options: dict[str, Any]) -> None:
         super().__init__(connector)
         self.sentinels = sentinels
         self.service = service
+        self.options = options
         self.known = False
+        for module in (redis, redis.asyncio):  # an option that redis-py does not know is refused now
+            self.clients(module, 1.0)
 
     def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]:
-        self.primary = yield DiscoverPrimary(self.sentinels, self.service, timeout)
+        self.primary = yield DiscoverPrimary(self, timeout)
         self.known = True
 
-
-class Sentinels:
-    """The sentinels' addresses, and the options for connections to them, as redis-py's clients take them."""
-
-    def __init__(self, addresses: list[Address], options: dict[str, Any]) -> None:
-        self.addresses = addresses
-        self.options = options
-        self.open(redis.sentinel.Sentinel, redis.retry.Retry, 1.0)  # a wrong option fails now
-        self.open(redis.asyncio.sentinel.Sentinel, redis.asyncio.retry.Retry, 1.0)
-
-    def open(self, kind: Any, retry: Any, timeout: float) -> Any:
-        """redis-py's clients for all sentinels, which together take no longer than *timeout*."""
+    def clients(self, module: Any, timeout: float) -> Any:
+        """redis-py's Sentinel, for threads or for event loops, whose clients together take no longer than *timeout*."""
         # Each time another sentinel is asked first: one may not have noticed the failover yet.
-        self.addresses = [*self.addresses[1:], self.addresses[0]]
-        each = timeout / len(self.addresses)
-        timeouts = {"socket_timeout": each, "socket_connect_timeout": each, "retry": retry(NoBackoff(), 0)}
-        return kind(self.addresses, sentinel_kwargs={**self.options, **timeouts})
+        self.sentinels = [*self.sentinels[1:], self.sentinels[0]]
+        each = timeout / len(self.sentinels)
+        limits = {"socket_timeout": each, "socket_connect_timeout": each, "retry": module.retry.Retry(NoBackoff(), 0)}
+        return module.sentinel.Sentinel(self.sentinels, sentinel_kwargs={**self.options, **limits})
 
 
 class DiscoverPrimary:
-    """Effect: the address of the primary of *service*, from the first sentinel that answers."""
+    """Effect: the address of the primary of *topology*, from the first sentinel that answers."""
 
-    __slots__ = ("sentinels", "service", "timeout")
+    __slots__ = ("timeout", "topology")
 
-    def __init__(self, sentinels: Sentinels, service: str, timeout: float) -> None:
-        self.sentinels = sentinels
-        self.service = service
+    def __init__(self, topology: SentinelPrimary, timeout: float) -> None:
+        self.topology = topology
         self.timeout = timeout
 
     def run(self) -> Address:
-        sentinel = self.sentinels.open(redis.sentinel.Sentinel, redis.retry.Retry, self.timeout)
+        sentinel = self.topology.clients(redis, self.timeout)
         try:
-            host, port = sentinel.discover_master(self.service)
+            host, port = sentinel.discover_master(self.topology.service)
         except CONNECTION_ERRORS as error:
             raise self.not_found(error) from None
         finally:
@@ -117,9 +112,9 @@ class DiscoverPrimary:
         return host, port
 
     async def arun(self) -> Address:
-        sentinel = self.sentinels.open(redis.asyncio.sentinel.Sentinel, redis.asyncio.retry.Retry, self.timeout)
+        sentinel = self.topology.clients(redis.asyncio, self.timeout)
         try:
-            host, port = await sentinel.discover_master(self.service)
+            host, port = await sentinel.discover_master(self.topology.service)
         except CONNECTION_ERRORS as error:
             raise self.not_found(error) from None
         finally:
@@ -130,7 +125,7 @@ class DiscoverPrimary:
     def not_found(self, error: Exception) -> StoreUnavailable:
         # redis-py's own message shows the options of the connections, in some versions with the password.
         reason = "" if isinstance(error, redis.sentinel.MasterNotFoundError) else f": {error}"
-        return StoreUnavailable(f"No sentinel knows a primary for {self.service!r}{reason}")
+        return StoreUnavailable(f"No sentinel knows a primary for {self.topology.service!r}{reason}")
 
 
 class Cluster:
@@ -225,7 +220,7 @@ def read_sentinel(parts: SplitResult) -> SentinelPrimary:
         own.pop(name, None)
     if own.pop("connection_class", None) is not None:
         own["ssl"] = True
-    return SentinelPrimary(read_connector(url), Sentinels(read_addresses(parts, SENTINEL_PORT), own), service)
+    return SentinelPrimary(read_connector(url), read_addresses(parts, SENTINEL_PORT), service, own)
 
 
 def plain_url(parts: SplitResult) -> str:

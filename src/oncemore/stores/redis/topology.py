@@ -123,8 +123,8 @@ class DiscoverPrimary:
         return host, port
 
     def not_found(self, error: Exception) -> StoreUnavailable:
-        # redis-py's own message shows the options of the connections, in some versions with the password.
-        reason = "" if isinstance(error, redis.sentinel.MasterNotFoundError) else f": {error}"
+        # Nothing of redis-py's own message, which in some versions shows the password of the connections.
+        reason = f": {error}" if isinstance(error, redis.ResponseError) else ""
         return StoreUnavailable(f"No sentinel knows a primary for {self.topology.service!r}{reason}")
 
 

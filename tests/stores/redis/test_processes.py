@@ -179,7 +179,7 @@ async def test_parent_and_child_of_a_fork_both_go_on(store: RedisStore, other: R
 
     def child() -> None:
         gc.collect()
-        assert not store._claims.for_key("none")._loops  # what waits there waits for the parent's flights
+        assert not store._claims.for_key("none")._loops  # they wait for the parent's batches
         settled(store, "child's")
         fresh = connect(store.url)
         own = claimed(fresh, "own")
@@ -262,7 +262,7 @@ def test_many_loops_may_begin_at_once(store: RedisStore) -> None:
             failures.append(error)
 
     async def enqueue() -> None:
-        store._claims.for_key("none").enqueue(Item(FIND, "none")).cancel()
+        store._writes.for_key("none").asubmit(Item(FIND, "none")).cancel()  # type: ignore[attr-defined]
 
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

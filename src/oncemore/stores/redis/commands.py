@@ -21,6 +21,7 @@ from redis.exceptions import (
 )
 
 from ..._runtime.backoff import Backoff
+from ..._runtime.batching import Batcher
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
 from ...errors import CorruptRecord, StoreError, StoreUnavailable
@@ -118,6 +119,26 @@ class Call:
         return [Call((index,), (item,)) for index, item in zip(self.indexes, self.items, strict=True)]
 
 
+class NodeBatchers:
+    """One batcher for each node, so that a node that is slow or down delays only the callers who need it."""
+
+    def __init__(self, topology: Topology, run_batch: Callable[[list[Item]], Plan[list[Any]]], **options: Any) -> None:
+        self._topology = topology
+        self._run_batch = run_batch
+        self._options = options
+        self._by_address: dict[Address, Batcher[Item]] = {}
+
+    def for_key(self, key: str) -> Batcher[Item]:
+        address = self._topology.address(key)
+        batcher = self._by_address.get(address)
+        return batcher or self._by_address.setdefault(address, Batcher(self._run_batch, **self._options))
+
+    async def drain(self) -> None:
+        """Return when no batch is under way on the running event loop."""
+        for batcher in tuple(self._by_address.values()):
+            await batcher.drain()
+
+
 class CommandRunner:
     """Sends batches to the servers of *topology*.  *common* gives the arguments that every script call begins with."""
 
@@ -139,19 +160,22 @@ class Batch:
     although their result is an error: *uncertain*, without an answer, and *uncounted*, which too few replicas have.
     """
 
-    def __init__(self, runner: CommandRunner, items: Sequence[Item | Command], replicas: int = 0) -> None:
+    def __init__(
+        self, runner: CommandRunner, items: Sequence[Item | Command], replicas: int = 0, timeout: float | None = None
+    ) -> None:
         self.runner = runner
+        self.timeout = min(runner.timeout, timeout or runner.timeout)
         self.topology = runner.topology
         self.replicas = replicas
         self.results: list[Any] = [None] * len(items)
         self.unanswered = list(make_calls(items, together=self.topology.one_primary))
-        self.uncertain: list[Any] = []
-        self.uncounted: list[Any] = []
+        self.uncertain: list[Item] = []
+        self.uncounted: list[Item] = []
         self.lost = False  # the primary has to be located before the next attempt
 
     def run(self) -> Plan[list[Any]]:
         """Send, and send again what has to be, until all is answered or the time is up."""
-        deadline = SYSTEM.monotonic() + self.runner.timeout
+        deadline = SYSTEM.monotonic() + self.timeout
         attempts = 0
         while True:
             left = deadline - SYSTEM.monotonic()
@@ -214,7 +238,7 @@ class Batch:
                 yield from self._take_error(address, call, reply)
             elif too_few:
                 for index, item in zip(call.indexes, call.items, strict=True):
-                    if not isinstance(self.results[index], StoreError):
+                    if isinstance(item, Item) and not isinstance(self.results[index], StoreError):
                         self.results[index] = StoreUnavailable(too_few)
                         self.uncounted.append(item)
 
@@ -268,7 +292,7 @@ class Batch:
         """An error of its own for each item, so that callers who share a failure do not share a traceback."""
         for call in self.unanswered:
             error = call.error or StoreUnavailable()
-            self.uncertain += call.items
+            self.uncertain += [item for item in call.items if isinstance(item, Item)]
             for index in call.indexes:
                 own = self.results[index] = type(error)(error.detail)
                 own.__cause__ = error.__cause__

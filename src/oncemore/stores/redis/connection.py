@@ -15,6 +15,7 @@ import redis
 
 from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import reset_in_child
+from ..._runtime.loops import PerLoop
 from ...errors import StoreError, StoreTimeout, StoreUnavailable
 
 Address: TypeAlias = tuple[str, int] | None  # None: the server that the URL names
@@ -72,20 +73,13 @@ class ConnectionPool:
 
     def _reset(self) -> None:
         self._threads: dict[Address, list[Any]] = {}
-        self._loops: dict[asyncio.AbstractEventLoop, dict[Address, list[Any]]] = {}
+        self._loops: PerLoop[dict[Address, list[Any]]] = PerLoop(dict)
 
     def free_for_threads(self, address: Address) -> list[Any]:
         return self._threads.setdefault(address, [])
 
     def free_on_loop(self, address: Address) -> list[Any]:
-        loop = asyncio.get_running_loop()
-        by_address = self._loops.get(loop)
-        if by_address is None:
-            for other in tuple(self._loops):
-                if other.is_closed():  # without `aclose`; its connections are of no more use
-                    self._loops.pop(other, None)
-            by_address = self._loops[loop] = {}
-        return by_address.setdefault(address, [])
+        return self._loops.get().setdefault(address, [])
 
     def disconnect(self, address: Address) -> None:
         """Close the free connections of threads to *address*.  One that is in use is closed when its round trip is over."""
@@ -95,7 +89,7 @@ class ConnectionPool:
 
     async def adisconnect(self, address: Address) -> None:
         """As `disconnect`, for those of the running event loop."""
-        connections = self._loops.get(asyncio.get_running_loop(), {}).pop(address, [])
+        connections = self._loops.get().pop(address, [])
         while connections:
             with suppress(*CONNECTION_ERRORS):  # TLS says goodbye, and the server may not answer
                 async with asyncio.timeout(self.timeout):
@@ -106,9 +100,9 @@ class ConnectionPool:
             self.disconnect(address)
 
     async def aclose(self) -> None:
-        for address in tuple(self._loops.get(asyncio.get_running_loop(), {})):
+        for address in tuple(self._loops.get()):
             await self.adisconnect(address)
-        self._loops.pop(asyncio.get_running_loop(), None)
+        self._loops.pop()
 
 
 class RoundTrip:

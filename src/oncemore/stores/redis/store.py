@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,14 +16,13 @@ from ..._ledger.decisions import fenced, not_deletable, not_resolvable
 from ..._ledger.events import log
 from ..._ledger.model import Claim, Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Holder, Page, Stats
-from ..._runtime.batching import Ask, Lane
+from ..._runtime.batching import Submit
 from ..._runtime.forks import reset_in_child
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Bell, Id
 from ...errors import ConfigurationError, StoreError
-from .commands import Batch, Command, CommandRunner, Item
+from .commands import Batch, Command, CommandRunner, Item, NodeBatchers
 from .listener import RedisListener
-from .nodes import NodeBatchers
 from .records import MICRO, HeldLease, clean, digest, encode, fields, micros, outcome_fields, read_record
 from .scan import Scan
 from .scripts import CLAIM, DELETE, FIND, HOLD, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH, UNCLAIM, Script
@@ -40,6 +39,7 @@ ACL = (
 BATCH_LIMIT = 32
 GRANTED = 4  # parts in the answer to a claim that was granted, and not for the first time
 MOST_PENDING = 1000  # undos; in a long failure, the claims before the last ones were hardly ever sent
+UNDO_SECONDS = 1.0  # a caller that was cancelled or interrupted may wait for this
 
 
 def connect(url: str) -> RedisStore:
@@ -81,8 +81,10 @@ class RedisStore:
         if self._replicas and not self.topology.one_primary:
             raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
         self._runner = CommandRunner(self.topology, self._common, timeout=options["timeout"])
-        self._claims = self._batchers(self._run_claims, self._undo_claims)
-        self._writes = self._batchers(self._run_writes)
+        self._claims = NodeBatchers(
+            self.topology, self._run_claims, limit=BATCH_LIMIT, linger=False, undo=self._undo_claims
+        )
+        self._writes = NodeBatchers(self.topology, self._run_writes, limit=BATCH_LIMIT, linger=False)
         self._scan = Scan(self._runner, self.prefix)
         self._listener = RedisListener(self.topology, self._runner.pool, self.channel, self.bell)
         self._pending_undos: deque[Item] = deque(maxlen=MOST_PENDING)
@@ -93,21 +95,15 @@ class RedisStore:
     def _reset(self) -> None:
         self._checked = False  # the server's settings, with the first claim
 
-    def _batchers(self, run_batch: Any, on_cancelled: Any = None) -> NodeBatchers:
-        def make() -> Lane[Item]:
-            return Lane(run_batch, most=BATCH_LIMIT, boards=False, abandoned=on_cancelled)
-
-        return NodeBatchers(self.topology, make)
-
     def _common(self) -> tuple[int, str]:
         return round(self.shift * MICRO), self.channel
 
     def _name(self, id: Id) -> str:
         return f"{self.prefix}:{{{digest(id)}}}"
 
-    def _write(self, script: Script, key: str, *args: Any) -> Ask[Item]:
+    def _write(self, script: Script, key: str, *args: Any) -> Submit[Item]:
         """Effect: one record's call of *script*, together with those of other callers."""
-        return Ask(self._writes.for_key(key), Item(script, key, args))
+        return Submit(self._writes.for_key(key), Item(script, key, args))
 
     def _run_writes(self, items: list[Item]) -> Plan[list[Any]]:
         return Batch(self._runner, items, self._replicas).run()
@@ -119,7 +115,7 @@ class RedisStore:
         name, holder = self._name(id), self.holder.next()
         about = fields(holder, operation.fingerprint, *id, operation.name)
         args = (micros(lease), about, encode(request) if request else b"")
-        answer = yield Ask(self._claims.for_key(name), Item(CLAIM, name, args, holder))
+        answer = yield Submit(self._claims.for_key(name), Item(CLAIM, name, args, holder))
         if isinstance(answer, int):
             return HeldLease(operation, answer, answer / MICRO + self.shift + lease, record=name)
         if len(answer) == GRANTED:
@@ -128,21 +124,34 @@ class RedisStore:
         return read_record(id, *answer)
 
     def _run_claims(self, claims: list[Item]) -> Plan[list[Any]]:
-        """The claims, and ahead of them the undoing of earlier ones whose answers were lost."""
-        undos = self._take_pending_undos()
         check = [] if self._checked else [Command(("INFO", "memory"))]
-        batch = Batch(self._runner, [*undos, *claims, *check], self._replicas)
-        try:
-            results = yield from batch.run()
-        except BaseException:  # interrupted: nobody gets an answer
-            self._undo_later([*undos, *claims])
-            raise
-        self._undo_later(batch.uncertain)
+        batch = yield from self._send_behind_undos([*claims, *check], self._replicas)
         if batch.uncounted:
-            yield from self._undo([item for item in batch.uncounted if isinstance(item, Item)])
+            yield from self._undo_claims(batch.uncounted)
+        results = batch.results[-len(claims) - len(check) :]
         if check:
-            self._check_server(results)
-        return results[len(undos) : len(undos) + len(claims)]
+            self._check_server(results.pop(), results)
+        return results
+
+    def _undo_claims(self, claims: Sequence[Item]) -> Plan[None]:
+        """Undo claims that nobody will use: now, or ahead of the next claims if the server does not answer soon."""
+        self._pending_undos.extend(map(undo_of, claims))
+        yield from self._send_behind_undos([], timeout=UNDO_SECONDS)
+
+    def _send_behind_undos(self, items: list[Any], replicas: int = 0, timeout: float | None = None) -> Plan[Batch]:
+        """Send *items* in one batch with all pending undos; claims without an answer become pending undos themselves."""
+        undos: list[Any] = []
+        with suppress(IndexError):  # each once, even if several threads and loops take them at the same time
+            while self._pending_undos:
+                undos.append(self._pending_undos.popleft())
+        batch = Batch(self._runner, [*undos, *items], replicas, timeout)
+        try:
+            yield from batch.run()
+        except BaseException:  # the batcher undoes the claims of a batch that was interrupted
+            self._pending_undos.extend(undos)
+            raise
+        self._pending_undos.extend(map(undo_of, batch.uncertain))
+        return batch
 
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
         undos = [Item(UNCLAIM, self._name(claim.operation.id), (claim.holder,)) for claim in claims]
@@ -152,32 +161,10 @@ class RedisStore:
         for claim in claims:
             self.bell.ring(claim.operation.id)
 
-    def _undo(self, items: Sequence[Item]) -> Plan[None]:
-        """Undo claims that nobody will use; if the server cannot be reached, with the next claims."""
-        batch = Batch(self._runner, [undo_of(item) for item in items])
-        yield from batch.run()
-        self._undo_later(batch.uncertain)
-
-    def _undo_claims(self, item: Item, answer: Any) -> Plan[None]:
-        if isinstance(answer, int) or len(answer) == GRANTED:
-            yield self._write(UNCLAIM, item.key, item.holder)
-
-    def _undo_later(self, items: Iterable[Any]) -> None:
-        self._pending_undos.extend(undo_of(item) for item in items if isinstance(item, Item))
-
-    def _take_pending_undos(self) -> list[Item]:
-        """Each once, even if several threads and loops run batches at the same time."""
-        undos: list[Item] = []
-        with suppress(IndexError):
-            while self._pending_undos:
-                undos.append(self._pending_undos.popleft())
-        return undos
-
-    def _check_server(self, results: list[Any]) -> None:
+    def _check_server(self, memory: Any, results: list[Any]) -> None:
         """After the first claims: warn if the server evicts records, and from now on hear of other processes' changes."""
         self._listener.listen()
-        *others, memory = results
-        self._checked = not all(isinstance(result, StoreError) for result in others)
+        self._checked = not all(isinstance(result, StoreError) for result in results)
         policy = re.search(rb"maxmemory_policy:(\S+)", memory) if isinstance(memory, bytes) else None
         if policy and policy[1] != b"noeviction":
             log.warning(

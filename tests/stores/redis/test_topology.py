@@ -20,6 +20,8 @@ from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect, schema
+from oncemore.stores.redis.commands import Item
+from oncemore.stores.redis.scripts import UNCLAIM
 from oncemore.testing.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 
 from ..parts import DONE, HOUR, operation
@@ -217,4 +219,24 @@ def test_sentinels_that_cannot_be_reached_are_named_without_passwords(drive: Dri
     with pytest.raises(StoreUnavailable, match="No sentinel knows a primary for 'service'") as caught:
         drive(store.find("scope", "key"))
     assert "secret" not in "".join(traceback.format_exception(caught.value))
+    store.close()
+
+
+def test_undo_for_one_node_does_not_travel_with_claims_for_another(cluster_url: str, redis_prefix: str) -> None:
+    """If that node does not answer, the claims would have to wait for it."""
+    store = connect(f"{cluster_url}?prefix={redis_prefix}")
+    run(store.claim(operation("first"), lease=HOUR))
+    here = store.topology.address(store._name(("scope", "first")))
+    names = {key: store.topology.address(store._name(("scope", key))) for key in map(str, range(50))}
+    there = [key for key, address in names.items() if address != here]
+    lost = run(store.claim(operation(there[0]), lease=HOUR))
+    assert isinstance(lost, Lease)
+    holder = run(store.find("scope", there[0])).holder  # type: ignore[union-attr]
+    store._pending_undos.append(Item(UNCLAIM, store._name(("scope", there[0])), (holder,)))
+    run(store.claim(operation(next(key for key, address in names.items() if address == here)), lease=HOUR))
+    assert len(store._pending_undos) == 1
+    other = next(key for key in there[1:] if names[key] == names[there[0]])
+    run(store.claim(operation(other), lease=HOUR))
+    assert not store._pending_undos
+    assert run(store.find("scope", there[0])) is None
     store.close()

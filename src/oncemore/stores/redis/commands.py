@@ -8,26 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import redis
-from redis.exceptions import (
-    AskError,
-    ClusterDownError,
-    MasterDownError,
-    MovedError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    TryAgainError,
-)
+from redis import exceptions
 
 from ..._runtime.backoff import Backoff
 from ..._runtime.batching import Batcher
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
-from ...errors import CorruptRecord, StoreError, StoreUnavailable
+from ...errors import ConfigurationError, CorruptRecord, StoreError, StoreUnavailable
 from .connection import Address, ConnectionPool, Disconnect, RoundTrip, pack
 from .scripts import Script
-from .topology import Topology
+from .topology import Cluster, Topology
 
 # Items of one script call.  The server does nothing else meanwhile, so this keeps a call well under a millisecond.
 CALL_LIMIT = 64
@@ -43,15 +33,15 @@ REFUSED = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
 
 # redis-py removes the first word of an error that it has a class for; which errors have one depends on its version.
 CODES: dict[type[Exception], str] = {
-    AskError: "ASK",
-    ClusterDownError: "CLUSTERDOWN",
-    MasterDownError: "MASTERDOWN",
-    MovedError: "MOVED",
-    NoPermissionError: "NOPERM",
-    NoScriptError: "NOSCRIPT",
-    OutOfMemoryError: "OOM",
-    ReadOnlyError: "READONLY",
-    TryAgainError: "TRYAGAIN",
+    exceptions.AskError: "ASK",
+    exceptions.ClusterDownError: "CLUSTERDOWN",
+    exceptions.MasterDownError: "MASTERDOWN",
+    exceptions.MovedError: "MOVED",
+    exceptions.NoPermissionError: "NOPERM",
+    exceptions.NoScriptError: "NOSCRIPT",
+    exceptions.OutOfMemoryError: "OOM",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.TryAgainError: "TRYAGAIN",
 }
 WITHIN_SCRIPT = re.compile(r"(?:ERR )?Error running script .*: -([A-Z]+) ")  # before Redis 7
 
@@ -164,7 +154,7 @@ class Batch:
         self, runner: CommandRunner, items: Sequence[Item | Command], replicas: int = 0, timeout: float | None = None
     ) -> None:
         self.runner = runner
-        self.timeout = min(runner.timeout, timeout or runner.timeout)
+        self.deadline = SYSTEM.monotonic() + min(runner.timeout, timeout or runner.timeout)
         self.topology = runner.topology
         self.replicas = replicas
         self.results: list[Any] = [None] * len(items)
@@ -175,27 +165,29 @@ class Batch:
 
     def run(self) -> Plan[list[Any]]:
         """Send, and send again what has to be, until all is answered or the time is up."""
-        deadline = SYSTEM.monotonic() + self.timeout
         attempts = 0
         while True:
-            left = deadline - SYSTEM.monotonic()
-            yield from self._attempt(max(SHORTEST_ATTEMPT, min(self.runner.pool.timeout, left)))
+            yield from self._attempt()
             if not self.unanswered:
                 return self.results
             attempts += 1
             pause = PAUSE.delay(attempts - QUICK_ATTEMPTS, random.random()) if attempts > QUICK_ATTEMPTS else 0.0
-            if SYSTEM.monotonic() + pause + SHORTEST_ATTEMPT >= deadline:
+            if SYSTEM.monotonic() + pause + SHORTEST_ATTEMPT >= self.deadline:
                 self._give_up()
                 return self.results
             if pause:
                 yield Sleep(pause)
 
-    def _attempt(self, timeout: float) -> Plan[None]:
+    def _time_left(self) -> float:
+        """For one round trip: half of the whole time, so that there is a second one, or less."""
+        return max(SHORTEST_ATTEMPT, min(self.runner.pool.timeout, self.deadline - SYSTEM.monotonic()))
+
+    def _attempt(self) -> Plan[None]:
         """Send all that is unanswered, to each node in one write."""
         calls, self.unanswered = self.unanswered, []
         try:
             if self.lost or not self.topology.known:
-                yield from self.topology.locate(self.runner.pool, timeout)
+                yield from self.topology.locate(self.runner.pool, self._time_left())
                 self.lost = False
         except StoreError as error:
             return self._send_again(calls, error)
@@ -203,6 +195,7 @@ class Batch:
         for call in calls:
             by_address.setdefault(call.address(self.topology), []).append(call)
         for address, sent in by_address.items():
+            timeout = self._time_left()
             packets = self._packets(sent, timeout)
             try:
                 replies = yield RoundTrip(self.runner.pool, address, b"".join(packets), len(packets), timeout)
@@ -256,7 +249,19 @@ class Batch:
         if code == "NOSCRIPT" and not call.full:
             call.full = True
         elif code in ("MOVED", "ASK"):
-            self._redirect(call, text, address)
+            if not isinstance(self.topology, Cluster):
+                for index in call.indexes:
+                    self.results[index] = ConfigurationError(
+                        "The server is in a cluster: write redis+cluster:// in the URL"
+                    )
+                return
+            _, slot, place = text.split(" ")
+            host, _, port = place.rpartition(":")
+            node = (host or (address[0] if address else ""), int(port))
+            if code == "MOVED":  # for good
+                self.topology.move(int(slot), node)
+            else:  # for this call
+                call.asking = node
         elif code in WRONG_SERVER:
             self._lose_primary()
             yield Disconnect(self.runner.pool, address)
@@ -266,16 +271,6 @@ class Batch:
                 return
             again = call.split()  # so that one bad item fails alone
         self._send_again(again, reply_error(error))
-
-    def _redirect(self, call: Call, text: str, asked: Address) -> None:
-        """Follow `MOVED slot host:port`, from now on, or `ASK slot host:port`, once."""
-        code, slot, place = text.split(" ")
-        host, _, port = place.rpartition(":")
-        address = (host or (asked[0] if asked else ""), int(port))
-        if code == "ASK":
-            call.asking = address
-        else:
-            self.topology.move(int(slot), address)
 
     def _lose_primary(self) -> None:
         """In a cluster, for this batch alone: the nodes of other batches may be well, and need not be located again."""

@@ -22,6 +22,7 @@ from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Bell, Id
 from ...errors import ConfigurationError, StoreError
 from .commands import Batch, Command, CommandRunner, Item, NodeBatchers
+from .connection import Address
 from .listener import RedisListener
 from .records import MICRO, HeldLease, clean, digest, encode, fields, micros, outcome_fields, read_record
 from .scan import Scan
@@ -125,7 +126,8 @@ class RedisStore:
 
     def _run_claims(self, claims: list[Item]) -> Plan[list[Any]]:
         check = [] if self._checked else [Command(("INFO", "memory"))]
-        batch = yield from self._send_behind_undos([*claims, *check], self._replicas)
+        node = self.topology.address(claims[0].key)
+        batch = yield from self._send_behind_undos(node, [*claims, *check], self._replicas)
         if batch.uncounted:
             yield from self._undo_claims(batch.uncounted)
         results = batch.results[-len(claims) - len(check) :]
@@ -136,14 +138,13 @@ class RedisStore:
     def _undo_claims(self, claims: Sequence[Item]) -> Plan[None]:
         """Undo claims that nobody will use: now, or ahead of the next claims if the server does not answer soon."""
         self._pending_undos.extend(map(undo_of, claims))
-        yield from self._send_behind_undos([], timeout=UNDO_SECONDS)
+        yield from self._send_behind_undos(self.topology.address(claims[0].key), [], timeout=UNDO_SECONDS)
 
-    def _send_behind_undos(self, items: list[Any], replicas: int = 0, timeout: float | None = None) -> Plan[Batch]:
-        """Send *items* in one batch with all pending undos; claims without an answer become pending undos themselves."""
-        undos: list[Any] = []
-        with suppress(IndexError):  # each once, even if several threads and loops take them at the same time
-            while self._pending_undos:
-                undos.append(self._pending_undos.popleft())
+    def _send_behind_undos(
+        self, node: Address, items: list[Any], replicas: int = 0, timeout: float | None = None
+    ) -> Plan[Batch]:
+        """Send *items* and all pending undos for *node* in one batch; claims without an answer become pending undos."""
+        undos = self._take_pending_undos(node) if self._pending_undos else []
         batch = Batch(self._runner, [*undos, *items], replicas, timeout)
         try:
             yield from batch.run()
@@ -152,6 +153,15 @@ class RedisStore:
             raise
         self._pending_undos.extend(map(undo_of, batch.uncertain))
         return batch
+
+    def _take_pending_undos(self, node: Address) -> list[Item]:
+        """Each once, even if several threads and loops do this at the same time; those for other nodes are left."""
+        undos: list[Item] = []
+        with suppress(IndexError):
+            for _ in range(len(self._pending_undos)):
+                undo = self._pending_undos.popleft()
+                (undos if self.topology.address(undo.key) == node else self._pending_undos).append(undo)
+        return undos
 
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
         undos = [Item(UNCLAIM, self._name(claim.operation.id), (claim.holder,)) for claim in claims]

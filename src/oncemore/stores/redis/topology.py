@@ -36,7 +36,6 @@ class Topology(Protocol):
     def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]: ...
     def address(self, key: str) -> Address: ...
     def primaries(self) -> list[Address]: ...
-    def move(self, slot: int, address: Address) -> None: ...
 
 
 class SingleServer:
@@ -58,9 +57,6 @@ class SingleServer:
 
     def primaries(self) -> list[Address]:
         return [self.primary]
-
-    def move(self, slot: int, address: Address) -> None:
-        raise ConfigurationError("This server belongs to a cluster: write redis+cluster:// in the store's URL")
 
 
 class SentinelPrimary(SingleServer):

@@ -83,7 +83,7 @@ def healed_soon(proxy: FaultProxy) -> Iterator[None]:
 def test_a_claim_whose_answer_was_lost_gets_its_own_lease(
     far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, after: int
 ) -> None:
-    """CASES 25: the claim is made, the connection breaks, and the caller is not kept out by itself."""
+    """The claim is made, the connection breaks, and the caller is not kept out by itself."""
     drive(far.find("scope", "none"))
     proxy.cut_answers(after=after)
     with healed_soon(proxy):
@@ -99,7 +99,7 @@ def test_a_claim_whose_answer_was_lost_gets_its_own_lease(
 def test_a_takeover_whose_answer_was_lost_is_still_a_takeover(
     far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive
 ) -> None:
-    """CASES 24: or the caller would perform what its predecessor may have done."""
+    """Or the caller would perform what its predecessor may have done."""
     drive(far.find("scope", "none"))
     run(near.claim(operation("key"), lease=0.0))
     proxy.cut_answers()
@@ -183,7 +183,6 @@ def test_a_connection_that_was_closed_while_idle_is_replaced_at_once(
 def test_a_server_that_is_down_is_unavailable_and_then_available(
     impatient: RedisStore, proxy: FaultProxy, drive: Drive
 ) -> None:
-    """CASES 27."""
     lease = drive(impatient.claim(operation("key"), lease=HOUR))
     proxy.refuse()
     with pytest.raises(StoreUnavailable):
@@ -200,7 +199,7 @@ def test_a_server_that_is_down_is_unavailable_and_then_available(
 def test_a_server_that_does_not_answer_is_a_timeout(
     impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, connected: bool
 ) -> None:
-    """CASES 27: and what it may have granted is anyone's when its lease is over."""
+    """What it may have granted is anyone's when its lease is over."""
     if connected:
         drive(impatient.claim(operation("before"), lease=HOUR))
     proxy.drop_answers()
@@ -270,6 +269,7 @@ def test_close_during_a_verb_lets_it_finish_and_closes_its_connection(
 ) -> None:
     far = connect(f"{proxy.url(url)}&client_name={redis_prefix}")
     run(far.claim(operation("key"), lease=HOUR))
+    run(far.find("scope", "key"))  # the server has the script now, so the next call is one round trip
     assert connections(server, redis_prefix)
     proxy.stall()
     found: list[Any] = []

@@ -51,7 +51,6 @@ def wait_for_ring(store: RedisStore, then: Callable[[], object], key: str = "key
 
 @pytest.mark.parametrize("verb", ["settle", "release", "hold", "lapse", "resolve", "delete"])
 def test_a_waiter_hears_of_what_another_process_does(store: RedisStore, other: RedisStore, verb: str) -> None:
-    """CASES 17."""
     lease = claimed(other)
     verbs: dict[str, Callable[[], Any]] = {
         "settle": lambda: other.settle(lease, DONE, retention=HOUR),
@@ -71,7 +70,7 @@ def test_a_waiter_hears_of_what_another_process_does(store: RedisStore, other: R
 
 
 def test_a_waiter_is_answered_by_another_process(url: str) -> None:
-    """CASES 17: the poll is far too long to be what wakes it."""
+    """The poll is far too long to be what wakes it."""
     processes = strangers()
     mine, theirs = processes.Pipe()
     process = processes.Process(target=children.settle_when_told, args=(url, theirs))
@@ -138,7 +137,6 @@ def test_a_store_that_is_closed_hears_no_more_and_can_be_used_again(store: Redis
 
 
 def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
-    """CASES 52."""
     processes = strangers()
     with processes.Manager() as manager, processes.Pool(16) as pool:
         start = manager.Barrier(16)
@@ -150,7 +148,6 @@ def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
 def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, verb: str) -> None:
-    """CASES 24."""
     processes = strangers()
     mine, theirs = processes.Pipe()
     process = processes.Process(target=children.hold_then_write, args=(url, verb, theirs))

@@ -38,7 +38,6 @@ Drive = Callable[[Plan[Any]], Any]
 
 
 async def test_scripts_flushed_in_mid_load_are_sent_again(store: RedisStore, valkey_url: str) -> None:
-    """CASES 54."""
     settled: set[str] = set()
     with redis.Redis.from_url(valkey_url) as server:
 
@@ -55,7 +54,7 @@ async def test_scripts_flushed_in_mid_load_are_sent_again(store: RedisStore, val
 
 @pytest.mark.chaos
 async def test_a_server_killed_and_restarted_in_mid_load_loses_nothing_acknowledged(own_valkey: ValkeyServer) -> None:
-    """CASES 25, 26: what was settled is settled, and no key is wedged past its lease."""
+    """What was settled is settled, and no key is wedged past its lease."""
     store = connect(f"{own_valkey.url}?timeout=10s")
     settled: set[str] = set()
     lives = 0
@@ -86,7 +85,6 @@ async def test_a_server_killed_and_restarted_in_mid_load_loses_nothing_acknowled
 
 @pytest.mark.chaos
 def test_tokens_grow_across_a_restart_whatever_was_deleted(own_valkey: ValkeyServer) -> None:
-    """CASES 53."""
     store = connect(own_valkey.url)
     tokens = []
     for _ in range(3):

@@ -162,7 +162,7 @@ def test_a_node_that_has_lost_sight_of_the_others_is_not_asked_for_ever(cluster_
     [("redis+cluster://{}", "cluster support disabled"), ("redis+sentinel://{}/main", "unknown command")],
 )
 def test_a_server_that_cannot_show_the_way_says_why(valkey_url: str, kind: str, reason: str) -> None:
-    store = connect(f"{kind.format(urlsplit(valkey_url).netloc)}?timeout=200ms")
+    store = connect(f"{kind.format(urlsplit(valkey_url).netloc)}?timeout=2s")
     with pytest.raises(StoreUnavailable, match=reason):
         run(store.claim(operation("key"), lease=HOUR))
     store.close()

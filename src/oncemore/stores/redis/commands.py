@@ -25,8 +25,8 @@ PAUSE = Backoff(base=0.02, cap=0.4)
 SHORTEST_ATTEMPT = 0.05  # seconds; if less time is left, the batch fails
 QUICK_ATTEMPTS = 3  # without a pause: an idle connection was closed, a slot has moved, the scripts were flushed
 
-# Error replies after which nothing has happened, so the call is sent again.  WRONG_SERVER: the connection is replaced
-# first, because the server is no primary any more, or its name may mean another server by now.
+# Error replies after which nothing has happened, so the call is sent again.  WRONG_SERVER: the server is no primary any
+# more, or its name means another server by now.
 WRONG_SERVER = {"READONLY", "MASTERDOWN", "CLUSTERDOWN"}
 RETRIED = {"BUSY", "TRYAGAIN", *WRONG_SERVER}
 REFUSED = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
@@ -200,10 +200,10 @@ class Batch:
             try:
                 replies = yield RoundTrip(self.runner.pool, address, b"".join(packets), len(packets), timeout)
             except StoreError as error:
-                self._lose_primary()
                 for call in sent:
                     call.asking = None
                 self._send_again(sent, error)
+                yield from self._lose_primary(address)
             else:
                 yield from self._take_replies(address, sent, replies)
 
@@ -263,8 +263,7 @@ class Batch:
             else:  # for this call
                 call.asking = node
         elif code in WRONG_SERVER:
-            self._lose_primary()
-            yield Disconnect(self.runner.pool, address)
+            yield from self._lose_primary(address)
         elif code not in RETRIED:
             if len(call.items) == 1:
                 self.results[call.indexes[0]] = reply_error(error)
@@ -272,11 +271,12 @@ class Batch:
             again = call.split()  # so that one bad item fails alone
         self._send_again(again, reply_error(error))
 
-    def _lose_primary(self) -> None:
-        """In a cluster, for this batch alone: the nodes of other batches may be well, and need not be located again."""
+    def _lose_primary(self, address: Address) -> Plan[None]:
+        """Locate the primary before the next attempt, and use none of the connections that are open to it."""
         self.lost = True
-        if self.topology.one_primary:
+        if self.topology.one_primary:  # in a cluster, the nodes of other batches may be well
             self.topology.known = False
+        yield Disconnect(self.runner.pool, address)
 
     def _send_again(self, calls: list[Call], error: StoreError) -> None:
         for call in calls:

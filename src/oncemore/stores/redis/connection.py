@@ -61,8 +61,8 @@ def at(options: dict[str, Any], address: Address) -> dict[str, Any]:
 class ConnectionPool:
     """The connections that are open and not in use, by address: a free list for threads, and one for each event loop.
 
-    A connection goes back to its list only if all replies to all that was sent on it were read.  *timeout* is the longest
-    that one round trip takes, in seconds.
+    A connection goes back to its list only if all replies to all that was sent on it were read, and if the list was not
+    dropped meanwhile by `disconnect`.  *timeout* is the longest that one round trip takes, in seconds.
     """
 
     def __init__(self, connector: Connector, timeout: float) -> None:
@@ -91,18 +91,19 @@ class ConnectionPool:
         """As `disconnect`, for those of the running event loop."""
         connections = self._loops.get().pop(address, [])
         while connections:
-            with suppress(*CONNECTION_ERRORS):  # TLS says goodbye, and the server may not answer
-                async with asyncio.timeout(self.timeout):
-                    await connections.pop().disconnect()
+            await connections.pop().disconnect(nowait=True)
 
     def close(self) -> None:
         for address in tuple(self._threads):
             self.disconnect(address)
 
     async def aclose(self) -> None:
-        for address in tuple(self._loops.get()):
-            await self.adisconnect(address)
-        self._loops.pop()
+        """Return when the sockets are closed too: the loop may end next."""
+        for connections in (self._loops.pop() or {}).values():
+            while connections:
+                with suppress(*CONNECTION_ERRORS):  # TLS waits for the server's answer
+                    async with asyncio.timeout(self.timeout):
+                        await connections.pop().disconnect()
 
 
 class RoundTrip:
@@ -148,9 +149,10 @@ class RoundTrip:
                 raise
         except CONNECTION_ERRORS as error:
             raise connection_error(error, self.address) from error
-        if kept:
+        # If it was opened with little time left, its timeouts are too short for others.
+        if kept and self.pool.free_for_threads(self.address) is free:
             free.append(connection)
-        else:  # it was opened with little time left, and its timeouts would be too short for others
+        else:
             connection.disconnect()
         return replies
 
@@ -173,12 +175,15 @@ class RoundTrip:
                 raise
         except CONNECTION_ERRORS as error:
             raise connection_error(error, self.address) from error
-        free.append(connection)
+        if self.pool.free_on_loop(self.address) is free:
+            free.append(connection)
+        else:
+            await connection.disconnect(nowait=True)
         return replies
 
 
 class Disconnect:
-    """Effect: close the free connections to *address*, so that the next round trip looks its name up and logs in again."""
+    """Effect: close the free connections to *address*, because the server there has failed or is another one by now."""
 
     __slots__ = ("address", "pool")
 

@@ -12,7 +12,7 @@ import redis
 from ..._ledger.events import log
 from ..._runtime.listening import CannotListen, Listener
 from ..._runtime.plan import run
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from .commands import reply_text
 from .connection import ConnectionPool
 from .topology import Topology
@@ -50,7 +50,7 @@ class RedisListener(Listener[Subscription]):
 
     name = "oncemore-redis"
 
-    def __init__(self, topology: Topology, pool: ConnectionPool, channel: str, wakeups: Bell) -> None:
+    def __init__(self, topology: Topology, pool: ConnectionPool, channel: str, wakeups: Wakeups) -> None:
         super().__init__()
         self.topology = topology
         self.pool = pool
@@ -74,14 +74,14 @@ class RedisListener(Listener[Subscription]):
         except BaseException:
             pubsub.close()
             raise
-        self.wakeups.ring_all()
+        self.wakeups.notify_all()
         return Subscription(pubsub)
 
     def receive(self, connection: Subscription, seconds: float) -> None:
         message = connection.next_message(seconds)
         if message is not None and message["type"] == "message":
             with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed, or the message is not ours
-                self.wakeups.ring(read_id(message["data"]))
+                self.wakeups.notify(read_id(message["data"]))
 
 
 def read_id(payload: bytes) -> Id:

@@ -19,7 +19,7 @@ from ..._ledger.store import Filter, Holder, Page, Stats
 from ..._runtime.batching import Submit
 from ..._runtime.forks import reset_in_child
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, StoreError
 from .commands import Batch, Command, CommandRunner, Item, NodeBatchers
 from .connection import Address
@@ -71,7 +71,7 @@ class RedisStore:
     def __init__(self, url: str) -> None:
         self.url = hide_password(url)
         rest, options = read_options(url)
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.poll: float = options["poll"]
         self.shift = 0.0
         self.holder = Holder()
@@ -87,7 +87,7 @@ class RedisStore:
         )
         self._writes = NodeBatchers(self.topology, self._run_writes, limit=BATCH_LIMIT, linger=False)
         self._scan = Scan(self._runner, self.prefix)
-        self._listener = RedisListener(self.topology, self._runner.pool, self.channel, self.bell)
+        self._listener = RedisListener(self.topology, self._runner.pool, self.channel, self.wakeups)
         self._pending_undos: deque[Item] = deque(maxlen=MOST_PENDING)
         self._reset()
         reset_in_child(self)
@@ -169,7 +169,7 @@ class RedisStore:
             if isinstance(result, StoreError):
                 raise result
         for claim in claims:
-            self.bell.ring(claim.operation.id)
+            self.wakeups.notify(claim.operation.id)
 
     def _check_server(self, memory: Any, results: list[Any]) -> None:
         """After the first claims: warn if the server evicts records, and from now on hear of other processes' changes."""
@@ -199,15 +199,15 @@ class RedisStore:
         extras = fields(note, audit) if note or audit else b""
         args = (held.token, micros(retention), extras, outcome_fields(outcome))
         owned((yield self._write(SETTLE, self._held(held), *args)), held)
-        self.bell.ring(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         owned((yield self._write(RELEASE, self._held(held), held.token, micros(retention))), held)
-        self.bell.ring(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
         owned((yield self._write(HOLD, self._held(held), held.token, clean(note))), held)
-        self.bell.ring(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     # Verbs that need no lease
 
@@ -234,14 +234,14 @@ class RedisStore:
         answer = yield self._write(RESOLVE, self._name((scope, key)), *args)
         if isinstance(answer, bytes):
             raise not_resolvable(answer.decode())
-        self.bell.ring((scope, key))
+        self.wakeups.notify((scope, key))
         return read_record((scope, key), *answer)
 
     def delete(self, scope: str, key: str) -> Plan[bool]:
         answer = yield self._write(DELETE, self._name((scope, key)), self.holder.next(), scope, key)
         if answer < 0:
             raise not_deletable()
-        self.bell.ring((scope, key))
+        self.wakeups.notify((scope, key))
         return bool(answer)
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:

@@ -12,9 +12,9 @@ from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, r
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey, OncemoreError
-from .connection import BAD_VALUES, as_store_error, is_bad_value, is_busy
 from .items import Change, Claim, Item, Settle, kept
 from .statements import Row, Statements, as_record
+from .writer import BAD_VALUES, as_store_error, is_bad_value, is_busy
 
 # How long a key that had been used before is remembered when its lease was granted to a caller that had gone.
 USED_BEFORE = 86400.0

@@ -20,14 +20,14 @@ from ..._ledger.store import Filter, Holder, Page, Stats
 from ..._ledger.transactions import Lender
 from ..._runtime.batching import Batcher, Submit, own_error
 from ..._runtime.plan import Plan, Sleep
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, StoreError
 from .batch import Flight, fly, state_of
-from .connection import MEMORY, Connection, Use, Write
 from .items import NO_RECORD, Change, Claim, Item, Settle
 from .lender import SqliteLender
 from .statements import Statements, as_record
 from .tables import make_ready, script
+from .writer import MEMORY, Connection, Use, Write
 
 OPTIONS = {
     "create": True,
@@ -102,7 +102,7 @@ def empty_log(connection: sqlite3.Connection) -> None:
 class SqliteStore:
     """Records in a file.  All writes of a process go in groups through one connection; long reads have another."""
 
-    poll = 0.25  # other processes ring no bell here; but to look again writes nothing, and so costs no sync
+    poll = 0.25  # other processes send no notifications; looking again writes nothing, so it costs no sync
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class SqliteStore:
         timeout: float = 5.0,
     ) -> None:
         self.url = url or f"sqlite:///{path}"
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.shift = 0.0
         self.holder = Holder()
         self.path = path
@@ -149,7 +149,7 @@ class SqliteStore:
             return [own_error(error) for _ in items]
         for item in items:
             if item.rings and not isinstance(item.answer, BaseException):
-                self.bell.ring(item.id)
+                self.wakeups.notify(item.id)
         return answers
 
     def _undo(self, items: list[Item]) -> Plan[None]:

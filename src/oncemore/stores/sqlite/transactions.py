@@ -20,9 +20,9 @@ from ..._runtime.plan import Effect, Plan
 from ..._runtime.wakeups import Id
 from ...errors import OncemoreError, StoreTimeout
 from .batch import Flight, refusal, state_of
-from .connection import BAD_VALUES, UNWRITTEN, as_store_error, code, disown, is_busy
 from .items import Claim, Settle
 from .statements import Statements
+from .writer import BAD_VALUES, UNWRITTEN, as_store_error, code, disown, is_busy
 
 T = TypeVar("T")
 

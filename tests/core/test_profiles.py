@@ -6,8 +6,8 @@ import pytest
 
 from oncemore._contract.contract import Contract
 from oncemore._contract.profiles import DEFAULT, PROFILES
-from oncemore._contract.rule import SETTINGS, Rule
-from oncemore._contract.settings import StatusHeader
+from oncemore._contract.rule import Rule
+from oncemore._contract.settings import SETTINGS, StatusHeader
 from oncemore.errors import InvalidKey, MissingKey
 
 V4 = "8e03978e-40d5-43e8-bc93-6894a57f9324"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore._contract.keys import MAX_LENGTH
-from oncemore._contract.rule import SETTINGS, Rule, idempotent, rule_of
-from oncemore._contract.settings import FingerprintSettings, Rate, StatusHeader
+from oncemore._contract.rule import Rule, idempotent, rule_of
+from oncemore._contract.settings import SETTINGS, FingerprintSettings, Rate, StatusHeader
 from oncemore._contract.templates import Template
 from oncemore.errors import ConfigurationError, InvalidKey, InvalidPrincipal, MissingKey
 

@@ -13,14 +13,13 @@ from .paths import Matcher
 from .problems import Faults, did_you_mean
 from .profiles import PROFILES
 from .rule import Rule, read_rule
+from .settings import SETTINGS
 
 # What happens to a request that may have effects and that no rule matches: guarded under the defaults if it carries a
 # key; the same, and doors warn of it; refused; or let pass untouched.
 Undeclared = Literal["guard if keyed", "warn", "refuse", "pass"]
 
 RULE_LINE = re.compile(r"^[ \t]*\[\[[ \t]*rule[ \t]*\]\]", re.MULTILINE)
-# These tell rules apart, or are too grave to be said of all rules at once.
-ONLY_OF_A_RULE = ("name", "reverses", "idempotent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def read_defaults(said: object, faults: Faults) -> tuple[str, Undeclared, Mappin
         faults.found.append("defaults is not a table: begin it with [defaults]")
     profile = chosen("profile", given.pop("profile", "default"), PROFILES, faults)
     undeclared = chosen("undeclared", given.pop("undeclared", "guard if keyed"), get_args(Undeclared), faults)
-    for name in given.keys() & ONLY_OF_A_RULE:
+    for name in [name for name in given if name in SETTINGS and SETTINGS[name].only_in_rules]:
         faults.found.append(f"[defaults] {name}: it is said of one rule, not of all; move it there")
         del given[name]
     usual = PROFILES[profile]

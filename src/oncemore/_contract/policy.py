@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_origin, get_type_hints, overload
 
 from ..errors import ConfigurationError
 from .problems import did_you_mean
@@ -44,6 +44,7 @@ Expired = Literal["delete", "keep"]
 Late = Literal["run", "refuse"]
 Suspect = Literal["off", "log", "flag", "reject", "replay"]
 OnUnique = Literal["replay", "reject", "serialize"]
+OnMismatch = Literal[409, 422, 400]
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 LONGEST = 100
@@ -91,7 +92,7 @@ class Policy:
     in_flight: InFlight = "wait"
     wait: Seconds = 10.0  # type: ignore[assignment]
     on_duplicate: OnDuplicate = "replay"
-    on_mismatch: int = 409
+    on_mismatch: OnMismatch = 409
     keep: Keep | Callable[[Any], bool] = "final"
     errors: tuple[type[Exception], ...] = ()
     types: tuple[type, ...] = ()
@@ -153,16 +154,10 @@ def check_choice(name: str, value: object) -> None:
         raise ConfigurationError(f"{name} = {value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
 
 
-CHOICES: dict[str, tuple[object, ...]] = {
-    "ttl_from": get_args(TtlFrom),
-    "expired": get_args(Expired),
-    "in_flight": get_args(InFlight),
-    "on_duplicate": get_args(OnDuplicate),
-    "on_mismatch": (409, 422, 400),
-    "keep": get_args(Keep),
-    "effect": get_args(EffectLevel),
-    "on_unknown": get_args(OnUnknown),
-    "on_unique": get_args(OnUnique),
-    "suspect": get_args(Suspect),
-    "late": get_args(Late),
-}
+def choices_of(annotation: object) -> tuple[object, ...]:
+    """Return the choices that an annotation names: those of a Literal, also of one beside other types."""
+    literal = next((each for each in (annotation, *get_args(annotation)) if get_origin(each) is Literal), None)
+    return get_args(literal)
+
+
+CHOICES = {name: choices for name, hint in get_type_hints(Policy).items() if (choices := choices_of(hint))}

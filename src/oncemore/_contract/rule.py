@@ -14,15 +14,11 @@ from .paths import Pattern
 from .policy import Policy
 from .problems import Faults, did_you_mean, listing
 from .profiles import DEFAULT
-from .readers import POLICY, READERS, text
-from .settings import FingerprintSettings, Function, Rate, Settings, StatusHeader
+from .settings import POLICY, SETTINGS, FingerprintSettings, Function, Rate, Settings, StatusHeader, text
 from .templates import Template
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SETTINGS = tuple(Settings.__annotations__)
-# What a rule may say beside `idempotent = false`; everything else would promise a guard that is not there.
-SAID_OF_UNGUARDED = frozenset({"name", "reverses", "idempotent", "retry"})
 MARK = "__oncemore__"
 
 
@@ -139,10 +135,10 @@ def read_rule(
             faults.found.append(f"{name}: there is no such setting{did_you_mean(name, (*SETTINGS, *beside))}")
     said: dict[str, Any] = {**base, **given}
     values: dict[str, Any] = {}
-    for name, read in READERS.items():
-        if name in said:
+    for name, setting in SETTINGS.items():
+        if name in said and setting.read is not None:
             with faults.caught(name):
-                values[name] = read(said[name])
+                values[name] = setting.read(said[name])
     with faults.caught():
         values["pattern"] = Pattern(base["match"] if match is None else match)
     params = values["pattern"].params if match is not None and "pattern" in values else None
@@ -161,10 +157,8 @@ def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
     policy = {name: values.pop(name) for name in POLICY & values.keys()}
     match = values["pattern"].text
     return {
+        **dict.fromkeys(SETTINGS.keys() - POLICY),
         "name": match,
-        "reverses": None,
-        "rate": None,
-        "retry": None,
         **values,
         "match": match,
         "policy": Policy(**policy, suspect=suspect, suspect_window=window),
@@ -175,7 +169,7 @@ def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
 def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
     """Settings that are right one by one, and wrong together."""
     if not values["idempotent"]:
-        extra = [name for name in given if name not in SAID_OF_UNGUARDED]
+        extra = [name for name in given if not SETTINGS[name].if_unguarded]
         if extra:
             yield f"idempotent: false leaves nothing to guard; drop {', '.join(extra)}, or the false"
         return

@@ -22,8 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._fingerprint.canonical import canonical_json, write_json
-from oncemore._fingerprint.exact import exact_value
+from oncemore._fingerprint.canonical import canonical_json, exact_value, write_json
 from oncemore._fingerprint.fingerprint import fingerprint_of
 from oncemore.errors import ConfigurationError, InvalidPayload
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._fingerprint.selection import check_selection, parse_fields, select
+from oncemore._fingerprint.fingerprint import check_selection, parse_fields, select
 from oncemore.errors import ConfigurationError
 
 ORDER = {"id": 7, "note": None, "lines": [{"sku": "a", "at": 1}, {"sku": "b", "at": 2}], "a/b": {"m~n": 1}}

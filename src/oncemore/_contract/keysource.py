@@ -9,10 +9,9 @@ from typing import Any, Literal, get_args
 
 from .._fingerprint.pointer import parse_pointer, value_at
 from ..errors import ConfigurationError, InvalidKey, MissingKey
-from .fields import text_of
 from .keys import MAX_LENGTH, KeyFormat, check_key, key_format, parse_key
 from .problems import Faults, did_you_mean
-from .templates import Template
+from .templates import Template, text_of
 
 Source = Literal["header", "body", "template", "none"]
 

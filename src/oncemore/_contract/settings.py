@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
-from .._fingerprint.fingerprint import Mode
-from .._fingerprint.selection import check_selection, parse_fields
+from .._fingerprint.fingerprint import Mode, check_selection, parse_fields
 from ..errors import ConfigurationError
 from .keysource import SAID_OF, header_name
 from .policy import (

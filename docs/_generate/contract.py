@@ -1,4 +1,4 @@
-"""Writes docs/reference/contract.md from the settings and their readers: python docs/_generate/contract.py"""
+"""Writes docs/reference/contract.md from the table of settings: python docs/_generate/contract.py"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from oncemore._contract.keysource import SAID_OF
+from oncemore._contract.keysource import MEMBERS
 from oncemore._contract.loading import Undeclared
 from oncemore._contract.settings import SETTINGS, Setting
 
@@ -15,8 +15,9 @@ PAGE = Path(__file__).parents[1] / "reference" / "contract.md"
 HEAD = """\
 # The contract
 
-A contract is a TOML file with `[defaults]` and one `[[rule]]` per kind of operation. What a rule does not say, the defaults say; what they do not, the
-[profile](profiles.md) says. The same names are keyword arguments in Python: `Rule("POST /refunds", key="required", ttl="30d")`.
+A contract is a TOML file with `[defaults]` and one `[[rule]]` per kind of operation.
+A setting that a rule does not give comes from `[defaults]`, and else from the [profile](profiles.md).
+The same names are keyword arguments in Python: `Rule("POST /refunds", key="required", ttl="30d")`.
 
 ```toml
 [defaults]
@@ -44,14 +45,16 @@ match = "POST /auth/refresh"
 idempotent = false
 ```
 
-`oncemore contract check` finds every fault in a file, each with its line and the way to mend it; `oncemore contract show` tells what holds.
+`oncemore contract check` finds every problem in a file, each with its line and its remedy.
+`oncemore contract show` shows the settings that hold.
 
 *This page is made from the settings themselves: `python docs/_generate/contract.py`.*
 
-## Where a rule holds
+## Which requests a rule matches
 
-`match` is a method, or several with `|`, and a path: `POST /refunds`, `PUT|PATCH /users/{id}`, `POST /files/{rest:path}`. The most specific path wins. Two rules for the same
-requests are a fault.
+`match` is a method, or several with `|`, and a path: `POST /refunds`, `PUT|PATCH /users/{id}`, `POST /files/{rest:path}`.
+The most specific path wins.
+Two rules for the same requests are an error.
 
 Durations are seconds or text (`250ms`, `30s`, `1h30m`, `30d`), sizes bytes or text (`512KiB`, `10MiB`), functions `"module:name"`.
 
@@ -87,7 +90,8 @@ KEYS = {
 }
 
 BELOW = """
-`[defaults]` may say all of these but {of_a_rule}, and two more: `profile`, and `undeclared`, what is done with requests that no rule matches: {undeclared}.
+`[defaults]` may give all of these but {of_a_rule}.
+It may also give `profile`, and `undeclared`, the treatment of requests that no rule matches: {undeclared}.
 
 ## Keys
 
@@ -109,11 +113,11 @@ def row(name: str, setting: Setting) -> str:
 
 
 def key_row(member: str) -> str:
-    sources = [source for source, members in SAID_OF.items() if member in members]
-    defaults = {said(SAID_OF[source][member]) for source in sources if SAID_OF[source][member] != ""}
+    sources = [source for source, members in MEMBERS.items() if member in members]
+    defaults = {said(MEMBERS[source][member]) for source in sources if MEMBERS[source][member] != ""}
     shown = " or ".join(sorted(defaults))
     if member == "required":
-        shown = "; ".join(f"{said(SAID_OF[source][member])} in a {source}" for source in sources)
+        shown = "; ".join(f"{said(MEMBERS[source][member])} in a {source}" for source in sources)
     return f"| `{member}` | {', '.join(sources)} | {shown} | {KEYS[member]} |\n"
 
 

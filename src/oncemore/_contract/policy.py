@@ -1,4 +1,4 @@
-"""What the guard may do with one operation: its two clocks, and what to answer when the operation was seen before."""
+"""The policy of an operation: how long it is leased and kept, and the answer to a repeated one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .problems import did_you_mean
 if TYPE_CHECKING:
 
     class Seconds:
-        """For type checkers: a field that is given seconds or a text such as `"30d"`, and is seconds from then on."""
+        """For type checkers: a field that is set to seconds or a text such as `"30d"`, and read as seconds."""
 
         @overload
         def __get__(self, instance: None, owner: type) -> Seconds: ...
@@ -26,7 +26,7 @@ else:
 
 
 class Ended(Protocol):
-    """What a policy judges of an outcome: its kind and its HTTP status (0 if it has none)."""
+    """The part of an outcome that a policy looks at: its kind and its HTTP status (0 if it has none)."""
 
     @property
     def kind(self) -> str: ...
@@ -50,13 +50,13 @@ UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 60480
 LONGEST = 100
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
 
-# Not final: the caller can mend these without changing the request, or the server may answer otherwise in a moment.
+# Not final: the caller can remove the cause without changing the request, or the server may answer otherwise soon.
 UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
 
 
 def duration(value: float | str) -> float:
-    """Seconds, from a number of seconds or from text such as `"30d"`, `"1h30m"` or `"250ms"`."""
-    seconds: object = spelt_out(value) if isinstance(value, str) else value
+    """Return seconds, from a number of seconds or from text such as `"30d"`, `"1h30m"` or `"250ms"`."""
+    seconds: object = parse_duration(value) if isinstance(value, str) else value
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise ConfigurationError(
             f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
@@ -64,9 +64,9 @@ def duration(value: float | str) -> float:
     return float(seconds)
 
 
-def spelt_out(text: str) -> float | None:
-    """The seconds that a text such as `"1h30m"` stands for; None where it stands for none."""
-    if len(text) > LONGEST:  # to look for parts in a long one takes long
+def parse_duration(text: str) -> float | None:
+    """Return the seconds that a text such as `"1h30m"` stands for; None if it is no duration."""
+    if len(text) > LONGEST:  # searching a long text for parts takes long
         return None
     parts = DURATION.findall(text.strip())
     if not parts or "".join(number + unit for number, unit in parts) != text.strip():
@@ -79,8 +79,8 @@ class Policy:
     """How one operation is guarded.  Durations are seconds or text such as `"30d"`; after construction, seconds.
 
     *lease* is how long a silent holder keeps the right to perform (it is renewed while the holder works); *ttl* is how
-    long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are those exceptions
-    of the performer that are its outcome, kept like any other; after all others the operation may be tried again.
+    long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are the exceptions
+    that are an outcome, kept and raised again; after any other exception the operation may be tried again.
     *types* are the classes that a result may be of, beside the built-in types; `once` adds those of the return annotation.
     *reruns* is how often a transaction is run again that the database refused (a serialization failure, a deadlock).
     """
@@ -126,14 +126,14 @@ class Policy:
             )
 
     def but(self, **settings: Any) -> Policy:
-        """This policy, but with these *settings*."""
+        """Return this policy with these *settings* in place of its own."""
         known = [field.name for field in fields(self)]
         for name in settings.keys() - set(known):
             raise ConfigurationError(f"there is no setting {name!r}{did_you_mean(name, known)}")
         return replace(self, **settings)
 
     def keeps(self, outcome: Ended) -> bool:
-        """Whether *outcome* is final: kept and replayed, rather than released for another try."""
+        """Whether *outcome* is final: kept and replayed, rather than released for another attempt."""
         if callable(self.keep):
             return self.keep(outcome)
         if outcome.status == 0:  # of a function: its errors are failures, its values are not
@@ -148,7 +148,7 @@ def is_error(kind: object) -> bool:
 
 
 def check_choice(name: str, value: object) -> None:
-    """Raise a ConfigurationError that lists the choices, unless *value* is one that the setting *name* can take."""
+    """Raise a ConfigurationError that lists the choices of the setting *name*, unless *value* is one of them."""
     choices = CHOICES.get(name)
     if choices and value not in choices and not (name == "keep" and callable(value)):
         raise ConfigurationError(f"{name} = {value!r} is unknown: choose one of {', '.join(map(repr, choices))}")

@@ -1,4 +1,4 @@
-"""Profiles: the settings that a published set of rules asks for, by name, each with the facts that it follows."""
+"""Profiles: named sets of settings, each with the published rules that it follows."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from .._fingerprint.fingerprint import Mode, check_selection, parse_fields
 from ..errors import ConfigurationError
-from .keysource import SAID_OF, header_name
+from .keysource import MEMBERS, header_name
 from .policy import (
     EffectLevel,
     Expired,
@@ -239,26 +239,25 @@ class Settings(TypedDict, total=False):
     """What a rule, `[defaults]` or a decorator may give.  Durations are seconds or text; functions also `"module:name"`."""
 
     name: Annotated[str, Setting(read=text, only_in_rules=True, if_unguarded=True,
-        doc="what the operation is called in the ledger, in events and in the status lookup; its `match`, unless said")]
+        doc="the name of the operation in the ledger, in events and in the status lookup; its `match`, unless given")]
     reverses: Annotated[str, Setting(read=text, only_in_rules=True, if_unguarded=True,
         doc="which operation this one undoes; both must be in the contract")]
     idempotent: Annotated[bool, Setting(read=flag, default=True, only_in_rules=True, if_unguarded=True,
-        doc="false: never guarded; said, not forgotten")]
-    key: Annotated[str | Mapping[str, Any], Setting(default={"from": "header", **SAID_OF["header"]},
-        doc="where the name of the operation comes from")]
+        doc="false: never guarded, on purpose")]
+    key: Annotated[str | Mapping[str, Any], Setting(default={"from": "header", **MEMBERS["header"]},
+        doc="the source of the operation's key")]
     scope: Annotated[Scope | str | Function, Setting(default="principal",
-        doc="who owns the key; or a function. `resource` and `global` are shared by all callers, and doors warn of "
-        "them")]
+        doc="who owns the key; or a function. All callers share `resource` and `global`, and middlewares warn of them")]
     across_routes: Annotated[Across, Setting(default="separate",
         doc="the same key on another route: another operation, or refused")]
     fingerprint: Annotated[Mode | Mapping[str, Any], Setting(read=fingerprint, default="canonical",
-        doc="what counts as the same request; or a table with `include` or `exclude`, lists of members of the body")]
+        doc="how requests are compared; or a table with `include` or `exclude`, lists of members of the body")]
     ttl: Annotated[float | str, Setting(read=positive_span, default="24h",
         doc="how long the outcome is kept: longer than anyone retries")]
     ttl_from: Annotated[TtlFrom, Setting(default="creation", doc="counted from the creation, or from the last replay")]
-    expired: Annotated[Expired, Setting(default="delete", doc="what has expired is deleted, or archived for the audit")]
+    expired: Annotated[Expired, Setting(default="delete", doc="expired records are deleted, or archived for the audit")]
     lease: Annotated[float | str, Setting(read=positive_span, default="30s",
-        doc="how long a silent performer keeps the right to perform; renewed while it works")]
+        doc="how long a silent holder keeps the right to perform; renewed while it works")]
     in_flight: Annotated[InFlight, Setting(default="wait",
         doc="a duplicate of a running operation waits, gets 409, or 202 with a status URL")]
     wait: Annotated[float | str, Setting(read=span, default="10s", doc="how long it waits, at most")]
@@ -272,13 +271,13 @@ class Settings(TypedDict, total=False):
     effect: Annotated[EffectLevel, Setting(default="lease",
         doc="the [level](../explain/guarantees.md) of the guarantee")]
     on_unknown: Annotated[OnUnknown, Setting(default="hold",
-        doc="what follows when a performer vanished in mid-operation: see [Unknown outcomes](../howto/unknown.md)")]
+        doc="what follows if a process died in mid-operation: see [Unknown outcomes](../howto/unknown.md)")]
     reruns: Annotated[int, Setting(read=count, default=3,
         doc='with `effect = "steps"`: how often a step that the database refused (a deadlock, a serialization '
         'failure) is run again; a request with `effect = "transaction"` is not, but gets 503')]
     resolver: Annotated[str | Function, Setting(read=function,
         doc='with `on_unknown = "resolve"`: asks whether it happened')]
-    unique_by: Annotated[str, Setting(doc="what must happen once whatever the key: one payment per order")]
+    unique_by: Annotated[str, Setting(doc="a name that must be unique whatever the key: one payment per order")]
     on_unique: Annotated[OnUnique, Setting(default="replay",
         doc="what the second gets: the first outcome, 409; or `serialize`: they run one after the other")]
     suspect: Annotated[Suspect | Mapping[str, Any], Setting(read=suspect, default="off",
@@ -286,21 +285,21 @@ class Settings(TypedDict, total=False):
     late: Annotated[Late, Setting(default="run",
         doc="a key whose age is known and that is older than `ttl`: runs as new, or 412")]
     first_sent: Annotated[str, Setting(read=optional_header_name, default="",
-        doc="where the caller tells when it first sent the request")]
+        doc="the header with the time of the first sending")]
     if_match: Annotated[bool, Setting(read=flag, default=False,
         doc="true: 428 without `If-Match`, 412 on a stale ETag, 400 without a key, one update of a resource at a time")]
-    rate: Annotated[str, Setting(read=rate, doc="how many new keys a principal may use in a time; 429 above")]
-    retry: Annotated[RetryPreset, Setting(if_unguarded=True, doc="which preset callers should use; shown in OpenAPI")]
+    rate: Annotated[str, Setting(read=rate, doc="how many new keys a principal may use in that time; 429 above")]
+    retry: Annotated[RetryPreset, Setting(if_unguarded=True, doc="the retry preset for callers; shown in OpenAPI")]
     status_header: Annotated[str | Mapping[str, str], Setting(read=status_header, default="Idempotency-Status",
         doc="tells `stored`, `replayed` or `unstored`; or a table with a text for each; empty: none")]
     replay_status: Annotated[ReplayStatus, Setting(default="same", doc="the status of a replay")]
     streams: Annotated[Streams, Setting(default="refuse",
         doc="a response without a length: a retry is refused, gets it again, or runs it again")]
     store_down: Annotated[StoreDown, Setting(default="refuse",
-        doc="when the ledger cannot be reached: 503, or run unguarded, loudly")]
+        doc="if the ledger cannot be reached: 503, or run unguarded, with a warning")]
     max_request: Annotated[int | str, Setting(read=size, default="10MiB", doc="a longer request is refused with 413")]
     max_response: Annotated[int | str, Setting(read=size, default="1MiB",
-        doc="a longer response is sent but not kept; a retry is told so")]
+        doc="a longer response is sent but not kept; a retry is refused")]
 # fmt: on
 
 

@@ -1,7 +1,8 @@
-"""Templates: the contract's way of naming an operation from its request, its function's arguments and the time.
+"""Templates: name an operation from its request, its function's arguments and the time.
 
 A name is text: `42` and `"42"` are the same, and so are `100`, `100.0` and `1e2`.  Values are escaped, and two fields
-must have a `:` between them, so different texts never make the same name; a name too long is cut, and ends in a digest.
+must have a `:` between them, so different texts never make the same name.  A name that is too long is cut, and ends in a
+digest.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DAY = 86400.0
 LONGEST_DAY = 25 * 3600.0  # where the clocks go back
 # A number with more digits than this is an attack, not a name.
 MOST_DIGITS = 1000
-# What is too large even for Decimal is no number then, rather than an error.
+# A number too large even for Decimal becomes infinite, rather than an error.
 LENIENT = Arithmetic(traps=[])
 
 Context = Mapping[str, Any]
@@ -48,7 +49,7 @@ class Field:
     window: float = 0.0
 
     def render(self, context: Context) -> str:
-        """The field's value as an unambiguous part of a name."""
+        """Return the field's value as an unambiguous part of a name."""
         return escaped(text_of(self.text, self.read(context)))
 
 
@@ -79,7 +80,7 @@ class Template:
         return max((part.window for part in self.parts if isinstance(part, Field)), default=0.0)
 
     def forgotten(self, ttl: float) -> str:
-        """What to say where outcomes are kept for less than a name stays in use; nothing where they are not."""
+        """Return the problem if outcomes are kept for a shorter time than a name stays in use; else an empty text."""
         if self.window <= ttl:
             return ""
         return (
@@ -104,7 +105,7 @@ class Template:
         arguments: Context = NOTHING,
         now: float | datetime | None = None,
     ) -> str:
-        """The name; an InvalidKey tells which field is missing, empty or not a single value.
+        """Return the name; raises an InvalidKey that says which field is missing, empty or not a single value.
 
         Names of headers are in lower case; *body* is the decoded document; *now* is epoch seconds or an aware datetime.
         """
@@ -115,15 +116,15 @@ class Template:
 
 
 def remembered(template: Template, ttl: float) -> Template:
-    """The template, unless it stays in use for longer than outcomes are kept."""
-    fault = template.forgotten(ttl)
-    if fault:
-        raise ConfigurationError(f"key {template.text!r}: {fault}")
+    """Return the template; refuse it if a name stays in use for longer than outcomes are kept."""
+    problem = template.forgotten(ttl)
+    if problem:
+        raise ConfigurationError(f"key {template.text!r}: {problem}")
     return template
 
 
 def compiled(text: str, path_params: Collection[str] | None, names: Collection[str] | None) -> list[str | Field]:
-    """The literals and fields of *text*, in turn."""
+    """Return the literals and fields of *text*, in their order."""
     if not isinstance(text, str):
         raise ConfigurationError(f"{text!r} is not a template: write a text, as in 'invoice:{{invoice_id}}'")
     if not text:
@@ -141,7 +142,7 @@ def compiled(text: str, path_params: Collection[str] | None, names: Collection[s
 
 
 def literal(text: str) -> str:
-    """The template's own text: its ':' delimits, all else that could be mistaken is escaped."""
+    """Return the template's own text: its ':' delimits, and all other special characters are escaped."""
     return ":".join(map(escaped, text.split(":")))
 
 
@@ -207,7 +208,7 @@ def pointer_field(text: str, rest: str, path_params: Collection[str] | None) -> 
 
 
 def only(text: str, value: object) -> object:
-    """A query parameter or header as the framework gives it: a text, or a list that must hold just one."""
+    """Return a query parameter or header, which the framework gives as a text, or as a list that must hold just one."""
     if not isinstance(value, list | tuple):
         return value
     if len(value) > 1:
@@ -295,7 +296,7 @@ TIME_FIELDS = ("window:", "date", "date:")
 
 
 def text_of(field: str, value: object) -> str:
-    """The one text for *value*; without one it is an InvalidKey, lest nameless operations be taken for one another."""
+    """Return the one text for *value*; raises InvalidKey if there is none, because an operation needs a name."""
     match value:
         case None:
             raise unusable(field, "is missing; send it")
@@ -323,7 +324,7 @@ def unusable(field: str, what: str) -> InvalidKey:
 
 
 def number_text(field: str, value: float | Decimal) -> str:
-    """Plain digits without an exponent or idle zeros, so that equal numbers have equal names."""
+    """Return plain digits without an exponent or trailing zeros, so that equal numbers have equal names."""
     small = not isinstance(value, int) or value.bit_length() < 3 * MOST_DIGITS
     exact = Decimal(repr(value) if isinstance(value, float) else value) if small else Decimal("Infinity")
     if not exact.is_finite() or abs(exact.adjusted()) > MOST_DIGITS:

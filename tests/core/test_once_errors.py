@@ -145,6 +145,16 @@ def test_annotated_class_that_cannot_be_stored_is_refused_before_the_effect(guar
     assert not guard.list().records
 
 
+def test_unstorable_class_in_types_is_refused_before_the_effect(guard: Guard, runs: list[Any]) -> None:
+    @once(guard, key="{n}", types=(Session,))
+    def connect(n: int) -> Any:
+        runs.append(n)
+
+    with pytest.raises(ConfigurationError, match=r"connect returns a Session, which cannot be stored and replayed"):
+        connect(1)
+    assert runs == []
+
+
 def test_an_error_that_cannot_be_stored_is_the_first_callers_and_the_function_does_not_run_again(
     guard: Guard, runs: list[Any]
 ) -> None:

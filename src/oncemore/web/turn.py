@@ -16,7 +16,7 @@ from .._ledger.decisions import Answer, keeps
 from .._ledger.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats, end, tried
 from .._ledger.model import Operation, Outcome
 from .._runtime.plan import Effect, Ended, Plan, arun_to, run_to
-from ..errors import OncemoreError, PreconditionFailed, Refusal
+from ..errors import OncemoreError, PreconditionFailed, Refusal, StoreUnavailable
 from .current import CURRENT, GUARDED
 from .door import Door, Request
 from .headers import Headers, value_of
@@ -84,7 +84,6 @@ class Turn:
         self.policy = door.policy(match.rule)
         self.over = False
         self.performed = False
-        self.reruns = 0
         self._plan: Plan[Answer]
         self._effect: Perform
         self._beats: ThreadBeats | LoopBeats
@@ -102,8 +101,7 @@ class Turn:
 
     def check(self, request: Request, look: Effect[tuple[int, str]]) -> Plan[None]:
         """What the rule asks before the app performs: the rate of new keys, and the resource's state, which a *look* tells."""
-        if not self.reruns:
-            yield from self.door.admit(self.rule, self._effect.op, request)
+        yield from self.door.admit(self.rule, self._effect.op, request)
         if self.rule.if_match:
             status, etag = yield look
             if not matches(value_of(request.headers, "if-match"), status, etag):
@@ -143,20 +141,23 @@ class Turn:
         return (yield from self._settle(tombstone))
 
     def fail(self, error: BaseException) -> Plan[None]:
-        """End the turn by *error*, once; what it means for the ledger is for the guard to say."""
+        """End the turn by *error*, once; what it means for the ledger is for the guard to say.
+
+        Raises StoreUnavailable if *error* is the database's refusal of the app's transaction: the app is not run again,
+        the key is released, and the caller's retry is safe.
+        """
         if self.over:
             return
         if self.performed and not isinstance(error, SentElsewhere):
             tried(self._effect.beats)
         self._end()
-        found = None
+        if self.refuses(error):
+            yield from self._give_up(str(error))
         try:
-            found = yield Half(self._plan, lambda: self._plan.throw(error))
+            yield Half(self._plan, lambda: self._plan.throw(error))
         except BaseException as passed:
             if passed is not error:
                 raise
-        if isinstance(found, Perform):
-            self._run_again(found)
 
     def refuses(self, error: BaseException) -> bool:
         """Whether the error is the database's refusal of a transaction that may work next time."""
@@ -166,13 +167,14 @@ class Turn:
     def _settle(self, outcome: Outcome) -> Plan[Answer]:
         self._end()
         found = yield Half(self._plan, lambda: self._plan.send(outcome))
-        if isinstance(found, Perform):
-            self._run_again(found)
+        if isinstance(found, Perform):  # the database refused the commit, and the plan asks for a second run
+            yield from self._give_up("at its commit")
         return found.value  # type: ignore[no-any-return]
 
-    def _run_again(self, effect: Perform) -> None:
-        self._effect, self.over, self.reruns = effect, False, self.reruns + 1
-        raise RunAgain
+    def _give_up(self, why: str) -> Plan[None]:
+        """End the plan by a StoreUnavailable, which this raises.  It has no cause: that would count as a refusal itself."""
+        error = StoreUnavailable(f"The database refused the transaction ({why}); retry", retry_after=1.0)
+        yield Half(self._plan, lambda: self._plan.throw(error))
 
     def _end(self) -> None:
         self.over = True

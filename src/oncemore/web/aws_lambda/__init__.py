@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import deepcopy
 from typing import Any, Unpack
 
 from ..._contract.contract import Contract, Match
@@ -26,7 +25,7 @@ from ..environ import matched, mount_of
 from ..headers import value_of
 from ..options import Options
 from ..status import status_plan
-from ..turn import RunAgain, Turn
+from ..turn import Turn
 from .batch import check_plain, each_message
 from .events import Event, Reply, RestApi, request_body, source_of
 from .principal import caller_of
@@ -156,17 +155,8 @@ class Invocation:
         known = run(self.turn.begin(patience(wait_of(self.request.headers), left)))
         if known is not None:
             return self.source.rendered(self.request.native, self.door.replayed(self.match.rule, known))
-        while True:
-            try:
-                return self._attempt()
-            except RunAgain:
-                self.performed = False
-
-    def _attempt(self) -> Any:
         event = self.request.native
         try:
-            if self.turn.policy.effect == "transaction":  # what may be performed again must find the event as it came
-                event = deepcopy(event)
             run(self.turn.check(self.request, Call(self._look)))
             self.performed = True
             with self.turn.current(), under_way(self, event):
@@ -174,8 +164,8 @@ class Invocation:
         except BaseException as error:
             try:
                 run(self.turn.fail(error))
-            except StoreError as given_up:
-                return self._refused(given_up)
+            except StoreError as refused:
+                return self._refused(refused)
             raise
         return self._settled(reply)
 

@@ -6,7 +6,6 @@ and event loops await it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,16 +15,17 @@ from .._ledger.decisions import Answer, keeps
 from .._ledger.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats, end, tried
 from .._ledger.model import Operation, Outcome
 from .._runtime.plan import Effect, Ended, Plan, arun_to, run_to
-from ..errors import OncemoreError, PreconditionFailed, Refusal, StoreUnavailable
+from ..errors import OncemoreError, Refusal, StoreUnavailable
 from .current import CURRENT, GUARDED
 from .door import Door, Request
-from .headers import Headers, value_of
+from .etag import Etag, check_if_match, matches
+from .headers import Headers
 
 # The same request, with the same key, is to be sent to another address: what was asked has not been done here.
 ELSEWHERE = (307, 308)
 
-# One of those in an If-Match: in quotes, where a comma is a character like any other, or as some apps write them.
-TAG = re.compile(r'(?:W/)?"[^"]*"|[^\s,]+')
+
+__all__ = ["ELSEWHERE", "NotKept", "RunAgain", "SentElsewhere", "Turn", "matches", "never_called"]
 
 
 class NotKept(Exception):
@@ -99,13 +99,11 @@ class Turn:
         self._beats.add(found.beats)
         return None
 
-    def check(self, request: Request, look: Effect[tuple[int, str]]) -> Plan[None]:
-        """What the rule asks before the app performs: the rate of new keys, and the resource's state, which a *look* tells."""
+    def check(self, request: Request, current_etag: Plan[Etag]) -> Plan[None]:
+        """Refuse what the rule refuses before the app runs: too many new keys, or a resource that has changed."""
         yield from self.door.admit(self.rule, self._effect.op, request)
         if self.rule.if_match:
-            status, etag = yield look
-            if not matches(value_of(request.headers, "if-match"), status, etag):
-                raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
+            yield from check_if_match(request.headers, current_etag)
 
     @contextmanager
     def current(self, place: MutableMapping[str, Any] | None = None) -> Iterator[None]:
@@ -179,14 +177,6 @@ class Turn:
     def _end(self) -> None:
         self.over = True
         end(self._beats.beats, self._effect.beats)
-
-
-def matches(wanted: str, status: int, etag: str) -> bool:
-    """Whether If-Match holds for a resource whose GET has this status and ETag; `*` stands for any that exists."""
-    if not 200 <= status < 300:
-        return False
-    tags = TAG.findall(wanted)
-    return tags == ["*"] or (etag != "" and etag in tags)
 
 
 def never_called(op: object) -> None:

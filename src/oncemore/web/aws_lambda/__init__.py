@@ -17,11 +17,12 @@ from ..._contract.profiles import DEFAULT
 from ..._contract.rule import Rule, idempotent, rule_of
 from ..._ledger.guard import Guard
 from ..._ledger.model import Operation
-from ..._runtime.plan import Call, run
+from ..._runtime.plan import Call, Plan, run
 from ...errors import OncemoreError, StoreError
 from ..current import current_operation
 from ..door import Door, Request, wait_of
 from ..environ import matched, mount_of
+from ..etag import Etag
 from ..headers import value_of
 from ..options import Options
 from ..status import status_plan
@@ -157,7 +158,7 @@ class Invocation:
             return self.source.rendered(self.request.native, self.door.replayed(self.match.rule, known))
         event = self.request.native
         try:
-            run(self.turn.check(self.request, Call(self._look)))
+            run(self.turn.check(self.request, self._current_etag()))
             self.performed = True
             with self.turn.current(), under_way(self, event):
                 reply = self.source.reply(self.handler(event, self.context))
@@ -169,9 +170,9 @@ class Invocation:
             raise
         return self._settled(reply)
 
-    def _look(self) -> tuple[int, str]:
-        """The status and ETag of the resource now, from the function's own answer to a GET."""
-        found = self.source.reply(self.handler(self.source.as_get(self.request.native), self.context))
+    def _current_etag(self) -> Plan[Etag]:
+        """What the function answers to a GET of the request's URL."""
+        found = self.source.reply((yield Call(self.handler, self.source.as_get(self.request.native), self.context)))
         return found.status, value_of(found.headers, "etag")
 
     def _settled(self, reply: Reply) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from io import BytesIO
 from itertools import chain
 from typing import Any
@@ -17,11 +17,12 @@ from ..._contract.contract import Match
 from ..._contract.rule import Rule
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Operation
-from ..._runtime.plan import Call, Plan, arun, run
+from ..._runtime.plan import Call, Plan, run
 from ...errors import ConfigurationError, OncemoreError, StoreError
 from ..current import place_of
 from ..door import Door, Request, wait_of
-from ..environ import NOT_ASKED, put_back, read_body
+from ..environ import put_back, read_body
+from ..etag import VARIABLES_OF_CHANGE, Etag
 from ..problem import Response
 from ..turn import NotKept, Turn
 
@@ -63,7 +64,7 @@ class Exchange:
         if known is not None:
             return made(self.door.replayed(self.rule, known))
         try:
-            yield from self.turn.check(self.request, Look(self.get_response, self.request.native))
+            yield from self.turn.check(self.request, current_etag(self.get_response, self.request.native))
             self.performed = True
             with self.turn.current(place_of(self.request.native)):
                 response = yield Call(self.get_response, self.request.native)
@@ -117,31 +118,19 @@ class Exchange:
         return answer
 
 
-class Look:
-    """The effect of asking the view, by an inner GET, for the status and ETag of the resource."""
-
-    def __init__(self, get_response: GetResponse, request: HttpRequest) -> None:
-        self.get_response = get_response
-        self.request = request
-
-    def run(self) -> tuple[int, str]:
-        return run(self._look())
-
-    def arun(self) -> Awaitable[tuple[int, str]]:
-        return arun(self._look())
-
-    def _look(self) -> Plan[tuple[int, str]]:
-        response = yield Call(self.get_response, as_get(self.request))
-        if response.streaming:  # of others, to close means to say that the request is over
-            response.close()
-        return response.status_code, str(response.headers.get("ETag", ""))
+def current_etag(get_response: GetResponse, request: HttpRequest) -> Plan[Etag]:
+    """What the view answers to a GET of the request's URL."""
+    response = yield Call(get_response, as_get(request))
+    if response.streaming:  # to close any other tells Django that the request is over
+        response.close()
+    return response.status_code, str(response.headers.get("ETag", ""))
 
 
 def as_get(request: HttpRequest) -> HttpRequest:
     """The same request (its user, its session), but a GET."""
     inner: Any = object.__new__(type(request))
     inner.__dict__.update({name: value for name, value in vars(request).items() if name not in REMEMBERED})
-    inner.META = {name: value for name, value in request.META.items() if name not in NOT_ASKED}
+    inner.META = {name: value for name, value in request.META.items() if name not in VARIABLES_OF_CHANGE}
     inner.META["REQUEST_METHOD"] = inner.method = "GET"
     inner.content_type, inner.content_params = "", {}
     inner._stream, inner._read_started, inner.resolver_match = BytesIO(), False, None

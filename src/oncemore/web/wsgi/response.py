@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
-from io import BytesIO
 from types import TracebackType
 from typing import Any
 
 from ..._contract.contract import Match
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Operation
-from ..._runtime.plan import Call, Plan, run
+from ..._runtime.plan import Plan, run
 from ...errors import Fenced, OncemoreError, StoreError
 from ..door import Door, Request, wait_of
-from ..environ import NOT_ASKED
+from ..etag import wsgi_etag
 from ..headers import Headers, value_of
 from ..problem import Response
 from ..turn import NotKept, Turn
@@ -66,7 +65,7 @@ class Exchange:
         if known is not None:
             return respond(self.start_response, self.door.replayed(self.rule, known))
         try:
-            run(self.turn.check(self.request, Call(self._look)))
+            run(self.turn.check(self.request, wsgi_etag(self.app, self.environ)))
             self.performed = True
             with self.turn.current(self.environ):
                 is_whole = self._perform()
@@ -88,26 +87,6 @@ class Exchange:
         error = self.environ.get(NOTED)
         if error is not None and self.status >= 500 and self.turn.refuses(error):
             raise error
-
-    def _look(self) -> tuple[int, str]:
-        """The status and ETag of the resource now, from the app's own answer to a GET."""
-        environ = {name: value for name, value in self.environ.items() if name not in NOT_ASKED}
-        environ.update({"REQUEST_METHOD": "GET", "wsgi.input": BytesIO()})
-        found: list[tuple[str, Headers]] = [("0", ())]
-
-        def start(line: str, headers: list[tuple[str, str]], exc_info: ExcInfo | None = None) -> Write:
-            found.append((line, headers))
-            return lambda data: None
-
-        result = self.app(environ, start)
-        try:
-            for _ in result:  # an app may call start_response as late as with its first chunk
-                if found[1:]:
-                    break
-        finally:
-            close(result)
-        line, headers = found[-1]
-        return int(line[:3]), value_of(lowered(headers), "etag")
 
     # What the app sends
 

@@ -85,7 +85,7 @@ MEANING = {
     "keep": (None, "which outcomes are final: 2xx and deterministic 4xx, only 2xx, or all but 401, 403, 408, 425 and 429; or a function of the outcome"),
     "effect": (None, "the [level](../explain/guarantees.md) of the guarantee"),
     "on_unknown": (None, "what follows when a performer vanished in mid-operation: see [Unknown outcomes](../howto/unknown.md)"),
-    "reruns": ("number", 'with `effect = "transaction"`: how often one that the database refused (a deadlock, a serialization failure) is run again'),
+    "reruns": ("number", 'with `effect = "steps"`: how often a step that the database refused (a deadlock, a serialization failure) is run again; a request with `effect = "transaction"` is not, but gets 503'),
     "resolver": ("function", 'with `on_unknown = "resolve"`: asks whether it happened'),
     "unique_by": ("template", "what must happen once whatever the key: one payment per order"),
     "on_unique": (None, "what the second gets: the first outcome, 409; or `serialize`: they run one after the other"),

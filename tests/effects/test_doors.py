@@ -32,10 +32,12 @@ DOORS: dict[str, tuple[Callable[..., Any], str]] = {
     "wsgi-alchemy": (behind_wsgi, "alchemy-psycopg"),
     "wsgi-sqlite": (behind_wsgi, "sqlite3"),
 }
+PARAMETERS = [pytest.param(name, marks=[] if "sqlite" in name else [pytest.mark.server]) for name in DOORS]
+ASGI, WSGI = PARAMETERS[:4], PARAMETERS[4:]
 NOT_KEPT = "CONFLICT.idempotency.outcome_not_kept"
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[] if "sqlite" in name else [pytest.mark.server]) for name in DOORS])
+@pytest.fixture(params=PARAMETERS)
 async def shop(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Shop]:
     """The shop behind each door."""
     name = DOORS[request.param][1]
@@ -119,8 +121,22 @@ def test_of_ten_at_once_one_performs(client: httpx.Client, work: Work) -> None:
     assert len(work.shop.refunds()) == 1
 
 
+@pytest.mark.parametrize("shop", WSGI, indirect=True)
+def test_refused_statement_is_503_and_the_retry_runs(client: httpx.Client, work: Work) -> None:
+    """The handler runs once for each request, also if Flask has made an error page of the refusal."""
+    first = ask(client, "/refund", refused=1)
+    assert (first.status_code, first.json()["error_code"]) == (503, "DEPENDENCY.unavailable")
+    assert first.headers["retry-after"] == "1"
+    assert len(work.bodies) == 1
+    assert work.shop.refunds() == []
+    second, third = (ask(client, "/refund", refused=1) for _ in range(2))
+    assert (second.status_code, said(second), second.json()) == (201, "stored", {"run": 2})
+    assert (said(third), work.shop.refunds()) == ("replayed", ["k, run 2"])
+
+
+@pytest.mark.parametrize("shop", ASGI, indirect=True)
 def test_a_refused_statement_has_the_app_perform_again_with_the_same_request(client: httpx.Client, work: Work) -> None:
-    """CASES 54.  Also where Starlette or Flask has made an error page of it already."""
+    """CASES 54.  Also where Starlette has made an error page of it already."""
     first = ask(client, "/refund", refused=2)
     assert (first.status_code, said(first), first.json()) == (201, "stored", {"run": 3})
     assert work.bodies == [{"id": "k", "refused": 2}] * 3
@@ -128,6 +144,7 @@ def test_a_refused_statement_has_the_app_perform_again_with_the_same_request(cli
     assert first.headers.get_list("x-id") == ["k"]
 
 
+@pytest.mark.parametrize("shop", ASGI, indirect=True)
 def test_what_the_database_goes_on_refusing_is_given_up(client: httpx.Client, work: Work) -> None:
     first = ask(client, "/refund", refused=99)
     assert (first.status_code, first.json()["error_code"]) == (503, "DEPENDENCY.unavailable")
@@ -153,7 +170,24 @@ def serializing(request: pytest.FixtureRequest, shop: Shop, work: Work) -> Itera
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("shop", [name for name in DOORS if "sqlite" not in name], indirect=True)  # it has one writer
+@pytest.mark.parametrize("shop", ["wsgi-psycopg", "wsgi-alchemy"], indirect=True)  # SQLite has one writer
+def test_write_skew_is_503_at_the_commit_and_the_retry_runs(serializing: httpx.Client, work: Work) -> None:
+    """Each sees the other on call and leaves; the refused one sees at its retry that it is alone, and stays."""
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda name: ask(serializing, "/leave", name), ("ann", "bob")))
+    assert sorted(answer.status_code for answer in answers) == [200, 503]
+    assert len(work.bodies) == 2
+    assert len(work.shop.execute("SELECT name FROM doctors WHERE on_call")) == 1
+    refused = "bob" if answers[0].status_code == 200 else "ann"
+    again = [ask(serializing, "/leave", refused) for _ in range(2)]
+    assert [(answer.status_code, said(answer)) for answer in again] == [(409, "stored"), (409, "replayed")]
+    assert work.shop.execute("SELECT name FROM doctors WHERE on_call") == [(refused,)]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    "shop", [name for name in DOORS if name.startswith("asgi-") and "sqlite" not in name], indirect=True
+)
 def test_a_write_skew_is_refused_at_the_commit_and_the_app_performs_again(
     request: pytest.FixtureRequest, serializing: httpx.Client, work: Work
 ) -> None:
@@ -203,8 +237,8 @@ def test_what_an_app_says_that_catches_all_is_not_the_answer(tmp_path: Path, sta
     assert shop.refunds() == ["run 2"]
 
 
-def test_what_a_wsgi_app_goes_on_to_write_after_the_refusal_is_not_the_answer(tmp_path: Path) -> None:
-    """CASES 54: the commit is refused within the app's own write, and it catches all."""
+def test_wsgi_app_that_catches_a_refused_commit_gets_503(tmp_path: Path) -> None:
+    """The commit is refused within the app's own write; the app goes on writing, but its effect was rolled back."""
     shop = ON_SQLITE["sqlite3"](f"sqlite:///{tmp_path / 'shop.db'}")
     runs: list[int] = []
 
@@ -225,8 +259,9 @@ def test_what_a_wsgi_app_goes_on_to_write_after_the_refusal_is_not_the_answer(tm
         return [f"run {len(runs)}".encode()]
 
     with under_waitress(wsgi.IdempotencyMiddleware(app, guard=shop.guard, contract=CONTRACT)) as url:
-        answer = httpx.post(f"{url}/refund", headers=keyed("k"))
-    assert (answer.status_code, answer.text) == (201, "made in the run 2")
+        first, second = (httpx.post(f"{url}/refund", headers=keyed("k")) for _ in range(2))
+    assert (first.status_code, first.headers["retry-after"]) == (503, "1")
+    assert (second.status_code, second.text) == (201, "made in the run 2")
     assert shop.refunds() == ["run 2"]
 
 

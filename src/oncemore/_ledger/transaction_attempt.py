@@ -126,6 +126,8 @@ class TransactionAttempt(LeaseAttempt):
 
     def is_retryable(self, error: BaseException) -> bool:
         """Whether the database refused the transaction, and the same may work next time."""
+        if isinstance(error, TransactionRefused):  # said already
+            return False
         return isinstance(error, Again) or (self.lender is not None and self.lender.again(error))
 
     def _pause(self, error: BaseException) -> Plan[None]:

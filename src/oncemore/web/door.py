@@ -20,6 +20,7 @@ from .._contract.keys import join, uuid7_time
 from .._contract.policy import Policy, duration
 from .._contract.rule import Rule
 from .._fingerprint.canonical import read_json
+from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import Op
 from .._ledger.decisions import Answer
 from .._ledger.guard import Guard
@@ -205,6 +206,10 @@ class Door:
     def policy(self, rule: Rule) -> Policy:
         """The rule's policy as HTTP needs it: conditional updates of one resource take turns."""
         return take_turns(rule.policy) if rule.if_match else rule.policy
+
+    def attempt(self, rule: Rule, operation: Operation) -> LeaseAttempt:
+        """One try at the operation, under the rule's policy."""
+        return self.guard.attempt(operation, self.policy(rule))
 
     def declared(self) -> None:
         """All rules are known now, those on endpoints too: what they need must be there."""

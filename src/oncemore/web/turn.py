@@ -5,7 +5,6 @@ The ledger is asked by plans, so that threads run them and event loops await the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,31 +12,22 @@ from typing import Any
 from .._contract.contract import Match
 from .._ledger.decisions import Answer, keeps
 from .._ledger.model import Operation, Outcome
-from .._runtime.plan import Effect, Plan
-from ..errors import PreconditionFailed
+from .._runtime.plan import Plan
 from .current import CURRENT, GUARDED
 from .door import Door, Request
-from .headers import Headers, value_of
+from .etag import Etag, check_if_match
+from .headers import Headers
 
 # The same request, with the same key, is to be sent to another address: what was asked has not been done here.
 ELSEWHERE = (307, 308)
-
-# One of those in an If-Match: in quotes, where a comma is a character like any other, or as some apps write them.
-TAG = re.compile(r'(?:W/)?"[^"]*"|[^\s,]+')
 
 
 class NotKept(Exception):
     """Ends an attempt without an outcome, where a stream is not to be remembered."""
 
 
-class RunAgain(BaseException):
-    """Raised no more: a transaction that the database refused is answered with 503."""
-
-
 class Turn:
     """One guarded request, from its claim until its outcome is durable: *begin*, then *whole*, *live* or *fail*."""
-
-    reruns = 0
 
     def __init__(self, door: Door, match: Match, operation: Operation) -> None:
         self.door = door
@@ -55,13 +45,11 @@ class Turn:
         """What the ledger answers; or None, and the app may perform: its lease is kept alive from here on."""
         return self.attempt.begin(wait)
 
-    def check(self, request: Request, look: Effect[tuple[int, str]]) -> Plan[None]:
-        """What the rule asks before the app performs: the rate of new keys, and the resource's state, which a *look* tells."""
+    def check(self, request: Request, current_etag: Plan[Etag]) -> Plan[None]:
+        """Refuse what the rule refuses before the app runs: too many new keys, or a resource that has changed."""
         yield from self.door.admit(self.rule, self.attempt.op, request)
         if self.rule.if_match:
-            status, etag = yield look
-            if not matches(value_of(request.headers, "if-match"), status, etag):
-                raise PreconditionFailed("The resource has changed since; read it again, and send its new ETag")
+            yield from check_if_match(request.headers, current_etag)
 
     @contextmanager
     def current(self, place: MutableMapping[str, Any] | None = None) -> Iterator[None]:
@@ -109,11 +97,3 @@ class Turn:
         """Whether the error is the database's refusal of a transaction that may work next time."""
         lender = self.door.guard.store.lender
         return self.policy.effect == "transaction" and lender is not None and lender.again(error)
-
-
-def matches(wanted: str, status: int, etag: str) -> bool:
-    """Whether If-Match holds for a resource whose GET has this status and ETag; `*` stands for any that exists."""
-    if not 200 <= status < 300:
-        return False
-    tags = TAG.findall(wanted)
-    return tags == ["*"] or (etag != "" and etag in tags)

@@ -285,7 +285,7 @@ class LeaseAttempt:
         except GeneratorExit:
             raise
         except self.policy.errors as error:
-            return (yield from self.settle(error_outcome(error), error))
+            return (yield from self.settle(error_outcome(error, self.policy.types), error))
         except BaseException as error:
             if not isinstance(error, ProviderDuplicate) or not self.is_success(error):
                 known = yield from self.fail(error)
@@ -293,7 +293,7 @@ class LeaseAttempt:
                     return known
                 raise
             value = error.result
-        outcome = value if isinstance(value, Outcome) else value_outcome(value)
+        outcome = value if isinstance(value, Outcome) else value_outcome(value, self.policy.types)
         return (yield from self.settle(outcome, value))
 
     def is_success(self, error: ProviderDuplicate) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import msgspec
@@ -33,7 +34,9 @@ class Ledger:
         self.observers = observers
         self.cache = Cache(clock, most=cache)
         self.heartbeat = Heartbeat(self._renew, clock)
-        store.bell.hear(self.cache.drop)
+        store.wakeups.subscribe(self.cache.drop)
+        # Not in `close`: a guard may be used again after it, and one that nobody closed must not leave its cache behind.
+        weakref.finalize(self, store.wakeups.unsubscribe, self.cache.drop).atexit = False
 
     # Claiming
 
@@ -58,7 +61,7 @@ class Ledger:
     def _wait(self, operation: Operation, policy: Policy, ends: float) -> Plan[Lease | Record]:
         """Wait for the running attempt to end; if it fails, this caller gets the lease."""
         delay = FIRST_POLL
-        with self.store.bell.waiting(operation.id) as waiter:
+        with self.store.wakeups.waiting(operation.id) as waiter:
             while True:  # the store is asked after the waiter is registered, so that no wake-up is missed
                 found = yield from self.store.claim(operation, lease=policy.lease)
                 if not isinstance(found, Lease):
@@ -177,7 +180,7 @@ class Ledger:
     def lapse(self, lease: Lease) -> Plan[None]:
         """End the lease now, without saying how the operation ended."""
         yield from self.store.renew(lease, lease=0.0)
-        self.store.bell.ring(lease.operation.id)
+        self.store.wakeups.notify(lease.operation.id)
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
         lease: Lease = renewal.lease

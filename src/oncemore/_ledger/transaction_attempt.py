@@ -228,7 +228,7 @@ class TransactionAttempt(LeaseAttempt):
         yield from transaction.commit()
         self.transaction = None
         self.ended = True
-        self.ledger.store.bell.ring(self.operation.id)
+        self.ledger.store.wakeups.notify(self.operation.id)
         return self.settled(answer)
 
     def _settle_unique(self, transaction: Transaction, lease: Lease, outcome: Outcome) -> Plan[None]:

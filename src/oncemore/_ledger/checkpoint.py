@@ -12,7 +12,7 @@ from ..errors import ConfigurationError, StoreError, UnknownOutcome
 from .decisions import Answer
 from .model import Operation, Outcome, Record, decode_outcome, encode_outcome
 from .step import StepEffect
-from .values import replayed, value_outcome
+from .values import Types, replayed, value_outcome
 
 # For so long an operation may be unfinished: its checkpoints are kept that much longer than its outcome.
 UNFINISHED = 30 * 86400.0
@@ -64,7 +64,7 @@ def kept(answer: Answer, name: str) -> Answer:
 def result(answer: Answer, policy: Policy) -> Any:
     """What the step gave; raises where its outcome is an error."""
     if answer.how != "stored":
-        return replayed(answer.outcome, policy.errors)
+        return replayed(answer.outcome, policy.errors, policy.types)
     if answer.outcome.kind == "error":
         raise answer.value
     return answer.value
@@ -92,11 +92,11 @@ def closed_with(outcome: Outcome | None) -> Outcome | None:
     return decode_outcome(outcome.body) if outcome is not None and outcome.body else None
 
 
-def request_outcome(operation: Operation, deadline: float | None) -> Outcome:
+def request_outcome(operation: Operation, deadline: float | None, types: Types) -> Outcome:
     """Step 0: what was asked, as far as it can be kept, and all that whoever goes on with it could not tell from that."""
     request = None if operation.request is None else operation.request()
     kept = {"deadline": deadline, "request": request, "unique": operation.unique}
-    outcome = value_outcome(kept)
+    outcome = value_outcome(kept, types)
     if outcome.kind == "tombstone" or len(outcome.body) > LARGEST:
         return value_outcome({**kept, "request": None})
     return outcome

@@ -240,8 +240,8 @@ class Guard(Ledger):
         try:
             value = yield Perform(self.heart, beats, perform, op)
         except policy.errors as error:
-            return Answer(error_outcome(error), "stored", None, op.lease.attempt, error)
-        outcome = value if isinstance(value, Outcome) else value_outcome(value)
+            return Answer(error_outcome(error, policy.types), "stored", None, op.lease.attempt, error)
+        outcome = value if isinstance(value, Outcome) else value_outcome(value, policy.types)
         return Answer(outcome, "stored", None, op.lease.attempt, value)
 
     def settle(self, op: Op, answer: Answer, policy: Policy) -> Plan[Answer]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from .._contract.policy import Policy
 from .._runtime.backoff import Backoff
 from ..errors import ConfigurationError, Fenced, Refusal
+from .classes import annotated_classes
 from .context import Op
 
 StepEffect = Literal["lease", "transaction"]
@@ -89,6 +90,11 @@ class Step:
             raise ConfigurationError(f"step {name!r} takes a connection, which effect = 'lease' does not have")
         if on_unknown == "resolve" and resolver is None:
             raise ConfigurationError(f"step {name!r}: on_unknown = 'resolve' needs a resolver")
+
+    def naming(self, policy: Policy) -> Policy:
+        """Return *policy*, with the classes that the return annotation of the step's function names."""
+        new = tuple(kind for kind in annotated_classes(self.function, "return") if kind not in policy.types)
+        return dataclasses.replace(policy, types=policy.types + new) if new else policy
 
     def policy(self, policy: Policy, key: str) -> Policy:
         """The usual policy of steps, with what this one says about a holder that vanished in it.

@@ -79,9 +79,9 @@ class Steps:
         if isinstance(found, Record):
             if (yield from self.any_taken()):  # also where a person has released it
                 check_age(found)
-            former: float | None = replayed(found.outcome or Outcome("tombstone"))["deadline"]
+            former: float | None = replayed(found.outcome or Outcome("tombstone"), types=self.policy.types)["deadline"]
             return former
-        yield from self._settle(found, request_outcome(self.operation, deadline))
+        yield from self._settle(found, request_outcome(self.operation, deadline, self.policy.types))
         return deadline
 
     def named(self, number: int | str, name: str) -> Operation:
@@ -132,7 +132,7 @@ class Steps:
         finally:
             self.under_way = ""
         self.done += 1
-        value = result(answer, self.policy)
+        value = result(answer, step.naming(self.policy))
         if back is not None:
             self.undos.append((back, value))
         return value
@@ -141,7 +141,7 @@ class Steps:
         """The step's answer, from its checkpoint or by performing it as often as its retry allows."""
         operation = self.named(step.number, step.name)
         key = derive(self.operation, step.label)
-        policy = step.policy(step_policy(self.policy, step.effect), key)
+        policy = step.policy(step_policy(step.naming(self.policy), step.effect), key)
         delays = iter(step.retry.delays())
         while True:
             yield from self.ours()

@@ -106,10 +106,9 @@ class Stepped:
         try:
             value = yield Perform(self.guard.heart, beats, self.perform, self.op)
         except self.policy.errors as error:
-            return (
-                yield from self._ended(Answer(error_outcome(error), "stored", attempt=self.op.attempt, value=error))
-            )
-        outcome = value if isinstance(value, Outcome) else value_outcome(value)
+            outcome = error_outcome(error, self.policy.types)
+            return (yield from self._ended(Answer(outcome, "stored", attempt=self.op.attempt, value=error)))
+        outcome = value if isinstance(value, Outcome) else value_outcome(value, self.policy.types)
         return (yield from self._ended(Answer(outcome, "stored", attempt=self.op.attempt, value=value)))
 
     def _ended(self, answer: Answer) -> Plan[Answer]:

@@ -144,7 +144,7 @@ class Transacted:
     def _performed(self, transaction: Transaction, op: Op) -> Plan[Answer]:
         policy, known = self.policy, None
         if self.error is not None:
-            return Answer(error_outcome(self.error), "stored", attempt=op.attempt, value=self.error)
+            return Answer(error_outcome(self.error, policy.types), "stored", attempt=op.attempt, value=self.error)
         if op.attempt == 1 and (policy.suspect != "off" or policy.late != "run"):
             known = yield from screen(self.guard, transaction, op, policy)
         if known is not None:
@@ -163,7 +163,7 @@ class Transacted:
                 raise
             self.error = error
             raise Decided from error
-        outcome = value if isinstance(value, Outcome) else value_outcome(value)
+        outcome = value if isinstance(value, Outcome) else value_outcome(value, self.policy.types)
         return Answer(outcome, "stored", attempt=op.attempt, value=value)
 
     def _unique(self, transaction: Transaction, op: Op) -> Plan[Answer]:

@@ -157,7 +157,7 @@ class Inbox:
     def _value(self, outcome: Outcome) -> Any:
         """What the handler gave, or the error that its outcome is; nothing where that cannot be told any more."""
         try:
-            return replayed(outcome, self.policy.errors)
+            return replayed(outcome, self.policy.errors, self.policy.types)
         except self.policy.errors as error:
             return error
         except OutcomeNotKept:

@@ -263,7 +263,7 @@ def test_many_loops_may_begin_at_once(store: RedisStore) -> None:
             failures.append(error)
 
     async def enqueue() -> None:
-        store._claims.enqueue(Item(LOOK, "none")).cancel()
+        store._claims._loops.get().submit(Item(LOOK, "none")).cancel()
 
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

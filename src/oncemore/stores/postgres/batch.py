@@ -13,7 +13,7 @@ from ..._ledger.decisions import fenced, is_over
 from ..._ledger.events import log
 from ..._ledger.model import Lease, Record
 from ..._ledger.states import RUNNING
-from ..._runtime.batching import as_own
+from ..._runtime.batching import own_error
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Bell, Id
@@ -64,6 +64,11 @@ class Flights:
             raise
         return [answers[item] for item in items]
 
+    def undo_claims(self, items: list[Item]) -> Plan[None]:
+        """Take back claims whose callers have gone; now, or with the next claims if the server does not answer."""
+        self._lost.extend(items)
+        yield from self._withdraw(SYSTEM.monotonic() + self.database.timeout)
+
     def writes(self, items: list[Item]) -> Plan[list[Any]]:
         """For each item what its kind of row is answered with; those of one kind are one statement."""
         ends, answers = self._ends(items), Answers()
@@ -86,6 +91,11 @@ class Flights:
             return [(yield from self.database.rows(desk, statement, values, ends, patience=OPERATORS_PATIENCE))]
         except Rejected as error:
             return [translated(error)]
+
+    def drop_errand(self, errands: list[Errand]) -> Plan[None]:
+        """An operator's statement is not worth finishing once its caller has gone."""
+        return
+        yield
 
     # What they have in common
 
@@ -117,7 +127,7 @@ class Flights:
             if len(group) == 1:
                 return {group[0]: translated(error)}
         except OncemoreError as error:
-            return {item: as_own(error) for item in group}
+            return {item: own_error(error) for item in group}
         answers = Answers()
         for item in group:
             answers.update((yield from self._fly(fly, [item], ends)))

@@ -9,9 +9,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from ..._runtime.drive import AWAITED, Drive, Later
 from ..._runtime.forks import Rest, reset_in_child
 from ...errors import StoreError, StoreTimeout, StoreUnavailable
 from .worker import Worker
@@ -176,18 +175,18 @@ class Connection:
         if now < self._crowded_until and now < self._ended + self._usual:
             time.sleep(self._ended + self._usual - now)
 
-    def send(self, work: Work[Any]) -> asyncio.Future[Any]:
+    def send(self, work: Work[T]) -> asyncio.Future[T]:
         """A future of the same, for the running event loop; the work is done on this connection's own thread."""
         return self._worker.send(lambda: self.use(work))
 
-    def at_once(self, work: Work[T]) -> T | Later:
-        """The result of *work*, from the event loop itself, where the file is quick and free; else it is to be awaited."""
+    def at_once(self, work: Work[T]) -> tuple[T] | None:
+        """The result of *work*, done by the event loop itself if the file is quick and free; else None."""
         if not self._is_quick() or not self._lock.acquire(blocking=False):
-            return AWAITED
+            return None
         try:
-            return self._try(work)
+            return (self._try(work),)
         except sqlite3.Error:  # another process has the file, which may last
-            return AWAITED
+            return None
         finally:
             self._lock.release()
 
@@ -253,5 +252,6 @@ class Write(Use[T]):
 
     __slots__ = ()
 
-    def begin(self, drive: Drive) -> T | Later:
-        return self.connection.at_once(self.work)
+    async def arun(self) -> T:
+        done = self.connection.at_once(self.work)
+        return done[0] if done is not None else await self.connection.send(self.work)

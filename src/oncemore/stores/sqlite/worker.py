@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from ..._runtime.batching import tell
+from ..._runtime.batching import set_result
 
 
 class Worker:
@@ -58,5 +58,5 @@ def serve(jobs: SimpleQueue[Any]) -> None:
         except BaseException as error:
             answer = error
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-            loop.call_soon_threadsafe(tell, future, answer)
+            loop.call_soon_threadsafe(set_result, future, answer)
         del entry, job, loop, future, answer  # while the thread waits, it keeps nothing alive

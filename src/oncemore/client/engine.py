@@ -222,7 +222,7 @@ class Engine:
         if held.token != entry.token:
             raise request.too_old(held)
         request.lasts = policy.sendable - (entry.created_at - held.created_at)
-        new = held.created_at == entry.created_at
+        new, entry = held.created_at == entry.created_at, held
         try:
             reply: Reply = yield from send_with_retries(request, policy, self.environment, started)
         except GeneratorExit:

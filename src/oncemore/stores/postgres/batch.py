@@ -16,7 +16,7 @@ from ..._ledger.states import RUNNING
 from ..._runtime.batching import own_error
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import OncemoreError, StoreError, StoreTimeout
 from .connection import Rejected, Rows
 from .line import Line
@@ -36,10 +36,10 @@ Fly = Callable[[list[Item], float], Plan[Answers]]
 class Flights:
     """The plans by which the store's lanes fly."""
 
-    def __init__(self, database: Database, bell: Bell, ear: Ear) -> None:
+    def __init__(self, database: Database, wakeups: Wakeups, ear: Ear) -> None:
         self.database = database
         self.sql = database.sql
-        self.bell = bell
+        self.wakeups = wakeups
         self.ear = ear
         # Claims that may have been granted, though their callers were told of a failure; those of all threads and loops.
         self._lost: deque[Item] = deque(maxlen=MOST_LOST)
@@ -198,7 +198,7 @@ class Flights:
         group = in_order(group)
         rows = yield from self._ask(self.database.lanes, self.sql.withdraw, group, ends)
         for (n,) in rows:
-            self.bell.ring(group[n].what.id)
+            self.wakeups.notify(group[n].what.id)
         return dict.fromkeys(group)
 
     def _move(self, group: list[Item], ends: float) -> Plan[Answers]:
@@ -214,7 +214,7 @@ class Flights:
             answers.update((yield from self._said_before(missed, ends)))
         for item, answer in answers.items():
             if item.row.ends and not isinstance(answer, Exception):
-                self.bell.ring(item.what.operation.id)
+                self.wakeups.notify(item.what.operation.id)
         if watched:
             yield from self._tell(watched, ends)
         return answers

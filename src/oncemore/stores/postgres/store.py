@@ -21,7 +21,7 @@ from ..._ledger.store import Filter, Holder, Page, Stats, Store
 from ..._ledger.transactions import Lender
 from ..._runtime.batching import Batcher, Submit
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, OncemoreError, StoreError
 from . import tables
 from .batch import Flights, is_expired
@@ -113,15 +113,15 @@ class PostgresStore:
         names = tables.names(options["schema"], options["prefix"])
         conninfo = libpq_conninfo(place)
         self.url = hide_password(url)
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.holder = Holder()
         self.database = Database(conninfo, names, create=options["create"], timeout=options["timeout"])
         self._sql = self.database.sql
         self._poll: float = options["poll"]
         channel = f"{options['schema']}.{options['prefix']}bell"[:63]  # where two share one, they ring in vain at times
-        self._ear = Ear(conninfo, channel, self.bell, deaf=not options["listen"])
+        self._ear = Ear(conninfo, channel, self.wakeups, deaf=not options["listen"])
         self._marked: dict[Id, int] = {}
-        flights = Flights(self.database, self.bell, self._ear)
+        flights = Flights(self.database, self.wakeups, self._ear)
         self._claims = Batcher(flights.claims, limit=TOGETHER, undo=flights.undo_claims)
         self._writes = Batcher(flights.writes, limit=TOGETHER)
         self._desk = Batcher(flights.errand, limit=1, undo=flights.drop_errand)
@@ -130,7 +130,7 @@ class PostgresStore:
 
     @property
     def poll(self) -> float:
-        """The longest that a waiter trusts the bell alone; shorter where no messages arrive."""
+        """The longest that a waiter trusts wake-ups alone; shorter where no messages arrive."""
         return min(self._poll, BLIND_POLL) if self._ear.deaf else self._poll
 
     @poll.setter
@@ -205,7 +205,7 @@ class PostgresStore:
         yield Submit(self._writes, Item(row))
 
     def watch(self, record: Record) -> Plan[None]:
-        """Have the record's owner send a message when it is done; one of this very process rings the bell anyway."""
+        """Have the record's owner send a message when it is done; one of this very process notifies its waiters anyway."""
         if self._ear.deaf or self._marked.get(record.id) == record.token or self._is_mine(record):
             return
         self._ear.listen()
@@ -219,7 +219,7 @@ class PostgresStore:
         if running:
             self._mark(record)
         else:
-            self.bell.ring(record.id)
+            self.wakeups.notify(record.id)
 
     def _is_mine(self, record: Record) -> bool:
         return record.holder.rpartition(":")[0] == self.holder.next().rpartition(":")[0]
@@ -291,7 +291,7 @@ class PostgresStore:
         return (yield Submit(self._desk, (statement, values)))  # type: ignore[no-any-return]
 
     def _tell(self, id: Id) -> Plan[None]:
-        self.bell.ring(id)
+        self.wakeups.notify(id)
         for message in self._ear.messages([id]):
             try:
                 yield from self._errand(self._sql.notify, [self._ear.channel, message])

@@ -19,7 +19,7 @@ from ..._ledger.store import Filter, Holder, Page, Stats
 from ..._runtime.batching import Batcher, Submit
 from ..._runtime.forks import reset_in_child
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, StoreError
 from .anyones import DELETE, LOOK, RESOLVE
 from .commands import Flights, Item, Plain, TooFewReplicas
@@ -70,7 +70,7 @@ class RedisStore:
     def __init__(self, url: str) -> None:
         self.url = hide_password(url)
         rest, options = read_options(url)
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.poll: float = options["poll"]
         self.shift = 0.0
         self.holder = Holder()
@@ -85,7 +85,7 @@ class RedisStore:
         self._claims = self._batcher(self._fly_claims, unclaim, undo=self._undo)
         self._writes = self._batcher(Flights.fly)
         self._walk = Walk(self._new_flights(), self.prefix)
-        self._listener = Listener(self.places, self.channel, self.bell)
+        self._listener = Listener(self.places, self.channel, self.wakeups)
         self._reset()
         reset_in_child(self)
         weakref.finalize(self, self._listener.stop)
@@ -181,15 +181,15 @@ class RedisStore:
         extras = fields(note, audit) if note or audit else b""
         args = (held.token, micros(retention), extras, outcome_fields(outcome))
         owned((yield Submit(self._writes, Item(SETTLE, self._held(held), args))), held)
-        self.bell.ring(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         owned((yield Submit(self._writes, Item(RELEASE, self._held(held), (held.token, micros(retention))))), held)
-        self.bell.ring(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
         owned((yield Submit(self._writes, Item(HOLD, self._held(held), (held.token, clean(note))))), held)
-        self.bell.ring(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     # Anyone's
 
@@ -216,7 +216,7 @@ class RedisStore:
         answer = yield Submit(self._writes, Item(RESOLVE, self._name((scope, key)), args))
         if isinstance(answer, bytes):
             raise not_resolvable(answer.decode())
-        self.bell.ring((scope, key))
+        self.wakeups.notify((scope, key))
         return read_record((scope, key), *answer)
 
     def delete(self, scope: str, key: str) -> Plan[bool]:
@@ -224,7 +224,7 @@ class RedisStore:
         answer = yield Submit(self._writes, Item(DELETE, self._name((scope, key)), args))
         if answer < 0:
             raise not_deletable()
-        self.bell.ring((scope, key))
+        self.wakeups.notify((scope, key))
         return bool(answer)
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:

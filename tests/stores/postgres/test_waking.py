@@ -22,7 +22,7 @@ from oncemore._ledger.model import Lease, Operation, Outcome
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import arun, run
 from oncemore.stores.postgres import PostgresStore
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+from oncemore.testing.stores import DONE, LEASE, RETENTION
 
 from .parts import connections, same, until
 

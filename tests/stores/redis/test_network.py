@@ -18,7 +18,7 @@ from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis.connection import Address, Exchange, Line, Parcel, pack
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 from ..parts import DONE, HOUR, operation
 

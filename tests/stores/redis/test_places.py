@@ -19,7 +19,7 @@ from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect, schema
-from oncemore.testing.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
+from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 
 from ..parts import DONE, HOUR, operation
 from .children import load

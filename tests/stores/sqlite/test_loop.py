@@ -19,7 +19,7 @@ from oncemore.errors import Suspected
 from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.stores.sqlite import connection as sqlite_connection
 from oncemore.stores.sqlite.items import NO_RECORD
-from oncemore.testing.store_contract import StoreContract
+from oncemore.testing.stores import StoreContract
 
 from ..parts import DONE, HOUR
 

@@ -39,7 +39,8 @@ class ForkSensitive(Protocol):
 
 _sensitive: WeakSet[ForkSensitive] = WeakSet()
 _closed: list[ForkSensitive] = []  # during a fork
-_in_use: set[str] = set()  # during a fork; afterwards, in the child: paths that were open when it was forked
+_in_use: set[str] = set()  # during a fork: paths of things that could not be closed
+_refused: set[str] = set()  # paths that were in use when this process, or an ancestor of it, was forked
 _forking = threading.Lock()
 
 
@@ -54,9 +55,9 @@ def close_before_fork(thing: ForkSensitive) -> None:
 
 def check_usable(path: str) -> None:
     """Refuse a file that was in use when this process was forked."""
-    if path in _in_use:
+    if path in _refused:
         raise ConfigurationError(
-            f"{path}: it was in use when process {os.getppid()} forked this one, and SQLite would lose what is written here. "
+            f"{path}: it was in use when this process was forked, and SQLite would lose what is written here. "
             "Fork before serving: start worker processes before the first request, or with the spawn method"
         )
 
@@ -87,6 +88,13 @@ def _after_in_child() -> None:
     global _forking
     _forking = threading.Lock()
     _closed.clear()
+    _refused.update(_in_use)
+    _in_use.clear()
+    # Things that are replaced rather than reset stay as they were in the parent, and are not this process's to close.
+    ours: set[object] = {*_resettable}
+    for file in tuple(_sensitive):
+        if file not in ours:
+            _sensitive.discard(file)
     for thing in tuple(_resettable):
         _inherited.append(dict(vars(thing)))
         thing._reset()

@@ -14,7 +14,7 @@ import pytest
 
 from oncemore import Guard, Operation, Policy
 from oncemore._ledger.context import Op
-from oncemore.stores.sqlite.lender import DESKS, LoopDesk
+from oncemore.stores.sqlite.transactions import SqliteSource
 
 from ..stores.sqlite.test_processes import in_a_fork
 
@@ -122,9 +122,10 @@ async def test_a_loop_goes_on_while_a_fork_keeps_its_connection(tmp_path: Path) 
     """It may take a while, where another borrower is waited for: on the same loop, say, which must be able to end."""
     guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
     await guard.arun(asked("before"), awaited, policy=TRANSACTION)
-    [desk] = (desk for desk in DESKS.things if isinstance(desk, LoopDesk) and desk.lender is guard.store.lender)
-    assert desk._rest()
-    over = threading.Timer(1, desk._go_on)
+    assert isinstance(guard.store.lender, SqliteSource)
+    [writer] = guard.store.lender._loops.values()
+    writer._lock.acquire()
+    over = threading.Timer(1, writer._lock.release)
     over.start()
     began = time.monotonic()
     gone, other = (asyncio.create_task(guard.arun(asked(key), awaited, policy=TRANSACTION)) for key in ("k1", "k2"))

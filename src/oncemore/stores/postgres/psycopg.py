@@ -1,222 +1,377 @@
-"""How psycopg's connections carry the ledger's statements: sync ones on threads, async ones on event loops.
-
-Where a connection comes from, and where it goes, is its *loan*: a pool of our own or the user's, an engine, Django.
-"""
+"""Transactions on psycopg connections: the adapter, and the ledger's own connections for it."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
+import psycopg
 from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from ..._ledger.transactions import Do, at_once
-from ..._runtime.plan import Plan
-from .pipeline import COMMIT, ROLLBACK, adapt_values, begin_statement, exchange
-from .statements import Ask, Rows
-from .transactions import Misuse
+from ..._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session
+from ..._runtime.clock import SYSTEM
+from ..._runtime.forks import reset_in_child
+from ..._runtime.plan import Effect, Plan
+from ...errors import StoreTimeout
+from .pipeline import COMMIT, ROLLBACK, Pipeline, adapt_values, begin_statement
+from .transactions import PostgresSource
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from .store import PostgresStore
 
 IDLE, UNKNOWN = int(TransactionStatus.IDLE), int(TransactionStatus.UNKNOWN)
-# Seconds for a rollback on an event loop: where the network is silent, to close the connection does as well.
-PATIENCE = 5.0
+SHORTEST_CONNECT = 2  # seconds; libpq allows no less
+PATIENCE = 5.0  # seconds for a rollback; if the network is silent, closing the connection does as well
+PLAIN = (str, bytes, int, float, bool, type(None))  # the values that need no adapters of psycopg
 
 
-class Borrowed(Protocol):
-    """A connection for one transaction."""
+class PsycopgAdapter:
+    """One transaction on a psycopg connection, sync or async.
 
-    @property
-    def connection(self) -> Any: ...  # what the performer borrows
-    def session(self) -> Any: ...
-    def kept(self) -> bool: ...  # False where the performer has closed it: its pool may have lent it to somebody else
+    The claim travels with BEGIN and the outcome with COMMIT, so that the ledger adds no round trip.  *threads* returns the
+    sync pool to take a connection from, and *loop* the async pool of the running loop; a user's pool is one of the two.
+    """
 
-
-class ThreadLoan(Borrowed, Protocol):
-    """As that, on threads."""
-
-    def do(self, work: Callable[[], T]) -> Do[T]: ...  # on whatever thread the connection can be used
-    def take(self) -> Any: ...  # the driver's own connection
-    def finish(self) -> None: ...  # before the outcome is written: what the performer left open is ended
-    def give(self, *, healthy: bool, committed: bool) -> None: ...
-
-
-class LoopLoan(Borrowed, Protocol):
-    """As that, on an event loop."""
-
-    async def take(self) -> Any: ...
-    async def finish(self) -> None: ...
-    async def give(self, *, healthy: bool, committed: bool) -> None: ...
-
-
-L = TypeVar("L", bound=Borrowed)
-
-
-class LoanWire(Generic[L]):
-    """What all wires have in common: the effects, each of which a driver carries out in its own way."""
-
-    awaited = True  # the connection that is lent
-    _begin: Callable[..., Any]  # plain on threads, to be awaited on event loops; so are the others
-    _rows: Callable[..., Any]
-    _commit: Callable[..., Any]
-    _roll_back: Callable[..., Any]
-    _end: Callable[..., Any]
-
-    def __init__(self, loan: L) -> None:
-        self.loan = loan
-        self.taken: Any = None  # the driver's own connection
-        self.committed = False  # also where whoever asked for it was cancelled before the answer
+    def __init__(
+        self, threads: Callable[[], Any] | None, loop: Callable[[], Any] | None, *, timeout: float = 30.0
+    ) -> None:
+        self.connection: Any = None
+        self._threads = threads
+        self._loop = loop
+        self._timeout = timeout
+        self._pool: Any = None
 
     @property
-    def raw(self) -> Any:
-        """The driver's own connection, while it is ours."""
-        return self.taken if self.taken is not None and self.loan.kept() else None
-
-    def _ours(self) -> Any:
-        raw = self.raw
-        if raw is None:
-            raise Misuse
-        return raw
-
-    @property
-    def connection(self) -> Any:
-        return self.loan.connection
+    def awaited(self) -> bool:
+        return isinstance(self.connection, psycopg.AsyncConnection)
 
     def session(self) -> Any:
-        return self.loan.session()
+        raise no_session()
 
-    def _do(self, work: Callable[[], Any]) -> Do[Any]:
-        return Do(None, work)
-
-    def begin(self, ask: Ask) -> Do[Rows]:
-        return self._do(lambda: self._begin(ask))
-
-    def rows(self, ask: Ask) -> Do[Rows]:
-        return self._do(lambda: self._rows(ask))
-
-    def query(self, ask: Ask) -> Do[Rows]:
-        return self._do(lambda: self._rows(self._adapted(ask)))
-
-    def _adapted(self, ask: Ask) -> Ask:
-        """The user's statement, its values as the driver writes them."""
-        return ask
-
-    def commit(self, asks: Sequence[Ask]) -> Do[None]:
-        return self._do(lambda: self._commit(asks))
-
-    def roll_back(self) -> Do[None]:
-        return self._do(self._roll_back)
-
-    def end(self, *, healthy: bool, committed: bool) -> Plan[None]:
-        yield self._do(lambda: self._end(healthy, committed or self.committed))
-
-    def drop(self) -> None:
-        at_once(self._do(lambda: self._end(False, self.committed)))
-
-
-class ThreadWire(LoanWire[ThreadLoan]):
-    """A sync connection of psycopg's."""
-
-    awaited = False
-
-    def _do(self, work: Callable[[], Any]) -> Do[Any]:
-        return self.loan.do(work)
-
-    def _begin(self, ask: Ask) -> Rows:
-        raw = self.taken = self.loan.take()
-        _, rows = self._sent((begin_statement(raw), ()), ask)
-        raw.lent = True
+    def begin(self, *queries: Query) -> Plan[Rows]:
+        yield Do(self._take if self._threads is not None else None, self._atake if self._loop is not None else None)
+        connection = self.connection
+        if isinstance(connection, NoCommitConnection | AsyncNoCommitConnection):
+            connection.reset_factories()  # the last performer may have changed them
+        if getattr(self._pool, "close_returns", False):
+            connection.close = refuse_close if not self.awaited else arefuse_close
+        rows = yield from self._send((begin_statement(connection), ()), *queries)
+        connection.lent = True
         return rows
 
-    def _sent(self, *asks: Ask) -> list[Rows]:
-        raw = self._ours()
-        with raw.lock:
-            sent: list[Rows] = raw.wait(exchange(raw, asks))
-        return sent
+    # Both store the connection before anything else can happen: a cancelled caller must be able to give it back.
 
-    def _rows(self, ask: Ask) -> Rows:
-        return self._sent(ask)[0]
+    def _take(self) -> None:
+        assert self._threads is not None
+        self._pool = self._threads()
+        try:
+            self.connection = self._pool.getconn(self._timeout)
+        except PoolTimeout as error:
+            raise pool_timeout(error) from error
 
-    def _adapted(self, ask: Ask) -> Ask:
-        return ask[0], adapt_values(self._ours(), ask[1])
+    async def _atake(self) -> None:
+        assert self._loop is not None
+        self._pool = self._loop()
+        try:
+            self.connection = await self._pool.getconn(self._timeout)
+        except PoolTimeout as error:
+            raise pool_timeout(error) from error
 
-    def _commit(self, asks: Sequence[Ask]) -> None:
-        self.loan.finish()
-        raw = self._ours()
-        check(raw)
-        raw.lent = False
-        self._sent(*asks, (COMMIT, ()))
-        self.committed = True
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        return (yield from self._send(*(adapt(self.connection, query) for query in queries)))
 
-    def _roll_back(self) -> None:
-        raw = self.raw
-        if raw is not None:
-            raw.lent = False
-            if raw.pgconn.transaction_status != IDLE:
-                self._sent((ROLLBACK, ()))  # its own rollback() would have our prepared statements forgotten
+    def _send(self, *queries: Query, limit: float | None = None) -> Plan[Rows]:
+        deadline = None if limit is None else SYSTEM.monotonic() + limit
+        pipeline = Pipeline(self.connection, queries, deadline)
+        effect: Effect[Any] = pipeline if self.awaited else Do(pipeline.run, None)  # from a loop, in a thread
+        results = yield effect
+        return results[-1]  # type: ignore[no-any-return]
 
-    def _end(self, healthy: bool, committed: bool) -> None:
-        raw, self.taken = self.raw, None
-        if raw is not None and not healthy:
-            self._cut(raw)
-        self.loan.give(healthy=healthy, committed=committed)
+    def commit(self, *queries: Query) -> Plan[None]:
+        """Run *queries* and COMMIT in one pipeline.  If a query fails, the server skips the COMMIT behind it."""
+        check_open(self.connection)
+        self.connection.lent = False
+        yield from self._send(*queries, (COMMIT, ()))
+        yield self._give_back()
 
-    def _cut(self, raw: Any) -> None:
-        raw.pgconn.finish()  # its own close() may only give it back to its pool
+    def rollback(self) -> Plan[None]:
+        connection = self.connection
+        if connection is None:
+            return
+        try:
+            connection.lent = False
+            if connection.pgconn.transaction_status != IDLE:
+                # Not psycopg's rollback(): it would deallocate our prepared statements.
+                yield from self._send((ROLLBACK, ()), limit=PATIENCE)
+        except Exception:
+            connection.pgconn.finish()
+        yield self._give_back()
 
+    def discard(self) -> None:
+        connection = self.connection
+        if connection is None:
+            return
+        if connection.pgconn.transaction_status != IDLE:
+            connection.pgconn.finish()  # not close(), which may only give it back to its pool
+        at_once(self._give_back())
 
-class LoopWire(LoanWire[LoopLoan]):
-    """An async connection of psycopg's."""
+    def _give_back(self) -> Do[None]:
+        return Do(None, self._aput) if self.awaited else Do(self._put, None)
 
-    async def _begin(self, ask: Ask) -> Rows:
-        raw = self.taken = await self.loan.take()
-        _, rows = await self._sent((begin_statement(raw), ()), ask)
-        raw.lent = True
-        return rows
+    # Both forget the connection last: a caller that is cancelled meanwhile discards it.
 
-    async def _sent(self, *asks: Ask) -> list[Rows]:
-        raw = self._ours()
-        async with raw.lock:
-            sent: list[Rows] = await raw.wait(exchange(raw, asks))
-        return sent
+    def _put(self) -> None:
+        vars(self.connection).pop("close", None)
+        self._pool.putconn(self.connection)
+        self.connection = None
 
-    async def _rows(self, ask: Ask) -> Rows:
-        return (await self._sent(ask))[0]
-
-    def _adapted(self, ask: Ask) -> Ask:
-        return ask[0], adapt_values(self._ours(), ask[1])
-
-    async def _commit(self, asks: Sequence[Ask]) -> None:
-        await self.loan.finish()
-        raw = self._ours()
-        check(raw)
-        raw.lent = False
-        await self._sent(*asks, (COMMIT, ()))
-        self.committed = True
-
-    async def _roll_back(self) -> None:
-        raw = self.raw
-        if raw is not None:
-            raw.lent = False
-            if raw.pgconn.transaction_status != IDLE:
-                async with asyncio.timeout(PATIENCE):
-                    await self._sent((ROLLBACK, ()))
-
-    async def _end(self, healthy: bool, committed: bool) -> None:
-        raw, self.taken = self.raw, None
-        if raw is not None and not healthy:
-            raw.pgconn.finish()
-        await self.loan.give(healthy=healthy, committed=committed)
-
-    def drop(self) -> None:
-        if self.raw is not None:
-            self.raw.pgconn.finish()
-        super().drop()
+    async def _aput(self) -> None:
+        vars(self.connection).pop("close", None)
+        await self._pool.putconn(self.connection)
+        self.connection = None
 
 
-def check(raw: Any) -> None:
-    """Refuse to settle on a connection whose transaction is over, or that the performer has closed; the network may have, too."""
-    status = raw.pgconn.transaction_status
-    if status == IDLE or (status == UNKNOWN and not raw.broken):
-        raise Misuse
+def check_open(connection: Any) -> None:
+    """Raise TransactionEnded if the performer has ended the transaction or closed the connection.
+
+    A connection that the network has closed passes: the next statement tells of that.
+    """
+    status = connection.pgconn.transaction_status
+    if status == IDLE or (status == UNKNOWN and not connection.broken):
+        raise commit_forbidden()
+
+
+def adapt(connection: Any, query: Query) -> Query:
+    """The query with a user's values as psycopg writes them; the ledger's own values need no adapters."""
+    statement, values = query
+    if all(type(value) in PLAIN for value in values):
+        return query
+    return statement, adapt_values(connection, values)
+
+
+def adapter_for(pool: Any, timeout: float) -> PsycopgAdapter:
+    """The adapter for one transaction on a connection of the user's pool."""
+    if isinstance(pool, AsyncConnectionPool):
+        return PsycopgAdapter(None, lambda: pool, timeout=timeout)
+    return PsycopgAdapter(lambda: pool, None, timeout=timeout)
+
+
+def pool_timeout(error: Exception) -> StoreTimeout:
+    return StoreTimeout(
+        f"No connection was free in time: {error}; raise pool= in the store's URL, or the pool's max_size"
+    )
+
+
+def refuse_close() -> None:
+    """Replaces close() if that gives a connection back to its pool: the next user of it would be in our transaction."""
+    raise commit_forbidden()
+
+
+async def arefuse_close() -> None:
+    raise commit_forbidden()
+
+
+class NoCommitConnection(psycopg.Connection[Any]):
+    """A connection of the ledger's own.  While it is lent, the performer can neither commit nor roll back by mistake."""
+
+    lent = False
+
+    def reset_factories(self) -> None:
+        self.row_factory, self.cursor_factory = tuple_row, psycopg.Cursor
+
+    def commit(self) -> None:
+        if self.lent:
+            raise commit_forbidden()
+        super().commit()
+
+    def rollback(self) -> None:
+        if self.lent:
+            raise commit_forbidden()
+        super().rollback()
+
+
+class AsyncNoCommitConnection(psycopg.AsyncConnection[Any]):
+    """The same for event loops."""
+
+    lent = False
+
+    def reset_factories(self) -> None:
+        self.row_factory, self.cursor_factory = tuple_row, psycopg.AsyncCursor
+
+    async def commit(self) -> None:
+        if self.lent:
+            raise commit_forbidden()
+        await super().commit()
+
+    async def rollback(self) -> None:
+        if self.lent:
+            raise commit_forbidden()
+        await super().rollback()
+
+
+class OwnPool:
+    """The ledger's own connections for the transactions of threads: up to *limit*, kept open for the next one.
+
+    *connect* opens one.  The last that was given back is the first that is taken: its server process is still warm.
+    """
+
+    def __init__(self, connect: Callable[[], Any], limit: int) -> None:
+        self._connect = connect
+        self._free = threading.BoundedSemaphore(limit)
+        self._idle: list[Any] = []
+        self._closed = False
+
+    def getconn(self, timeout: float) -> Any:
+        if not self._free.acquire(timeout=timeout):
+            raise PoolTimeout(f"all of them are in use since {timeout:g} s")
+        try:
+            return take_open(self._idle) or self._connect()
+        except BaseException:
+            self._free.release()
+            raise
+
+    def putconn(self, connection: Any) -> None:
+        keep(self._idle, connection, closed=self._closed)
+        self._free.release()
+
+    def close(self) -> None:
+        """Close the idle connections now, and each of the others when it is given back."""
+        self._closed = True
+        close_all(self._idle)
+
+
+class AsyncOwnPool:
+    """The same for the transactions of one event loop."""
+
+    def __init__(self, connect: Callable[[], Any], limit: int) -> None:
+        self._connect = connect
+        self._free = asyncio.BoundedSemaphore(limit)
+        self._idle: list[Any] = []
+        self._closed = False
+        weakref.finalize(self, close_all, self._idle)  # the loop may be gone before anybody closes its pool
+
+    async def getconn(self, timeout: float) -> Any:
+        if self._free.locked():
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._free.acquire()
+            except TimeoutError:
+                raise PoolTimeout(f"all of them are in use since {timeout:g} s") from None
+        else:
+            await self._free.acquire()  # does not wait
+        try:
+            return take_open(self._idle) or await self._connect()
+        except BaseException:
+            self._free.release()
+            raise
+
+    async def putconn(self, connection: Any) -> None:
+        keep(self._idle, connection, closed=self._closed)
+        self._free.release()
+
+    def close(self) -> None:
+        self._closed = True
+        close_all(self._idle)
+
+
+def take_open(idle: list[Any]) -> Any:
+    while idle:
+        connection = idle.pop()
+        if connection.pgconn.transaction_status == IDLE:
+            return connection
+    return None
+
+
+def keep(idle: list[Any], connection: Any, *, closed: bool) -> None:
+    if closed or connection.pgconn.transaction_status != IDLE:
+        connection.pgconn.finish()
+    else:
+        idle.append(connection)
+
+
+def close_all(idle: list[Any]) -> None:
+    while idle:
+        idle.pop().pgconn.finish()
+
+
+class OwnSource(PostgresSource):
+    """Opens transactions on the ledger's own connections: up to *limit* for threads, and as many for each event loop."""
+
+    def __init__(self, store: PostgresStore, conninfo: str, *, limit: int) -> None:
+        timeout = store.database.timeout
+        super().__init__(store, lambda: PsycopgAdapter(self._thread_pool, self._loop_pool, timeout=timeout))
+        self._conninfo = conninfo
+        self._limit = limit
+        self._timeout = timeout
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self._threads = OwnPool(self._connect, self._limit)
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOwnPool] = weakref.WeakKeyDictionary()
+
+    def _thread_pool(self) -> OwnPool:
+        return self._threads
+
+    def _loop_pool(self) -> AsyncOwnPool:
+        loop = asyncio.get_running_loop()
+        pool = self._loops.get(loop)
+        if pool is None:
+            self._close_ended_loops()
+            pool = self._loops[loop] = AsyncOwnPool(self._aconnect, self._limit)
+        return pool
+
+    def _settings(self) -> dict[str, Any]:
+        """Behind a pooler nothing is prepared, by the performer neither.  The store has been asked by now, and knows."""
+        return {"prepare_threshold": None} if self.store.database.pooled else {}
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        seconds = max(SHORTEST_CONNECT, int(self._timeout))
+        return NoCommitConnection.connect(self._conninfo, connect_timeout=seconds, **self._settings())
+
+    async def _aconnect(self) -> psycopg.AsyncConnection[Any]:
+        async with asyncio.timeout(self._timeout):
+            return await AsyncNoCommitConnection.connect(self._conninfo, **self._settings())
+
+    def _close_ended_loops(self) -> None:
+        for loop, pool in tuple(self._loops.items()):
+            if loop.is_closed():
+                self._loops.pop(loop, None)  # another thread may have been quicker
+                pool.close()
+
+    def close(self) -> None:
+        self._close_ended_loops()
+        pool, self._threads = self._threads, OwnPool(self._connect, self._limit)
+        pool.close()
+
+    async def aclose(self) -> None:
+        pool = self._loops.pop(asyncio.get_running_loop(), None)
+        if pool is not None:
+            pool.close()
+        self.close()
+
+
+class BelowDjango:
+    """Runs the ledger's statements on the psycopg connection below Django's."""
+
+    def begin(self, raw: Any, queries: Sequence[Query]) -> Rows:
+        return self.execute(raw, [(begin_statement(raw), ()), *queries])
+
+    def execute(self, raw: Any, queries: Sequence[Query]) -> Rows:
+        return Pipeline(raw, [adapt(raw, query) for query in queries]).run()[-1]
+
+    def commit(self, raw: Any, queries: Sequence[Query]) -> None:
+        check_open(raw)
+        self.execute(raw, [*queries, (COMMIT, ())])
+
+    def rollback(self, raw: Any) -> None:
+        if raw.pgconn.transaction_status != IDLE:
+            self.execute(raw, [(ROLLBACK, ())])
+
+    def close(self, raw: Any) -> None:
+        raw.pgconn.finish()

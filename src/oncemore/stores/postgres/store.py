@@ -18,7 +18,7 @@ from ..._ledger.events import log
 from ..._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State, read
 from ..._ledger.store import Filter, Holder, Page, Stats, Store
-from ..._ledger.transactions import Lender
+from ..._ledger.transactions import TransactionSource
 from ..._runtime.batching import Ask, Lane
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Bell, Id
@@ -26,8 +26,8 @@ from ...errors import ConfigurationError, Fenced, InvalidPayload, OncemoreError,
 from . import tables
 from .batch import Flights, is_expired
 from .connection import Rows
-from .lender import PostgresLender, wire_of
 from .listener import Ear
+from .psycopg import OwnSource, adapter_for
 from .rows import (
     LONGEST_SPAN,
     Claimed,
@@ -43,7 +43,7 @@ from .rows import (
 )
 from .session import Database
 from .statements import Statement
-from .transactions import Enlisted
+from .transactions import PostgresSource
 
 OPTIONS: dict[str, Any] = {
     "schema": "public",
@@ -89,7 +89,7 @@ def enlist(pool: Any, options: Mapping[str, str]) -> Store:
         )
     kwargs = {name: value for name, value in (pool.kwargs or {}).items() if name not in CLIENT_SIDE}
     store = PostgresStore(url_of(conninfo_to_dict(pool.conninfo, **kwargs), options))
-    store.lender = Enlisted(store, lambda: wire_of(pool, store.database.timeout))
+    store.lender = PostgresSource(store, lambda: adapter_for(pool, store.database.timeout))
     return store
 
 
@@ -128,7 +128,7 @@ class PostgresStore:
         self._claims = Lane(flights.claims, most=TOGETHER, abandoned=self._give_back)
         self._writes = Lane(flights.writes, most=TOGETHER)
         self._desk = Lane(flights.errand, most=1, stays=False)
-        self.lender: Lender = PostgresLender(self, conninfo, most=options["pool"])
+        self.lender: TransactionSource = OwnSource(self, conninfo, limit=options["pool"])
         weakref.finalize(self, self._ear.close)  # its thread would else outlive a store that nobody closed
 
     @property

@@ -17,7 +17,7 @@ import msgspec
 from ..._ledger.connect import take_options, with_options
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Holder, Page, Stats
-from ..._ledger.transactions import Lender
+from ..._ledger.transactions import TransactionSource
 from ..._runtime.batching import Ask, Lane, Tell
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Bell, Id
@@ -25,9 +25,9 @@ from ...errors import ConfigurationError, InvalidPayload
 from .batch import Flight, fly, state_of
 from .connection import MEMORY, Connection, Use, Write
 from .items import NO_RECORD, Change, Claim, Item, Settle
-from .lender import SqliteLender
 from .statements import Statements, as_record
 from .tables import make_ready, script
+from .transactions import SqliteAdapter, SqliteSource
 
 OPTIONS = {
     "create": True,
@@ -135,7 +135,7 @@ class SqliteStore:
         self._writer = open_file(threaded=thread == "always")
         self._reader = self._writer if path == MEMORY else open_file()
         self._lane: Lane[Item] = Lane(self._fly, abandoned=self._give_back)
-        self.lender: Lender = SqliteLender(self, prepare)
+        self.lender: TransactionSource = SqliteSource(self, lambda writer: SqliteAdapter(writer, path, prepare))
         self._ready = False
 
     def ready(self) -> Plan[None]:

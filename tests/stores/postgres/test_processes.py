@@ -129,7 +129,7 @@ def test_a_waiter_is_woken_by_another_process_long_before_it_would_look(url: str
         child.hear()
         record = run(store.claim(Operation("s", "k"), lease=LEASE))
         run(store.watch(record))
-        time.sleep(0.5)  # the ear has begun to listen by now, and that has rung once
+        time.sleep(0.5)  # the listener has connected by now, and woken everyone once
         waiter.disarm()
         child.tell()
         waiter.wait(store.poll).run()

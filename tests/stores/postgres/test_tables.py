@@ -37,12 +37,11 @@ def test_kept_plans_look_rows_up_by_key_however_small_the_table_was(
     server.execute(f"ANALYZE {names['records']}")
     server.execute(f"SELECT set_config(name, value, false) FROM (VALUES {LOOK_UP.lstrip(', ')}) AS s (name, value)")
     known = store.database.sql
-    several, alone = "'[]', 0", ", ".join(["NULL"] * 12)
+    several = "'[]', 0"
     statements = {
-        known.claim: several,
-        known.claim_one: alone[: 7 * 6 - 2],
-        known.move: f"{several}, '{{}}'",
-        known.move_one: alone,
+        known.claim: f"{several}, NULL",
+        known.change: f"{several}, '{{}}'",
+        known.unclaim: several,
         known.find: several,
         known.touch: several,
         known.watch: several,

@@ -16,9 +16,9 @@ from psycopg.conninfo import conninfo_to_dict
 from ..._ledger.store import Store
 from ..._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session
 from ..._runtime.plan import Plan
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, StoreTimeout
 from .._compat import asyncpg_address, asyncpg_connection
-from .psycopg import PATIENCE, pool_timeout
+from .psycopg import PATIENCE
 from .store import PostgresStore, url_of
 from .transactions import PostgresSource
 
@@ -98,7 +98,7 @@ class AsyncpgAdapter:
         try:
             self.connection = await self.pool.acquire(timeout=self.timeout)
         except TimeoutError as error:
-            raise pool_timeout(error) from error
+            raise StoreTimeout(f"No connection was free in time: {error}; raise the pool's max_size") from error
         except asyncpg.InterfaceError as error:
             raise ConfigurationError(f"asyncpg: {error}; await the pool before the first request") from error
         self._raw = asyncpg_connection(self.connection)

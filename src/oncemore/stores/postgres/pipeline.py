@@ -55,7 +55,9 @@ class ConnectionState:
                 f"The connections are in {encoding.decode()}, but the ledger's texts are in UTF-8: give your pool or engine "
                 "client_encoding=UTF8"
             )
-        self.configured = False  # set by the store, if the connection is its own and its session is set up
+        # Set by the store, if the connection is its own:
+        self.configured = False  # the session's settings were made
+        self.free_list: Any = None  # where the connection goes when it is given back
         self.prepared: dict[bytes, bytes] = {}
         self.rows = RowReader(connection)
         self._count = itertools.count()

@@ -23,10 +23,9 @@ from ..._ledger.transactions import (
 )
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, InProgress, OncemoreError, StoreUnavailable, TransactionEnded
-from .batch import is_expired
-from .connection import PREPARED_ALREADY, Rejected
-from .rows import LONGEST_SPAN, check_length, read_record, safe
-from .session import AGAIN, translated
+from .pipeline import ALREADY_PREPARED, NOT_PREPARED
+from .rows import LONGEST_SPAN, check_length, escape_text, is_expired, read_record
+from .session import SERIALIZATION_FAILURES, translate_error
 from .statements import prepared
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 DEEPEST = 10  # of errors that are each the cause of another; they may form a circle
 LONGEST_WAIT = 2**31 - 1  # milliseconds: PostgreSQL's own limit, 24 days
 VIOLATION = "23"
-NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE, NOT_PREPARED = "55P03", "22012", "25P02", "26000"
+NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE = "55P03", "22012", "25P02"
 
 
 class PostgresSource:
@@ -51,7 +50,7 @@ class PostgresSource:
 
     def again(self, error: BaseException) -> bool:
         """Whether the database refused the transaction because of another one, so that it may work next time."""
-        return isinstance(error, Again) or sqlstate_of(error) in AGAIN
+        return isinstance(error, Again) or sqlstate_of(error) in SERIALIZATION_FAILURES
 
     def close(self) -> None:
         """The user's connections are not ours to close."""
@@ -89,47 +88,49 @@ class PostgresTransaction:
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
         self._wait = wait
         try:
-            rows = yield from self._adapter.begin(self._claim_query(operation, lease))
+            rows = yield from self._adapter.begin(self._claim_query(operation, lease, request))
         except Exception as error:
-            meant = translate_error(error)
+            meant = translate(error)
             if isinstance(meant, StoreUnavailable) and self._adapter.connection is not None:
                 raise Stale(f"the connection was stale: {error}") from error  # nothing was done: try another
             if meant is error:
                 raise
             raise meant from error
-        return new_lease(operation, rows) if rows else (yield from self._take_over(operation, lease))
+        return new_lease(operation, rows) if rows else (yield from self._take_over(operation, lease, request))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        rows = yield from self._execute(self._claim_query(operation, lease))
+        rows = yield from self._execute(self._claim_query(operation, lease, request))
         if rows:
             return new_lease(operation, rows)
-        found = yield from self._take_over(operation, lease)
+        found = yield from self._take_over(operation, lease, request)
         if isinstance(found, Record):  # the performer may go on, under its own lock_timeout
             yield from self._execute((self._sql.restore, []))
         return found
 
-    def _claim_query(self, operation: Operation, lease: float) -> Query:
+    def _claim_query(self, operation: Operation, lease: float, request: bytes) -> Query:
         milliseconds = min(max(1, int(1000 * self._wait)), LONGEST_WAIT)  # 0 would wait for ever
-        return self._sql.claim_here, [*self._claim_values(operation, lease), str(milliseconds)]
+        return self._sql.claim_here, [*self._claim_values(operation, lease), str(milliseconds), request or None]
 
     def _claim_values(self, operation: Operation, lease: float) -> list[Any]:
-        scope, key = map(safe, operation.id)
+        scope, key = map(escape_text, operation.id)
         check_length(scope, key)
         holder = self._store.holder.next()
-        names = [scope, key, safe(operation.name), safe(operation.fingerprint), holder]
+        names = [scope, key, escape_text(operation.name), escape_text(operation.fingerprint), holder]
         return [*names, min(lease, LONGEST_SPAN), self._store.shift]
 
-    def _take_over(self, operation: Operation, lease: float) -> Plan[Lease | Record]:
+    def _take_over(self, operation: Operation, lease: float, request: bytes) -> Plan[Lease | Record]:
         """The lease on a record that exists, if it has expired, was released, or its lease has lapsed; else the record."""
         while True:
             record = yield from self._find(*operation.id)
             if record is None:  # gone since, or not visible to this transaction
                 raise Again("the record in the way has gone")
             if is_expired(record):  # if it is audited, it must be archived first
-                yield from self._execute((self._sql.archive_here, [*map(safe, record.id), self._store.shift]))
+                yield from self._execute((self._sql.archive_here, [*map(escape_text, record.id), self._store.shift]))
             elif not is_over(record) or record.fingerprint != operation.fingerprint:
                 return record
-            rows = yield from self._execute((self._sql.take_here, self._claim_values(operation, lease)))
+            rows = yield from self._execute(
+                (self._sql.take_here, [*self._claim_values(operation, lease), request or None])
+            )
             if rows:
                 _, token, attempts, until, lapsed, *_ = rows[0]
                 return Lease(operation, token, until, attempts, lapsed)
@@ -139,13 +140,15 @@ class PostgresTransaction:
         return None if record is None or is_expired(record) else record
 
     def _find(self, scope: str, key: str) -> Plan[Record | None]:
-        rows = yield from self._execute((self._sql.find_here, [safe(scope), safe(key), self._store.shift]))
+        rows = yield from self._execute(
+            (self._sql.find_here, [escape_text(scope), escape_text(key), self._store.shift])
+        )
         return read_record(rows[0]) if rows else None
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        result = [outcome.status, encode_outcome(outcome), outcome.digest(), safe(note), audit]
+        result = [outcome.status, encode_outcome(outcome), outcome.digest(), escape_text(note), audit]
         self._writes.append((self._sql.settle_here, [*self._end_values(held, retention), *result]))
         return
         yield
@@ -156,7 +159,7 @@ class PostgresTransaction:
         yield
 
     def _end_values(self, held: Lease, retention: float) -> list[Any]:
-        return [*map(safe, held.operation.id), held.token, min(retention, LONGEST_SPAN), self._store.shift]
+        return [*map(escape_text, held.operation.id), held.token, min(retention, LONGEST_SPAN), self._store.shift]
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         return (yield from self._adapter.execute((prepared(text), values)))  # its errors are the user's own
@@ -208,22 +211,22 @@ def sqlstate_of(error: BaseException | None) -> str:
 
 
 def raise_translated(error: Exception, *, committing: bool = False) -> NoReturn:
-    meant = translate_error(error, committing=committing)
+    meant = translate(error, committing=committing)
     if meant is error:
         raise error
     raise meant from error
 
 
-def translate_error(error: Exception, *, committing: bool = False) -> Exception:
+def translate(error: Exception, *, committing: bool = False) -> Exception:
     """What a driver's error means to the guard."""
     state = sqlstate_of(error)
     if isinstance(error, OncemoreError | Again):
         return error
-    if state in AGAIN or state == NOT_PREPARED:
+    if state in SERIALIZATION_FAILURES or state == NOT_PREPARED:
         return Again(str(error))
     if state == NO_LOCK:
         return InProgress("The first request with this key is still running; retry later", retry_after=1.0)
-    if state == PREPARED_ALREADY:
+    if state == ALREADY_PREPARED:
         return ConfigurationError(
             f"{error}: behind a pooler in transaction mode nothing can be prepared; say so to your pool or engine, by "
             "prepare_threshold=None to psycopg, or statement_cache_size=0 to asyncpg"
@@ -238,7 +241,7 @@ def translate_error(error: Exception, *, committing: bool = False) -> Exception:
     if committing and state.startswith(VIOLATION):  # a deferred constraint of the user's
         return error
     if state and not state.startswith(("08", "57" if committing else "57P")):  # 57014 is a statement's own time limit
-        return translated(Rejected(str(error), state))
+        return translate_error(error, state)
     if committing:  # the next claim of the key sees whether it was committed
         return Again(f"the answer to the commit was lost: {error}")
     return StoreUnavailable(f"PostgreSQL cannot be reached: {error}", retry_after=1.0)

@@ -1,0 +1,84 @@
+"""Transactions on the connections of a user's psycopg_pool: `Guard(pool)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
+
+from ..._ledger.transactions import Do, at_once, commit_forbidden
+from ..._runtime.plan import Plan
+from ...errors import StoreTimeout
+from .psycopg import IDLE, PsycopgAdapter
+
+
+class PoolAdapter(PsycopgAdapter):
+    """One transaction on a connection of the user's psycopg_pool.  From an event loop, a sync pool is used in threads."""
+
+    def __init__(self, pool: Any, timeout: float) -> None:
+        self.connection: Any = None
+        self._pool = pool
+        self._timeout = timeout
+
+    def _take(self) -> Do[None]:
+        pool, timeout = self._pool, self._timeout
+
+        def plain() -> None:
+            with pool_errors():
+                self.connection = pool.getconn(timeout)
+            self._keep_open(refuse_close)
+
+        async def awaited() -> None:
+            with pool_errors():
+                self.connection = await pool.getconn(timeout)
+            self._keep_open(arefuse_close)
+
+        return Do(None, awaited) if isinstance(pool, AsyncConnectionPool) else Do(plain, None)
+
+    def _keep_open(self, refuse: Callable[[], Any]) -> None:
+        if getattr(self._pool, "close_returns", False):
+            self.connection.close = refuse
+
+    def _give_back(self) -> Plan[None]:
+        yield self._put()
+
+    def _put(self) -> Do[None]:
+        """Effect: give the connection back.  It is forgotten last, so that a caller who is cancelled meanwhile discards it."""
+
+        def plain() -> None:
+            vars(self.connection).pop("close", None)
+            self._pool.putconn(self.connection)
+            self.connection = None
+
+        async def awaited() -> None:
+            vars(self.connection).pop("close", None)
+            await self._pool.putconn(self.connection)
+            self.connection = None
+
+        return Do(None, awaited) if self.awaited else Do(plain, None)
+
+    def discard(self) -> None:
+        if self.connection is not None:
+            if self.connection.pgconn.transaction_status != IDLE:
+                self.connection.pgconn.finish()  # not close(), which may only give it back to its pool
+            at_once(self._put())
+
+
+def refuse_close() -> None:
+    """Replaces close() if that gives a connection back to its pool: the next user of it would be in our transaction."""
+    raise commit_forbidden()
+
+
+async def arefuse_close() -> None:
+    raise commit_forbidden()
+
+
+@contextmanager
+def pool_errors() -> Iterator[None]:
+    """Raise StoreTimeout if the pool has no free connection in time."""
+    try:
+        yield
+    except PoolTimeout as error:
+        raise StoreTimeout(f"No connection was free in time: {error}; raise the pool's max_size") from error

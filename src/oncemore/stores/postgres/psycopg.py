@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 IDLE, UNKNOWN = int(TransactionStatus.IDLE), int(TransactionStatus.UNKNOWN)
 PATIENCE = 5.0  # seconds for a rollback; if the network is silent, closing the connection does as well
-PLAIN = (str, bytes, int, float, bool, type(None))  # the values that need no adapters of psycopg
+PLAIN = (bytes, int, float, bool, type(None))  # the values that need no adapters of psycopg
 
 
 class PsycopgAdapter:
@@ -116,9 +116,12 @@ def check_open(connection: Any) -> None:
 
 
 def adapt(connection: Any, query: Query) -> Query:
-    """The query with a user's values as psycopg writes them; the ledger's own values need no adapters."""
+    """The query with a user's values as psycopg writes them; the ledger's own values need no adapters.
+
+    psycopg refuses a text with a NUL, which libpq would cut off there.
+    """
     statement, values = query
-    if all(type(value) in PLAIN for value in values):
+    if all(type(value) in PLAIN or (type(value) is str and "\0" not in value) for value in values):
         return query
     return statement, adapt_values(connection, values)
 

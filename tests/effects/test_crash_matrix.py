@@ -133,7 +133,7 @@ class CommitProxy(FaultProxy):
         committing = False
         while data := await source.read(65_536):
             committing = committing or (self._armed and b"COMMIT" in data.upper())
-            if committing and not data.startswith(b"P"):  # pg8000 has it parsed first, and that answered
+            if committing and data.startswith((b"Q", b"B")):  # pg8000 has it parsed first, and that answered
                 self._armed, self._fault, self._allowance = False, "cut_answers", 0
             target.write(data)
             await target.drain()

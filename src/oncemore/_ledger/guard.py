@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -58,7 +59,9 @@ class Guard(Ledger):
         self.observers = tuple(observers)
         self.clock = clock
         self.cache = Cache(clock, most=cache)
-        self.store.bell.hear(self.cache.drop)
+        self.store.wakeups.subscribe(self.cache.drop)
+        # Not in `close`: a guard may be used again after it, and one that nobody closed must not leave its cache behind.
+        weakref.finalize(self, self.store.wakeups.unsubscribe, self.cache.drop).atexit = False
         self.heart = Heartbeat(self._renew, clock)
 
     def run(
@@ -137,8 +140,8 @@ class Guard(Ledger):
     def _wait(self, operation: Operation, policy: Policy, ends: float) -> Plan[Lease | Record]:
         """Wait for the running one to end; where it fails, this caller gets the lease."""
         delay = FIRST_POLL
-        with self.store.bell.waiting(operation.id) as waiter:
-            while True:  # the store is asked after the waiter is known to the bell, so that no ring is missed
+        with self.store.wakeups.waiting(operation.id) as waiter:
+            while True:  # the store is asked after the waiter is known, so that no notification is missed
                 found = yield from self.store.claim(operation, lease=policy.lease)
                 if not isinstance(found, Lease):
                     found = yield from self._judge(found, operation, policy)

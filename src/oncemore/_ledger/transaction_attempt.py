@@ -194,7 +194,7 @@ class Transacted:
         )
         yield from transaction.commit()
         guard = self.guard
-        guard.store.bell.ring(self.operation.id)
+        guard.store.wakeups.notify(self.operation.id)
         expires_at = guard.clock.time() + policy.ttl
         if policy.ttl_from == "creation":
             fingerprint = self.operation.fingerprint

@@ -90,4 +90,4 @@ def vanish(guard: Guard, lease: Lease, policy: Policy, error: BaseException) -> 
 def lapse(guard: Guard, lease: Lease) -> Plan[None]:
     """End the lease now, without saying how the operation ended."""
     yield from guard.store.renew(lease, lease=0.0)
-    guard.store.bell.ring(lease.operation.id)
+    guard.store.wakeups.notify(lease.operation.id)

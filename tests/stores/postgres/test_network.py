@@ -275,7 +275,7 @@ async def test_an_event_loop_sleeps_well_when_the_server_closes_its_connection(
     store: PostgresStore, postgres_url: str
 ) -> None:
     await arun(store.claim(Operation("s", "first"), lease=LEASE))
-    (free,) = store.database.connections.on_loop().connections
+    (free,) = store.database.connections.loops.get().connections
     async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as server:
         await server.execute("SELECT pg_terminate_backend(%s, 5000)", [free.pgconn.backend_pid])
     before = time.process_time()
@@ -289,7 +289,7 @@ def test_listener_whose_connection_was_cut_listens_again(proxy: FaultProxy, url:
     mine, other = PostgresStore(f"{proxy.url(url)}&poll=30s"), PostgresStore(url)
     lease = run(other.claim(Operation("s", "k"), lease=LEASE))
     record = run(mine.claim(Operation("s", "k"), lease=LEASE))
-    with mine.bell.waiting(("s", "k")) as waiter:
+    with mine.wakeups.waiting(("s", "k")) as waiter:
         run(mine.watch(record))
         time.sleep(0.3)
         proxy.cut()

@@ -12,6 +12,7 @@ import pytest
 
 from oncemore._runtime.clock import SYSTEM
 from oncemore.errors import ConfigurationError
+from oncemore.stores.postgres import pipeline
 from oncemore.stores.postgres.pipeline import (
     BEGIN,
     COMMIT,
@@ -43,8 +44,8 @@ class Sender:
         self.wait = wait
 
     def __call__(self, *queries: Query, deadline: float | None = None) -> list[Sequence[Any]]:
-        pipeline = Pipeline(self.connection, queries, deadline)
-        return pipeline.run() if self.wait is None else self.wait(pipeline.arun())
+        effect = Pipeline(self.connection, queries, deadline)
+        return effect.run() if self.wait is None else self.wait(effect.arun())
 
 
 @pytest.fixture(params=["run", "arun"])
@@ -166,6 +167,23 @@ async def test_pipeline_cancelled_leaves_connection_usable(postgres_url: str) ->
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await Pipeline(connection, [plain("SELECT 1")]).arun() == [[(1,)]]
+
+
+def test_pipeline_interrupted_while_sending_closes_the_connection(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a pipeline was sent: its answers must not be taken for those of the next one."""
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        monkeypatch.setattr(pipeline, "read_results", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Pipeline(connection, [plain("SELECT 1")]).run()
+        monkeypatch.undo()
+        with pytest.raises(psycopg.OperationalError):
+            Pipeline(connection, [plain("SELECT 2")]).run()
 
 
 def test_pipeline_in_another_encoding_is_refused(postgres_url: str) -> None:

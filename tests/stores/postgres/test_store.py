@@ -277,8 +277,8 @@ def test_interrupted_batch_leaves_no_lease_without_owner(store: PostgresStore, m
     items = [next(store.claim(Operation("s", key), lease=LEASE)).item for key in ("free", "taken")]  # type: ignore[attr-defined]
     monkeypatch.setattr(Pipeline, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(store._claims.fly(items))
+        run(store._claims.execute(items))
     assert run(store.find("s", "free")).state == "running"
-    run(store.claim(Operation("s", "next"), lease=LEASE))
+    run(store._claims.repair(items))
     assert run(store.find("s", "free")) is None
     assert run(store.find("s", "taken")).state == "running"

@@ -175,6 +175,15 @@ def test_tables_that_have_gone_are_missed_by_name(store: PostgresStore, server: 
             run(verb)
 
 
+def test_statement_is_prepared_again_after_a_migration(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+    """Outside, somebody changes a column's type: the kept plans are refused once, and nobody hears of it."""
+    run(store.claim(Operation("s", "k"), lease=LEASE))
+    assert run(store.find("s", "k")) is not None
+    server.execute(f"ALTER TABLE {store.database.names['records']} ALTER COLUMN note TYPE varchar")
+    assert run(store.find("s", "k")) is not None
+    assert not store.database.pooled
+
+
 def test_tables_of_a_newer_release_are_left_alone(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     run(store.stats())
     server.execute(f"UPDATE {store.database.names['version']} SET version = 99")

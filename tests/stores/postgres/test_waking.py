@@ -19,7 +19,7 @@ from psycopg import sql
 
 from oncemore._contract.policy import Policy
 from oncemore._ledger.guard import Guard
-from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._ledger.model import Claim, Lease, Operation, Outcome
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import arun, run
 from oncemore.stores.postgres import PostgresStore
@@ -32,12 +32,12 @@ from .parts import connections, same, until
 
 
 def test_a_waiter_hears_at_once_of_what_another_process_does(url: str) -> None:
-    mine, other = PostgresStore(url), PostgresStore(url)  # each with a bell of its own, as in two processes
+    mine, other = PostgresStore(url), PostgresStore(url)  # each with wake-ups of its own, as in two processes
     for verb in ("settle", "release", "hold", "lapse", "resolve"):
         operation = Operation("s", verb)
         lease = run(other.claim(operation, lease=LEASE))
         record = run(mine.claim(operation, lease=LEASE))
-        with mine.bell.waiting(operation.id) as waiter:
+        with mine.wakeups.waiting(operation.id) as waiter:
             run(mine.watch(record))
             do = {
                 "settle": lambda lease=lease: other.settle(lease, DONE, retention=RETENTION),
@@ -46,7 +46,7 @@ def test_a_waiter_hears_at_once_of_what_another_process_does(url: str) -> None:
                 "lapse": lambda lease=lease: other.renew(lease, lease=0.0),
                 "resolve": lambda lease=lease: resolved(other, lease),
             }[verb]
-            assert rings(waiter, lambda do=do: run(do())), verb
+            assert wakes(waiter, lambda do=do: run(do())), verb
     mine.close()
     other.close()
 
@@ -57,8 +57,8 @@ def resolved(store: PostgresStore, lease: Lease) -> Any:
     return record
 
 
-def rings(waiter: Any, act: Callable[[], object]) -> bool:
-    """Whether the bell rings within half a second of the act; not before."""
+def wakes(waiter: Any, act: Callable[[], object]) -> bool:
+    """Whether the waiter is woken within seconds of the act; not before."""
     time.sleep(0.3)  # the listener has connected, and woken everyone
     waiter.disarm()
     act()
@@ -77,7 +77,7 @@ def test_watching_what_is_over_already_rings_at_once(url: str) -> None:
     lease = run(other.claim(operation, lease=LEASE))
     record = run(mine.claim(operation, lease=LEASE))
     run(other.settle(lease, DONE, retention=RETENTION))
-    with mine.bell.waiting(operation.id) as waiter:
+    with mine.wakeups.waiting(operation.id) as waiter:
         run(mine.watch(record))
         assert waiter.arm(lambda: None) is False
     mine.close()
@@ -94,6 +94,19 @@ def test_nothing_is_sent_where_nobody_in_another_process_waits(url: str, postgre
         run(store.settle(lease, DONE, retention=RETENTION))
         assert list(other.notifies(timeout=0.5)) == []
     store.close()
+
+
+def test_unclaim_wakes_waiters_of_another_process(url: str) -> None:
+    mine, other = PostgresStore(url), PostgresStore(url)
+    operation = Operation("s", "k")
+    run(other.claim(operation, lease=LEASE))
+    record = run(mine.claim(operation, lease=LEASE))
+    with mine.wakeups.waiting(operation.id) as waiter:
+        run(mine.watch(record))
+        assert wakes(waiter, lambda: run(other.unclaim([Claim(operation, record.holder, LEASE)])))
+    assert isinstance(run(mine.claim(operation, lease=LEASE)), Lease)
+    mine.close()
+    other.close()
 
 
 async def test_a_deletion_in_another_process_empties_the_cache(url: str) -> None:
@@ -124,11 +137,11 @@ def test_a_message_that_is_none_is_ignored(store: PostgresStore, server: psycopg
     other = PostgresStore(same(store))
     lease = run(other.claim(Operation("s", "k"), lease=LEASE))
     record = run(store.claim(Operation("s", "k"), lease=LEASE))
-    with store.bell.waiting(("s", "k")) as waiter:
+    with store.wakeups.waiting(("s", "k")) as waiter:
         run(store.watch(record))
         for text in ("", "{}", "[1]", '["x", 7]'):
             server.execute("SELECT pg_notify(%s, %s)", [store._listener.channel, text])
-        assert rings(waiter, lambda: run(other.settle(lease, DONE, retention=RETENTION)))
+        assert wakes(waiter, lambda: run(other.settle(lease, DONE, retention=RETENTION)))
     other.close()
 
 

@@ -13,8 +13,8 @@ These options are ours; all others (`sslmode`, `target_session_attrs`, `options`
               process and on each event loop (16)
     listen    false: do not listen for messages of other processes, and look four times a second instead (true)
 
-A process opens a connection when it is first needed: two for claims and writes, one for messages, and up to four for
-operators' queries.  An event loop has its own, except for messages.  Behind a pooler in transaction mode, nothing is
+A process opens up to five connections, each when it is first needed: two for claims and writes, two for operators'
+queries, and one for messages.  An event loop has its own, except for messages.  Behind a pooler in transaction mode, nothing is
 prepared, set for the session or listened for; so if `synchronous_commit` is off there, it stays off.
 """
 

@@ -13,11 +13,11 @@ from ..._ledger.decisions import fenced, is_over
 from ..._ledger.events import log
 from ..._ledger.model import Claim, Lease, Record
 from ..._ledger.states import RUNNING
-from ..._runtime.batching import as_own as own_error
+from ..._runtime.batching import own_error
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
-from ...errors import OncemoreError, StoreError, StoreTimeout
+from ..._runtime.wakeups import Id, Wakeups
+from ...errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from .listener import PostgresListener
 from .rows import (
     ChangeRow,
@@ -44,26 +44,16 @@ Ask = Callable[[list[Item], float], Plan[Answers]]  # one statement for a group 
 class Batches:
     """The plans that the store's batchers run."""
 
-    def __init__(self, database: Database, bell: Bell, listener: PostgresListener) -> None:
+    def __init__(self, database: Database, wakeups: Wakeups, listener: PostgresListener) -> None:
         self.database = database
         self.sql = database.sql
-        self.bell = bell
+        self.wakeups = wakeups
         self.listener = listener
         # Claims that may have been granted, though the server did not answer; of all threads and event loops.
         self._pending_undos: deque[Claim] = deque(maxlen=MOST_PENDING_UNDOS)
 
     def run_claims(self, items: list[Item]) -> Plan[list[Any]]:
         """For each item its Lease, or the Record that prevents it."""
-        try:
-            return (yield from self._run_claims(items))
-        except BaseException:
-            self._pending_undos.extend(map(claim_of, items))
-            raise
-
-    def undo_claim(self, item: Item, _: Any) -> Plan[None]:
-        return self.undo_claims([item])
-
-    def _run_claims(self, items: list[Item]) -> Plan[list[Any]]:
         deadline, answers, left = self._deadline(items), Answers(), items
         while left:
             group = limit_bytes(first_of_each_record(left))
@@ -91,9 +81,11 @@ class Batches:
                 claims.append(self._pending_undos.popleft())
         try:
             yield from self.unclaim(claims)
-        except StoreError as error:
+        except (StoreTimeout, StoreUnavailable) as error:
             self._pending_undos.extend(claims)
             log.info("%d claims could not be undone yet: %s", len(claims), error)
+        except OncemoreError as error:  # then their leases end by themselves
+            log.warning("%d claims could not be undone: %s", len(claims), error)
         except BaseException:
             self._pending_undos.extend(claims)
             raise
@@ -108,7 +100,7 @@ class Batches:
         except psycopg.Error as error:
             raise translate_error(error) from error
         for n, _ in rows:
-            self.bell.ring(items[n].subject.operation.id)
+            self.wakeups.notify(items[n].subject.operation.id)
         yield from self._notify([items[n].subject.operation.id for n, watched in rows if watched], deadline)
 
     def run_writes(self, items: list[Item]) -> Plan[list[Any]]:
@@ -212,7 +204,7 @@ class Batches:
             answers.update((yield from self._already_applied(missed, deadline)))
         for item, answer in answers.items():
             if item.row.wakes and not isinstance(answer, Exception):
-                self.bell.ring(item.subject.operation.id)
+                self.wakeups.notify(item.subject.operation.id)
         yield from self._notify(watched, deadline)
         return answers
 

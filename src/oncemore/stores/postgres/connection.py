@@ -13,6 +13,7 @@ from psycopg.pq import TransactionStatus
 
 from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import reset_in_child
+from ..._runtime.loops import PerLoop
 from ...errors import StoreTimeout
 from .pipeline import AnswerTimeout, state_of
 
@@ -58,13 +59,15 @@ class Connections:
 
     def _reset(self) -> None:
         self.threads = FreeList(threading.Semaphore(self.limit) if self.limit else None)
-        self.loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, FreeList] = weakref.WeakKeyDictionary()
+        self.loops = PerLoop(
+            lambda: FreeList(asyncio.Semaphore(self.limit) if self.limit else None), dropped=FreeList.close
+        )
 
     def take(self, timeout: float) -> Any:
         """A connection for this thread.  Raises StoreTimeout if the limit is reached, psycopg.Error if connecting fails."""
         free, ends = self.threads, SYSTEM.monotonic() + timeout
         if free.slots is not None and not free.slots.acquire(timeout=max(0.0, timeout)):
-            raise no_free_connection(timeout)
+            raise self._all_in_use(timeout)
         try:
             connection = free.pop()
             if connection is None:
@@ -83,13 +86,13 @@ class Connections:
 
     async def atake(self, timeout: float) -> Any:
         """The same for the running event loop."""
-        free, ends = self.on_loop(), SYSTEM.monotonic() + timeout
+        free, ends = self.loops.get(), SYSTEM.monotonic() + timeout
         if free.slots is not None:
             try:
                 async with asyncio.timeout(max(0.0, timeout)):
                     await free.slots.acquire()
             except TimeoutError as error:
-                raise no_free_connection(timeout) from error
+                raise self._all_in_use(timeout) from error
         try:
             connection = free.pop()
             if connection is None:
@@ -127,29 +130,21 @@ class Connections:
             connection.pgconn.finish()
         free.release_slot()
 
-    def on_loop(self) -> FreeList:
-        loop = asyncio.get_running_loop()
-        free = self.loops.get(loop)
-        if free is None:
-            self._drop_closed_loops()
-            free = self.loops[loop] = FreeList(asyncio.Semaphore(self.limit) if self.limit else None)
-        return free
-
-    def _drop_closed_loops(self) -> None:
-        for loop, free in tuple(self.loops.items()):
-            if loop.is_closed():
-                self.loops.pop(loop, None)  # another thread may have been quicker
-                free.close()
+    def _all_in_use(self, timeout: float) -> StoreTimeout:
+        return StoreTimeout(
+            f"All {self.limit} connections were in use for {timeout:.1f} s; transactions may use more with pool= in the "
+            "store's URL"
+        )
 
     def close(self) -> None:
         """Close the threads' connections, and those of event loops that were closed."""
         free, self.threads = self.threads, FreeList(threading.Semaphore(self.limit) if self.limit else None)
         free.close()
-        self._drop_closed_loops()
+        self.loops.drop_closed()
 
     async def aclose(self) -> None:
         """Close the running loop's connections."""
-        free = self.loops.pop(asyncio.get_running_loop(), None)
+        free = self.loops.pop()
         if free is not None:
             free.close()
 
@@ -176,7 +171,8 @@ class FreeList:
 
     def release_slot(self) -> None:
         if self.slots is not None:
-            self.slots.release()
+            with suppress(RuntimeError):  # its event loop was closed, and the tasks that wait there with it
+                self.slots.release()
 
     def close(self) -> None:
         """Close the free connections now, and each taken one when it is given back."""
@@ -215,7 +211,3 @@ def is_alive(connection: Any) -> bool:
     except psycopg.OperationalError:
         return False
     return bool(pgconn.transaction_status == IDLE)
-
-
-def no_free_connection(timeout: float) -> StoreTimeout:
-    return StoreTimeout(f"No connection was free within {timeout:.1f} s; raise pool= in the store's URL")

@@ -11,7 +11,7 @@ import psycopg
 from psycopg import sql
 
 from ..._runtime.listening import CannotListen, Listener
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from .rows import escape_text, unescape_text
 
 LONGEST_MESSAGE = 7900  # PostgreSQL takes less than 8000 bytes
@@ -28,10 +28,10 @@ class PostgresListener(Listener[psycopg.Connection[Any]]):
 
     name = "oncemore-postgres-listener"
 
-    def __init__(self, conninfo: str, channel: str, bell: Bell, *, unavailable: bool = False) -> None:
+    def __init__(self, conninfo: str, channel: str, wakeups: Wakeups, *, unavailable: bool = False) -> None:
         self.conninfo = conninfo
         self.channel = channel
-        self.bell = bell
+        self.wakeups = wakeups
         super().__init__(unavailable=unavailable)
 
     def _reset(self) -> None:
@@ -48,7 +48,7 @@ class PostgresListener(Listener[psycopg.Connection[Any]]):
         except BaseException:
             connection.close()
             raise
-        self.bell.ring_all()  # anything may have changed while nobody listened
+        self.wakeups.notify_all()  # anything may have changed while nobody listened
         return connection
 
     def receive(self, connection: psycopg.Connection[Any], seconds: float) -> None:
@@ -62,7 +62,7 @@ class PostgresListener(Listener[psycopg.Connection[Any]]):
             return  # any client may send to the channel
         if sender != self._sender:
             for scope, key in ids:
-                self.bell.ring((unescape_text(scope), unescape_text(key)))
+                self.wakeups.notify((unescape_text(scope), unescape_text(key)))
 
     def messages(self, ids: Iterable[Id]) -> Iterator[str]:
         """The messages that tell the other processes that *ids* have changed, in as few as they fit into."""

@@ -127,8 +127,8 @@ def exchange(connection: Any, queries: Sequence[Query], deadline: float | None =
         pgconn.pipeline_sync()
         results = yield from read_results(pgconn, deadline)
         pgconn.exit_pipeline_mode()
-    except psycopg.OperationalError:
-        pgconn.finish()  # an answer may still come, and the next user of the connection must not get it
+    except BaseException:  # also an interrupt: answers may still come, and the next user must not get them
+        pgconn.finish()
         raise
     rows: list[Rows] = []
     for position, result in enumerate(results):

@@ -18,7 +18,7 @@ from .statements import Rows, Statement, Statements
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
 ADMIN_PATIENCE = 60.0  # seconds; counting, purging and creating tables may take longer than a caller would wait
-ADMIN_CONNECTIONS = 4
+ADMIN_CONNECTIONS = 2
 
 # The server sends these when it shuts down, or turns out not to be the primary: another connection may do better.
 SHUTTING_DOWN = {"57P01", "57P02", "57P03", "25006"}
@@ -76,7 +76,9 @@ class Database:
             except psycopg.Error as error:
                 if error.sqlstate in (NOT_PREPARED, ALREADY_PREPARED):  # a pooler is in between, after all
                     self._prepare_nothing(connection)
-                elif not is_lost(error) and error.sqlstate not in {*SERIALIZATION_FAILURES, CHANGED_COLUMNS}:
+                elif error.sqlstate == CHANGED_COLUMNS and not pause:
+                    pass  # a migration: the statement is prepared again
+                elif not is_lost(error) and error.sqlstate not in SERIALIZATION_FAILURES:
                     raise
                 failure = error
                 # Short at first: a connection may only be stale.  Then longer: a server may be restarting.

@@ -19,10 +19,9 @@ from ..._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_ou
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State, read
 from ..._ledger.store import Filter, Holder, Page, Stats, Store
 from ..._ledger.transactions import TransactionSource
-from ..._runtime.batching import Ask as Submit
-from ..._runtime.batching import Lane
+from ..._runtime.batching import Batcher, Submit
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, OncemoreError, StoreError
 from . import tables
 from .batch import Batches
@@ -115,18 +114,18 @@ class PostgresStore:
         names = tables.names(options["schema"], options["prefix"])
         conninfo = libpq_conninfo(place)
         self.url = hide_password(url)
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.holder = Holder()
         self.database = Database(conninfo, names, create=options["create"], timeout=options["timeout"])
         self._sql = self.database.sql
         self._poll: float = options["poll"]
         # At most 63 bytes.  If two ledgers share a channel, they wake each other's waiters in vain at times.
-        channel = f"{options['schema']}.{options['prefix']}bell"[:63]
-        self._listener = PostgresListener(conninfo, channel, self.bell, unavailable=not options["listen"])
+        channel = f"{options['schema']}.{options['prefix']}changes"[:63]
+        self._listener = PostgresListener(conninfo, channel, self.wakeups, unavailable=not options["listen"])
         self._watched: dict[Id, int] = {}  # the tokens of records whose owners will send a message
-        self._batches = Batches(self.database, self.bell, self._listener)
-        self._claims = Lane(self._batches.run_claims, most=BATCH_LIMIT, abandoned=self._batches.undo_claim)
-        self._writes = Lane(self._batches.run_writes, most=BATCH_LIMIT)
+        self._batches = Batches(self.database, self.wakeups, self._listener)
+        self._claims = Batcher(self._batches.run_claims, limit=BATCH_LIMIT, undo=self._batches.undo_claims)
+        self._writes = Batcher(self._batches.run_writes, limit=BATCH_LIMIT)
         self.lender: TransactionSource = OwnSource(self, conninfo, limit=options["pool"])
         weakref.finalize(self, self._listener.close)  # or its thread would outlive a store that nobody closed
 
@@ -216,7 +215,7 @@ class PostgresStore:
         except StoreError:
             return  # then there is no message, and the waiter looks for itself after a while
         if not running:
-            self.bell.ring(record.id)
+            self.wakeups.notify(record.id)
             return
         if len(self._watched) >= MOST_WATCHED:
             self._watched.clear()
@@ -298,7 +297,7 @@ class PostgresStore:
         return Stats(**dict(zip(Stats.__struct_fields__, rows[0], strict=True)))
 
     def _notify(self, id: Id) -> Plan[None]:
-        self.bell.ring(id)
+        self.wakeups.notify(id)
         for message in self._listener.messages([id]):
             try:
                 yield from self.database.admin_rows(self._sql.notify, [self._listener.channel, message])

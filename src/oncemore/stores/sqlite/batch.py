@@ -12,9 +12,12 @@ from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, r
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey, OncemoreError
-from .connection import BAD_VALUES, as_store_error, is_bad_value, is_busy
 from .items import Change, Claim, Item, Settle, kept
 from .statements import Row, Statements, as_record
+from .writer import BAD_VALUES, as_store_error, is_bad_value, is_busy
+
+# How long a key that had been used before is remembered when its lease was granted to a caller that had gone.
+USED_BEFORE = 86400.0
 
 # What a record forgets when it is claimed again.
 BLANK: dict[str, Any] = {
@@ -218,6 +221,16 @@ class Flight:
 
     def hold(self, held: Lease, note: str) -> None:
         self.own(held, "hold", lambda _: {"state": HELD, "note": note})
+
+    def give_back(self, claim: Item) -> None:
+        """Undo a claim: its caller has gone, so the next one may have it."""
+        lease = claim.answer
+        if not isinstance(lease, Lease):
+            return
+        if lease.lapsed:  # a former holder's effect is in doubt, and so it must stay
+            self.renew(lease, 0.0)
+        else:  # a first attempt is forgotten, or the next would not be the first
+            self.release(lease, 0.0 if lease.attempt == 1 else USED_BEFORE)
 
     def touch(self, record: Record, retention: float) -> None:
         self.execute(self.sql.touch, (self.shift, retention, record.token, *record.id))

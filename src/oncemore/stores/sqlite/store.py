@@ -7,7 +7,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -18,16 +18,16 @@ from ..._ledger.connect import take_options, with_options
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Holder, Page, Stats
 from ..._ledger.transactions import TransactionSource
-from ..._runtime.batching import Ask, Lane, Tell
+from ..._runtime.batching import Batcher, Submit, own_error
 from ..._runtime.plan import Plan, Sleep
-from ..._runtime.wakeups import Bell, Id
-from ...errors import ConfigurationError, InvalidPayload
+from ..._runtime.wakeups import Id, Wakeups
+from ...errors import ConfigurationError, InvalidPayload, StoreError
 from .batch import Flight, fly, state_of
-from .connection import MEMORY, Connection, Use, Write
 from .items import NO_RECORD, Change, Claim, Item, Settle
 from .statements import Statements, as_record
 from .tables import make_ready, script
 from .transactions import SqliteAdapter, SqliteSource
+from .writer import MEMORY, Connection, Use, Write
 
 OPTIONS = {
     "create": True,
@@ -43,10 +43,6 @@ CURSOR = re.compile("[0-9]{1,18}")
 # A purge goes in slices, so that a claim never waits long for the commit that it shares; and rests after each for so
 # many times as long as it took, so that few claims meet it at all.  That leaves a thousand a second.
 SLICE, REST = 50, 15.0
-
-# How long a key that had been used before is remembered when its lease was granted to a caller who had gone away: a former
-# attempt may have left it to be remembered for that long.  One that had not is forgotten, or the next would not be the first.
-USED_BEFORE = 86400.0
 
 
 def connect(url: str) -> SqliteStore:
@@ -106,7 +102,7 @@ def empty_log(connection: sqlite3.Connection) -> None:
 class SqliteStore:
     """Records in a file.  All writes of a process go in groups through one connection; long reads have another."""
 
-    poll = 0.25  # other processes ring no bell here; but to look again writes nothing, and so costs no sync
+    poll = 0.25  # other processes send no notifications; looking again writes nothing, so it costs no sync
 
     def __init__(
         self,
@@ -121,7 +117,7 @@ class SqliteStore:
         timeout: float = 5.0,
     ) -> None:
         self.url = url or f"sqlite:///{path}"
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.shift = 0.0
         self.holder = Holder()
         self.path = path
@@ -134,8 +130,9 @@ class SqliteStore:
         open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
         self._writer = open_file(threaded=thread == "always")
         self._reader = self._writer if path == MEMORY else open_file()
-        self._lane: Lane[Item] = Lane(self._fly, abandoned=self._give_back)
-        self.lender: TransactionSource = SqliteSource(self, lambda writer: SqliteAdapter(writer, path, prepare))
+        self._claims: Batcher[Item] = Batcher(self._run_batch, undo=self._undo)
+        self._writes: Batcher[Item] = Batcher(self._run_batch)
+        self.lender: TransactionSource = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self._ready = False
 
     def ready(self) -> Plan[None]:
@@ -144,37 +141,30 @@ class SqliteStore:
             yield Use(self._writer, lambda connection: None)
             self._ready = True
 
-    def _fly(self, items: list[Item]) -> Plan[list[Any]]:
+    def _run_batch(self, items: list[Item]) -> Plan[Sequence[Any]]:
         sql, shift = self.sql, self.shift
         try:
             answers: list[Any] = yield Write(self._writer, lambda connection: fly(connection, sql, shift, items))
-        except asyncio.CancelledError:  # the loop is being shut down; but a commit cannot be stopped, so wait for it
-            yield Use(self._writer, lambda connection: None)
-            for item in items:
-                yield from self._give_back(item, item.answer)
-            raise
+        except StoreError as error:  # nothing was committed
+            return [own_error(error) for _ in items]
         for item in items:
             if item.rings and not isinstance(item.answer, BaseException):
-                self.bell.ring(item.id)
+                self.wakeups.notify(item.id)
         return answers
 
-    def _give_back(self, item: Item, answer: Any) -> Plan[None]:
-        """A caller went away while its claim was in flight: nobody will perform, so the next one may."""
-        if not isinstance(answer, Lease):
-            return
-        retention = 0.0 if answer.attempt == 1 else USED_BEFORE
-        give_back: Callable[[Flight], Any] = partial(Flight.release, held=answer, retention=retention)
-        if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
-            give_back = partial(Flight.renew, held=answer, lease=0.0)
-        yield from self._fly([Change(item.id, give_back, rings=True)])  # not through the lane, which waits for this
+    def _undo(self, items: list[Item]) -> Plan[None]:
+        """Give back what was granted to callers that have gone."""
+        yield from self._run_batch(
+            [Change(item.id, partial(Flight.give_back, claim=item), rings=True) for item in items]
+        )
 
     def _change(self, id: Id, apply: Callable[[Flight], Any], *, rings: bool = False) -> Plan[Any]:
-        return (yield Tell(self._lane, Change(id, apply, rings=rings)))
+        return (yield Submit(self._writes, Change(id, apply, rings=rings)))
 
     # What the guard asks
 
     def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
-        answer: Lease | Record = yield Ask(self._lane, Claim(operation, lease, self.holder.next()))
+        answer: Lease | Record = yield Submit(self._claims, Claim(operation, lease, self.holder.next()))
         return answer
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
@@ -184,7 +174,7 @@ class SqliteStore:
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        yield Tell(self._lane, Settle(held, outcome, retention, audit, note))
+        yield Submit(self._writes, Settle(held, outcome, retention, audit, note))
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         yield from self._change(held.operation.id, lambda flight: flight.release(held, retention), rings=True)
@@ -258,6 +248,7 @@ class SqliteStore:
 
     async def aclose(self) -> None:
         """As `close`, when what is in flight on this event loop has landed."""
-        await self._lane.drain()
+        await self._claims.drain()
+        await self._writes.drain()
         await self.lender.aclose()
         await asyncio.to_thread(self.close)

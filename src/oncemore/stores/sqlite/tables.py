@@ -6,8 +6,8 @@ import sqlite3
 from collections.abc import Mapping
 
 from ...errors import ConfigurationError
-from .connection import MEMORY
 from .statements import Statements
+from .writer import MEMORY
 
 # Kilobytes: enough for the upper levels of a million records' indexes.
 CACHE = 8192

@@ -7,7 +7,6 @@ other claim can come in between.  A savepoint tells at the end whether it is sti
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import re
 import sqlite3
@@ -33,15 +32,16 @@ from ..._ledger.transactions import (
     threads,
     transaction_over,
 )
-from ..._runtime.forks import Rest, reset_in_child
+from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
+from ..._runtime.loops import PerLoop
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
 from .._compat import open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
 from .batch import BLANK, claimable, state_of
-from .connection import MEMORY, UNWRITTEN, as_store_error, code, is_busy
 from .items import Settle
 from .statements import NOW, Statements, as_record
+from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
 
 if TYPE_CHECKING:
     from .store import SqliteStore
@@ -63,8 +63,6 @@ SET_MARK, CHECK_MARK = (Statement(f"SAVEPOINT {MARK}"), ()), (Statement(f"RELEAS
 # SQLite has no division by zero: it is NULL.
 CHECK = "SELECT abs(-9223372036854775807 - (1 - count(*))) FROM {records} WHERE token = ?1 AND state = ?2"
 RELEASE = "UPDATE {records} SET state = 'released', expires_at = {now} + ?2 WHERE token = ?3 AND state = 'running'"
-
-WRITERS = Rest()  # connections of our own are closed before each fork
 
 
 class SqliteTransaction:
@@ -269,23 +267,26 @@ class SqliteTransaction:
 
 
 class Writer:
-    """The queue of all threads, or of one event loop, for the turn to write the file.
+    """The queue of all threads, or of one event loop, for the turn to write the file at *path*.
 
-    Waiting in order is fairer and faster than contending for the file's lock.  *connection* is a connection of our own,
-    which stays open between two turns.
+    Waiting in order is fairer and faster than contending for the file's lock.  *connection* is a connection of the
+    ledger's own, if there is one; it stays open between two turns.
     """
 
-    def __init__(self, queue: asyncio.Lock | None = None) -> None:
+    def __init__(self, path: str, *, for_loop: bool = False) -> None:
+        self.path = path
+        self._for_loop = for_loop
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
         self.operation: Id | None = None  # running now
         self.owner: object = None  # the task or thread that runs it
         self.connection: Any = None
-        self._queue = queue  # of the tasks of one loop; threads wait for the lock itself
+        self._queue = asyncio.Lock() if self._for_loop else None  # of tasks; threads wait for the lock itself
         self._lock = threading.Lock()  # held during a turn, and during a fork: a fork may come from any thread
-        self._loop_thread = threading.get_ident() if queue is not None else None
         self._stop: Callable[[], object] = lambda: None
-        self._ending: list[Future[Any]] = []
-        self._process = os.getpid()
-        WRITERS.things.add(self)
+        self._stopping: Future[Any] | None = None
 
     def turn(self, limit: float, got: Callable[[], None]) -> Do[None]:
         """Effect: wait for the turn, at most *limit* seconds.  *got* is called in the very moment that it is ours."""
@@ -296,7 +297,7 @@ class Writer:
             got()
 
     async def _await(self, limit: float, got: Callable[[], None]) -> None:
-        assert self._queue is not None, "this is the queue of an event loop"
+        assert self._queue is not None, "the writer is that of an event loop"
         if not await acquired(self._queue, limit):
             return
         try:
@@ -314,9 +315,11 @@ class Writer:
             self._queue.release()
 
     def keep_open(self, connection: Any) -> None:
-        """Keep an aiosqlite *connection* until it is closed, or until the event loop is gone."""
+        """Keep *connection* open between turns, until it is closed or this writer is gone; closed before each fork."""
         self.connection = connection
-        self._stop = weakref.finalize(self, stop_aiosqlite, connection)
+        close_before_fork(self)
+        if not isinstance(connection, sqlite3.Connection):
+            self._stop = weakref.finalize(self, stop_aiosqlite, connection)
 
     def close_connection(self) -> None:
         """Close our own connection, if there is one.  An aiosqlite thread finishes its statement first; nobody waits."""
@@ -325,33 +328,32 @@ class Writer:
             connection.close()
         elif connection is not None:
             with suppress(RuntimeError):  # the interpreter ends, and the connection with it
-                self._ending = [threads().submit(self._stop)]
+                self._stopping = threads().submit(self._stop)
 
     def close(self) -> None:
         with self._lock:
             self.close_connection()
 
     async def aclose(self) -> None:
-        assert self._queue is not None, "this is the queue of an event loop"
+        assert self._queue is not None, "the writer is that of an event loop"
         async with self._queue:
             self.close_connection()
-        for future in self._ending:
-            await asyncio.to_thread(future.result)
+        if self._stopping is not None:
+            await asyncio.to_thread(self._stopping.result)
 
-    # Around a fork
-
-    def _rest(self) -> bool:
-        if self.connection is None or self._process != os.getpid():
+    def _close_for_fork(self) -> bool:
+        if not self._lock.acquire(blocking=False):
             return False
-        limit = 0 if self._loop_thread == threading.get_ident() or self.owner == current_caller() else 5.0
-        return self._lock.acquire(timeout=limit)
+        try:
+            self.close_connection()
+            if self._stopping is not None:
+                self._stopping.result()
+        except BaseException:
+            self._lock.release()
+            raise
+        return True
 
-    def _put_away(self) -> None:
-        self.close_connection()
-        for future in self._ending:
-            future.result(5)
-
-    def _go_on(self) -> None:
+    def _end_fork(self) -> None:
         self._lock.release()
 
 
@@ -387,8 +389,9 @@ class SqliteSource:
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self._threads = Writer()
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Writer] = weakref.WeakKeyDictionary()
+        path = self.store.path
+        self._threads = Writer(path)
+        self._loops = PerLoop(lambda: Writer(path, for_loop=True), Writer.close_connection)
 
     def open(self) -> Plan[Transaction]:
         if self.store.path == MEMORY:
@@ -398,19 +401,7 @@ class SqliteSource:
         return SqliteTransaction(self.store, writer, self._make_adapter(writer))
 
     async def _on_loop(self) -> Writer:
-        loop = asyncio.get_running_loop()
-        writer = self._loops.get(loop)
-        if writer is None:
-            self._close_ended_loops()
-            writer = self._loops[loop] = Writer(asyncio.Lock())
-        return writer
-
-    def _close_ended_loops(self) -> None:
-        """Close the connections of closed loops: a queue in which a task has waited keeps its loop alive."""
-        for loop, writer in tuple(self._loops.items()):
-            if loop.is_closed():
-                self._loops.pop(loop, None)  # another thread may have been quicker
-                writer.close_connection()
+        return self._loops.get()
 
     def again(self, error: BaseException) -> bool:
         """Whether the same transaction may work next time, because another process had the lock that it wanted.
@@ -423,11 +414,11 @@ class SqliteSource:
         return cause is not None and is_busy(cause)
 
     def close(self) -> None:
-        self._close_ended_loops()
+        self._loops.drop_closed()
         self._threads.close()
 
     async def aclose(self) -> None:
-        writer = self._loops.pop(asyncio.get_running_loop(), None)
+        writer = self._loops.pop()
         if writer is not None:
             await writer.aclose()
         self.close()
@@ -436,9 +427,8 @@ class SqliteSource:
 class SqliteAdapter:
     """One transaction on the ledger's own connection to its file: sqlite3's on threads, aiosqlite's on an event loop."""
 
-    def __init__(self, writer: Writer, path: str, prepare: Callable[[sqlite3.Connection], None]) -> None:
+    def __init__(self, writer: Writer, prepare: Callable[[sqlite3.Connection], None]) -> None:
         self._writer = writer
-        self._path = path
         self._prepare = prepare
 
     @property
@@ -454,20 +444,21 @@ class SqliteAdapter:
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         if self._writer.connection is None:
+            check_usable(self._writer.path)
             yield Do(self._connect, self._aconnect)
         return (yield self._do(lambda connection: begin_again(connection, queries)))  # type: ignore[no-any-return]
 
     def _connect(self) -> None:
-        connection = sqlite3.connect(self._path, **CONNECTION)
+        connection = sqlite3.connect(self._writer.path, **CONNECTION)
         try:
             self._prepare(connection)
         except BaseException:
             connection.close()
             raise
-        self._writer.connection = connection
+        self._writer.keep_open(connection)
 
     async def _aconnect(self) -> None:
-        connection = await open_aiosqlite(self._path, **CONNECTION)
+        connection = await open_aiosqlite(self._writer.path, **CONNECTION)
         self._writer.keep_open(connection)
         try:
             await run_in_aiosqlite(connection, self._prepare)

@@ -109,6 +109,47 @@ class Transaction(Protocol):
     def drop(self) -> None: ...  # close the connection at once, without a word to the server
 
 
+class AdapterTransaction:
+    """The part of a Transaction that is the same on every database: the connection, and the end without a commit."""
+
+    def __init__(self, adapter: TransactionAdapter) -> None:
+        self._adapter = adapter
+        self._open = True
+
+    @property
+    def connection(self) -> Any:
+        if not self._open:
+            raise transaction_over()
+        return self._adapter.connection
+
+    @property
+    def awaited(self) -> bool:
+        return self._adapter.awaited
+
+    def session(self) -> Any:
+        if not self._open:
+            raise transaction_over()
+        return self._adapter.session()
+
+    def abort(self) -> Plan[None]:
+        if not self._open:
+            return
+        try:
+            yield from self._adapter.rollback()
+        except BaseException:
+            self.drop()
+            raise
+        self._end()
+
+    def drop(self) -> None:
+        if self._open:
+            self._adapter.discard()
+            self._end()
+
+    def _end(self) -> None:
+        self._open = False
+
+
 class TransactionSource(Protocol):
     """Opens transactions on the database that the ledger is in."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..._ledger.decisions import is_over
 from ..._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.transactions import (
+    AdapterTransaction,
     Again,
     Query,
     Rows,
@@ -19,7 +20,6 @@ from ..._ledger.transactions import (
     Transaction,
     TransactionAdapter,
     commit_forbidden,
-    transaction_over,
 )
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, InProgress, OncemoreError, StoreUnavailable, TransactionEnded
@@ -59,31 +59,15 @@ class PostgresSource:
         """The user's connections are not ours to close."""
 
 
-class PostgresTransaction:
+class PostgresTransaction(AdapterTransaction):
     """The ledger's verbs in one transaction."""
 
     def __init__(self, store: PostgresStore, adapter: TransactionAdapter) -> None:
+        super().__init__(adapter)
         self._store = store
         self._sql = store.database.sql
-        self._adapter = adapter
         self._wait = 0.0
         self._writes: list[Query] = []
-        self._open = True
-
-    @property
-    def connection(self) -> Any:
-        if not self._open:
-            raise transaction_over()
-        return self._adapter.connection
-
-    @property
-    def awaited(self) -> bool:
-        return self._adapter.awaited
-
-    def session(self) -> Any:
-        if not self._open:
-            raise transaction_over()
-        return self._adapter.session()
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
         self._wait = wait
@@ -169,22 +153,7 @@ class PostgresTransaction:
             yield from self._adapter.commit(*self._writes)
         except Exception as error:
             raise_translated(error, committing=True)
-        self._open = False
-
-    def abort(self) -> Plan[None]:
-        if not self._open:
-            return
-        try:
-            yield from self._adapter.rollback()
-        except BaseException:
-            self.drop()
-            raise
-        self._open = False
-
-    def drop(self) -> None:
-        if self._open:
-            self._open = False
-            self._adapter.discard()
+        self._end()
 
     def _execute(self, query: Query) -> Plan[Rows]:
         try:

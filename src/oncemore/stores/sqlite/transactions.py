@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.transactions import (
+    AdapterTransaction,
     Again,
     Do,
     Query,
@@ -30,7 +31,6 @@ from ..._ledger.transactions import (
     commit_forbidden,
     no_session,
     threads,
-    transaction_over,
 )
 from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
 from ..._runtime.loops import PerLoop
@@ -38,8 +38,8 @@ from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
 from .._compat import open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
-from .batch import BLANK, claimable, state_of
-from .items import Settle
+from .batch import claimable, state_of, taken_over
+from .items import Claim, Settle
 from .statements import NOW, Statements, as_record
 from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
 
@@ -65,38 +65,23 @@ CHECK = "SELECT abs(-9223372036854775807 - (1 - count(*))) FROM {records} WHERE 
 RELEASE = "UPDATE {records} SET state = 'released', expires_at = {now} + ?2 WHERE token = ?3 AND state = 'running'"
 
 
-class SqliteTransaction:
+class SqliteTransaction(AdapterTransaction):
     """The ledger's verbs in one transaction.  *writer* is the queue that it waits in for its turn to write the file."""
 
     def __init__(self, store: SqliteStore, writer: Writer, adapter: TransactionAdapter) -> None:
+        super().__init__(adapter)
         self._store = store
         self._sql = store.sql
         self._writer = writer
-        self._adapter = adapter
         self._writes: list[Query] = []
-        self._has_turn = False
-
-    @property
-    def connection(self) -> Any:
-        if not self._has_turn:
-            raise transaction_over()
-        return self._adapter.connection
-
-    @property
-    def awaited(self) -> bool:
-        return self._adapter.awaited
-
-    def session(self) -> Any:
-        if not self._has_turn:
-            raise transaction_over()
-        return self._adapter.session()
+        self._open = False  # until it has its turn
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
         yield from self._take_turn(operation.id, wait)
         limit = max(wait, self._store.timeout)
         ends = time.monotonic() + limit
-        holder = self._store.holder.next()
-        insert, find = self._claim_queries(operation, lease, holder)
+        claim = Claim(operation, lease, self._store.holder.next(), request)
+        insert, find = self._claim_queries(claim)
         while True:
             try:
                 rows = yield from self._adapter.begin(insert, SET_MARK, find)
@@ -113,52 +98,44 @@ class SqliteTransaction:
                 if time.monotonic() > ends:
                     raise StoreTimeout(f"{self._store.path}: locked by another for {limit:g} s") from error
             yield Sleep(random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE))
-        return (yield from self._claimed(operation, lease, holder, rows))
+        return (yield from self._claimed(claim, rows))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        holder = self._store.holder.next()
+        claim = Claim(operation, lease, self._store.holder.next(), request)
         try:
-            rows = yield from self._adapter.execute(*self._claim_queries(operation, lease, holder))
+            rows = yield from self._adapter.execute(*self._claim_queries(claim))
         except UnicodeError as error:
             raise invalid_names() from error
-        return (yield from self._claimed(operation, lease, holder, rows))
+        return (yield from self._claimed(claim, rows))
 
-    def _claim_queries(self, operation: Operation, lease: float, holder: str) -> tuple[Query, Query]:
+    def _claim_queries(self, claim: Claim) -> tuple[Query, Query]:
         """Insert a record unless there is one; then read it, whoever has it."""
-        names = (*operation.id, operation.name, operation.fingerprint, holder)
-        insert = (Statement(self._sql.claim_one), (self._store.shift, *names, lease))
+        operation = claim.operation
+        names = (*operation.id, operation.name, operation.fingerprint, claim.holder)
+        insert = (Statement(self._sql.claim_one), (self._store.shift, *names, claim.lease))
         return insert, self._find_query(operation.id)
 
     def _find_query(self, id: Id) -> Query:
         text, values = self._sql.look.bind(self._store.shift, [id])
         return Statement(text), values
 
-    def _claimed(self, operation: Operation, lease: float, holder: str, rows: Rows) -> Plan[Lease | Record]:
+    def _claimed(self, claim: Claim, rows: Rows) -> Plan[Lease | Record]:
         """The lease on the record that was found: inserted just now, or taken over.  Otherwise the record."""
         record = as_record(tuple(rows[0]))
-        if record.holder == holder:  # no other claim ever has this name
-            return Lease(operation, record.token, record.lease_until)
-        if not claimable(operation, record):
+        if record.holder == claim.holder:  # no other claim ever has this name
+            if claim.request:
+                yield from self._adapter.execute((Statement(self._sql.set_request), (claim.request, record.token)))
+            return Lease(claim.operation, record.token, record.lease_until)
+        if not claimable(claim.operation, record):
             return record
-        state, attempts, created_at = state_of(record), record.attempts + 1, record.created_at
-        if state == "absent":
-            attempts, created_at = 1, record.now
-        [(token, now)] = yield from self._adapter.execute((Statement(self._sql.next_token), (self._store.shift,)))
-        columns = {
-            "token": token,
-            "state": "running",
-            "name": operation.name,
-            "fingerprint": operation.fingerprint,
-            "holder": holder,
-            "attempts": attempts,
-            "created_at": created_at,
-            "lease_until": now + lease,
-            **BLANK,
-        }
+        [(token, _)] = yield from self._adapter.execute((Statement(self._sql.next_token), (self._store.shift,)))
+        columns, lease = taken_over(record, claim, token)
+        archive: Query = (Statement(self._sql.archive), (record.token,))
         change: Query = (Statement(self._sql.change(columns)), (*columns.values(), record.token))
-        archive: Query = (Statement(self._sql.archive), (record.token,))  # only if its rule says so
-        yield from self._adapter.execute(*([archive] if state == "absent" else []), change)
-        return Lease(operation, token, now + lease, attempts, lapsed=state == "lapsed")
+        yield from self._adapter.execute(
+            *([archive] if lease.attempt == 1 else []), change
+        )  # 1: the record has expired
+        return lease
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
@@ -205,7 +182,7 @@ class SqliteTransaction:
             if code(cause) in UNWRITTEN:
                 yield from self._overwrite()
             raise as_store_error(cause, self._store.path) from error
-        self._end_turn()
+        self._end()
 
     def _overwrite(self) -> Plan[None]:
         """Write over the log after a failed commit, with a small commit of another kind.
@@ -218,21 +195,6 @@ class SqliteTransaction:
             yield from self._adapter.commit()
         except Exception:
             yield from self._adapter.rollback()
-
-    def abort(self) -> Plan[None]:
-        if not self._has_turn:
-            return
-        try:
-            yield from self._adapter.rollback()
-        except BaseException:
-            self.drop()
-            raise
-        self._end_turn()
-
-    def drop(self) -> None:
-        if self._has_turn:
-            self._adapter.discard()
-            self._end_turn()
 
     # The turn to write
 
@@ -248,9 +210,9 @@ class SqliteTransaction:
         try:
             yield writer.turn(limit, self._got_turn)
         except BaseException:  # a caller that is cancelled may have got the turn all the same
-            self._end_turn()
+            self._end()
             raise
-        if self._has_turn:
+        if self._open:
             writer.operation, writer.owner = id, caller
         elif duplicate:
             raise InProgress("The first request with this key is still running; retry later", retry_after=1.0)
@@ -258,11 +220,11 @@ class SqliteTransaction:
             raise StoreTimeout(f"{self._store.path}: this process has been writing it for {limit:g} s")
 
     def _got_turn(self) -> None:
-        self._has_turn = True
+        self._open = True
 
-    def _end_turn(self) -> None:
-        if self._has_turn:
-            self._has_turn = False
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
             self._writer.end_turn()
 
 

@@ -103,6 +103,13 @@ class DjangoAdapter:
         self.connection: Any = None
         self._atomic: Any = None
 
+    @classmethod
+    def on(cls, alias: str, driver: Driver) -> DjangoAdapter:
+        """The adapter for `execute` in the transaction that the user has begun on this thread's connection."""
+        adapter = cls(alias, driver)
+        adapter.connection = connections[alias]
+        return adapter
+
     def session(self) -> Any:
         raise no_session()
 

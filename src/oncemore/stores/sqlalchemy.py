@@ -123,6 +123,13 @@ class SqlalchemyAdapter:
         self._transaction: RootTransaction | None = None
         self._sessions: list[Session] = []
 
+    @classmethod
+    def on(cls, connection: Any) -> SqlalchemyAdapter:
+        """The adapter for `execute` in a transaction that the user has begun on *connection*, sync or async."""
+        adapter = cls(connection.engine)
+        adapter.connection = connection
+        return adapter
+
     def session(self) -> Session | AsyncSession:
         if self.awaited:
             asynchronous = AsyncSession(bind=self.connection, join_transaction_mode=JOIN)

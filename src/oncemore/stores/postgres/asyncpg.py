@@ -88,6 +88,13 @@ class AsyncpgAdapter:
         self._raw: Any = None
         self._transaction: Any = None
 
+    @classmethod
+    def on(cls, connection: Any) -> AsyncpgAdapter:
+        """The adapter for `execute` in a transaction that the user has begun on *connection*."""
+        adapter = cls(None, 0.0)
+        adapter.connection, adapter._raw = connection, asyncpg_connection(connection)
+        return adapter
+
     def session(self) -> Any:
         raise no_session()
 

@@ -35,6 +35,13 @@ class PsycopgAdapter:
         self._connections = connections
         self._timeout = timeout
 
+    @classmethod
+    def on(cls, connection: Any) -> PsycopgAdapter:
+        """The adapter for `execute` in a transaction that the user has begun on *connection*, sync or async."""
+        adapter = cls.__new__(cls)
+        adapter.connection = connection
+        return adapter
+
     @property
     def awaited(self) -> bool:
         return isinstance(self.connection, psycopg.AsyncConnection)

@@ -393,6 +393,13 @@ class SqliteAdapter:
         self._writer = writer
         self._prepare = prepare
 
+    @classmethod
+    def on(cls, connection: Any) -> SqliteAdapter:
+        """The adapter for `execute` in a transaction that the user has begun on *connection*, sqlite3's or aiosqlite's."""
+        writer = Writer("")
+        writer.connection = connection
+        return cls(writer, lambda _: None)
+
     @property
     def connection(self) -> Any:
         return self._writer.connection

@@ -1,4 +1,4 @@
-"""The plan itself, in virtual time: laws that hold for any policy and any server."""
+"""The retry loop in virtual time: laws that hold for any policy and any server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oncemore.client.retry import Retry
 from oncemore.client.verdict import Fault
 from oncemore.errors import ConfigurationError
 
-from .virtual import Course, Scripted, Step
+from .virtual import Scripted, Step, VirtualRun
 
 OK = Step(status=201)
 TIMEOUT = Fault("timeout")
@@ -40,19 +40,20 @@ policies = st.builds(
 
 @given(st.lists(steps, min_size=1, max_size=8), policies, st.floats(0, 1, exclude_max=True))
 def test_the_laws_of_any_run(script: list[Step], retry: Retry, chance: float) -> None:
-    """CASES 35, 37."""
     work = Scripted(*script)
-    course = Course(work, retry, chance=chance)
+    virtual = VirtualRun(work, retry, chance=chance)
     with suppress(RetriesExhausted):
-        course.run()
-    assert course.now <= retry.deadline + 1e-6  # hard, hanging attempts included
-    assert len(course.begun) <= retry.attempts
-    assert all(limit <= (retry.attempt_timeout or retry.deadline) for limit in work.limits)
-    assert all(begun + limit <= retry.deadline + 1e-6 for begun, limit in zip(course.begun, work.limits, strict=True))
+        virtual.run()
+    assert virtual.now <= retry.deadline + 1e-6  # hard, hanging attempts included
+    assert len(virtual.begun) <= retry.attempts
+    assert all(limit <= (retry.attempt_timeout or retry.deadline) for limit in work.timeouts)
+    assert all(
+        begun + limit <= retry.deadline + 1e-6 for begun, limit in zip(virtual.begun, work.timeouts, strict=True)
+    )
     told = work.story
     assert told is not None
-    assert [attempt.number for attempt in told.attempts] == list(range(1, len(course.begun) + 1))
-    assert sum(attempt.delay for attempt in told.attempts) == pytest.approx(sum(course.pauses))
+    assert [attempt.number for attempt in told.attempts] == list(range(1, len(virtual.begun) + 1))
+    assert sum(attempt.delay for attempt in told.attempts) == pytest.approx(sum(virtual.pauses))
     again = [attempt.verdict.again for attempt in told.attempts]
     assert all(again[:-1])
     assert again[-1] is bool(told.reason)
@@ -62,18 +63,16 @@ def test_the_laws_of_any_run(script: list[Step], retry: Retry, chance: float) ->
     ("wish", "waited"), [("2", [2.1]), ("9", [9.0]), ("11", []), ("0", [])], ids=["spread", "squeezed", "beyond", "now"]
 )
 def test_the_servers_wish_is_met_but_never_beyond_the_deadline(wish: str, waited: list[float]) -> None:
-    """CASES 36."""
     work = Scripted(Step(headers={"Retry-After": wish}), OK)
-    course = Course(work, Retry(deadline=9.3), chance=0.5)
-    assert course.run().status == (503 if wish == "11" else 201)
-    assert course.pauses == pytest.approx(waited)
+    virtual = VirtualRun(work, Retry(deadline=9.3), chance=0.5)
+    assert virtual.run().status == (503 if wish == "11" else 201)
+    assert virtual.pauses == pytest.approx(waited)
 
 
 def test_an_answer_that_is_replaced_is_let_go_of() -> None:
-    """CASES 33."""
     work = Scripted(Step(), Step(fault=TIMEOUT), OK)
-    Course(work, Retry()).run()
-    assert work.discarded == 1
+    VirtualRun(work, Retry()).run()
+    assert work.closed == 1
 
 
 @pytest.mark.parametrize(
@@ -87,22 +86,20 @@ def test_an_answer_that_is_replaced_is_let_go_of() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_story_says_why_it_stopped(work: Scripted, reason: str) -> None:
-    """CASES 36."""
-    Course(work, Retry(attempts=3)).run()
+    VirtualRun(work, Retry(attempts=3)).run()
     assert work.story is not None
     assert work.story.reason == reason
 
 
 def test_observers_hear_of_retries_of_recovery_and_of_exhaustion() -> None:
-    """CASES 31."""
-    course = Course(Scripted(Step(), Step(), OK), Retry())
-    course.run()
-    assert [event.kind for event in course.events] == ["retrying", "retrying", "recovered"]
-    assert [event.delay for event in course.events[:2]] == course.pauses
-    course = Course(Scripted(Step()), Retry(attempts=2))
-    course.run()
-    assert [event.kind for event in course.events] == ["retrying", "exhausted"]
-    quiet = Course(Scripted(OK), Retry())
+    virtual = VirtualRun(Scripted(Step(), Step(), OK), Retry())
+    virtual.run()
+    assert [event.kind for event in virtual.events] == ["retrying", "retrying", "recovered"]
+    assert [event.delay for event in virtual.events[:2]] == virtual.pauses
+    virtual = VirtualRun(Scripted(Step()), Retry(attempts=2))
+    virtual.run()
+    assert [event.kind for event in virtual.events] == ["retrying", "exhausted"]
+    quiet = VirtualRun(Scripted(OK), Retry())
     quiet.run()
     assert quiet.events == []
 
@@ -115,13 +112,12 @@ def load(hosts: Hosts, retry: Retry, script: list[Step], operations: int) -> lis
     made = []
     for _ in range(operations):
         work = Scripted(*script)
-        Course(work, retry, hosts=hosts).run()
-        made.append(len(work.limits))
+        VirtualRun(work, retry, hosts=hosts).run()
+        made.append(len(work.timeouts))
     return made
 
 
 def test_against_a_server_that_fails_everything_retries_add_little_once_the_budget_is_spent() -> None:
-    """CASES 39."""
     hosts = Hosts()
     made = load(hosts, Retry(attempts=5, budget=Budget(tokens=20, ratio=0.1)), [Step()], 200)
     assert made[0] == 5
@@ -131,7 +127,7 @@ def test_against_a_server_that_fails_everything_retries_add_little_once_the_budg
 
 @given(st.lists(st.sampled_from([201, 503]), min_size=1, max_size=200), st.floats(0, 0.2))
 def test_retries_are_never_more_than_the_budget_gives(statuses: list[int], ratio: float) -> None:
-    """CASES 39.  Half of the tokens, and a share of the successes."""
+    """Half of the tokens, and a share of the successes."""
     hosts = Hosts()
     retry = Retry(attempts=2, budget=Budget(tokens=10, ratio=ratio))
     made = [count for status in statuses for count in load(hosts, retry, [Step(status=status)], 1)]
@@ -139,7 +135,6 @@ def test_retries_are_never_more_than_the_budget_gives(statuses: list[int], ratio
 
 
 def test_success_fills_the_budget_again() -> None:
-    """CASES 39."""
     hosts = Hosts()
     retry = Retry(attempts=5, budget=Budget(tokens=10, ratio=0.1))
     load(hosts, retry, [Step()], 10)
@@ -149,7 +144,6 @@ def test_success_fills_the_budget_again() -> None:
 
 
 def test_each_host_has_its_own_budget_shared_by_all_who_use_that_policy() -> None:
-    """CASES 39."""
     hosts, budget = Hosts(), Budget()
     assert hosts.get("a", budget, None) is hosts.get("a", Budget(), None)
     assert hosts.get("a", budget, None) is not hosts.get("b", budget, None)
@@ -160,7 +154,6 @@ def test_each_host_has_its_own_budget_shared_by_all_who_use_that_policy() -> Non
 
 
 def test_refusals_that_are_not_the_hosts_fault_cost_nothing() -> None:
-    """CASES 39."""
     hosts, budget = Hosts(), Budget(tokens=10)
     load(hosts, Retry(budget=budget), [Step(status=404)], 50)
     host = hosts.get("host", budget, None)
@@ -169,7 +162,6 @@ def test_refusals_that_are_not_the_hosts_fault_cost_nothing() -> None:
 
 
 def test_an_open_circuit_sends_nothing_until_it_has_cooled_down() -> None:
-    """CASES 39."""
     hosts = Hosts()
     retry = Retry(attempts=1, breaker=Breaker(failures=3, cooldown=30))
     load(hosts, retry, [Step()], 3)
@@ -181,7 +173,6 @@ def test_an_open_circuit_sends_nothing_until_it_has_cooled_down() -> None:
 
 
 def test_one_probe_decides_whether_the_circuit_closes() -> None:
-    """CASES 39."""
     host = Host(None, Breaker(failures=2, cooldown=10))
     assert host.closed_in(0) == 0
     host.failed(0)
@@ -199,7 +190,6 @@ def test_one_probe_decides_whether_the_circuit_closes() -> None:
 
 
 def test_a_probe_that_is_never_heard_of_again_does_not_bar_the_way() -> None:
-    """CASES 39."""
     host = Host(None, Breaker(failures=1, cooldown=10))
     host.failed(0)
     assert host.closed_in(10) == 0
@@ -207,13 +197,12 @@ def test_a_probe_that_is_never_heard_of_again_does_not_bar_the_way() -> None:
 
 
 def test_a_circuit_that_opens_between_two_attempts_ends_the_run_with_what_is_known() -> None:
-    """CASES 39."""
     work = Scripted(Step(status=502))
-    reply = Course(work, Retry(attempts=5, budget=None, breaker=Breaker(failures=2, cooldown=60))).run()
+    reply = VirtualRun(work, Retry(attempts=5, budget=None, breaker=Breaker(failures=2, cooldown=60))).run()
     assert reply.status == 502
     assert work.story is not None
     assert work.story.reason == "breaker"
-    assert len(work.limits) == 2
+    assert len(work.timeouts) == 2
 
 
 @pytest.mark.parametrize(
@@ -221,17 +210,16 @@ def test_a_circuit_that_opens_between_two_attempts_ends_the_run_with_what_is_kno
     [lambda: Budget(tokens=0), lambda: Budget(ratio=2), lambda: Breaker(failures=0), lambda: Breaker(cooldown=0)],
 )
 def test_rules_that_cannot_work_are_refused(wrong: Any) -> None:
-    """CASES 39."""
     with pytest.raises(ConfigurationError):
         wrong()
 
 
 def test_a_schedule_that_comes_to_its_end_is_given_up_like_any_other() -> None:
-    """CASES 40.  After the tenth delivery there is no eleventh to wait for."""
-    course = Course(Scripted(Step(fault=Fault("connection"))), Retry.webhook_delivery(budget=None))
+    """After the tenth delivery there is no eleventh to wait for."""
+    virtual = VirtualRun(Scripted(Step(fault=Fault("connection"))), Retry.webhook_delivery(budget=None))
     with pytest.raises(RetriesExhausted) as caught:
-        course.run()
+        virtual.run()
     assert caught.value.story is not None
     assert caught.value.story.reason == "attempts"
-    assert len(course.begun) == 10
-    assert course.begun[-1] < 86400
+    assert len(virtual.begun) == 10
+    assert virtual.begun[-1] < 86400

@@ -185,29 +185,3 @@ def test_file_that_is_reset_in_the_child_is_closed_before_its_forks() -> None:
     fork._after_in_parent()
     forking.release()
     assert file.calls == ["close", "close", "end"]
-
-
-class Still:
-    def __init__(self, ready: bool = True) -> None:
-        self.ready = ready
-        self.told: list[str] = []
-
-    def _rest(self) -> bool:
-        self.told.append("rest")
-        return self.ready
-
-    def _put_away(self) -> None:
-        self.told.append("put away")
-
-    def _go_on(self) -> None:
-        self.told.append("go on")
-
-
-def test_rest_closes_what_is_ready_and_goes_on_after_the_fork() -> None:
-    rest, still, busy = fork.Rest(), Still(), Still(ready=False)
-    rest.things.update({still, busy})
-    assert in_child(lambda: in_child(list)) == 0
-    rest._begin()
-    rest._forget()
-    assert still.told == ["rest", "put away", "go on", "rest", "put away"]
-    assert busy.told == ["rest", "rest"]

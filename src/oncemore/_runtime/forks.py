@@ -101,36 +101,3 @@ def _after_in_child() -> None:
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
-
-
-class Resting(Protocol):
-    """What must be at rest while its process forks."""
-
-    def _rest(self) -> bool: ...  # nobody uses it from now on; False where that cannot be
-    def _put_away(self) -> None: ...  # close what must not be open then
-    def _go_on(self) -> None: ...  # the fork is over; not called in the child
-
-
-class Rest:
-    """Brings its *things* to rest before each fork.  Of two, the one that was made later does so first."""
-
-    def __init__(self) -> None:
-        self.things: WeakSet[Resting] = WeakSet()
-        self._resting: list[Resting] = []
-        self._forking = threading.Lock()
-        os.register_at_fork(before=self._begin, after_in_parent=self._end, after_in_child=self._forget)
-
-    def _begin(self) -> None:
-        self._forking.acquire()
-        for thing in tuple(self.things):
-            if thing._rest():
-                self._resting.append(thing)  # first, that it may go on where an interrupt comes while it is closed
-                thing._put_away()
-
-    def _end(self) -> None:
-        while self._resting:
-            self._resting.pop()._go_on()
-        self._forking.release()
-
-    def _forget(self) -> None:
-        self._forking, self._resting = threading.Lock(), []

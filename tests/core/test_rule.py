@@ -276,6 +276,11 @@ def test_a_setting_that_cannot_be_meant_is_refused(settings, hint):
         ({"in_flight": "conflict", "wait": "5s"}, "nobody waits"),
         ({"effect": "transaction", "streams": "release"}, "streams: 'release' forgets"),
         ({"effect": "steps", "streams": "release"}, "streams: 'release' leaves it unfinished"),
+        (
+            {"effect": "transaction", "reruns": 1},
+            "reruns: a request whose transaction the database refuses is not run again",
+        ),
+        ({"reruns": 1}, "reruns: a request whose transaction the database refuses is not run again"),
         ({"effect": "steps", "if_match": True}, "what its own steps have changed"),
         ({"key": "none", "if_match": True}, "it would not be asked; give the rule a key"),
         ({"unique_by": "{body.orderId}", "if_match": True}, "unique_by would not be asked"),

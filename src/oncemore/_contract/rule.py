@@ -193,6 +193,11 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
             "streams: 'release' leaves it unfinished when all of its steps are taken, and in the end they would be undone; "
             "with effect = 'steps' write 'refuse' or 'store'"
         )
+    if "reruns" in given and values["effect"] != "steps":
+        yield (
+            "reruns: a request whose transaction the database refuses is not run again, but answered 503 with Retry-After, "
+            "and its retry is safe; only the steps of effect = 'steps' are run again, so drop reruns"
+        )
     if values["effect"] == "steps" and values["if_match"]:
         yield (
             "if_match: with effect = 'steps', a request that is gone on with would meet what its own steps have changed; "

@@ -16,12 +16,11 @@ from .._fingerprint.fingerprint import fingerprint_of
 from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError, CorruptRecord
 from .classes import annotated_classes, can_be_returned, module_of
-from .context import Op
-from .current import running
+from .context import Op, running
 from .decisions import Answer
 from .guard import Guard, check_guard
 from .model import Operation
-from .step import VARIADIC
+from .steps import VARIADIC
 from .transactions import Do
 from .values import replayed
 
@@ -189,7 +188,7 @@ class Once(Generic[P, T]):
         try:  # not performed just now, or the result was None, which reads back as itself
             return replayed(answer.outcome, self.policy.errors, self.policy.types)
         except CorruptRecord as error:
-            self.guard.tell("failed", operation, code=error.code, detail=error.detail)
+            self.guard.emit("failed", operation, code=error.code, detail=error.detail)
             raise
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -45,6 +45,8 @@ class PerLoop(Generic[T]):
 
     def drop_closed(self) -> None:
         """Drop the things of closed loops.  A pending task or future in one of them would keep its loop alive for ever."""
+        if self._latest[0]() is None:  # the loop was collected, and its thing with it, but for this reference
+            self._latest = (lambda: None, None)
         for known in self._things.keyrefs():
             loop = known()
             if loop is not None and loop.is_closed():
@@ -55,3 +57,33 @@ class PerLoop(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._things)
+
+
+_tasks: set[asyncio.Task[Any]] = set()
+
+
+def keep_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task on the running loop and keep it until it is done; a loop holds its tasks only weakly."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
+
+
+async def finish_despite_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run *coroutine* in a task of its own, to its end; a cancellation of the caller is raised after that.
+
+    If `asyncio.run` ends meanwhile, it cancels that task too.
+    """
+    task = keep_task(coroutine)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        if not task.cancelled() and task.exception() is not None:
+            raise asyncio.CancelledError from task.exception()
+        raise asyncio.CancelledError
+    return task.result()

@@ -124,8 +124,14 @@ def cut_after_the_first(plan: Plan[bool], proxy: FaultProxy) -> Plan[bool]:
     result = yield next(plan)
     proxy.cut_answers()
     try:
+        effect = plan.send(result)
         while True:
-            result = yield plan.send(result)
+            try:
+                result = yield effect
+            except BaseException as error:
+                effect = plan.throw(error)
+            else:
+                effect = plan.send(result)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
 
@@ -259,9 +265,9 @@ def test_an_idle_connection_that_the_server_closed_is_replaced_unnoticed(
     store: PostgresStore, postgres_url: str
 ) -> None:
     run(store.claim(Operation("s", "first"), lease=LEASE))
-    (link,) = store.database.lanes.threads.links
+    (free,) = store.database.connections.threads.connections
     with psycopg.connect(postgres_url, autocommit=True) as server:
-        server.execute("SELECT pg_terminate_backend(%s, 5000)", [link.pgconn.backend_pid])
+        server.execute("SELECT pg_terminate_backend(%s, 5000)", [free.pgconn.backend_pid])
     assert isinstance(run(store.claim(Operation("s", "second"), lease=LEASE)), Lease)
 
 
@@ -269,9 +275,9 @@ async def test_an_event_loop_sleeps_well_when_the_server_closes_its_connection(
     store: PostgresStore, postgres_url: str
 ) -> None:
     await arun(store.claim(Operation("s", "first"), lease=LEASE))
-    (link,) = store.database.lanes.on_loop().links
+    (free,) = store.database.connections.loops.get().connections
     async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as server:
-        await server.execute("SELECT pg_terminate_backend(%s, 5000)", [link.pgconn.backend_pid])
+        await server.execute("SELECT pg_terminate_backend(%s, 5000)", [free.pgconn.backend_pid])
     before = time.process_time()
     await asyncio.sleep(0.5)
     assert time.process_time() - before < 0.4  # a socket at its end is always readable; nobody must keep looking
@@ -279,11 +285,11 @@ async def test_an_event_loop_sleeps_well_when_the_server_closes_its_connection(
     await store.aclose()
 
 
-def test_the_ear_listens_again_after_its_connection_was_cut(proxy: FaultProxy, url: str) -> None:
+def test_listener_whose_connection_was_cut_listens_again(proxy: FaultProxy, url: str) -> None:
     mine, other = PostgresStore(f"{proxy.url(url)}&poll=30s"), PostgresStore(url)
     lease = run(other.claim(Operation("s", "k"), lease=LEASE))
     record = run(mine.claim(Operation("s", "k"), lease=LEASE))
-    with mine.bell.waiting(("s", "k")) as waiter:
+    with mine.wakeups.waiting(("s", "k")) as waiter:
         run(mine.watch(record))
         time.sleep(0.3)
         proxy.cut()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,8 @@ from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect, schema
+from oncemore.stores.redis.commands import Item
+from oncemore.stores.redis.scripts import UNCLAIM
 from oncemore.testing.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 
 from ..parts import DONE, HOUR, operation
@@ -159,7 +162,7 @@ def test_a_node_that_has_lost_sight_of_the_others_is_not_asked_for_ever(cluster_
     [("redis+cluster://{}", "cluster support disabled"), ("redis+sentinel://{}/main", "unknown command")],
 )
 def test_a_server_that_cannot_show_the_way_says_why(valkey_url: str, kind: str, reason: str) -> None:
-    store = connect(f"{kind.format(urlsplit(valkey_url).netloc)}?timeout=200ms")
+    store = connect(f"{kind.format(urlsplit(valkey_url).netloc)}?timeout=2s")
     with pytest.raises(StoreUnavailable, match=reason):
         run(store.claim(operation("key"), lease=HOUR))
     store.close()
@@ -177,7 +180,8 @@ async def test_a_node_that_does_not_answer_holds_up_nobody_who_asks_another() ->
         os.kill(frozen, signal.SIGSTOP)
         try:
             for kind in ("loop", "threads"):
-                healthy, ill = [], []
+                healthy: list[asyncio.Task[Any]] = []
+                ill: list[asyncio.Task[Any]] = []
                 for key in (f"{kind} {n}" for n in range(24)):
                     slot = key_slot(store._name(("scope", key)).encode())
                     claim = store.claim(operation(key), lease=HOUR)
@@ -198,7 +202,7 @@ async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_p
         record = await arun(one.claim(operation(str(n)), lease=HOUR))
         assert isinstance(lease, Lease)
         assert isinstance(record, Record)
-        with one.bell.waiting(record.id) as waiter:
+        with one.wakeups.waiting(record.id) as waiter:
             await arun(one.watch(record))
             await waiter.wait(0.3).arun()
             await arun(two.settle(lease, DONE, retention=HOUR))
@@ -206,3 +210,33 @@ async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_p
                 await waiter.wait(30).arun()
     await one.aclose()
     await two.aclose()
+
+
+@pytest.mark.parametrize("drive", [run, lambda plan: asyncio.run(arun(plan))], ids=["run", "arun"])
+def test_sentinels_that_cannot_be_reached_are_named_without_passwords(drive: Drive) -> None:
+    """Some versions of redis-py show the options of the connections in the error, with the password."""
+    store = connect("redis+sentinel://user:secret1@127.0.0.1:1/service?sentinel_password=secret2&timeout=200ms")
+    with pytest.raises(StoreUnavailable, match="No sentinel knows a primary for 'service'") as caught:
+        drive(store.find("scope", "key"))
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+    store.close()
+
+
+def test_undo_for_one_node_does_not_travel_with_claims_for_another(cluster_url: str, redis_prefix: str) -> None:
+    """If that node does not answer, the claims would have to wait for it."""
+    store = connect(f"{cluster_url}?prefix={redis_prefix}")
+    run(store.claim(operation("first"), lease=HOUR))
+    here = store.topology.address(store._name(("scope", "first")))
+    names = {key: store.topology.address(store._name(("scope", key))) for key in map(str, range(50))}
+    there = [key for key, address in names.items() if address != here]
+    lost = run(store.claim(operation(there[0]), lease=HOUR))
+    assert isinstance(lost, Lease)
+    holder = run(store.find("scope", there[0])).holder  # type: ignore[union-attr]
+    store._pending_undos.append(Item(UNCLAIM, store._name(("scope", there[0])), (holder,)))
+    run(store.claim(operation(next(key for key, address in names.items() if address == here)), lease=HOUR))
+    assert len(store._pending_undos) == 1
+    other = next(key for key in there[1:] if names[key] == names[there[0]])
+    run(store.claim(operation(other), lease=HOUR))
+    assert not store._pending_undos
+    assert run(store.find("scope", there[0])) is None
+    store.close()

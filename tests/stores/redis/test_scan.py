@@ -1,4 +1,4 @@
-"""Walks through all records of a Redis store: what operators list, count and purge, whatever happens meanwhile."""
+"""Scans of all records of a Redis store, as operators list, count and purge them, while records change."""
 
 from __future__ import annotations
 
@@ -59,19 +59,17 @@ def test_a_purge_in_batches_passes_over_the_keys_once(store: RedisStore) -> None
     assert run(store.purge()) == 2
 
 
-@pytest.mark.parametrize("walk", ["stats", "purge"])
-def test_a_record_that_goes_while_all_are_counted_does_not_stop_the_count(
-    store: RedisStore, server: Any, walk: str
-) -> None:
+@pytest.mark.parametrize("verb", ["stats", "purge"])
+def test_record_that_goes_during_a_scan_does_not_stop_it(store: RedisStore, server: Any, verb: str) -> None:
     """They expire in the server at any time, so between a step of SCAN and the look at what it found too."""
     for n in range(3):
         settled(store, str(n))
-    fly = store._walk.lane.run_batch
+    send = store._runner.run
 
-    def fly_and_lose_one(bundles: Any) -> Plan[Any]:
-        answers = yield from fly(bundles)
+    def send_and_lose_one(items: Any) -> Plan[Any]:
+        results = yield from send(items)
         server.delete(store._name(("scope", "1")))
-        return answers
+        return results
 
-    store._walk.lane.run_batch = fly_and_lose_one
-    assert run(getattr(store, walk)()) == (0 if walk == "purge" else Stats(settled=2))
+    store._runner.run = send_and_lose_one  # type: ignore[method-assign]
+    assert run(getattr(store, verb)()) == (0 if verb == "purge" else Stats(settled=2))

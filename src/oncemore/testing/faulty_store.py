@@ -1,4 +1,4 @@
-"""A store that is down when the name of an operation says so, for tests of what a door does then."""
+"""A store that is down if the name of an operation says so, for tests of what your service does then."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SECRET = "db-7.internal"  # a detail such as errors of drivers have, and callers
 CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS = "down.claim", "down.late", "down.settle"
 
 
-class FailingStore(Around):
-    """Passes everything on to the *inner* store, except what operations ask for whose names begin with one of these."""
+class FaultyStore(Around):
+    """Passes every verb on to the *inner* store, except for operations whose names begin with one of the names above."""
 
     @classmethod
     def around(cls, store: Store) -> Store:

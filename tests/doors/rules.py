@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from .._contract.rule import Rule
-from .._contract.settings import Settings
-from .._ledger.context import Op
-from .._ledger.model import Outcome
-from .._ledger.resolution import Resolution
-from .failing import CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS
+from oncemore._contract.rule import Rule
+from oncemore._contract.settings import Settings
+from oncemore._ledger.context import Op
+from oncemore._ledger.model import Outcome
+from oncemore._ledger.resolution import Resolution
+from oncemore.testing.faulty_store import CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS
 
 
 def rule(first: str, **settings: Unpack[Settings]) -> Rule:

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from .door_caller import Caller, refused, said
+from .caller import Caller, refused, said
 from .raw_http import head
 
 INVALID, MISSING = "VALIDATION.idempotency.key_invalid", "VALIDATION.idempotency.key_missing"

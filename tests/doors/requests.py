@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .door_caller import PAYLOAD, Caller, refused, said
+from .caller import PAYLOAD, Caller, refused, said
 
 MISMATCH = "CONFLICT.idempotency.payload_mismatch"
 FORM = "application/x-www-form-urlencoded"

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from .door_caller import Caller, refused, said
-from .process import Server
+from examples.process import Server
+
+from .caller import Caller, refused, said
 
 LEASE = 0.6  # seconds, as the rules for these cases say
 UNKNOWN = "CONFLICT.idempotency.outcome_unknown"

@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from .process import free_port
+from examples.process import free_port
 
 Fault = Literal["none", "stall", "drop_answers", "cut_answers", "refuse"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from .door_caller import PAYLOAD, Caller, refused, said
-from .http_app import DATE, KEPT, OWN
+from .app import DATE, KEPT, OWN
+from .caller import PAYLOAD, Caller, refused, said
 from .raw_http import RawResponse, chunked, head
 
 NOT_KEPT = "CONFLICT.idempotency.outcome_not_kept"

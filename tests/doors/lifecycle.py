@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from .door_caller import PAYLOAD, Caller, refused, said
+from .caller import PAYLOAD, Caller, refused, said
 
 IN_PROGRESS = "CONFLICT.idempotency.in_progress"
 

@@ -8,15 +8,264 @@ class TestMyStore(StoreContract):
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 
 from .._ledger.model import Claim, Lease, Operation, Outcome, Record
 from .._ledger.store import Filter, Store
-from ..errors import Fenced
+from .._runtime.plan import Plan, arun, run
+from ..errors import Fenced, InProgress, NotFound, NotResolvable
 from .clock import Clock
-from .store_crowding import Crowding
-from .store_operating import Operating
-from .store_parts import DONE, LEASE, RETENTION, Drive, claim_of, write
+
+Drive = Callable[[Plan[Any]], Any]
+
+DONE = Outcome(
+    "response", 201, (("content-type", "application/json"), ("link", "a"), ("link", "b")), b'{"id": "rf_123"}'
+)
+LEASE, RETENTION = 30.0, 3600.0
+
+
+class Part:
+    """Each test runs twice, for callers that block and for callers that await."""
+
+    @pytest.fixture(params=["run", "arun"])
+    def drive(self, request: pytest.FixtureRequest, store: Store) -> Iterator[Drive]:
+        if request.param == "run":
+            yield run
+            store.close()
+            return
+        with asyncio.Runner() as runner:
+            yield lambda plan: runner.run(arun(plan))
+            runner.run(store.aclose())
+
+    @pytest.fixture
+    def clock(self, store: Store) -> Clock:
+        return Clock(store)
+
+    @pytest.fixture
+    def operation(self) -> Operation:
+        return Operation(f"test {uuid.uuid4()}", "key-1", "c1:aa", "refunds.create")
+
+
+def claim_of(drive: Drive, store: Store, operation: Operation) -> Claim:
+    """The claim that the operation's record stands for."""
+    return Claim(operation, drive(store.find(*operation.id)).holder, LEASE)
+
+
+def write(store: Store, verb: str, lease: Lease) -> Plan[Any]:
+    """One of the owner's verbs, with ordinary arguments."""
+    verbs: dict[str, Callable[[], Plan[Any]]] = {
+        "renew": lambda: store.renew(lease, lease=LEASE),
+        "settle": lambda: store.settle(lease, DONE, retention=RETENTION),
+        "release": lambda: store.release(lease, retention=RETENTION),
+        "hold": lambda: store.hold(lease),
+    }
+    return verbs[verb]()
+
+
+class Operating(Part):
+    """Holding, resolving, deleting, listing and counting."""
+
+    # Holding and resolving
+
+    def test_a_held_record_is_not_claimed(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
+        lease = drive(store.claim(operation, lease=LEASE))
+        drive(store.hold(lease, note="its holder vanished"))
+        clock.advance(LEASE + 1)
+        record = drive(store.claim(operation, lease=LEASE))
+        assert (record.state, record.note) == ("held", "its holder vanished")
+
+    def test_a_held_record_resolved_as_done_replays(self, store: Store, drive: Drive, operation: Operation) -> None:
+        lease = drive(store.claim(operation, lease=LEASE))
+        drive(store.hold(lease))
+        record = drive(store.resolve(*operation.id, DONE, retention=RETENTION, note="ticket 7"))
+        assert (record.state, record.outcome, record.note) == ("settled", DONE, "ticket 7")
+        assert drive(store.claim(operation, lease=LEASE)).outcome == DONE
+        with pytest.raises(Fenced):
+            drive(store.settle(lease, Outcome("response", 500), retention=RETENTION))
+
+    def test_a_lapsed_record_resolved_as_not_done_runs_again(
+        self, store: Store, drive: Drive, operation: Operation, clock: Clock
+    ) -> None:
+        late = drive(store.claim(operation, lease=LEASE))
+        clock.advance(LEASE + 1)
+        assert drive(store.resolve(*operation.id, None, retention=RETENTION)).state == "released"
+        assert drive(store.claim(operation, lease=LEASE)).lapsed is False
+        with pytest.raises(Fenced):
+            drive(store.settle(late, DONE, retention=RETENTION))
+
+    def test_only_what_is_in_doubt_can_be_resolved(self, store: Store, drive: Drive, operation: Operation) -> None:
+        with pytest.raises(NotFound):
+            drive(store.resolve(*operation.id, DONE, retention=RETENTION))
+        lease = drive(store.claim(operation, lease=LEASE))
+        with pytest.raises(InProgress):
+            drive(store.resolve(*operation.id, DONE, retention=RETENTION))
+        drive(store.settle(lease, DONE, retention=RETENTION))
+        with pytest.raises(NotResolvable):
+            drive(store.resolve(*operation.id, None, retention=RETENTION))
+
+    def test_delete_makes_the_key_new_but_spares_the_running(
+        self, store: Store, drive: Drive, operation: Operation
+    ) -> None:
+        assert drive(store.delete(*operation.id)) is False
+        lease = drive(store.claim(operation, lease=LEASE))
+        with pytest.raises(InProgress):
+            drive(store.delete(*operation.id))
+        drive(store.settle(lease, DONE, retention=RETENTION))
+        assert drive(store.delete(*operation.id)) is True
+        assert drive(store.find(*operation.id)) is None
+        assert drive(store.claim(operation, lease=LEASE)).attempt == 1
+
+    def test_delete_takes_nothing_from_the_audit(
+        self, store: Store, drive: Drive, operation: Operation, clock: Clock
+    ) -> None:
+        archived = drive(store.stats()).archived
+        drive(store.settle(drive(store.claim(operation, lease=LEASE)), DONE, retention=1.0, audit=True))
+        clock.advance(2)
+        assert drive(store.delete(*operation.id)) is False
+        drive(store.purge())
+        assert drive(store.stats()).archived == archived + 1
+        assert drive(store.claim(operation, lease=LEASE)).attempt == 1
+
+    # Looking
+
+    def test_list_pages_through_all_once(self, store: Store, drive: Drive, operation: Operation) -> None:
+        keys = {f"key-{n}" for n in range(23)}
+        for key in keys:
+            drive(store.claim(Operation(operation.scope, key), lease=LEASE))
+        seen: list[str] = []
+        cursor = None
+        for _ in range(100):
+            page = drive(store.list(Filter(scope=operation.scope), limit=5, cursor=cursor))
+            seen += [record.key for record in page.records]
+            cursor = page.cursor
+            if cursor is None:
+                break
+        assert sorted(seen) == sorted(keys)
+        assert len(drive(store.list(Filter(scope=operation.scope), limit=5, cursor="")).records) == 5, (
+            "from the beginning"
+        )
+
+    def test_list_filters(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
+        scope = operation.scope
+        drive(store.claim(Operation(scope, "lapsed", name="a"), lease=1))
+        drive(
+            store.settle(drive(store.claim(Operation(scope, "done", name="b"), lease=LEASE)), DONE, retention=RETENTION)
+        )
+        clock.advance(5)
+        drive(store.claim(Operation(scope, "live", name="a"), lease=LEASE))
+        filters = {
+            Filter(scope=scope, state="settled"): {"done"},
+            Filter(scope=scope, state="running"): {"lapsed", "live"},
+            Filter(scope=scope, lapsed=True): {"lapsed"},
+            Filter(scope=scope, state="running", lapsed=False): {"live"},
+            Filter(scope=scope, name="a"): {"lapsed", "live"},
+            Filter(scope=scope, key="done"): {"done"},
+        }
+        for where, keys in filters.items():
+            assert {record.key for record in drive(store.list(where, limit=1000)).records} == keys, where
+
+    def test_stats_count_by_state(self, store: Store, drive: Drive, operation: Operation) -> None:
+        before = drive(store.stats())
+        for n, verb in enumerate(["settle", "release", "hold", "nothing"]):
+            lease = drive(store.claim(Operation(operation.scope, str(n)), lease=LEASE))
+            if verb != "nothing":
+                drive(write(store, verb, lease))
+        after = drive(store.stats())
+        for state in ("settled", "released", "held", "running"):
+            assert getattr(after, state) == getattr(before, state) + 1, state
+
+
+class Crowding(Part):
+    """Threads, tasks, groups, cancellations and wake-ups."""
+
+    # Many at once
+
+    def test_24_threads_claim_one_key_and_one_wins(self, store: Store, operation: Operation) -> None:
+        """CASES 52."""
+        start = threading.Barrier(24)
+
+        def claim(_: int) -> Lease | Record:
+            start.wait()
+            return run(store.claim(operation, lease=LEASE))
+
+        with ThreadPoolExecutor(24) as pool:
+            found = list(pool.map(claim, range(24)))
+        store.close()
+        assert sum(isinstance(each, Lease) for each in found) == 1
+        assert len({each.token for each in found}) == 1
+
+    async def test_64_tasks_claim_8_keys_and_8_win(self, store: Store, operation: Operation) -> None:
+        operations = [Operation(operation.scope, f"key-{n % 8}") for n in range(64)]
+        found = await asyncio.gather(*(arun(store.claim(each, lease=LEASE)) for each in operations))
+        won = [each for each in found if isinstance(each, Lease)]
+        assert sorted(each.operation.key for each in won) == [f"key-{n}" for n in range(8)]
+        await asyncio.gather(*(arun(store.settle(each, DONE, retention=RETENTION)) for each in won))
+        again = await asyncio.gather(*(arun(store.claim(each, lease=LEASE)) for each in operations))
+        assert all(isinstance(each, Record) and each.outcome == DONE for each in again)
+        await store.aclose()
+
+    async def test_one_that_is_fenced_does_not_fail_its_neighbours(self, store: Store, operation: Operation) -> None:
+        """One bad item in a group has its own failure, and the others their own answers."""
+        leases: list[Any] = [await arun(store.claim(Operation(operation.scope, str(n)), lease=LEASE)) for n in range(6)]
+        await arun(store.settle(leases[3], DONE, retention=RETENTION))
+        await arun(store.delete(operation.scope, "3"))
+        settles = [arun(store.settle(lease, DONE, retention=RETENTION)) for lease in leases]
+        answers = await asyncio.gather(*settles, return_exceptions=True)
+        assert [isinstance(answer, Fenced) for answer in answers] == [n == 3 for n in range(6)]
+        await store.aclose()
+
+    async def test_a_cancelled_claim_leaves_the_key_free(self, store: Store, operation: Operation) -> None:
+        """A claim whose caller has gone away is given back at once, not after its lease."""
+        for delay in itertools.chain([0.0] * 5, [0.0005, 0.001, 0.002, 0.004]):
+            task = asyncio.create_task(arun(store.claim(operation, lease=LEASE)))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled() and isinstance(lease := task.result(), Lease):  # it was quicker, and is the owner
+                await arun(store.release(lease, retention=RETENTION))
+        async with asyncio.timeout(5):
+            while not isinstance(found := await arun(store.claim(operation, lease=LEASE)), Lease):
+                await asyncio.sleep(0.01)
+        assert found.lapsed is False
+        await store.aclose()
+
+    async def test_a_first_claim_whose_caller_has_gone_away_is_no_attempt(self, store: Store) -> None:
+        """The next caller is the first: what is looked at before anything is performed must be looked at then."""
+        for number, delay in enumerate([0.0, 0.0, 0.0005, 0.001, 0.002, 0.004]):
+            operation = Operation("left", str(number))
+            task = asyncio.create_task(arun(store.claim(operation, lease=LEASE)))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.wait([task])
+            if task.cancelled():
+                async with asyncio.timeout(5):
+                    while not isinstance(found := await arun(store.claim(operation, lease=LEASE)), Lease):
+                        await asyncio.sleep(0.01)
+                assert found.attempt == 1
+        await store.aclose()
+
+    def test_a_waiter_hears_of_every_end(self, store: Store, drive: Drive, operation: Operation) -> None:
+        for n, verb in enumerate(["settle", "release", "hold"]):
+            one = Operation(operation.scope, str(n))
+            lease = drive(store.claim(one, lease=LEASE))
+            with store.wakeups.waiting(one.id) as waiter:
+                drive(write(store, verb, lease))
+                assert waiter.arm(lambda: None) is False, verb
+
+    def test_it_can_be_closed_and_used_again(self, store: Store, drive: Drive, operation: Operation) -> None:
+        lease = drive(store.claim(operation, lease=LEASE))
+        store.close()
+        store.close()
+        drive(store.settle(lease, DONE, retention=RETENTION))
+        assert drive(store.find(*operation.id)).outcome == DONE
 
 
 class Marked(str):

@@ -15,10 +15,11 @@ import psycopg
 import pytest
 import redis
 
+from examples import process
 from oncemore.errors import MissingDriver
-from oncemore.testing import postgres, process
-from oncemore.testing.postgres import copied, newest_programs
-from oncemore.testing.servers import PgBouncer, PostgresServer, Server, ValkeyCluster, ValkeySentinel, ValkeyServer
+from tests.support import postgres
+from tests.support.postgres import copied, newest_programs
+from tests.support.servers import PgBouncer, PostgresServer, Server, ValkeyCluster, ValkeySentinel, ValkeyServer
 
 pytestmark = pytest.mark.server
 
@@ -118,7 +119,7 @@ def test_a_stopped_server_leaves_no_process_and_no_folder(kind: type[Server]) ->
 
 ORPHAN = """
 import sys, time
-from oncemore.testing import servers
+from tests.support import servers
 server = getattr(servers, sys.argv[1])().start()
 print(server.pid, server.folder, flush=True)
 time.sleep(600)
@@ -152,7 +153,7 @@ def test_a_server_that_cannot_start_shows_its_log() -> None:
 
 
 def test_a_missing_wheel_is_named_with_its_cure() -> None:
-    with pytest.raises(MissingDriver, match=r"pip install 'oncemore\[testing\]'"):
+    with pytest.raises(MissingDriver, match="no-such-distribution is not installed"):
         process.in_wheel("no-such-distribution", "*")
 
 

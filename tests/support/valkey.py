@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import IO, Any, Self
 
-from .process import START_TIMEOUT, Server, in_wheel
+from examples.process import START_TIMEOUT, Server, in_wheel
 
 SLOTS = 16_384
 SERVICE = "oncemore"  # the name under which the sentinel knows the primary

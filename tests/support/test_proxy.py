@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 PATIENCE = 0.3  # seconds of silence that count as no answer
 

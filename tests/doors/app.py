@@ -37,16 +37,17 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
 
-from .._contract.contract import Contract
-from .._ledger.connect import connect
-from .._ledger.events import Event
-from .._ledger.guard import Guard
-from .._ledger.store import Store
-from .._runtime.plan import Plan, Sleep, arun, run
-from ..errors import Duplicate
-from ..web.current import CURRENT
-from .door_rules import RULES
-from .failing import FailingStore
+from oncemore._contract.contract import Contract
+from oncemore._ledger.connect import connect
+from oncemore._ledger.events import Event
+from oncemore._ledger.guard import Guard
+from oncemore._ledger.store import Store
+from oncemore._runtime.plan import Plan, Sleep, arun, run
+from oncemore.errors import Duplicate
+from oncemore.testing.faulty_store import FaultyStore
+from oncemore.web.current import CURRENT
+
+from .rules import RULES
 
 PATIENCE = 15.0  # seconds until a gate that nobody opens is an error, rather than a test that hangs
 JSON = ("content-type", "application/json")
@@ -111,7 +112,7 @@ class ContractApp:
     """The app, with the guard and the contract that its door is to be given.  *store* is a URL or a store."""
 
     def __init__(self, store: str | Store) -> None:
-        self.guard = Guard(FailingStore.around(connect(store) if isinstance(store, str) else store), observers=[self])
+        self.guard = Guard(FaultyStore.around(connect(store) if isinstance(store, str) else store), observers=[self])
         self.contract = Contract(*RULES)
         self._lock = threading.Lock()
         self._cases: dict[str, Case] = defaultdict(Case)

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Self
 
-from ..errors import MissingDriver
+from oncemore.errors import MissingDriver
 
 KEEPER = Path(__file__).with_name("keeper.py")
 START_TIMEOUT = 60.0  # seconds; generous, because crash recovery on a busy machine is slow
@@ -176,7 +176,7 @@ def in_wheel(distribution: str, pattern: str) -> list[Path]:
     places = package.submodule_search_locations if package else None
     found = [path for place in places or () for path in sorted(Path(place).glob(pattern))]
     if not found:
-        raise MissingDriver("the servers for tests are not installed: pip install 'oncemore[testing]'")
+        raise MissingDriver(f"{distribution} is not installed: pip install --group dev")
     return found
 
 

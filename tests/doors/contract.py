@@ -26,13 +26,13 @@ pytest.register_assert_rewrite(
     )
 )
 
-from .door_bodies import BodyCases  # noqa: E402
-from .door_caller import Caller  # noqa: E402
-from .door_crashes import CrashCases  # noqa: E402
-from .door_faults import FaultCases  # noqa: E402
-from .door_keys import KeyCases  # noqa: E402
-from .door_lifecycle import LifecycleCases  # noqa: E402
-from .door_requests import RequestCases  # noqa: E402
+from .bodies import BodyCases  # noqa: E402
+from .caller import Caller  # noqa: E402
+from .crashes import CrashCases  # noqa: E402
+from .faults import FaultCases  # noqa: E402
+from .keys import KeyCases  # noqa: E402
+from .lifecycle import LifecycleCases  # noqa: E402
+from .requests import RequestCases  # noqa: E402
 
 __all__ = [
     "BodyCases",

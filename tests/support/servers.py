@@ -7,8 +7,9 @@ With *fsync*, the default, a server that crashes keeps what it has acknowledged.
 lose data when the machine fails, and Valkey keeps none at all.  Further keywords are the server's own settings.
 """
 
+from examples.process import Server
+
 from .postgres import PgBouncer, PostgresServer
-from .process import Server
 from .valkey import ValkeyCluster, ValkeySentinel, ValkeyServer
 
 __all__ = ["PgBouncer", "PostgresServer", "Server", "ValkeyCluster", "ValkeySentinel", "ValkeyServer"]

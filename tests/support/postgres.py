@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from .process import Server, in_wheel
+from examples.process import Server, in_wheel
 
 # PostgreSQL and PgBouncer refuse to run as root; every Unix has this user, and it owns nothing.
 UNPRIVILEGED = "nobody" if os.geteuid() == 0 else ""

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from .door_caller import Caller, refused, said
-from .failing import SECRET
+from oncemore.testing.faulty_store import SECRET
+
+from .caller import Caller, refused, said
 
 
 class FaultCases:

@@ -52,6 +52,7 @@ class LeaseAttempt:
     op: Op
     renewal: Renewal = None  # type: ignore[assignment]  # until the operation is claimed
     unique: LeaseAttempt | None = None  # the second attempt, at what must happen once whatever the key
+    request = b""  # what the claim keeps of the request, if the operation may have to be finished without its caller
     in_doubt = False  # an earlier attempt has crashed, and it is not known yet whether it took effect
     ended = False
     reports = True  # whether observers are told of its refusals
@@ -72,7 +73,7 @@ class LeaseAttempt:
             deadline = None if wait is None else ledger.clock.time() + wait
             found = yield from self.claim(deadline)
             if not isinstance(found, Lease):
-                found = yield from ledger.wait_for(found, operation, policy, wait)
+                found = yield from ledger.wait_for(found, operation, policy, wait, self.request)
                 if isinstance(found, Record):
                     return (yield from ledger.replay(found, operation, policy))
             self.take(found, deadline)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from oncemore._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
+from oncemore._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_outcome
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import arun, run
 from oncemore.errors import (
@@ -243,6 +243,16 @@ def test_clients_clock_does_not_matter(store: PostgresStore, monkeypatch: pytest
         monkeypatch.setattr(time, "time", lambda wrong=wrong: wrong)
         assert run(store.claim(operation, lease=LEASE)).state == "running"
     assert abs(lease.expires_at - right - LEASE) < 60
+
+
+def test_unclaimed_first_attempt_stays_gone_if_clock_goes_back(store: PostgresStore) -> None:
+    operation = Operation("s", "k", "c1:aa")
+    run(store.claim(operation, lease=LEASE))
+    run(store.unclaim([Claim(operation, run(store.find("s", "k")).holder, LEASE)]))
+    store.shift -= 3600
+    assert run(store.find("s", "k")) is None
+    assert run(store.delete("s", "k")) is False
+    assert run(store.claim(Operation("s", "k", "c1:other"), lease=LEASE)).attempt == 1
 
 
 def test_tokens_grow_after_records_were_deleted(store: PostgresStore, server: psycopg.Connection[Any]) -> None:

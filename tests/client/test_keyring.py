@@ -25,7 +25,7 @@ from oncemore.client.keyring.sqlite import SqliteKeyring, is_alive, this_process
 from oncemore.client.retry import Retry
 from oncemore.errors import ConfigurationError
 
-from ..strangers import strangers
+from ..support.processes import separate_processes
 from .clients import Httpx
 from .server import Server
 
@@ -299,7 +299,7 @@ def work(path: str, name: int, count: int) -> int:
 @pytest.mark.longer
 def test_many_processes_and_threads_share_one_file(tmp_path: Path) -> None:
     path = str(tmp_path / "keys.db")
-    context = strangers()
+    context = separate_processes()
     with context.Pool(8) as pool:
         assert pool.starmap(work, [(path, name, 40) for name in range(8)]) == [40] * 8
     ring = SqliteKeyring(path)
@@ -347,7 +347,7 @@ def test_what_a_forked_child_has_written_down_stays_after_its_parent_has_closed_
 
 def test_of_two_who_adopt_at_once_each_entry_goes_to_one(tmp_path: Path) -> None:
     path = str(tmp_path / "keys.db")
-    context = strangers()
+    context = separate_processes()
     orphan = context.Process(target=leave_orphans, args=(path, 20))
     orphan.start()
     orphan.join()
@@ -372,7 +372,7 @@ def test_a_process_is_alive_while_it_lives(tmp_path: Path) -> None:
     path = str(tmp_path / "owners")
     assert is_alive(path, this_process(path))
     assert not is_alive(path, this_process(path) + 1)
-    with strangers().Pool(1) as pool:
+    with separate_processes().Pool(1) as pool:
         other = pool.apply(this_process, (path,))
         assert is_alive(path, other)
     assert not is_alive(path, other)

@@ -12,7 +12,7 @@ import pytest
 
 from oncemore.client.retry import Retry
 
-from .. import nursery
+from ..support import processes
 from . import clients
 from .clients import CLIENTS
 from .killed import BODY, CREDENTIALS
@@ -44,7 +44,7 @@ ON_THE_WIRE: dict[str, Act] = {
 
 def run_killed(library: str, point: str, url: str, path: Path) -> None:
     command = [sys.executable, "-m", "tests.client.killed", library, point, url, str(path)]
-    ended = nursery.run(command)
+    ended = processes.run_to_end(command)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
@@ -109,7 +109,7 @@ def test_what_a_living_process_is_working_on_is_left_to_it(tmp_path: Path) -> No
     looked = []
     with Server(then(lambda visit: looked.append(resumed("httpx", path)), performed())) as server:
         command = [sys.executable, "-m", "tests.client.killed", "httpx", "never", server.url, str(path)]
-        nursery.run(command).check_returncode()
+        processes.run_to_end(command).check_returncode()
     assert looked == [([], [])]
     assert len(server.visits) == 1
 

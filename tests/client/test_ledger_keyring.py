@@ -32,8 +32,8 @@ from oncemore.client.retry import Retry
 from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
 
-from .. import nursery
-from ..strangers import strangers
+from ..support import processes
+from ..support.processes import separate_processes
 from . import clients
 from .clients import CLIENTS, Httpx
 from .killed import BODY, BRIEF, CREDENTIALS, LEASE
@@ -55,7 +55,7 @@ def kill(visit: Visit) -> None:
 
 def run_killed(library: str, point: str, url: str, place: str) -> None:
     command = [sys.executable, "-m", "tests.client.killed", library, point, url, place]
-    ended = nursery.run(command)
+    ended = processes.run_to_end(command)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     time.sleep(BRIEF + 0.1)
 
@@ -154,7 +154,7 @@ def test_of_processes_that_resume_at_once_each_operation_is_sent_by_one(ledger: 
         with lock:
             at_once -= 1
 
-    context = strangers()
+    context = separate_processes()
     with Server(kill, default=slowly) as server, context.Manager() as manager:
         run_killed("httpx", "on the wire", server.url, ledger)
         begin = manager.Barrier(3)
@@ -178,7 +178,7 @@ def test_what_a_living_process_is_working_on_is_left_to_it(ledger: str) -> None:
 
     with Server(then(look, performed())) as server:
         command = [sys.executable, "-m", "tests.client.killed", "httpx", "never", server.url, ledger]
-        nursery.run(command).check_returncode()
+        processes.run_to_end(command).check_returncode()
     assert looked == [([], [])]
     assert len(server.visits) == 1
 

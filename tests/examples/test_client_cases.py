@@ -15,7 +15,7 @@ from oncemore.client.keyring.entry import Resumed
 from oncemore.client.story import Story
 from tests.client.clients import Answer
 
-from ..nursery import Child
+from ..support.processes import Program
 from .callers import (
     BOTH,
     Caller,
@@ -53,7 +53,7 @@ def test_a_caller_killed_in_mid_refund_is_continued_by_the_next_under_the_same_k
     asked = len(shop.calls())
     shop.provider.order({"latency_after": 0.7})
     command = [sys.executable, "-m", "tests.examples.killed_caller", library, road.url, keyring, charge]
-    with Child(command) as process:
+    with Program(command) as process:
         until(lambda: len(shop.calls()) > asked)
         process.kill()
         assert process.wait(20) == -signal.SIGKILL

@@ -17,7 +17,7 @@ from oncemore import Retry
 from oncemore.client.errors import OutcomeUnknown, RetriesExhausted
 from oncemore.client.hosts import Budget
 from oncemore.client.httpx import AsyncRetryTransport
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 from .callers import (
     ALL,

@@ -14,8 +14,8 @@ import pytest
 from oncemore.errors import StoreTimeout
 from oncemore.stores.postgres.connection import Connections
 from oncemore.stores.postgres.pipeline import AnswerTimeout
-from oncemore.testing.proxy import FaultProxy
-from oncemore.testing.servers import PostgresServer
+from tests.support.proxy import FaultProxy
+from tests.support.servers import PostgresServer
 
 
 @pytest.fixture(params=["threads", "loop"])

@@ -17,8 +17,8 @@ from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.postgres import PostgresStore
-from oncemore.testing.proxy import FaultProxy
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+from oncemore.testing.stores import DONE, LEASE, RETENTION
+from tests.support.proxy import FaultProxy
 
 from .parts import until
 

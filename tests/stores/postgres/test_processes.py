@@ -22,10 +22,10 @@ from oncemore._ledger.model import Lease, Operation, Outcome
 from oncemore._runtime.plan import run
 from oncemore.errors import InProgress, OncemoreError, StoreError, UnknownOutcome
 from oncemore.stores.postgres import PostgresStore
-from oncemore.testing.servers import PostgresServer
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+from oncemore.testing.stores import DONE, LEASE, RETENTION
+from tests.support.servers import PostgresServer
 
-from ... import nursery
+from ...support import processes
 
 CHILD = Path(__file__).with_name("children.py")
 SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
@@ -36,7 +36,7 @@ class Child:
 
     def __init__(self, url: str, task: str) -> None:
         command = [sys.executable, str(CHILD), url, task]
-        self.process = nursery.Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = processes.Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def hear(self) -> str:
         assert self.process.stdout is not None

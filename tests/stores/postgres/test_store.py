@@ -28,8 +28,8 @@ from oncemore.errors import (
 from oncemore.stores.postgres import PostgresStore
 from oncemore.stores.postgres.pipeline import Pipeline
 from oncemore.stores.postgres.rows import escape_text, unescape_text
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION, StoreContract
-from oncemore.testing.store_machine import store_machine
+from oncemore.testing.machine import store_machine
+from oncemore.testing.stores import DONE, LEASE, RETENTION, StoreContract
 
 SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
 

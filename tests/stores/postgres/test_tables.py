@@ -19,7 +19,7 @@ from oncemore.errors import (
 from oncemore.stores import connect, schema
 from oncemore.stores.postgres import PostgresStore, tables
 from oncemore.stores.postgres.statements import LOOK_UP
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+from oncemore.testing.stores import DONE, LEASE, RETENTION
 
 from .parts import same, until
 

@@ -24,7 +24,7 @@ from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import arun, run
 from oncemore.stores.postgres import PostgresStore
 from oncemore.stores.postgres.pipeline import state_of
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+from oncemore.testing.stores import DONE, LEASE, RETENTION
 
 from .parts import connections, same, until
 

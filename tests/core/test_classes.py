@@ -272,6 +272,22 @@ def test_annotations_are_found_on_every_kind_of_callable() -> None:
     assert annotated_classes(lambda: None, "return") == annotated_classes(len, "return") == ()
 
 
+class Failing:
+    """A function whose annotations cannot be evaluated, as in Python 3.14."""
+
+    __globals__: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise NameError("NotImportedAtRunTime")
+
+    def __call__(self) -> Order: ...  # type: ignore[empty-body]
+
+
+def test_annotations_that_fail_to_evaluate_name_no_class() -> None:
+    assert annotated_classes(Failing(), "return") == ()
+
+
 @pytest.mark.parametrize(
     ("kinds", "named"),
     [

@@ -258,7 +258,7 @@ def test_reruns_are_a_number_of_times(reruns: Any) -> None:
 
 
 def test_a_rule_says_how_often_and_what_cannot_be_streamed() -> None:
-    assert Rule("POST /refunds", effect="transaction", reruns=0).policy.reruns == 0
+    assert Rule("POST /refunds", effect="steps", reruns=0).policy.reruns == 0
     with pytest.raises(ConfigurationError, match="not a number of times"):
         Rule("POST /refunds", reruns=-1)
     with pytest.raises(ConfigurationError, match="streams"):

@@ -23,10 +23,10 @@ from psycopg import sql
 from waitress.wasyncore import close_all
 from werkzeug.serving import make_server as make_werkzeug
 
-from oncemore.testing.process import Server
+from examples.process import Server
 
 from ..nurse import MEASURED
-from ..nursery import Raised
+from ..support.processes import ForkedServer
 
 ROOT = Path(__file__).parents[2]
 App = Callable[..., Any]
@@ -114,7 +114,7 @@ class Process(Server):
         return False
 
 
-class RaisedProcess(Raised, Process):
+class RaisedProcess(ForkedServer, Process):
     """One whose own start is not what the tests are about."""
 
 

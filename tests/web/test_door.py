@@ -16,8 +16,8 @@ from oncemore._ledger.decisions import Answer
 from oncemore._ledger.values import error_outcome, value_outcome
 from oncemore.errors import InvalidKey, InvalidPayload, PrincipalFailed
 from oncemore.web.door import Door, Request, issued_at, wait_of
+from oncemore.web.etag import matches
 from oncemore.web.principal import principal_of, remembered_digest
-from oncemore.web.turn import matches
 
 SENT = "Repeatability-First-Sent"
 

@@ -23,7 +23,7 @@ from oncemore._contract.contract import Contract
 from oncemore._contract.policy import Policy
 from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, StoreUnavailable
-from oncemore.testing.failing import FailingStore
+from oncemore.testing.faulty_store import FaultyStore
 from oncemore.web.aws_lambda import IdempotencyMiddleware, current_operation, guarded, idempotent
 from oncemore.web.aws_lambda.events import HttpApi
 from oncemore.web.aws_lambda.times import GRACE, patience, time_left, within
@@ -520,7 +520,7 @@ class TestStoreDown:
     def test_at_the_claim(self, store_down: Any, status: int) -> None:
         """CASES 27."""
         function, rule = Function(), Rule("POST /refunds", name="down.claim", store_down=store_down)
-        with closing(Guard(FailingStore.around(Guard("memory://").store))) as guard:
+        with closing(Guard(FaultyStore.around(Guard("memory://").store))) as guard:
             door = IdempotencyMiddleware(function, guard=guard, contract=Contract(rule))
             answer = door(http_api(idempotency_key="k"), CONTEXT)
         assert answer["statusCode"] == status
@@ -529,7 +529,7 @@ class TestStoreDown:
     def test_at_the_settling(self) -> None:
         """CASES 27."""
         function = Function()
-        with closing(Guard(FailingStore.around(Guard("memory://").store))) as guard:
+        with closing(Guard(FaultyStore.around(Guard("memory://").store))) as guard:
             contract = Contract(Rule("POST /refunds", name="down.settle", in_flight="conflict"))
             door = IdempotencyMiddleware(function, guard=guard, contract=contract)
             first, second = (door(http_api(idempotency_key="k"), CONTEXT) for _ in range(2))
@@ -576,9 +576,9 @@ class Refused(Exception):
 
 
 class TestTransaction:
-    """The function's effect commits with its outcome; what the database refuses is performed again."""
+    """The function's effect commits with its outcome; if the database refuses, the caller gets 503 and retries."""
 
-    RULE = Rule("POST /refunds", key="required", effect="transaction", reruns=2)
+    RULE = Rule("POST /refunds", key="required", effect="transaction")
 
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
@@ -606,17 +606,12 @@ class TestTransaction:
             door = IdempotencyMiddleware(function, guard=guard, contract=Contract(self.RULE))
             return [door(http_api(body="{}", idempotency_key="k"), CONTEXT) for _ in range(times)], runs
 
-    def test_what_the_database_refuses_is_performed_again(self, file: Path) -> None:
-        """CASES 54."""
-        (first, second), runs = self.ask(file, refused=2, times=2)
-        assert (first["statusCode"], first["body"], second["body"]) == (201, "run 3", "run 3")
-        assert runs == ["{}"] * 3
-        assert self.refunds(file) == ["run 3"]
-
-    def test_it_is_not_performed_for_ever(self, file: Path) -> None:
-        [answer], runs = self.ask(file, refused=9)
-        assert (answer["statusCode"], len(runs)) == (503, 3)
-        assert self.refunds(file) == []
+    def test_refused_transaction_is_503_and_the_retry_runs(self, file: Path) -> None:
+        (refused, stored, replayed), runs = self.ask(file, refused=1, times=3)
+        assert (refused["statusCode"], refused["headers"]["retry-after"]) == (503, "1")
+        assert (stored["statusCode"], stored["body"], replayed["body"]) == (201, "run 2", "run 2")
+        assert len(runs) == 2
+        assert self.refunds(file) == ["run 2"]
 
 
 class TestMistakes:

@@ -91,7 +91,11 @@ def annotated_classes(function: Any, *names: str) -> tuple[type, ...]:
     function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
     if not hasattr(function, "__globals__"):
         function = type(function).__call__  # an object that can be called
-    annotations, found = getattr(function, "__annotations__", {}), list[type]()
+    try:
+        annotations = function.__annotations__
+    except Exception:  # a built-in function has none, and from Python 3.14 on it may fail to evaluate
+        return ()
+    found: list[type] = []
 
     def holder() -> None: ...  # of one annotation at a time: if one cannot be evaluated, the others can
 

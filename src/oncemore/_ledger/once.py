@@ -16,12 +16,11 @@ from .._fingerprint.fingerprint import fingerprint_of
 from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError, CorruptRecord
 from .classes import annotated_classes, can_be_returned, module_of
-from .context import Op
-from .current import running
+from .context import Op, running
 from .decisions import Answer
 from .guard import Guard, check_guard
 from .model import Operation
-from .step import VARIADIC
+from .steps import VARIADIC
 from .transactions import Do
 from .values import replayed
 
@@ -87,7 +86,7 @@ class Once(Generic[P, T]):
 
         Made at the first call, because an annotation may name a class that is defined below the function.
         """
-        returned = annotated_classes(self.function, "return")
+        returned = (*self.settings.types, *annotated_classes(self.function, "return"))
         for kind in returned:
             if not can_be_returned(kind, self.settings.types):
                 raise ConfigurationError(
@@ -96,7 +95,7 @@ class Once(Generic[P, T]):
                     "subclasses that it returns by types="
                 )
         kept = annotated_classes(self.function, *self.compared) if self.settings.effect == "steps" else ()
-        return dataclasses.replace(self.settings, types=(*self.settings.types, *returned, *kept))
+        return dataclasses.replace(self.settings, types=(*returned, *kept))
 
     def types(self) -> tuple[type, ...]:
         """The classes that results and kept arguments may be of."""
@@ -189,7 +188,7 @@ class Once(Generic[P, T]):
         try:  # not performed just now, or the result was None, which reads back as itself
             return replayed(answer.outcome, self.policy.errors, self.policy.types)
         except CorruptRecord as error:
-            self.guard.tell("failed", operation, code=error.code, detail=error.detail)
+            self.guard.emit("failed", operation, code=error.code, detail=error.detail)
             raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._ledger.current import CURRENT, current_operation
+from .._ledger.context import CURRENT, current_operation
 from .._ledger.model import Operation
 
 __all__ = ["CURRENT", "GUARDED", "current_operation", "is_current", "place_of"]

@@ -15,14 +15,15 @@ from urllib.parse import parse_qs, quote
 import msgspec
 
 from .._contract.contract import Contract, Match
-from .._contract.fields import Field
 from .._contract.keys import join, uuid7_time
 from .._contract.policy import Policy, duration
 from .._contract.rule import Rule
+from .._contract.templates import Field
 from .._fingerprint.canonical import read_json
+from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import Op
 from .._ledger.decisions import Answer
-from .._ledger.guard import Guard
+from .._ledger.guard import ATTEMPTS, Guard
 from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
 from .._runtime.plan import Plan
 from ..errors import (
@@ -44,7 +45,7 @@ from .options import check_functions, check_given
 from .outcomes import shown_value
 from .principal import Principal, principal_of
 from .problem import Response, problem
-from .redrive import kept_request, redriven, resumed
+from .redrive import REDRIVEN, kept_request, redriven, resumed
 
 log = logging.getLogger("oncemore.web")
 
@@ -102,6 +103,7 @@ class Door:
         self.status_path = status_path
         self.problem_base = problem_base
         self._fingerprints = Fingerprints(tuple(secrets))
+        self._attempts: dict[int, tuple[type[LeaseAttempt], Policy, Rule]] = {}  # by the rule's id: it is slow to hash
         self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         self._warned: frozenset[str] = frozenset()
@@ -136,12 +138,13 @@ class Door:
             raise PayloadTooLarge(f"The body may have {rule.max_request} bytes")
 
     def operation(self, match: Match, request: Request) -> Operation | None:
-        """The operation that the request asks for; None where an optional key was not sent."""
+        """The operation that the request asks for; None if an optional key was not sent."""
         rule, headers = match.rule, request.headers
         steps = rule.policy.effect == "steps"
-        unfinished = redriven(request.native)
-        if unfinished is not None:
-            return resumed(unfinished, rule)
+        if steps or type(request.native) is not dict or REDRIVEN in request.native:
+            unfinished = redriven(request.native)
+            if unfinished is not None:
+                return resumed(unfinished, rule)
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
         named = lines(headers, rule.key.name.lower())
@@ -205,6 +208,15 @@ class Door:
     def policy(self, rule: Rule) -> Policy:
         """The rule's policy as HTTP needs it: conditional updates of one resource take turns."""
         return take_turns(rule.policy) if rule.if_match else rule.policy
+
+    def attempt(self, rule: Rule, operation: Operation) -> LeaseAttempt:
+        """One try at the operation, under the rule's policy."""
+        found = self._attempts.get(id(rule))
+        if found is None:
+            policy = self.policy(rule)
+            found = self._attempts[id(rule)] = (ATTEMPTS[policy.effect], policy, rule)  # with the rule, to keep its id
+        kind, policy, _ = found
+        return kind(self.guard, operation, policy)
 
     def declared(self) -> None:
         """All rules are known now, those on endpoints too: what they need must be there."""

@@ -11,12 +11,7 @@ from .._contract.contract import Contract, Match
 from .._contract.rule import Rule
 from ..errors import InvalidPayload
 from .door import Door
-from .headers import NOT_OF_A_GET
 
-NOT_ASKED = frozenset(
-    name.replace("-", "_").upper() if name.startswith("content-") else f"HTTP_{name.replace('-', '_').upper()}"
-    for name in NOT_OF_A_GET
-)
 BLOCK = 64 * 1024
 NON_ASCII = re.compile(rb"[\x80-\xff]")
 

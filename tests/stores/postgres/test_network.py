@@ -17,8 +17,8 @@ from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.postgres import PostgresStore
-from oncemore.testing.proxy import FaultProxy
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+from oncemore.testing.stores import DONE, LEASE, RETENTION
+from tests.support.proxy import FaultProxy
 
 from .parts import until
 
@@ -124,8 +124,14 @@ def cut_after_the_first(plan: Plan[bool], proxy: FaultProxy) -> Plan[bool]:
     result = yield next(plan)
     proxy.cut_answers()
     try:
+        effect = plan.send(result)
         while True:
-            result = yield plan.send(result)
+            try:
+                result = yield effect
+            except BaseException as error:
+                effect = plan.throw(error)
+            else:
+                effect = plan.send(result)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
 
@@ -259,9 +265,9 @@ def test_an_idle_connection_that_the_server_closed_is_replaced_unnoticed(
     store: PostgresStore, postgres_url: str
 ) -> None:
     run(store.claim(Operation("s", "first"), lease=LEASE))
-    (link,) = store.database.lanes.threads.links
+    (free,) = store.database.connections.threads.connections
     with psycopg.connect(postgres_url, autocommit=True) as server:
-        server.execute("SELECT pg_terminate_backend(%s, 5000)", [link.pgconn.backend_pid])
+        server.execute("SELECT pg_terminate_backend(%s, 5000)", [free.pgconn.backend_pid])
     assert isinstance(run(store.claim(Operation("s", "second"), lease=LEASE)), Lease)
 
 
@@ -269,9 +275,9 @@ async def test_an_event_loop_sleeps_well_when_the_server_closes_its_connection(
     store: PostgresStore, postgres_url: str
 ) -> None:
     await arun(store.claim(Operation("s", "first"), lease=LEASE))
-    (link,) = store.database.lanes.on_loop().links
+    (free,) = store.database.connections.loops.get().connections
     async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as server:
-        await server.execute("SELECT pg_terminate_backend(%s, 5000)", [link.pgconn.backend_pid])
+        await server.execute("SELECT pg_terminate_backend(%s, 5000)", [free.pgconn.backend_pid])
     before = time.process_time()
     await asyncio.sleep(0.5)
     assert time.process_time() - before < 0.4  # a socket at its end is always readable; nobody must keep looking
@@ -279,7 +285,7 @@ async def test_an_event_loop_sleeps_well_when_the_server_closes_its_connection(
     await store.aclose()
 
 
-def test_the_ear_listens_again_after_its_connection_was_cut(proxy: FaultProxy, url: str) -> None:
+def test_listener_whose_connection_was_cut_listens_again(proxy: FaultProxy, url: str) -> None:
     mine, other = PostgresStore(f"{proxy.url(url)}&poll=30s"), PostgresStore(url)
     lease = run(other.claim(Operation("s", "k"), lease=LEASE))
     record = run(mine.claim(Operation("s", "k"), lease=LEASE))

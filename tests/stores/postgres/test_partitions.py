@@ -12,7 +12,7 @@ import pytest
 from oncemore._ledger.model import Lease, Operation, Outcome
 from oncemore._runtime.plan import run
 from oncemore.stores.postgres import PostgresStore
-from oncemore.testing.store_contract import StoreContract
+from oncemore.testing.stores import StoreContract
 
 PAGE = Path(__file__).parents[3] / "docs" / "explain" / "capacity.md"
 [SCRIPT] = re.findall(r"```sql\n(.*?)```", PAGE.read_text(), re.DOTALL)

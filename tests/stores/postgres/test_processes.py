@@ -22,10 +22,10 @@ from oncemore._ledger.model import Lease, Operation, Outcome
 from oncemore._runtime.plan import run
 from oncemore.errors import InProgress, OncemoreError, StoreError, UnknownOutcome
 from oncemore.stores.postgres import PostgresStore
-from oncemore.testing.servers import PostgresServer
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+from oncemore.testing.stores import DONE, LEASE, RETENTION
+from tests.support.servers import PostgresServer
 
-from ... import nursery
+from ...support import processes
 
 CHILD = Path(__file__).with_name("children.py")
 SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
@@ -36,7 +36,7 @@ class Child:
 
     def __init__(self, url: str, task: str) -> None:
         command = [sys.executable, str(CHILD), url, task]
-        self.process = nursery.Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = processes.Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def hear(self) -> str:
         assert self.process.stdout is not None
@@ -129,7 +129,7 @@ def test_a_waiter_is_woken_by_another_process_long_before_it_would_look(url: str
         child.hear()
         record = run(store.claim(Operation("s", "k"), lease=LEASE))
         run(store.watch(record))
-        time.sleep(0.5)  # the ear has begun to listen by now, and that has rung once
+        time.sleep(0.5)  # the listener has connected by now, and woken everyone once
         waiter.disarm()
         child.tell()
         waiter.wait(store.poll).run()

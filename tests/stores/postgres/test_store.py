@@ -26,10 +26,10 @@ from oncemore.errors import (
     StoreTimeout,
 )
 from oncemore.stores.postgres import PostgresStore
-from oncemore.stores.postgres.line import Send
-from oncemore.stores.postgres.rows import plain, safe
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION, StoreContract
-from oncemore.testing.store_machine import store_machine
+from oncemore.stores.postgres.pipeline import Pipeline
+from oncemore.stores.postgres.rows import escape_text, unescape_text
+from oncemore.testing.machine import store_machine
+from oncemore.testing.stores import DONE, LEASE, RETENTION, StoreContract
 
 SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
 
@@ -148,11 +148,11 @@ async def test_callers_that_go_away_leave_behind_what_they_should(
 
 
 @given(st.text(st.characters(), max_size=20), st.text(st.characters(), max_size=20))
-def test_safe_text_is_told_apart_and_comes_back(one: str, two: str) -> None:
-    assert plain(safe(one)) == one
-    assert (safe(one) == safe(two)) == (one == two)
-    assert "\0" not in safe(one)
-    safe(one).encode()
+def test_escaped_text_is_distinct_and_comes_back(one: str, two: str) -> None:
+    assert unescape_text(escape_text(one)) == one
+    assert (escape_text(one) == escape_text(two)) == (one == two)
+    assert "\0" not in escape_text(one)
+    escape_text(one).encode()
 
 
 @pytest.mark.parametrize("awkward", ["\0", "a\0b", "\ud800", "\\0", "\\\\0", "\\ud800", "\x1f", "🙂"])
@@ -226,17 +226,17 @@ def test_the_statements_run_on_a_connection_of_the_users_within_its_transaction(
     """They are text with positional parameters: whoever can execute that can claim and settle with a commit of its own."""
     run(store.stats())
     known, cursor = store.database.sql, psycopg.RawCursor(server)
-    asked = ["s", "k", "name", "c1:aa", "my holder", LEASE, 0.0]
+    asked = ["s", "k", "name", "c1:aa", "my holder", LEASE, 0.0, "1000", b"asked"]
     with server.transaction(force_rollback=True):
-        cursor.execute(known.claim_one.text, asked)
+        cursor.execute(known.claim_here.text, asked)
         assert cursor.rowcount == 1
     assert run(store.find("s", "k")) is None
     with server.transaction():
-        ((_, token, *_),) = cursor.execute(known.claim_one.text, asked).fetchall()
-        done = ["s", "k", token, "settled", None, RETENTION, 201, DONE.digest(), "", False, 0.0, encode_outcome(DONE)]
-        cursor.execute(known.move_one.text, done)
+        ((token, *_),) = cursor.execute(known.claim_here.text, asked).fetchall()
+        done = ["s", "k", token, RETENTION, 0.0, 201, encode_outcome(DONE), DONE.digest(), "", False]
+        cursor.execute(known.settle_here.text, done)
     record = run(store.find("s", "k"))
-    assert (record.state, record.outcome, record.token) == ("settled", DONE, token)
+    assert (record.state, record.outcome, record.token, record.request) == ("settled", DONE, token, b"")
 
 
 # Clocks, tokens
@@ -263,17 +263,22 @@ def test_tokens_come_from_a_sequence_that_outlives_the_records(
     assert run(store.claim(Operation("s", "k"), lease=LEASE)).token > first.token
 
 
-def test_a_flight_that_is_interrupted_leaves_no_lease_that_nobody_has(store: PostgresStore) -> None:
-    """One of two was won, and while the other was looked up, a signal came: both callers were told of a failure."""
+def test_interrupted_batch_leaves_no_lease_without_owner(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two was granted, and while the other was looked up, a signal came: neither caller has an answer."""
     run(store.claim(Operation("s", "taken"), lease=LEASE))
-    asks = [next(store.claim(Operation("s", key), lease=LEASE)) for key in ("free", "taken")]
-    flight = store._claims.run_batch([ask.item for ask in asks])  # type: ignore[attr-defined]
-    effect = next(flight)
-    while not (isinstance(effect, Send) and effect.statement is store.database.sql.find):
-        effect = flight.send(effect.run())
+    send = Pipeline.run
+
+    def interrupted(pipeline: Pipeline) -> Any:
+        if pipeline.queries[0][0] is store.database.sql.find:
+            monkeypatch.setattr(Pipeline, "run", send)
+            raise KeyboardInterrupt
+        return send(pipeline)
+
+    items = [next(store.claim(Operation("s", key), lease=LEASE)).item for key in ("free", "taken")]  # type: ignore[attr-defined]
+    monkeypatch.setattr(Pipeline, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        flight.throw(KeyboardInterrupt())
+        run(store._claims.execute(items))
     assert run(store.find("s", "free")).state == "running"
-    run(store.claim(Operation("s", "next"), lease=LEASE))
-    assert run(store.find("s", "free")).state == "released"
+    run(store._claims.repair(items))
+    assert run(store.find("s", "free")) is None
     assert run(store.find("s", "taken")).state == "running"

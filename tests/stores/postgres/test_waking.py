@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import secrets
 import threading
@@ -18,11 +19,12 @@ from psycopg import sql
 
 from oncemore._contract.policy import Policy
 from oncemore._ledger.guard import Guard
-from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._ledger.model import Claim, Lease, Operation, Outcome
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import arun, run
 from oncemore.stores.postgres import PostgresStore
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+from oncemore.stores.postgres.pipeline import state_of
+from oncemore.testing.stores import DONE, LEASE, RETENTION
 
 from .parts import connections, same, until
 
@@ -44,7 +46,7 @@ def test_a_waiter_hears_at_once_of_what_another_process_does(url: str) -> None:
                 "lapse": lambda lease=lease: other.renew(lease, lease=0.0),
                 "resolve": lambda lease=lease: resolved(other, lease),
             }[verb]
-            assert rings(waiter, lambda do=do: run(do())), verb
+            assert wakes(waiter, lambda do=do: run(do())), verb
     mine.close()
     other.close()
 
@@ -55,9 +57,9 @@ def resolved(store: PostgresStore, lease: Lease) -> Any:
     return record
 
 
-def rings(waiter: Any, act: Callable[[], object]) -> bool:
-    """Whether a notification comes within half a second of the act; not before."""
-    time.sleep(0.3)  # the ear has begun to listen, and said so
+def wakes(waiter: Any, act: Callable[[], object]) -> bool:
+    """Whether the waiter is woken within seconds of the act; not before."""
+    time.sleep(0.3)  # the listener has connected, and woken everyone
     waiter.disarm()
     act()
     begun = time.monotonic()
@@ -87,11 +89,24 @@ def test_nothing_is_sent_where_nobody_in_another_process_waits(url: str, postgre
     operation = Operation("s", "k")
     lease = run(store.claim(operation, lease=LEASE))
     run(store.watch(run(store.claim(operation, lease=LEASE))))  # its owner is in this process
-    with psycopg.connect(postgres_url, autocommit=True) as ear:
-        ear.execute(sql.SQL("LISTEN {}").format(sql.Identifier(store._ear.channel)))
+    with psycopg.connect(postgres_url, autocommit=True) as other:
+        other.execute(sql.SQL("LISTEN {}").format(sql.Identifier(store._listener.channel)))
         run(store.settle(lease, DONE, retention=RETENTION))
-        assert list(ear.notifies(timeout=0.5)) == []
+        assert list(other.notifies(timeout=0.5)) == []
     store.close()
+
+
+def test_unclaim_wakes_waiters_of_another_process(url: str) -> None:
+    mine, other = PostgresStore(url), PostgresStore(url)
+    operation = Operation("s", "k")
+    run(other.claim(operation, lease=LEASE))
+    record = run(mine.claim(operation, lease=LEASE))
+    with mine.wakeups.waiting(operation.id) as waiter:
+        run(mine.watch(record))
+        assert wakes(waiter, lambda: run(other.unclaim([Claim(operation, record.holder, LEASE)])))
+    assert isinstance(run(mine.claim(operation, lease=LEASE)), Lease)
+    mine.close()
+    other.close()
 
 
 async def test_a_deletion_in_another_process_empties_the_cache(url: str) -> None:
@@ -125,14 +140,14 @@ def test_a_message_that_is_none_is_ignored(store: PostgresStore, server: psycopg
     with store.wakeups.waiting(("s", "k")) as waiter:
         run(store.watch(record))
         for text in ("", "{}", "[1]", '["x", 7]'):
-            server.execute("SELECT pg_notify(%s, %s)", [store._ear.channel, text])
-        assert rings(waiter, lambda: run(other.settle(lease, DONE, retention=RETENTION)))
+            server.execute("SELECT pg_notify(%s, %s)", [store._listener.channel, text])
+        assert wakes(waiter, lambda: run(other.settle(lease, DONE, retention=RETENTION)))
     other.close()
 
 
 def test_long_messages_are_split(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     ids = [("s" * 1000, f"{n}" * 500) for n in range(100, 130)]
-    messages = list(store._ear.messages(ids))
+    messages = list(store._listener.messages(ids))
     assert 1 < len(messages) < 30
     for message in messages:
         server.execute("SELECT pg_notify('anything', %s)", [message])
@@ -168,14 +183,17 @@ def test_behind_a_pooler_waiters_look_for_themselves(pgbouncer_url: str, postgre
 def test_a_pooler_that_hides_itself_is_found_out(store: PostgresStore, verb: str) -> None:
     """CASES 54: a prepared statement that is missing, or there already, is no failure; the statement is sent again."""
     run(store.claim(Operation("s", "before"), lease=LEASE))
-    (link,) = store.database.lanes.threads.links
-    assert link.alone
-    link.pgconn.exec_(verb.encode())  # as if another server process had the statements that we think we prepared,
-    if verb == "SELECT 1":
-        link._prepared.clear()  # or this one had them from another client of the pooler
+    (connection,) = store.database.connections.threads.connections
+    state = state_of(connection)
+    assert state.prepared
+    connection.pgconn.exec_(verb.encode())  # as if another server process had the statements that we think we prepared,
+    if verb == "SELECT 1":  # or this one had them from another client of the pooler
+        state.prepared.clear()
+        state._count = itertools.count()
     assert isinstance(run(store.claim(Operation("s", "after"), lease=LEASE)), Lease)
-    assert store.database.lanes.threads.links == [link]
-    assert link.alone is (verb == "SELECT 1")
+    assert store.database.connections.threads.connections == [connection]
+    assert connection.prepare_threshold is None
+    assert store.database.pooled
 
 
 # Coming and going
@@ -187,12 +205,12 @@ async def test_closing_ends_every_connection_and_thread(url: str, server: psycop
     lease = await arun(store.claim(Operation("s", "k"), lease=LEASE))
     await asyncio.to_thread(run, store.settle(lease, DONE, retention=RETENTION))
     await arun(store.stats())
-    assert until(lambda: connections(server, name) == 4)  # two of the loop's, one of the threads', and the ear's
-    ear = store._ear._thread
-    assert ear is not None
+    assert until(lambda: connections(server, name) == 4)  # two of the loop's, one of the threads', and the listener's
+    listening = store._listener._thread
+    assert listening is not None
     await store.aclose()
     assert until(lambda: connections(server, name) == 0)
-    assert until(lambda: not ear.is_alive())
+    assert until(lambda: not listening.is_alive())
     await arun(store.stats())  # and it can be used again
     await store.aclose()
 
@@ -204,7 +222,7 @@ def test_event_loops_that_are_gone_leave_nothing_behind(url: str, server: psycop
         lease = asyncio.run(arun(store.claim(Operation("s", str(n)), lease=LEASE)))
         assert isinstance(lease, Lease)
     gc.collect()
-    assert len(store.database.lanes.loops) <= 1
+    assert len(store.database.connections.loops) <= 1
     store.close()
     gc.collect()
     assert until(lambda: connections(server, name) == 0)

@@ -22,7 +22,7 @@ from oncemore.stores.redis.commands import Item
 from oncemore.stores.redis.connection import RoundTrip, pack
 from oncemore.stores.redis.records import fields, micros
 from oncemore.stores.redis.scripts import CLAIM
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 from ..parts import DONE, HOUR, operation
 

@@ -24,9 +24,9 @@ from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis import listener as redis_listener
 from oncemore.stores.redis.commands import Item
 from oncemore.stores.redis.scripts import FIND
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
-from ...strangers import strangers
+from ...support.processes import separate_processes
 from ..parts import DONE, HOUR, OPERATION, blocked, claimed, in_a_fork, settled
 from . import children
 
@@ -71,7 +71,7 @@ def test_a_waiter_hears_of_what_another_process_does(store: RedisStore, other: R
 
 def test_a_waiter_is_answered_by_another_process(url: str) -> None:
     """The poll is far too long to be what wakes it."""
-    processes = strangers()
+    processes = separate_processes()
     mine, theirs = processes.Pipe()
     process = processes.Process(target=children.settle_when_told, args=(url, theirs))
     process.start()
@@ -137,7 +137,7 @@ def test_a_store_that_is_closed_hears_no_more_and_can_be_used_again(store: Redis
 
 
 def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
-    processes = strangers()
+    processes = separate_processes()
     with processes.Manager() as manager, processes.Pool(16) as pool:
         start = manager.Barrier(16)
         found = pool.starmap(children.claim, [(start, url)] * 16, chunksize=1)
@@ -148,7 +148,7 @@ def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
 @pytest.mark.chaos
 @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
 def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, verb: str) -> None:
-    processes = strangers()
+    processes = separate_processes()
     mine, theirs = processes.Pipe()
     process = processes.Process(target=children.hold_then_write, args=(url, verb, theirs))
     process.start()

@@ -23,7 +23,7 @@ from oncemore.errors import StoreError, StoreUnavailable
 from oncemore.stores import schema
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis.commands import error_code, reply_error, reply_text
-from oncemore.testing.servers import ValkeyServer
+from tests.support.servers import ValkeyServer
 
 from ..parts import DONE, HOUR, operation
 from .children import load

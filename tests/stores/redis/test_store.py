@@ -20,9 +20,9 @@ from oncemore._runtime.plan import arun, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable, StoreError
 from oncemore.stores.redis import RedisStore, connect
-from oncemore.testing.servers import ValkeySentinel
-from oncemore.testing.store_contract import StoreContract
-from oncemore.testing.store_machine import store_machine
+from oncemore.testing.machine import store_machine
+from oncemore.testing.stores import StoreContract
+from tests.support.servers import ValkeySentinel
 
 from ...conftest import unique_name
 from ..parts import DONE, HOUR, OPERATION, blocked, claimed, left_in_doubt, settled

@@ -22,7 +22,7 @@ from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect, schema
 from oncemore.stores.redis.commands import Item
 from oncemore.stores.redis.scripts import UNCLAIM
-from oncemore.testing.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
+from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 
 from ..parts import DONE, HOUR, operation
 from .children import load

@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
+from ..._ledger import model
 from ..._ledger.connect import take_options, with_options
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Holder, Page, Stats
@@ -22,7 +23,7 @@ from ..._runtime.batching import Batcher, Submit, own_error
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, StoreError
-from .batch import Flight, fly, state_of
+from .batch import Batch, run_batch, state_of
 from .items import NO_RECORD, Change, Claim, Item, Settle
 from .lender import SqliteLender
 from .statements import Statements, as_record
@@ -130,7 +131,7 @@ class SqliteStore:
         open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
         self._writer = open_file(threaded=thread == "always")
         self._reader = self._writer if path == MEMORY else open_file()
-        self._claims: Batcher[Item] = Batcher(self._run_batch, undo=self._undo)
+        self._claims: Batcher[Claim] = Batcher(self._run_claims, undo=self._undo_claims)
         self._writes: Batcher[Item] = Batcher(self._run_batch)
         self.lender: Lender = SqliteLender(self, prepare)
         self._ready = False
@@ -141,34 +142,45 @@ class SqliteStore:
             yield Use(self._writer, lambda connection: None)
             self._ready = True
 
+    def _run_claims(self, claims: list[Claim]) -> Plan[Sequence[Any]]:
+        return self._run_batch([*claims])
+
     def _run_batch(self, items: list[Item]) -> Plan[Sequence[Any]]:
         sql, shift = self.sql, self.shift
         try:
-            answers: list[Any] = yield Write(self._writer, lambda connection: fly(connection, sql, shift, items))
+            results: list[Any] = yield Write(self._writer, lambda connection: run_batch(connection, sql, shift, items))
         except StoreError as error:  # nothing was committed
             return [own_error(error) for _ in items]
         for item in items:
-            if item.rings and not isinstance(item.answer, BaseException):
+            if item.notifies and not isinstance(item.result, BaseException):
                 self.wakeups.notify(item.id)
-        return answers
+        return results
 
-    def _undo(self, items: list[Item]) -> Plan[None]:
-        """Give back what was granted to callers that have gone."""
-        yield from self._run_batch(
-            [Change(item.id, partial(Flight.give_back, claim=item), rings=True) for item in items]
-        )
+    def _change(self, id: Id, apply: Callable[[Batch], Any], *, notifies: bool = False) -> Plan[Any]:
+        return (yield Submit(self._writes, Change(id, apply, notifies=notifies)))
 
-    def _change(self, id: Id, apply: Callable[[Flight], Any], *, rings: bool = False) -> Plan[Any]:
-        return (yield Submit(self._writes, Change(id, apply, rings=rings)))
+    # The guard's verbs
 
-    # What the guard asks
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+        found: Lease | Record = yield Submit(self._claims, Claim(operation, lease, self.holder.next(), request))
+        return found
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
-        answer: Lease | Record = yield Submit(self._claims, Claim(operation, lease, self.holder.next()))
-        return answer
+    def unclaim(self, claims: Sequence[model.Claim]) -> Plan[None]:
+        yield from self._undo([(claim.operation.id, claim.holder) for claim in claims])
+
+    def _undo_claims(self, claims: list[Claim]) -> Plan[None]:
+        return self._undo([(claim.id, claim.holder) for claim in claims])
+
+    def _undo(self, claims: list[tuple[Id, str]]) -> Plan[None]:
+        """Undo claims, behind a batch of theirs that may still be under way on the writer's thread."""
+        items: list[Item] = [Change(id, partial(Batch.unclaim, id=id, holder=holder)) for id, holder in claims]
+        if items:
+            yield Use(self._writer, lambda connection: run_batch(connection, self.sql, self.shift, items))
+        for item in items:
+            self.wakeups.notify(item.id)
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
-        until = yield from self._change(held.operation.id, lambda flight: flight.renew(held, lease))
+        until = yield from self._change(held.operation.id, lambda batch: batch.renew(held, lease))
         return msgspec.structs.replace(held, expires_at=until)
 
     def settle(
@@ -177,23 +189,23 @@ class SqliteStore:
         yield Submit(self._writes, Settle(held, outcome, retention, audit, note))
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        yield from self._change(held.operation.id, lambda flight: flight.release(held, retention), rings=True)
+        yield from self._change(held.operation.id, lambda batch: batch.release(held, retention), notifies=True)
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
-        yield from self._change(held.operation.id, lambda flight: flight.hold(held, note), rings=True)
+        yield from self._change(held.operation.id, lambda batch: batch.hold(held, note), notifies=True)
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
-        yield from self._change(record.id, lambda flight: flight.touch(record, retention))
+        yield from self._change(record.id, lambda batch: batch.touch(record, retention))
 
     def watch(self, record: Record) -> Plan[None]:
         """Other processes are heard of by looking."""
         return
         yield
 
-    # What an operator asks
+    # The operator's verbs
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        record = yield Use(self._reader, lambda connection: Flight(connection, self.sql, self.shift).find((scope, key)))
+        record = yield Use(self._reader, lambda connection: Batch(connection, self.sql, self.shift).find((scope, key)))
         return record if state_of(record) != "absent" else None
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
@@ -208,13 +220,13 @@ class SqliteStore:
     ) -> Plan[Record]:
         id = (scope, key)
         record: Record = yield from self._change(
-            id, lambda flight: flight.resolve(id, outcome, retention, note), rings=True
+            id, lambda batch: batch.resolve(id, outcome, retention, note), notifies=True
         )
         return record
 
     def delete(self, scope: str, key: str) -> Plan[bool]:
         id = (scope, key)
-        known: bool = yield from self._change(id, lambda flight: flight.delete(id), rings=True)
+        known: bool = yield from self._change(id, lambda batch: batch.delete(id), notifies=True)
         return known
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
@@ -222,7 +234,7 @@ class SqliteStore:
         while total < batch:
             most = min(SLICE, batch - total)
             start = time.monotonic()
-            gone: int = yield from self._change(NO_RECORD, partial(Flight.purge, most=most))
+            gone: int = yield from self._change(NO_RECORD, partial(Batch.purge, most=most))
             total += gone
             if gone < most:
                 break

@@ -6,16 +6,16 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Unpack
+from typing import Unpack
 
 from ..._contract.contract import Contract, Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
 from ..._ledger.guard import Guard
+from ..._runtime.plan import arun
 from ...errors import OncemoreError
 from ..current import CURRENT, GUARDED, current_operation, is_current
-from ..door import Door, Request
+from ..door import Door, Request, wait_of
 from ..environ import matched
 from ..headers import Fields
 from ..openapi.app import document, outermost
@@ -23,16 +23,9 @@ from ..options import Options
 from ..redrive import check_passed
 from ..routes import declare
 from ..status import status_response
-from .response import Exchange, respond
-from .transacted import Transacted
+from .response import App, GuardedResponse, Message, Receive, Scope, Send, respond
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
 
@@ -111,24 +104,23 @@ class IdempotencyMiddleware:
             operation = self.door.operation(match, request)
         except OncemoreError as error:
             return await respond(send, self.door.refused(error, match))
-        if operation is None or is_current(operation, scope):
+        if operation is None or (GUARDED in scope and is_current(operation, scope)):
             return await self.app(scope, body_first(body, receive), send)
-        kind = Transacted if match.rule.policy.effect == "transaction" else Exchange
-        exchange = kind(self.door, self.app, match, operation, request, receive, send)
+        attempt = self.door.attempt(match.rule, operation)
+        response = GuardedResponse(self.door, match, attempt, request, receive, send)
         try:
-            return await exchange.run()
+            answer = await arun(attempt.begin(wait_of(headers)))
+            if answer is None:
+                return await response.finish(self.app)  # the effect may happen from here on, so finish in any case
         except OncemoreError as error:
-            if exchange.performed:  # it is the app's own
+            if response.performed:  # it is the app's own
                 raise
-            return await self._refused(error, exchange, scope, body_first(body, receive))
-
-    async def _refused(self, error: OncemoreError, exchange: Exchange, scope: Scope, receive: Receive) -> None:
-        """Nothing has happened: say why; or, where the rule prefers that to an operation which is not done, do it."""
-        if not self.door.runs_without(error, exchange.rule):
-            mount = scope.get("root_path", "")
-            return await respond(exchange.send, self.door.refused(error, exchange.match, exchange.operation, mount))
-        log.error("The store is down, and %s runs unguarded: %s", exchange.rule.name, error)
-        return await self.app(scope, receive, exchange.send)
+            if not self.door.runs_without(error, match.rule):
+                mount = scope.get("root_path", "")
+                return await respond(response.client_send, self.door.refused(error, match, operation, mount))
+            log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
+            return await self.app(scope, body_first(body, receive), send)
+        return await respond(send, self.door.replayed(match.rule, answer))
 
 
 def inner_path(scope: Scope) -> str:
@@ -144,8 +136,10 @@ def request_of(scope: Scope, headers: Fields, body: bytes = b"") -> Request:
 
 
 async def read_body(receive: Receive, match: Match, door: Door, headers: Fields) -> bytes | None:
-    """The whole body; None where the client went away in the middle of it."""
-    door.check_length(match.rule, declared_length(headers))
+    """The whole body; None if the client went away in the middle of it."""
+    most = match.rule.max_request
+    if declared_length(headers) > most:
+        door.check_length(match.rule, declared_length(headers))
     chunks: list[bytes] = []
     length = 0
     while True:
@@ -154,7 +148,8 @@ async def read_body(receive: Receive, match: Match, door: Door, headers: Fields)
             return None
         chunk = message.get("body", b"")
         length += len(chunk)
-        door.check_length(match.rule, length)
+        if length > most:
+            door.check_length(match.rule, length)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunk if len(chunks) == 1 else b"".join(chunks)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import deepcopy
 from typing import Any, Unpack
 
 from ..._contract.contract import Contract, Match
@@ -18,15 +17,16 @@ from ..._contract.profiles import DEFAULT
 from ..._contract.rule import Rule, idempotent, rule_of
 from ..._ledger.guard import Guard
 from ..._ledger.model import Operation
-from ..._runtime.plan import Call, run
+from ..._runtime.plan import Call, Plan, run
 from ...errors import OncemoreError, StoreError
 from ..current import current_operation
 from ..door import Door, Request, wait_of
 from ..environ import matched, mount_of
+from ..etag import Etag
 from ..headers import value_of
 from ..options import Options
 from ..status import status_plan
-from ..turn import RunAgain, Turn
+from ..turn import Turn
 from .batch import check_plain, each_message
 from .events import Event, Reply, RestApi, request_body, source_of
 from .principal import caller_of
@@ -156,32 +156,23 @@ class Invocation:
         known = run(self.turn.begin(patience(wait_of(self.request.headers), left)))
         if known is not None:
             return self.source.rendered(self.request.native, self.door.replayed(self.match.rule, known))
-        while True:
-            try:
-                return self._attempt()
-            except RunAgain:
-                self.performed = False
-
-    def _attempt(self) -> Any:
         event = self.request.native
         try:
-            if self.turn.policy.effect == "transaction":  # what may be performed again must find the event as it came
-                event = deepcopy(event)
-            run(self.turn.check(self.request, Call(self._look)))
+            run(self.turn.check(self.request, self._current_etag()))
             self.performed = True
             with self.turn.current(), under_way(self, event):
                 reply = self.source.reply(self.handler(event, self.context))
         except BaseException as error:
             try:
                 run(self.turn.fail(error))
-            except StoreError as given_up:
-                return self._refused(given_up)
+            except StoreError as refused:
+                return self._refused(refused)
             raise
         return self._settled(reply)
 
-    def _look(self) -> tuple[int, str]:
-        """The status and ETag of the resource now, from the function's own answer to a GET."""
-        found = self.source.reply(self.handler(self.source.as_get(self.request.native), self.context))
+    def _current_etag(self) -> Plan[Etag]:
+        """What the function answers to a GET of the request's URL."""
+        found = self.source.reply((yield Call(self.handler, self.source.as_get(self.request.native), self.context)))
         return found.status, value_of(found.headers, "etag")
 
     def _settled(self, reply: Reply) -> Any:

@@ -77,7 +77,7 @@ class IdempotencyMiddleware:
             asked = request_of(request, body_of(request, match.rule, self.door))
             operation = yield InThread(self.door.operation, match, asked)
             if operation is not None:
-                known = self.door.guard.known(operation, self.door.policy(match.rule))
+                known = self.door.guard.cached(operation, self.door.policy(match.rule))
         except OncemoreError as error:
             return made(self.door.refused(error, match, operation))
         if known is not None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from io import BytesIO
 from itertools import chain
 from typing import Any
@@ -13,23 +12,21 @@ from asgiref.sync import sync_to_async
 from django.core.signals import got_request_exception  # type: ignore[import-untyped]
 from django.http import HttpRequest, HttpResponse  # type: ignore[import-untyped]
 from django.http.response import HttpResponseBase  # type: ignore[import-untyped]
-from django.utils.functional import SimpleLazyObject, empty  # type: ignore[import-untyped]
 
 from ..._contract.contract import Match
 from ..._contract.rule import Rule
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Operation
-from ..._runtime.plan import Call, Plan, arun, run
+from ..._runtime.plan import Call, Plan, run
 from ...errors import ConfigurationError, OncemoreError, StoreError
 from ..current import place_of
 from ..door import Door, Request, wait_of
-from ..environ import NOT_ASKED, put_back, read_body
+from ..environ import put_back, read_body
+from ..etag import VARIABLES_OF_CHANGE, Etag
 from ..problem import Response
-from ..turn import NotKept, RunAgain, Turn
+from ..turn import NotKept, Turn
 
 GetResponse = Callable[[HttpRequest], Any]  # a response, or a coroutine of it
-# Where Django keeps the user that it has read, and the session's contents.
-USERS, IN_SESSION = ("_cached_user", "_acached_user"), "_session_cache"
 # What Django remembers of a request once it has been asked for it.
 REMEMBERED = ("_body", "_post", "_files", "headers")
 
@@ -66,18 +63,8 @@ class Exchange:
         known = yield from self.turn.begin(wait_of(self.request.headers))
         if known is not None:
             return made(self.door.replayed(self.rule, known))
-        request = Untouched(self.request.native) if self.turn.policy.effect == "transaction" else None
-        while True:
-            try:
-                return (yield from self._attempt(request))
-            except RunAgain:  # the database refused the transaction: the same request once more
-                self.performed = False
-
-    def _attempt(self, request: Untouched | None) -> Plan[HttpResponseBase]:
         try:
-            if request is not None and self.turn.reruns:
-                yield InThread(request.restore, self.request.body)
-            yield from self.turn.check(self.request, Look(self.get_response, self.request.native))
+            yield from self.turn.check(self.request, current_etag(self.get_response, self.request.native))
             self.performed = True
             with self.turn.current(place_of(self.request.native)):
                 response = yield Call(self.get_response, self.request.native)
@@ -85,26 +72,22 @@ class Exchange:
         except BaseException as error:
             try:
                 yield from self.turn.fail(error)
-            except StoreError as given_up:
-                return made(self.door.refused(given_up, self.match, self.operation))
+            except StoreError as refused:
+                return made(self.door.refused(refused, self.match, self.operation))
             raise
         try:
-            yield from self._look_behind(response)
+            yield from self._check_error_page(response)
             answer = yield from self._settled(response, body)
         except OncemoreError as error:  # another has taken the operation over, and what it came to is not known
             return instead(response, self.door.refused(error, self.match, self.operation))
-        except RunAgain:
-            if response.streaming:
-                response.close()
-            raise
         if answer.how == "replayed":
             return instead(response, self.door.replayed(self.rule, answer))
         for name, value in self.door.headers(self.rule, answer):
             response.headers[name] = value
         return response
 
-    def _look_behind(self, response: HttpResponseBase) -> Plan[None]:
-        """Where Django made an error page of the database's refusal, the page is not what came of it."""
+    def _check_error_page(self, response: HttpResponseBase) -> Plan[None]:
+        """If Django made an error page of the database's refusal, raise StoreUnavailable."""
         error = getattr(self.request.native, NOTED, None)
         if error is not None and response.status_code >= 500 and self.turn.refuses(error):
             yield from self.turn.fail(error)
@@ -135,61 +118,19 @@ class Exchange:
         return answer
 
 
-class Untouched:
-    """A request as it was before the view had it: what a run has changed and the database refused must not be seen again."""
-
-    def __init__(self, request: HttpRequest) -> None:
-        self.request = request
-        self.said = {name: value for name, value in vars(request).items() if name not in USERS}
-        self.session = session_of(request)
-        self.lazy = [value for value in self.said.values() if isinstance(value, SimpleLazyObject)]  # request.user
-        self.read = [value for value in self.lazy if value._wrapped is not empty]
-
-    def restore(self, body: bytes) -> None:
-        request = self.request
-        vars(request).clear()
-        vars(request).update(self.said)
-        for value in self.lazy:  # they are read anew, for the last run may have changed them
-            value._wrapped = empty
-        if hasattr(request, "session"):
-            vars(request.session).pop(IN_SESSION, None)
-            vars(request.session).update(copy.deepcopy(self.session))
-        request._stream, request._read_started = BytesIO(body), False
-        for value in self.read:  # now, for on a loop the view could not
-            value._setup()
-
-
-def session_of(request: HttpRequest) -> dict[str, Any]:
-    """What the request's session holds, where it has been read; else it is read when it is asked for."""
-    said = vars(request.session) if hasattr(request, "session") else {}
-    return {name: copy.deepcopy(said[name]) for name in (IN_SESSION, "accessed", "modified") if name in said}
-
-
-class Look:
-    """The effect of asking the view, by an inner GET, for the status and ETag of the resource."""
-
-    def __init__(self, get_response: GetResponse, request: HttpRequest) -> None:
-        self.get_response = get_response
-        self.request = request
-
-    def run(self) -> tuple[int, str]:
-        return run(self._look())
-
-    def arun(self) -> Awaitable[tuple[int, str]]:
-        return arun(self._look())
-
-    def _look(self) -> Plan[tuple[int, str]]:
-        response = yield Call(self.get_response, as_get(self.request))
-        if response.streaming:  # of others, to close means to say that the request is over
-            response.close()
-        return response.status_code, str(response.headers.get("ETag", ""))
+def current_etag(get_response: GetResponse, request: HttpRequest) -> Plan[Etag]:
+    """What the view answers to a GET of the request's URL."""
+    response = yield Call(get_response, as_get(request))
+    if response.streaming:  # to close any other tells Django that the request is over
+        response.close()
+    return response.status_code, str(response.headers.get("ETag", ""))
 
 
 def as_get(request: HttpRequest) -> HttpRequest:
     """The same request (its user, its session), but a GET."""
     inner: Any = object.__new__(type(request))
     inner.__dict__.update({name: value for name, value in vars(request).items() if name not in REMEMBERED})
-    inner.META = {name: value for name, value in request.META.items() if name not in NOT_ASKED}
+    inner.META = {name: value for name, value in request.META.items() if name not in VARIABLES_OF_CHANGE}
     inner.META["REQUEST_METHOD"] = inner.method = "GET"
     inner.content_type, inner.content_params = "", {}
     inner._stream, inner._read_started, inner.resolver_match = BytesIO(), False, None

@@ -87,7 +87,7 @@ class IdempotencyMiddleware:
             body = read_body(environ, match.rule, self.door)
             request = request_of(environ, body)
             operation = self.door.operation(match, request)
-            known = self.door.guard.known(operation, self.door.policy(match.rule)) if operation is not None else None
+            known = self.door.guard.cached(operation, self.door.policy(match.rule)) if operation is not None else None
         except OncemoreError as error:
             return respond(start_response, self.door.refused(error, match, operation))
         if known is not None:

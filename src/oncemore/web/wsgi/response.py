@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
-from io import BytesIO
 from types import TracebackType
 from typing import Any
 
 from ..._contract.contract import Match
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Operation
-from ..._runtime.plan import Call, Plan, run
+from ..._runtime.plan import Plan, run
 from ...errors import Fenced, OncemoreError, StoreError
 from ..door import Door, Request, wait_of
-from ..environ import NOT_ASKED, put_back
+from ..etag import wsgi_etag
 from ..headers import Headers, value_of
 from ..problem import Response
-from ..turn import NotKept, RunAgain, Turn
+from ..turn import NotKept, Turn
 from .flask_errors import NOTED
 
 Environ = dict[str, Any]
@@ -49,7 +48,7 @@ class Exchange:
         self.start_response = start_response
         self.turn = Turn(door, match, operation)
         self.performed = False
-        self.reruns = 0  # how many there had been when this run began
+        self.refusal: OncemoreError | None = None  # why what the app sends by `write` cannot be its answer
         self.line = ""  # the app's status line; empty until it has called start_response
         self.headers: list[tuple[str, str]] = []
         self.lowered: Headers = ()
@@ -65,72 +64,29 @@ class Exchange:
         known = run(self.turn.begin(wait_of(self.request.headers)))
         if known is not None:
             return respond(self.start_response, self.door.replayed(self.rule, known))
-        untouched = dict(self.environ)
-        while True:
-            try:
-                return self._attempt()
-            except RunAgain:
-                self._afresh(untouched)
-
-    def _afresh(self, untouched: Environ) -> None:
-        """The database refused the transaction: the same request once more, and nothing left of the response."""
-        self._close_result()
-        self.environ.clear()
-        self.environ.update(untouched)
-        put_back(self.environ, self.request.body)
-        self.performed = self.closed = False
-        self.line, self.headers, self.lowered, self.chunks, self.size = "", [], (), [], 0
-        self.result, self.iterator = (), iter(())
-
-    def _attempt(self) -> Iterable[bytes]:
-        self.reruns = self.turn.reruns
         try:
-            run(self.turn.check(self.request, Call(self._look)))
+            run(self.turn.check(self.request, wsgi_etag(self.app, self.environ)))
             self.performed = True
             with self.turn.current(self.environ):
                 is_whole = self._perform()
-            self._look_behind()
+            self._check_error_page()
         except BaseException as error:
-            if self._is_refused():
-                raise RunAgain from error
             try:
                 self._fail(error)
-            except StoreError as given_up:
-                return respond(self.start_response, self.door.refused(given_up, self.match, self.operation))
-            raise
-        if self._is_refused():
-            raise RunAgain
+            except StoreError as refused:
+                self.refusal = refused
+            if self.refusal is None:
+                raise
+        if self.refusal is not None:  # also if the app has caught it and answered: its effect was rolled back
+            self._close_result()
+            return respond(self.start_response, self.door.refused(self.refusal, self.match, self.operation))
         return self._answer(is_whole)
 
-    def _is_refused(self) -> bool:
-        """Whether the run is over, though the app may not have let RunAgain out: what it says now is of no run."""
-        return self.turn.reruns > self.reruns
-
-    def _look_behind(self) -> None:
-        """Where a framework made an error page of the database's refusal, the page is not what came of it."""
+    def _check_error_page(self) -> None:
+        """If a framework made an error page of the database's refusal, raise the refusal."""
         error = self.environ.get(NOTED)
         if error is not None and self.status >= 500 and self.turn.refuses(error):
             raise error
-
-    def _look(self) -> tuple[int, str]:
-        """The status and ETag of the resource now, from the app's own answer to a GET."""
-        environ = {name: value for name, value in self.environ.items() if name not in NOT_ASKED}
-        environ.update({"REQUEST_METHOD": "GET", "wsgi.input": BytesIO()})
-        found: list[tuple[str, Headers]] = [("0", ())]
-
-        def start(line: str, headers: list[tuple[str, str]], exc_info: ExcInfo | None = None) -> Write:
-            found.append((line, headers))
-            return lambda data: None
-
-        result = self.app(environ, start)
-        try:
-            for _ in result:  # an app may call start_response as late as with its first chunk
-                if found[1:]:
-                    break
-        finally:
-            close(result)
-        line, headers = found[-1]
-        return int(line[:3]), value_of(lowered(headers), "etag")
 
     # What the app sends
 
@@ -162,10 +118,14 @@ class Exchange:
 
     def _write(self, data: bytes) -> None:
         """The old way to send: held like a chunk; a second one says that there is more to come."""
-        if self._is_refused():
+        if self.refusal is not None:
             return
         if data and self.write is None and self.chunks and not self._can_wait(more=True):
-            self._begin(run(self.turn.live(self.status, stream=not self.length)))
+            try:
+                self._begin(run(self.turn.live(self.status, stream=not self.length)))
+            except OncemoreError as error:
+                self.refusal = error
+                raise
             held, self.chunks = self.chunks, []
             self._write(b"".join(held))
         if self.write is not None:
@@ -209,8 +169,6 @@ class Exchange:
         except OncemoreError as error:
             self.close()
             return respond(self.start_response, self.door.refused(error, self.match, self.operation))
-        except RunAgain:
-            raise
         except BaseException:
             self.close()
             raise

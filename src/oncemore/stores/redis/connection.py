@@ -1,6 +1,7 @@
 """Connections to Redis: one write and its replies, from a thread or on an event loop, with a deadline.
 
-redis-py connects, encrypts, logs in, sends and parses.  What is kept here is which connections are free.
+redis-py connects, encrypts, logs in, sends and parses.  This module keeps the free
+connections, and closes a connection that still has to be answered.
 """
 
 from __future__ import annotations

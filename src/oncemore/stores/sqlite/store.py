@@ -18,16 +18,16 @@ from ..._ledger import model
 from ..._ledger.connect import take_options, with_options
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Holder, Page, Stats
-from ..._ledger.transactions import Lender
+from ..._ledger.transactions import TransactionSource
 from ..._runtime.batching import Batcher, Submit, own_error
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, StoreError
 from .batch import Batch, run_batch, state_of
 from .items import NO_RECORD, Change, Claim, Item, Settle
-from .lender import SqliteLender
 from .statements import Statements, as_record
 from .tables import make_ready, script
+from .transactions import SqliteAdapter, SqliteSource
 from .writer import MEMORY, Connection, Use, Write
 
 OPTIONS = {
@@ -133,7 +133,7 @@ class SqliteStore:
         self._reader = self._writer if path == MEMORY else open_file()
         self._claims: Batcher[Claim] = Batcher(self._run_claims, undo=self._undo_claims)
         self._writes: Batcher[Item] = Batcher(self._run_batch)
-        self.lender: Lender = SqliteLender(self, prepare)
+        self.lender: TransactionSource = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self._ready = False
 
     def ready(self) -> Plan[None]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..._contract.contract import Match
 from ..._ledger.attempt import LeaseAttempt
-from ..._ledger.decisions import Answer, keeps
+from ..._ledger.decisions import Answer
 from ..._ledger.model import Outcome
 from ..._ledger.transaction_attempt import TransactionRefused
 from ..._runtime.plan import Effect, Plan, arun
@@ -216,7 +216,7 @@ class GuardedResponse:
     async def _begin_passing(self) -> None:
         """From here on, chunk by chunk.  That it happened is recorded first; how it ended cannot be replayed."""
         tombstone = Outcome("tombstone", self.start["status"])
-        if self.rule.streams != "release" and keeps(self.attempt.policy, tombstone):
+        if self.rule.streams != "release" and self.attempt.keeps(tombstone):
             await self._settle(tombstone)
         elif self.attempt.policy.effect == "transaction":  # rolled back before the client gets the first byte
             await arun(self.attempt.release())

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ..._contract.contract import Match
@@ -276,8 +276,9 @@ class GuardedResponse:
         """
         loop = asyncio.get_running_loop()
         done = loop.create_future()  # as asyncio.shield does, with less work
-        task = keep(loop.create_task(self.run(app)))
-        task.add_done_callback(lambda task: None if done.done() else done.set_result(None))
+        task = loop.create_task(self.run(app))
+        TASKS.add(task)
+        task.add_done_callback(partial(ended, done))
         try:
             await done
         except asyncio.CancelledError:
@@ -352,6 +353,12 @@ def keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
     TASKS.add(task)
     task.add_done_callback(TASKS.discard)
     return task
+
+
+def ended(done: asyncio.Future[None], task: asyncio.Task[None]) -> None:
+    TASKS.discard(task)
+    if not done.done():
+        done.set_result(None)
 
 
 async def respond(send: Send, response: Response) -> None:

@@ -39,12 +39,12 @@ from urllib.parse import parse_qs
 
 from .._contract.contract import Contract
 from .._ledger.connect import connect
+from .._ledger.current import CURRENT
 from .._ledger.events import Event
 from .._ledger.guard import Guard
 from .._ledger.store import Store
 from .._runtime.plan import Plan, Sleep, arun, run
 from ..errors import Duplicate
-from ..web.current import CURRENT
 from .door_rules import RULES
 from .failing import FailingStore
 

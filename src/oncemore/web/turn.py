@@ -16,10 +16,9 @@ from .._ledger.heartbeat import Heartbeat, LoopBeats, Perform, ThreadBeats, end,
 from .._ledger.model import Operation, Outcome
 from .._runtime.plan import Effect, Ended, Plan, arun_to, run_to
 from ..errors import OncemoreError, Refusal, StoreUnavailable
-from .current import CURRENT, GUARDED
-from .door import Door, Request
+from .door import Door
 from .etag import Etag, check_if_match, matches
-from .headers import Headers
+from .request import CURRENT, GUARDED, Headers, Request
 
 # The same request, with the same key, is to be sent to another address: what was asked has not been done here.
 ELSEWHERE = (307, 308)
@@ -77,7 +76,7 @@ class Beats:
 class Turn:
     """One guarded request, from its claim until its outcome is durable: *begin*, then *whole*, *live* or *fail*."""
 
-    def __init__(self, door: Door, match: Match, operation: Operation) -> None:
+    def __init__(self, door: Door[Any], match: Match, operation: Operation) -> None:
         self.door = door
         self.rule = match.rule
         self.operation = operation

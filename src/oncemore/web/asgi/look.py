@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from ..headers import NOT_OF_A_GET
+from ..request import NOT_OF_A_GET
 
 Message = MutableMapping[str, Any]
 

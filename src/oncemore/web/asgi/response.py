@@ -20,10 +20,9 @@ from ..._ledger.heartbeat import Beat, LoopBeats, Perform, end, tried
 from ..._ledger.model import Operation, Outcome
 from ..._runtime.plan import Effect, Ended, Plan, arun, arun_to
 from ...errors import OncemoreError, PreconditionFailed
-from ..current import CURRENT, GUARDED
-from ..door import Door, Request, wait_of
-from ..headers import value_of
+from ..door import Door, wait_of
 from ..problem import Response
+from ..request import CURRENT, GUARDED, Request, value_of
 from ..turn import ELSEWHERE, NotKept, SentElsewhere, matches, never_called
 from .look import look
 
@@ -52,7 +51,7 @@ class Exchange:
 
     def __init__(
         self,
-        door: Door,
+        door: Door[Any],
         app: Callable[[Any, Any, Any], Awaitable[None]],
         match: Match,
         operation: Operation,
@@ -88,7 +87,7 @@ class Exchange:
                 else:
                     effect = plan.send(answer)
         except StopIteration as end:
-            return await respond(self.send, self.door.replayed(self.rule, end.value))
+            return await respond(self.send, self.door.replay(end.value, self.rule))
         # From here on the outcome is to be kept, also when the server or an outer middleware gives up on the client.  In a
         # task from the start: what the app begins there (a timeout, a task group) could not be carried over to one later.
         loop = asyncio.get_running_loop()
@@ -126,7 +125,7 @@ class Exchange:
         if not isinstance(effect, Perform):
             found = await arun_to(Perform, self.plan, lambda: effect)
             if isinstance(found, Ended):
-                return await respond(self.send, self.door.replayed(self.rule, found.value))
+                return await respond(self.send, self.door.replay(found.value, self.rule))
             effect = found
         return await self._perform(effect)
 
@@ -231,7 +230,7 @@ class Exchange:
         if self.answer is None:
             return
         if self.answer.how == "replayed":  # a late owner: what counts is what the other one settled
-            await respond(self.send, self.door.replayed(self.rule, self.answer))
+            await respond(self.send, self.door.replay(self.answer, self.rule))
             return
         await self.send(self._start(self.door.headers(self.rule, self.answer)))
         await self.send({"type": "http.response.body", "body": body})
@@ -253,7 +252,7 @@ class Exchange:
         body, self.chunks = b"".join(self.chunks), []
         self._end()
         if self.answer is not None and self.answer.how == "replayed":  # a late owner, as in _answer
-            await respond(self.send, self.door.replayed(self.rule, self.answer))
+            await respond(self.send, self.door.replay(self.answer, self.rule))
             self.send = nowhere
         await self._start_passing()
         await self.send({"type": "http.response.body", "body": body, "more_body": True})
@@ -280,7 +279,7 @@ class Exchange:
         except StopIteration as end:  # a store that answers at once
             self.answer = end.value
         except OncemoreError as error:  # taken over by another, whose outcome counts: this one reaches nobody
-            await respond(self.send, self.door.refused(error, self.match, self.operation))
+            await respond(self.send, self.door.refusal(error, self.match, self.operation))
             self.send = nowhere
         finally:
             self._end()

@@ -15,7 +15,7 @@ from ..._ledger.heartbeat import Perform
 from ..._ledger.model import Outcome
 from ..._runtime.plan import arun_to
 from ...errors import OncemoreError, StoreError
-from ..current import CURRENT
+from ..request import CURRENT
 from ..turn import NotKept, RunAgain
 from .response import Exchange, Message, decoded, finish, nowhere, respond
 
@@ -49,7 +49,7 @@ class Transacted(Exchange):
             try:
                 await self._throw(NotKept() if self.passing else error)
             except StoreError as given_up:
-                await respond(self.send, self.door.refused(given_up, self.match, self.operation))
+                await respond(self.send, self.door.refusal(given_up, self.match, self.operation))
                 return True
         if self.again is None and self.failure is not None and self.answer is None:
             outcome, body = self.failure
@@ -84,7 +84,7 @@ class Transacted(Exchange):
         try:
             found = await finish(self.plan, self.plan.send(outcome), lasts=False)
         except OncemoreError as error:
-            await respond(self.send, self.door.refused(error, self.match, self.operation))
+            await respond(self.send, self.door.refusal(error, self.match, self.operation))
             self.send = nowhere
         finally:
             if not isinstance(found, Perform):

@@ -2,59 +2,35 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable
-from io import BytesIO
 from itertools import chain
 from typing import Any
 
 from asgiref.sync import sync_to_async
-from django.core.signals import got_request_exception  # type: ignore[import-untyped]
-from django.http import HttpRequest, HttpResponse  # type: ignore[import-untyped]
+from django.http import HttpResponse  # type: ignore[import-untyped]
 from django.http.response import HttpResponseBase  # type: ignore[import-untyped]
 
 from ..._contract.contract import Match
-from ..._contract.rule import Rule
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call, Plan, run
-from ...errors import ConfigurationError, OncemoreError, StoreError
-from ..current import place_of
-from ..door import Door, Request, wait_of
-from ..environ import put_back, read_body
-from ..etag import VARIABLES_OF_CHANGE, Etag
+from ...errors import OncemoreError, StoreError
+from ..door import Door, wait_of
 from ..problem import Response
+from ..request import Request, native_mapping
 from ..turn import NotKept, Turn
-
-GetResponse = Callable[[HttpRequest], Any]  # a response, or a coroutine of it
-# What Django remembers of a request once it has been asked for it.
-REMEMBERED = ("_body", "_post", "_files", "headers")
+from .request import ERROR, GetResponse, current_etag
 
 
-# Where the error is noted that Django made a response of.
-NOTED = "_oncemore_error"
+class GuardedResponse:
+    """The response to one guarded request: returned when its outcome is durable."""
 
-
-def note_error(request: HttpRequest | None = None, **_: Any) -> None:
-    if request is not None:
-        setattr(request, NOTED, sys.exc_info()[1])
-
-
-got_request_exception.connect(note_error, dispatch_uid="oncemore")
-
-
-class Exchange:
-    """The view on one side, the client on the other, and the ledger between them."""
-
-    def __init__(
-        self, door: Door, match: Match, operation: Operation, request: Request, get_response: GetResponse
-    ) -> None:
+    def __init__(self, door: Door[GetResponse], match: Match, operation: Operation, request: Request) -> None:
         self.door = door
         self.match = match
         self.rule = match.rule
         self.operation = operation
         self.request = request
-        self.get_response = get_response
         self.turn = Turn(door, match, operation)
         self.performed = False
 
@@ -62,33 +38,33 @@ class Exchange:
         """Claim, let the view perform, settle, answer; or answer from the ledger."""
         known = yield from self.turn.begin(wait_of(self.request.headers))
         if known is not None:
-            return made(self.door.replayed(self.rule, known))
+            return to_django(self.door.replay(known, self.rule))
         try:
-            yield from self.turn.check(self.request, current_etag(self.get_response, self.request.native))
+            yield from self.turn.check(self.request, current_etag(self.door.app, self.request.native))
             self.performed = True
-            with self.turn.current(place_of(self.request.native)):
-                response = yield Call(self.get_response, self.request.native)
+            with self.turn.current(native_mapping(self.request.native)):
+                response = yield Call(self.door.app, self.request.native)
                 body = yield from self._body(response)
         except BaseException as error:
             try:
                 yield from self.turn.fail(error)
             except StoreError as refused:
-                return made(self.door.refused(refused, self.match, self.operation))
+                return to_django(self.door.refusal(refused, self.match, self.operation))
             raise
         try:
             yield from self._check_error_page(response)
             answer = yield from self._settled(response, body)
         except OncemoreError as error:  # another has taken the operation over, and what it came to is not known
-            return instead(response, self.door.refused(error, self.match, self.operation))
+            return replace_response(response, self.door.refusal(error, self.match, self.operation))
         if answer.how == "replayed":
-            return instead(response, self.door.replayed(self.rule, answer))
+            return replace_response(response, self.door.replay(answer, self.rule))
         for name, value in self.door.headers(self.rule, answer):
             response.headers[name] = value
         return response
 
     def _check_error_page(self, response: HttpResponseBase) -> Plan[None]:
         """If Django made an error page of the database's refusal, raise StoreUnavailable."""
-        error = getattr(self.request.native, NOTED, None)
+        error = getattr(self.request.native, ERROR, None)
         if error is not None and response.status_code >= 500 and self.turn.refuses(error):
             yield from self.turn.fail(error)
 
@@ -116,25 +92,6 @@ class Exchange:
         if not self.turn.over:
             response.close = closing(response.close, self.turn)
         return answer
-
-
-def current_etag(get_response: GetResponse, request: HttpRequest) -> Plan[Etag]:
-    """What the view answers to a GET of the request's URL."""
-    response = yield Call(get_response, as_get(request))
-    if response.streaming:  # to close any other tells Django that the request is over
-        response.close()
-    return response.status_code, str(response.headers.get("ETag", ""))
-
-
-def as_get(request: HttpRequest) -> HttpRequest:
-    """The same request (its user, its session), but a GET."""
-    inner: Any = object.__new__(type(request))
-    inner.__dict__.update({name: value for name, value in vars(request).items() if name not in REMEMBERED})
-    inner.META = {name: value for name, value in request.META.items() if name not in VARIABLES_OF_CHANGE}
-    inner.META["REQUEST_METHOD"] = inner.method = "GET"
-    inner.content_type, inner.content_params = "", {}
-    inner._stream, inner._read_started, inner.resolver_match = BytesIO(), False, None
-    return inner
 
 
 class Collect:
@@ -196,26 +153,7 @@ class InThread(Call):
         return await sync_to_async(self.function)(*self.args)
 
 
-def body_of(request: HttpRequest, rule: Rule, door: Door) -> bytes:
-    """The whole body; the view can read it as if nobody had, and Django's own limits still hold for it."""
-    if hasattr(request, "_body"):
-        door.check_length(rule, len(request.body))
-        return request.body  # type: ignore[no-any-return]
-    if request._read_started:
-        raise ConfigurationError(
-            "Another middleware has read the request's body before IdempotencyMiddleware could: move it after this one"
-        )
-    if hasattr(request, "environ"):  # WSGI, and perhaps in chunks, of which Django would see nothing
-        body = read_body(request.environ, rule, door)
-        put_back(request.environ, body)
-    else:
-        body = request.read(rule.max_request + 1)
-        door.check_length(rule, len(body))
-    request._stream, request._read_started = BytesIO(body), False
-    return body
-
-
-def made(response: Response) -> HttpResponse:
+def to_django(response: Response) -> HttpResponse:
     """A response of ours as Django's."""
     answer = HttpResponse(response.body, status=response.status)
     del answer.headers["Content-Type"]
@@ -226,8 +164,8 @@ def made(response: Response) -> HttpResponse:
     return answer
 
 
-def instead(response: HttpResponseBase, ours: Response) -> HttpResponse:
+def replace_response(response: HttpResponseBase, ours: Response) -> HttpResponse:
     """Our response in place of the view's, which is closed where it holds something open."""
     if response.streaming:
         response.close()
-    return made(ours)
+    return to_django(ours)

@@ -16,12 +16,12 @@ from ..._ledger.decisions import Answer
 from ..._ledger.model import Operation
 from ..._runtime.plan import Plan, run
 from ...errors import Fenced, OncemoreError, StoreError
-from ..door import Door, Request, wait_of
+from ..door import Door, wait_of
 from ..etag import wsgi_etag
-from ..headers import Headers, value_of
 from ..problem import Response
+from ..request import Headers, Request, value_of
 from ..turn import NotKept, Turn
-from .flask_errors import NOTED
+from .environ import FLASK_ERROR
 
 Environ = dict[str, Any]
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -32,11 +32,20 @@ App = Callable[[Environ, StartResponse], Iterable[bytes]]
 BODILESS = (204, 205, 304)
 
 
-class Exchange:
-    """The app on one side, the server on the other, and the ledger between them."""
+class GuardedResponse:
+    """The response to one guarded request: held back until its outcome is durable.
+
+    `run` calls the app and returns the body for the server.
+    """
 
     def __init__(
-        self, door: Door, app: App, match: Match, operation: Operation, request: Request, start_response: StartResponse
+        self,
+        door: Door[App],
+        app: App,
+        match: Match,
+        operation: Operation,
+        request: Request,
+        start_response: StartResponse,
     ) -> None:
         self.door = door
         self.app = app
@@ -63,7 +72,7 @@ class Exchange:
         """Claim, let the app perform, settle, answer; or answer from the ledger."""
         known = run(self.turn.begin(wait_of(self.request.headers)))
         if known is not None:
-            return respond(self.start_response, self.door.replayed(self.rule, known))
+            return respond(self.start_response, self.door.replay(known, self.rule))
         try:
             run(self.turn.check(self.request, wsgi_etag(self.app, self.environ)))
             self.performed = True
@@ -79,12 +88,12 @@ class Exchange:
                 raise
         if self.refusal is not None:  # also if the app has caught it and answered: its effect was rolled back
             self._close_result()
-            return respond(self.start_response, self.door.refused(self.refusal, self.match, self.operation))
+            return respond(self.start_response, self.door.refusal(self.refusal, self.match, self.operation))
         return self._answer(is_whole)
 
     def _check_error_page(self) -> None:
         """If a framework made an error page of the database's refusal, raise the refusal."""
-        error = self.environ.get(NOTED)
+        error = self.environ.get(FLASK_ERROR)
         if error is not None and self.status >= 500 and self.turn.refuses(error):
             raise error
 
@@ -168,13 +177,13 @@ class Exchange:
             answer = run(self._settled(body if is_whole else None))
         except OncemoreError as error:
             self.close()
-            return respond(self.start_response, self.door.refused(error, self.match, self.operation))
+            return respond(self.start_response, self.door.refusal(error, self.match, self.operation))
         except BaseException:
             self.close()
             raise
         if answer.how == "replayed":
             self.close()
-            return respond(self.start_response, self.door.replayed(self.rule, answer))
+            return respond(self.start_response, self.door.replay(answer, self.rule))
         return self._send(answer, body if is_whole else None)
 
     def _settled(self, body: bytes | None) -> Plan[Answer]:

@@ -248,3 +248,23 @@ class TestGuard:
         with closing(sqlite3.connect(file)) as connection:
             dump = "\n".join(connection.iterdump())
         assert SECRET.digest() not in dump
+
+    def test_request_is_sealed_in_the_store_and_opened_for_its_readers(self, sealed: Guard, store: MemoryStore) -> None:
+        run(sealed.store.claim(PAYMENT, lease=30.0, request=b"iban DE-secret"))
+        assert b"secret" not in run(store.find(*PAYMENT.id)).request
+        assert run(sealed.store.find(*PAYMENT.id)).request == b"iban DE-secret"
+        assert run(sealed.store.claim(PAYMENT, lease=30.0)).request == b"iban DE-secret"
+
+    def test_request_of_another_record_does_not_open(self, sealed: Guard, store: MemoryStore) -> None:
+        run(sealed.store.claim(PAYMENT, lease=30.0, request=b"asked"))
+        moved = Operation(PAYMENT.scope, "key-2")
+        run(store.claim(moved, lease=30.0, request=run(store.find(*PAYMENT.id)).request))
+        with pytest.raises(CorruptRecord):
+            run(sealed.store.find(*moved.id))
+
+    def test_request_stored_before_the_seal_needs_plain(self, store: MemoryStore) -> None:
+        run(store.claim(PAYMENT, lease=30.0, request=b"asked"))
+        with closing(Guard(store, seal=Seal([KEY]))) as strict, pytest.raises(CorruptRecord):
+            strict.find(*PAYMENT.id)
+        with closing(Guard(store, seal=Seal([KEY], plain=True))) as lenient:
+            assert lenient.find(*PAYMENT.id).request == b"asked"

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from oncemore import Answer, Guard, Op, Operation, Policy
-from oncemore._ledger.step import StepRetry
+from oncemore._ledger.steps import StepRetry
 from oncemore._runtime.backoff import Backoff
 from oncemore._runtime.plan import Call, arun, run
 from oncemore.errors import StoreUnavailable

@@ -252,9 +252,9 @@ def test_a_store_keeps_nothing_of_a_guard_that_was_dropped() -> None:
     gc.collect()
     last = Guard(store)
     last.run(Operation(*ID), lambda op: 1)
-    assert last.known(Operation(*ID), last.policy) is not None
+    assert last.cached(Operation(*ID), last.policy) is not None
     store.bell.ring(ID)
-    assert last.known(Operation(*ID), last.policy) is None  # it was told
+    assert last.cached(Operation(*ID), last.policy) is None  # it was told
     assert [cache() for cache in caches] == [None] * 3
     assert len(store.bell._listeners) == 1
 

@@ -12,7 +12,7 @@ import pytest
 
 from oncemore import Guard, Op, Operation, Policy
 from oncemore._ledger.completer import Completer, Tally
-from oncemore._ledger.current import current_operation
+from oncemore._ledger.context import current_operation
 from oncemore._runtime.backoff import Backoff
 from oncemore._runtime.plan import arun, run
 from oncemore.errors import ConfigurationError, StoreUnavailable, UnknownOutcome

@@ -10,7 +10,7 @@ import pytest
 
 from oncemore import Guard, once
 from oncemore._ledger.completer import Completer, Tally
-from oncemore._ledger.current import current_operation
+from oncemore._ledger.context import current_operation
 from oncemore._runtime.backoff import Backoff
 
 from .stepping import Shop

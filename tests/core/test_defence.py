@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Policy, Resolution
-from oncemore._ledger.heartbeat import Perform
+from oncemore._ledger.attempt import Perform
 from oncemore._ledger.model import Lease
+from oncemore._runtime.heartbeat import Renewal
 from oncemore._runtime.plan import Sleep, arun, run
 from oncemore.errors import (
     Duplicate,
@@ -492,6 +493,7 @@ def test_a_plan_that_is_dropped_while_it_looks_for_twins_asks_for_nothing_more(g
 
     monkeypatch.setattr(guard.store, "claim", claim_slowly)
     plan = guard.guarded(pay("k1", order=None), Effect(), Policy(suspect="reject"))
-    assert isinstance(next(plan), Sleep)
+    assert isinstance(next(plan), Renewal)
+    assert isinstance(plan.send(None), Sleep)
     plan.close()
     assert guard.find("pay|alice", "k1").state == "running"

@@ -386,7 +386,7 @@ def test_a_renewal_that_meets_its_own_settling_is_no_alarm(guard, events) -> Non
     guard.store.renew = slowly
     guard.run(OPERATION, perform, policy=Policy(lease=0.3))
     settled.set()
-    guard.heart.close()  # which waits for the renewal
+    guard.heartbeat.close()  # which waits for the renewal
     assert kinds(events) == ["claimed", "settled"]
 
 

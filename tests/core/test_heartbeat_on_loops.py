@@ -9,103 +9,106 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 
 import pytest
 
-from oncemore._ledger.context import Op
-from oncemore._ledger.heartbeat import Beat, end
-from oncemore._ledger.model import Lease, Operation
+from oncemore import Guard
+from oncemore._ledger.model import Operation
+from oncemore._runtime.heartbeat import Renewal
 
-from .pulse import LONG, Ledger, two_leases
+from .pulse import LONG, Ledger
 
 
 @pytest.fixture
 def ledger() -> Iterator[Ledger]:
     ledger = Ledger()
     yield ledger
-    ledger.heart.close()
+    ledger.heartbeat.close()
 
 
-async def test_an_awaited_performer_is_renewed_at_each_third_of_its_lease_until_it_ends(ledger: Ledger) -> None:
-    """CASES 24."""
+@asynccontextmanager
+async def kept(ledger: Ledger, lease: float = LONG, key: str = "k") -> AsyncGenerator[Renewal]:
+    """A lease that is kept alive within the block, by the loop's timer."""
+    renewal = ledger.renewal(lease, key)
+    await renewal.arun()
+    try:
+        yield renewal
+    finally:
+        renewal.stop()
+
+
+async def test_awaiting_holder_is_renewed_each_third_until_it_stops(ledger: Ledger) -> None:
     begun = time.monotonic()
-
-    async def work(op: Op) -> str:
-        await ledger.auntil_renewed(op.key, 3)
-        return "done"
-
-    assert await ledger.perform(work, lease=0.09).arun() == "done"
+    async with kept(ledger, 0.09):
+        await ledger.auntil_renewed("k", 3)
     assert all(at - begun >= 0.03 * count for count, at in enumerate(ledger.times("k"), 1))
     renewals = len(ledger.renewals)
     await asyncio.sleep(0.1)
     assert len(ledger.renewals) <= renewals + 1
-    assert ledger.heart.on_loop().beats == set()
-    assert ledger.heart.on_loop().tasks == set()
+    timer = ledger.heartbeat.on_loop()
+    assert (timer.renewals, timer.tasks, timer.is_running) == (set(), set(), False)
 
 
-async def test_a_cancelled_performer_is_not_renewed_any_more(ledger: Ledger) -> None:
-    task = asyncio.create_task(ledger.perform(lambda op: asyncio.sleep(60)).arun())
+async def test_cancelled_performer_is_not_renewed_any_more() -> None:
+    guard = Guard("memory://")
+    task = asyncio.create_task(guard.arun(Operation("s", "k"), lambda op: asyncio.sleep(60)))
     await asyncio.sleep(0)
-    assert len(ledger.heart.on_loop().beats) == 1
+    assert len(guard.heartbeat.on_loop().renewals) == 1
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ledger.heart.on_loop().beats == set()
+    assert guard.heartbeat.on_loop().renewals == set()
 
 
-async def test_awaited_performers_of_all_lengths_are_renewed_by_one_timer(ledger: Ledger) -> None:
-    """Each is shorter than the ones before it, so that each hastens the timer."""
+async def test_leases_of_all_lengths_are_renewed_by_one_timer(ledger: Ledger) -> None:
+    """Each is shorter than the ones before it, so that each shortens the interval."""
 
-    async def work(op: Op) -> None:
-        await ledger.auntil_renewed(op.key, 2)
+    async def work(lease: float) -> None:
+        async with kept(ledger, lease, str(lease)):
+            await ledger.auntil_renewed(str(lease), 2)
 
-    leases = [0.5 - 0.02 * count for count in range(20)]
     begun = time.monotonic()
-    await asyncio.gather(*(ledger.perform(work, lease=lease, key=str(lease)).arun() for lease in leases))
-    assert ledger.looks <= 20 + len(ledger.renewals) + 40 * (time.monotonic() - begun)
+    await asyncio.gather(*(work(0.5 - 0.02 * count) for count in range(20)))
+    assert ledger.looks <= 20 + 6 * (time.monotonic() - begun) / 0.12
 
 
-async def test_a_longer_lease_that_comes_later_needs_no_timer_of_its_own(ledger: Ledger) -> None:
-    beats = ledger.heart.on_loop()
-    soonest: list[float] = []
-
-    async def longer(op: Op) -> None:
-        soonest.append(beats.next)
-        await ledger.auntil_renewed("short", 1)
-
-    async def short(op: Op) -> None:
-        soonest.append(beats.next)
-        await ledger.perform(longer, lease=LONG, key="long").arun()
-
-    await ledger.perform(short, lease=0.06, key="short").arun()
-    assert soonest[0] == soonest[1]
+async def test_longer_lease_added_later_does_not_move_the_timer(ledger: Ledger) -> None:
+    timer = ledger.heartbeat.on_loop()
+    async with kept(ledger, 0.06, "short"):
+        soonest = timer.started
+        async with kept(ledger, LONG, "long"):
+            assert timer.started == soonest
+            await ledger.auntil_renewed("short", 1)
     assert ledger.times("long") == []
 
 
-async def test_all_leases_that_an_awaited_performer_depends_on_are_renewed(ledger: Ledger) -> None:
-    await two_leases(ledger, lambda op: ledger.auntil_renewed("outer", 2)).arun()
-    assert ledger.times("inner") == []
+async def test_very_short_leases_that_keep_coming_do_not_delay_the_tick(ledger: Ledger) -> None:
+    async with kept(ledger, 0.006, "first"), asyncio.timeout(20):
+        while not ledger.times("first"):
+            async with kept(ledger, 0.006, "other"):
+                await asyncio.sleep(0.0005)
 
 
-async def test_a_lost_lease_does_not_keep_the_loop_busy(ledger: Ledger) -> None:
-    def refuse(beat: Beat) -> None:
-        beat.lost = True
+async def test_lost_lease_is_not_renewed_again(ledger: Ledger) -> None:
+    def refuse(renewal: Renewal) -> None:
+        renewal.lost = True
 
     ledger.refuses = refuse
-    await ledger.perform(lambda op: asyncio.sleep(0.2), lease=0.03).arun()
+    async with kept(ledger, 0.03):
+        await asyncio.sleep(0.2)
     assert len(ledger.renewals) == 1
-    assert ledger.looks < 10
 
 
-async def test_an_awaited_renewal_that_fails_in_an_unforeseen_way_is_logged_and_tried_again(
+async def test_renewal_that_raises_is_logged_and_tried_at_the_next_tick(
     ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts = 0
 
-    async def fail_once(beat: Beat) -> None:
+    async def fail_once(renewal: Renewal) -> None:
         nonlocal attempts
         attempts += 1
         if attempts == 1:
@@ -113,26 +116,36 @@ async def test_an_awaited_renewal_that_fails_in_an_unforeseen_way_is_logged_and_
 
     ledger.refuses = fail_once
     with caplog.at_level(logging.ERROR, "oncemore"):
-        await ledger.perform(lambda op: ledger.auntil_renewed("k", 1), lease=0.06).arun()
+        async with kept(ledger, 0.06):
+            await ledger.auntil_renewed("k", 1)
     assert "could not be renewed" in caplog.text
 
 
-async def test_a_renewal_carries_nobodys_context(ledger: Ledger) -> None:
+async def test_renewal_runs_in_an_empty_context(ledger: Ledger) -> None:
     user: ContextVar[str] = ContextVar("user", default="nobody")
     seen: list[str] = []
-    ledger.refuses = lambda beat: seen.append(user.get())
-    user.set("the performer")
-    await ledger.perform(lambda op: ledger.auntil_renewed("k", 1), lease=0.03).arun()
+    ledger.refuses = lambda renewal: seen.append(user.get())
+    user.set("the holder")
+    async with kept(ledger, 0.03):
+        await ledger.auntil_renewed("k", 1)
     assert seen == ["nobody"]
 
 
-async def test_a_plain_function_may_be_performed_on_a_loop(ledger: Ledger) -> None:
-    assert await ledger.perform(lambda op: op.key).arun() == "k"
+async def test_plain_function_may_be_performed_on_a_loop() -> None:
+    assert (await Guard("memory://").arun(Operation("s", "k"), lambda op: op.key)).value == "k"
 
 
-def test_a_loop_that_has_ended_is_not_kept(ledger: Ledger) -> None:
+async def test_blocking_call_on_a_loop_is_renewed_by_the_thread(ledger: Ledger) -> None:
+    """The loop is blocked, so that its own timer could not tick."""
+    with ledger.kept(0.06):
+        ledger.until_renewed("k", 2)
+    assert threading.current_thread() not in ledger.renewers
+
+
+def test_loop_that_has_ended_is_not_kept(ledger: Ledger) -> None:
     async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
-        await ledger.perform(lambda op: asyncio.sleep(0)).arun()
+        async with kept(ledger):
+            await asyncio.sleep(0)
         return weakref.ref(asyncio.get_running_loop())
 
     loop = asyncio.run(main())
@@ -142,7 +155,8 @@ def test_a_loop_that_has_ended_is_not_kept(ledger: Ledger) -> None:
 
 def test_loops_in_several_threads_keep_their_own_leases_alive(ledger: Ledger) -> None:
     async def main(key: str) -> None:
-        await ledger.perform(lambda op: ledger.auntil_renewed(key, 2), lease=0.06, key=key).arun()
+        async with kept(ledger, 0.06, key):
+            await ledger.auntil_renewed(key, 2)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda key: asyncio.run(main(key)), "abcd"))
@@ -158,24 +172,25 @@ def eager_threads() -> Iterator[None]:
     sys.setswitchinterval(usual)
 
 
-async def test_a_thread_that_ends_a_lease_does_not_stop_the_timer_of_the_others(
+async def test_thread_that_ends_a_lease_does_not_stop_the_timer_of_the_others(
     ledger: Ledger, eager_threads: None
 ) -> None:
-    """CASES 24: Django closes a stream, and with it ends its lease, in a thread; on the loop, the others are looked at."""
-    loop, over = ledger.heart.on_loop(), threading.Event()
-    held = Lease(Operation("s", "stream"), 1, 0.0)
-    loop.add(tuple(ledger.heart.beat(held, LONG) for _ in range(3000)))
+    """Django closes a stream, and with it ends its lease, in a thread, while the loop looks at the others."""
+    timer, over = ledger.heartbeat.on_loop(), threading.Event()
+    for _ in range(3000):
+        timer.add(ledger.renewal(LONG, "stream"))
 
     def close_streams() -> None:
         while not over.is_set():
-            beat = ledger.heart.beat(held, LONG)
-            loop.beats.add(beat)
-            end(loop.beats, (beat,))
+            renewal = ledger.renewal(LONG, "stream")
+            renewal.begin(timer.renewals, time.monotonic())
+            renewal.stop()
 
     with ThreadPoolExecutor(1) as pool:
         closed = pool.submit(close_streams)
         try:
-            await ledger.perform(lambda op: ledger.auntil_renewed("k", 20), lease=0.03).arun()
+            async with kept(ledger, 0.03):
+                await ledger.auntil_renewed("k", 20)
         finally:
             over.set()
         closed.result()

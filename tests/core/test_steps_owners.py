@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Op, Policy, Resolution
+from oncemore._ledger.attempt import Perform
 from oncemore._ledger.events import Event
 from oncemore._runtime.plan import run
 from oncemore.errors import (
@@ -119,16 +120,21 @@ def vanished(guard: Guard, call: Caller, **options: Any) -> Any:
         return (yield take(op, "charge", lambda key: log.append(key) or "charged now", **options))
 
     first = Guard(guard.store, policy=dataclasses.replace(POLICY, lease=0.05))
-    plan = first.guarded(ASKED, lambda op: op.step("charge", hangs), first.policy)
+    attempt = first.attempt(ASKED, first.policy)
 
     def hangs(key: str) -> None:
         raise SystemExit  # never reached: the step's plan is left in the middle
 
-    effect = next(plan)
-    op = effect.op  # type: ignore[attr-defined]
+    run(attempt.begin())
+    attempt.drop()  # as its process does when it dies: nothing is renewed any more
+    op = attempt.op
+    assert op.steps is not None
     step = op.steps.step("charge", hangs, None, None, None, "retry", None)
-    next(step)
-    VANISHED.append((plan, step))  # not closed: a process that is killed closes nothing
+    effect = next(step)
+    while not isinstance(effect, Perform):
+        effect = step.send(effect.run())
+    first.heartbeat.close()
+    VANISHED.append((attempt, step))  # not closed: a process that is killed closes nothing
     time.sleep(0.1)
     return perform, log, op.derive("charge")
 

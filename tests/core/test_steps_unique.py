@@ -167,8 +167,8 @@ def test_operations_that_only_take_turns_do_not_wait_for_one_that_is_unfinished(
 
 def test_a_door_that_leaves_a_unique_operation_leaves_the_ledger_in_order(guard: Guard) -> None:
     operation = order("k")
-    plan = guard.guarded(operation, lambda op: None, POLICY)
-    effect: Any = next(plan)
-    assert effect.op.key == "k"
-    plan.close()
+    attempt = guard.attempt(operation, POLICY)
+    run(attempt.begin())
+    assert attempt.op.key == "k"
+    attempt.drop()
     assert guard.find(*operation.id).state == "running"  # type: ignore[union-attr]

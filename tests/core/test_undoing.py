@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome, Resolution
+from oncemore._ledger.attempt import Perform
 from oncemore._runtime.plan import run
 from oncemore.errors import Fenced, StoreError, UnknownOutcome
 
@@ -283,10 +284,13 @@ def test_a_late_owner_that_fails_like_its_successor_undoes_nothing_twice() -> No
 
 def test_a_plan_that_is_dropped_while_undoing_changes_nothing(guard: Guard) -> None:
     shop = Shop()
-    plan = guard.guarded(ASKED, lambda op: None, POLICY)
-    effect: Any = next(plan)
-    effect.op.step("reserve", lambda: shop.do("reserve"), undo=lambda value: shop.do("undo"))
-    plan.send(Outcome("response", 422))
+    attempt = guard.attempt(ASKED, POLICY)
+    run(attempt.begin())
+    attempt.op.step("reserve", lambda: shop.do("reserve"), undo=lambda value: shop.do("undo"))
+    plan = attempt.settle(Outcome("response", 422))
+    effect = next(plan)
+    while not isinstance(effect, Perform):
+        effect = plan.send(effect.run())
     plan.close()
     assert guard.find(*ASKED.id).state == "running"  # type: ignore[union-attr]
     assert shop.log == ["reserve"]

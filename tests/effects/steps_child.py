@@ -16,7 +16,7 @@ from typing import Any
 
 from oncemore import Guard, Op, Operation, Policy
 from oncemore._ledger.completer import Completer
-from oncemore._ledger.step import StepRetry
+from oncemore._ledger.steps import StepRetry
 from oncemore._ledger.values import replayed
 from oncemore._runtime.backoff import Backoff
 from oncemore.errors import ProviderDuplicate

@@ -18,12 +18,12 @@ from .._contract.policy import Policy
 from .._runtime.backoff import Backoff
 from .._runtime.plan import Plan, Sleep, arun, run
 from ..errors import ConfigurationError, OncemoreError
-from .checkpoint import life_of, step_operation
 from .context import Op
 from .decisions import Answer
 from .events import log
 from .guard import Guard
 from .model import Operation, Outcome, Record
+from .steps import record_epoch, step_operation
 from .store import Filter
 from .values import replayed
 
@@ -171,7 +171,7 @@ class Completer:
 
     def _kept(self, record: Record) -> Plan[dict[str, Any]]:
         """What was kept of the request, from step 0; no request where nobody wrote it down, or it was too large."""
-        zero = step_operation(identity(record), life_of(record), 0, "")
+        zero = step_operation(identity(record), record_epoch(record), 0, "")
         found = yield from self.guard.store.find(*zero.id)
         if found is None or found.state != "settled":
             return {"request": None}

@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, Protocol
 
 from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError
 from .model import Lease, Operation
-from .transactions import unawaitable
+from .transactions import Transaction, unawaitable
 
-if TYPE_CHECKING:
-    from .steps import OnUnknownStep, Retrying, Steps
-    from .transactions import Transaction
+StepEffect = Literal["lease", "transaction"]
+OnUnknownStep = Literal["retry", "hold", "resolve"]
+
+
+class Retrying(Protocol):
+    """How often a step is tried: which errors deserve it, and the delays in between.  `oncemore.Retry` is one."""
+
+    def wants(self, error: Exception, /) -> bool: ...
+    def delays(self) -> Iterator[float]: ...
+
+
+class StepPlans(Protocol):
+    """The plans behind `Op.step` and `Op.sleep`."""
+
+    def step(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        undo: Callable[..., Any] | None,
+        retry: Retrying | int | None,
+        effect: StepEffect | None,
+        on_unknown: OnUnknownStep,
+        resolver: Callable[..., Any] | None,
+    ) -> Plan[Any]: ...
+    def sleep(self, name: str, seconds: float | str) -> Plan[None]: ...
 
 
 class Op:
-    """What performs the operation is given this: its key, which attempt it is, and stable keys for providers."""
+    """The running operation (not to be confused with `Operation`, its name): key, attempt, and stable keys for providers."""
 
     __slots__ = ("deadline", "lease", "lent", "note", "steps", "transaction")
 
@@ -27,7 +51,7 @@ class Op:
         lease: Lease,
         *,
         transaction: Transaction | None = None,
-        steps: Steps | None = None,
+        steps: StepPlans | None = None,
         deadline: float | None = None,
     ) -> None:
         self.lease = lease
@@ -81,7 +105,7 @@ class Op:
         *,
         undo: Callable[..., Any] | None = None,
         retry: Retrying | int | None = None,
-        effect: Literal["lease", "transaction"] | None = None,
+        effect: StepEffect | None = None,
         on_unknown: OnUnknownStep = "retry",
         resolver: Callable[..., Any] | None = None,
     ) -> Any:
@@ -99,7 +123,7 @@ class Op:
         """Let *seconds* pass, as a step: a later attempt waits for what is left of them.  To be awaited on an event loop."""
         return driven(self._stepping("op.sleep()").sleep(name, seconds))
 
-    def _stepping(self, what: str) -> Steps:
+    def _stepping(self, what: str) -> StepPlans:
         if self.steps is None:
             raise ConfigurationError(f"{what} is there with effect = 'steps' only; say so in the rule or policy")
         return self.steps
@@ -125,3 +149,27 @@ def derive(operation: Operation, name: str) -> str:
         data = part.encode("utf-8", "surrogatepass")
         digest.update(b"%d:" % len(data) + data)
     return "om_" + digest.hexdigest()[:40]
+
+
+CURRENT: ContextVar[Op | None] = ContextVar("oncemore_operation", default=None)
+
+
+def current_operation() -> Op:
+    """The running operation: its key, its attempt, its steps, and stable keys for providers."""
+    op = CURRENT.get()
+    if op is None:
+        raise ConfigurationError(
+            "No operation is running here: the request is not guarded, or came without a key; "
+            "make the key required in the contract, and check that the middleware is installed"
+        )
+    return op
+
+
+@contextmanager
+def running(op: Op) -> Iterator[None]:
+    """While this lasts, *op* is the current operation."""
+    token = CURRENT.set(op)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)

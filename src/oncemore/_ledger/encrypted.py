@@ -10,7 +10,7 @@ from .._runtime.plan import Plan
 from .._runtime.wakeups import Id
 from ..errors import ConfigurationError
 from .around import Around
-from .model import Lease, Operation, Outcome, Record
+from .model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
 from .store import Store
 from .transactions import Lender, Transaction
 
@@ -26,7 +26,10 @@ class Sealing(Protocol):
 
 
 class SealedStore(Around):
-    """The *inner* store, with every outcome sealed in it.  Pages of many records are left sealed: look one up to read it."""
+    """The *inner* store, with every outcome and request sealed in it.
+
+    Pages of many records are left sealed: look one up to read it.
+    """
 
     def __init__(self, inner: Store, seal: Sealing) -> None:
         super().__init__(inner)
@@ -34,8 +37,9 @@ class SealedStore(Around):
             raise ConfigurationError(f"seal is a {type(seal).__name__}: write Seal(key), from oncemore.encryption")
         self._seal = seal
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
-        found = yield from self.inner.claim(operation, lease=lease)
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+        sealed = seal_request(self._seal, operation.id, request)
+        found = yield from self.inner.claim(operation, lease=lease, request=sealed)
         return found if isinstance(found, Lease) else self._opened(found)
 
     def settle(
@@ -86,12 +90,14 @@ class SealedTransaction:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
-        found = yield from self.inner.begin(operation, lease=lease, wait=wait)
+    def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
+        sealed = seal_request(self._seal, operation.id, request)
+        found = yield from self.inner.begin(operation, lease=lease, wait=wait, request=sealed)
         return found if isinstance(found, Lease) else opened(self._seal, found)
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
-        found = yield from self.inner.claim(operation, lease=lease)
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+        sealed = seal_request(self._seal, operation.id, request)
+        found = yield from self.inner.claim(operation, lease=lease, request=sealed)
         return found if isinstance(found, Lease) else opened(self._seal, found)
 
     def settle(
@@ -106,6 +112,24 @@ class SealedTransaction:
 
 
 def opened(seal: Sealing, record: Record) -> Record:
+    """The record with its outcome and its request as they were before they were sealed."""
+    if record.request:
+        record = msgspec.structs.replace(record, request=open_request(seal, record.id, record.request))
     if record.outcome is None:
         return record
     return msgspec.structs.replace(record, outcome=seal.open(record.id, record.outcome))
+
+
+def seal_request(seal: Sealing, id: Id, request: bytes) -> bytes:
+    """The request as it may lie in a store: sealed like an outcome, under a name that no outcome is sealed under."""
+    scope, key = id
+    return encode_outcome(seal.seal((f"request|{scope}", key), Outcome("value", body=request))) if request else b""
+
+
+def open_request(seal: Sealing, id: Id, sealed: bytes) -> bytes:
+    scope, key = id
+    try:
+        outcome = decode_outcome(sealed)
+    except msgspec.MsgspecError:  # stored before there was a seal, or changed: the seal decides
+        outcome = Outcome("value", body=sealed)
+    return seal.open((f"request|{scope}", key), outcome).body

@@ -1,101 +1,214 @@
-"""The ledger as an operator sees it: look, decide, delete, purge.  Each verb has an awaited form with an `a` before it."""
+"""A store with everything that this process keeps beside it: cached outcomes, renewed leases, observers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-from .._contract.policy import duration
-from .._runtime.plan import Plan, arun, run
-from ..errors import ConfigurationError
-from .model import Record
-from .resolution import Resolution
-from .store import Filter, Page, Stats, Store
+import msgspec
 
-Progress = Callable[[int], object]
+from .._contract.policy import Policy
+from .._runtime.clock import Clock
+from .._runtime.heartbeat import Heartbeat, Renewal
+from .._runtime.plan import Plan
+from ..errors import Fenced, OncemoreError, StoreError
+from .cache import Cache
+from .decisions import Answer, check, in_progress, is_over, replay, unknown
+from .events import Event, EventKind, Observer, log, tell_all
+from .model import Lease, Operation, Outcome, Record
+from .store import Store
 
-DAY = 86400.0
+# The first look after a wait; each further one waits twice as long, up to the store's own limit.
+FIRST_POLL = 0.02
 
 
 class Ledger:
-    """All that can be done with records besides performing operations."""
+    """The store's verbs as attempts use them: with waiting, caching and events.
 
-    store: Store
+    *store*, *clock* and *observers* are read at each use, so that a test may replace them.
+    """
 
-    def find(self, scope: str, key: str) -> Record | None:
-        """The record, or None; nothing is ever performed."""
-        return run(self.store.find(scope, key))
+    def __init__(self, store: Store, clock: Clock, observers: tuple[Observer, ...], cache: int) -> None:
+        self.store = store
+        self.clock = clock
+        self.observers = observers
+        self.cache = Cache(clock, most=cache)
+        self.heartbeat = Heartbeat(self._renew, clock)
+        store.bell.hear(self.cache.drop)
 
-    async def afind(self, scope: str, key: str) -> Record | None:
-        return await arun(self.store.find(scope, key))
+    # Claiming
 
-    def list(self, where: Filter | None = None, *, limit: int = 100, cursor: str | None = None) -> Page:
-        """One page of records; pass its cursor for the next."""
-        return run(self._listed(where, limit, cursor))
+    def claim(
+        self, operation: Operation, policy: Policy, wait: float | None = None, *, request: bytes = b""
+    ) -> Plan[Lease | Record]:
+        """Claim the operation: its lease, or its settled record.  A running one is waited for; any other record refuses."""
+        if request:
+            found = yield from self.store.claim(operation, lease=policy.lease, request=request)
+        else:
+            found = yield from self.store.claim(operation, lease=policy.lease)
+        if isinstance(found, Lease):
+            return found
+        found = yield from self._judge(found, operation, policy)
+        if isinstance(found, Lease) or found.state == "settled":
+            return found
+        limit = policy.wait if wait is None else min(policy.wait, wait)
+        if policy.in_flight != "wait" or limit <= 0:
+            raise in_progress(found)
+        self.emit("waiting", operation, token=found.token)
+        return (yield from self._wait(operation, policy, self.clock.monotonic() + limit))
 
-    async def alist(self, where: Filter | None = None, *, limit: int = 100, cursor: str | None = None) -> Page:
-        return await arun(self._listed(where, limit, cursor))
+    def _wait(self, operation: Operation, policy: Policy, ends: float) -> Plan[Lease | Record]:
+        """Wait for the running attempt to end; if it fails, this caller gets the lease."""
+        delay = FIRST_POLL
+        with self.store.bell.waiting(operation.id) as waiter:
+            while True:  # the store is asked after the waiter is registered, so that no wake-up is missed
+                found = yield from self.store.claim(operation, lease=policy.lease)
+                if not isinstance(found, Lease):
+                    found = yield from self._judge(found, operation, policy)
+                if isinstance(found, Lease) or found.state == "settled":
+                    return found
+                left = ends - self.clock.monotonic()
+                if left <= 0:
+                    raise in_progress(found)
+                yield from self.store.watch(found)
+                yield waiter.wait(min(delay, left, max(found.lease_until - found.now, FIRST_POLL)))
+                delay = min(delay * 2, self.store.poll)
 
-    def _listed(self, where: Filter | None, limit: int, cursor: str | None) -> Plan[Page]:
-        return self.store.list(where or Filter(), limit=some("limit", limit), cursor=cursor)
+    def _judge(self, found: Record, operation: Operation, policy: Policy) -> Plan[Lease | Record]:
+        """Decide about the record that a claim met: a lease after all, or that record, settled or running."""
+        check(operation, found.fingerprint)
+        if is_over(found):  # free, but fingerprinted by an older algorithm or secret: take it over under its own
+            former = msgspec.structs.replace(operation, fingerprint=found.fingerprint)
+            again = yield from self.store.claim(former, lease=policy.lease)
+            return again if isinstance(again, Lease) else (yield from self._judge(again, operation, policy))
+        if found.state == "held":
+            raise unknown(found)
+        return found
 
-    def resolve(
-        self, scope: str, key: str, resolution: Resolution, *, retention: float | str = DAY, note: str = ""
-    ) -> Record:
-        """Decide an unknown outcome, and for how long that is remembered; the record as it is then."""
-        return run(self._resolved(scope, key, resolution, retention, note))
+    # Replaying
 
-    async def aresolve(
-        self, scope: str, key: str, resolution: Resolution, *, retention: float | str = DAY, note: str = ""
-    ) -> Record:
-        return await arun(self._resolved(scope, key, resolution, retention, note))
+    def cached(self, operation: Operation, policy: Policy) -> Answer | None:
+        """The answer to a repeated operation, if this process remembers it: the store is not asked."""
+        kept = self.cache.get(operation.id)
+        if kept is None or policy.ttl_from != "creation":
+            return None
+        check(operation, kept.fingerprint)
+        answer = replay(kept.outcome, policy, expires_at=kept.expires_at)
+        if self.observers:
+            self.emit("replayed", operation, status=answer.outcome.status)
+        return answer
 
-    def _resolved(
-        self, scope: str, key: str, resolution: Resolution, retention: float | str, note: str
-    ) -> Plan[Record]:
-        if resolution.verdict == "unknown":
-            raise ConfigurationError("To resolve is to decide: say Resolution.settled(...) or Resolution.released()")
-        return self.store.resolve(scope, key, resolution.outcome, retention=duration(retention), note=note)
+    def replay(self, record: Record, operation: Operation, policy: Policy) -> Plan[Answer]:
+        """The answer to a repeated operation, from its settled record."""
+        answer = yield from self._repeat(record, policy)
+        if self.observers:
+            self.emit("replayed", operation, status=answer.outcome.status)
+        return answer
 
-    def delete(self, scope: str, key: str) -> bool:
-        """Forget the operation, so that its key runs as new; False where there was no record.  Never a running one."""
-        return run(self.store.delete(scope, key))
+    def _repeat(self, record: Record, policy: Policy) -> Plan[Answer]:
+        outcome = record.outcome or Outcome("tombstone")
+        if policy.ttl_from == "access":
+            yield from self.store.touch(record, retention=policy.ttl)
+        else:
+            self.cache.put(
+                record.id, record.fingerprint, outcome, remaining=record.remaining, expires_at=record.expires_at
+            )
+        return replay(outcome, policy, expires_at=record.expires_at)
 
-    async def adelete(self, scope: str, key: str) -> bool:
-        return await arun(self.store.delete(scope, key))
+    def answer_of_successor(self, operation: Operation, policy: Policy, error: Fenced) -> Plan[Answer]:
+        """A late owner answers with the outcome of the attempt that took over, if that has settled; else it raises *error*."""
+        record = yield from self.store.find(operation.scope, operation.key)
+        if record is None or record.state != "settled" or not operation.same(record.fingerprint):
+            raise error
+        return (yield from self._repeat(record, policy))
 
-    def purge(self, *, batch: int = 1000, progress: Progress | None = None) -> int:
-        """Remove all that has expired, a batch at a time; how many.  *progress* is told the running total."""
-        return run(self._purged(batch, progress))
+    # Ending
 
-    async def apurge(self, *, batch: int = 1000, progress: Progress | None = None) -> int:
-        return await arun(self._purged(batch, progress))
+    def settle(self, lease: Lease, answer: Answer, policy: Policy, note: str = "") -> Plan[Answer]:
+        """Make the answer's outcome durable, and only then return it.
 
-    def _purged(self, batch: int, progress: Progress | None) -> Plan[int]:
-        total = 0
-        while gone := (yield from self.store.purge(batch=some("batch", batch))):
-            total += gone
-            if progress is not None:
-                progress(total)
-        return total
+        If the store is down, the caller still gets the outcome, because the effect has happened ("unstored"); the record
+        lapses, and is then in doubt.
+        """
+        operation, outcome = lease.operation, answer.outcome
+        try:
+            yield from self.store.settle(
+                lease, outcome, retention=policy.ttl, audit=policy.expired == "keep", note=note
+            )
+        except Fenced as error:
+            self.emit("fenced", operation, token=lease.token, code=error.code)
+            return (yield from self.answer_of_successor(operation, policy, error))
+        except StoreError as error:
+            self.emit("unstored", operation, token=lease.token, code=error.code, detail=error.detail)
+            return msgspec.structs.replace(answer, how="unstored")
+        except Exception as error:
+            return (yield from self._settle_as_tombstone(lease, answer, policy, note, error))
+        return self.settled(lease, answer, policy)
 
-    def stats(self) -> Stats:
-        """How many records there are, by state."""
-        return run(self.store.stats())
+    def settled(self, lease: Lease, answer: Answer, policy: Policy) -> Answer:
+        """The answer, after its outcome has become durable: remembered by this process, and shown to the observers."""
+        operation, outcome = lease.operation, answer.outcome
+        expires_at = self.clock.time() + policy.ttl  # for the caller to read; the store's own clock decides
+        if policy.ttl_from == "creation":
+            self.cache.put(operation.id, operation.fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
+        if self.observers:
+            self.emit("settled", operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
+        return Answer(outcome, answer.how, expires_at, answer.attempt, answer.value)
 
-    async def astats(self) -> Stats:
-        return await arun(self.store.stats())
+    def _settle_as_tombstone(
+        self, lease: Lease, answer: Answer, policy: Policy, note: str, error: Exception
+    ) -> Plan[Answer]:
+        """The store cannot encode the outcome, such as a header that is no plain text: keep that it happened."""
+        if answer.outcome.kind == "tombstone":
+            raise error
+        log.error("%s %r: the outcome cannot be stored, only that it happened", *lease.operation.id, exc_info=error)
+        tombstone = Outcome("tombstone", body=repr(error).encode("utf-8", "backslashreplace"))
+        kept = yield from self.settle(lease, msgspec.structs.replace(answer, outcome=tombstone), policy, note)
+        return kept if kept.outcome is not tombstone else msgspec.structs.replace(answer, how="unstored")
 
-    def close(self) -> None:
-        """End the threads and connections of this process."""
-        self.store.close()
+    def release(self, lease: Lease, *, retention: float) -> Plan[None]:
+        """Release the lease, so that the next claim performs.  If that fails, the lease lapses.
 
-    async def aclose(self) -> None:
-        """As `close`, for what belongs to the running event loop too."""
-        await self.store.aclose()
+        The record remembers what the key stands for during *retention*; without one, it is forgotten at once.
+        """
+        try:
+            yield from self.store.release(lease, retention=retention)
+        except (Fenced, StoreError) as error:
+            self.emit("failed", lease.operation, token=lease.token, code=error.code)
+        else:
+            self.emit("released", lease.operation, token=lease.token, attempt=lease.attempt)
 
+    def hold(self, lease: Lease, note: str) -> Plan[None]:
+        """Have a person or a resolver decide about the operation."""
+        yield from self.store.hold(lease, note=note[:500])
+        self.emit("held", lease.operation, token=lease.token, detail=note)
 
-def some(name: str, count: int) -> int:
-    """How many, where it is any; stores would take less than one for none, or for all."""
-    if type(count) is not int or count < 1:
-        raise ConfigurationError(f"{name} = {count!r} is not a number of records: write 1 or more")
-    return count
+    def lapse(self, lease: Lease) -> Plan[None]:
+        """End the lease now, without saying how the operation ended."""
+        yield from self.store.renew(lease, lease=0.0)
+        self.store.bell.ring(lease.operation.id)
+
+    def _renew(self, renewal: Renewal) -> Plan[None]:
+        lease: Lease = renewal.lease
+        try:
+            yield from self.store.renew(lease, lease=renewal.seconds)
+        except Fenced as error:
+            renewal.lost = True
+            if not renewal.stopped:  # else it met its own settle, which came first
+                self.emit("fenced", lease.operation, token=lease.token, code=error.code)
+        except StoreError as error:
+            renewal.due = 0.0  # again at the next tick
+            self.emit("failed", lease.operation, token=lease.token, code=error.code)
+        else:
+            self.emit("renewed", lease.operation, token=lease.token, attempt=lease.attempt)
+
+    # Observers
+
+    def refused(self, operation: Operation, error: BaseException) -> None:
+        """Show the observers that the caller got an error of the ledger's instead of an outcome."""
+        if self.observers and isinstance(error, OncemoreError):
+            self.emit("failed" if isinstance(error, StoreError) else "refused", operation, code=error.code)
+
+    def emit(self, kind: EventKind, operation: Operation, **facts: Any) -> None:
+        """Show the transition to the observers, if there are any."""
+        if self.observers:
+            tell_all(self.observers, Event(kind=kind, operation=operation, **facts))

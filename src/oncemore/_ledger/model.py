@@ -78,8 +78,21 @@ class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
     lapsed: bool = False
 
 
+class Claim(msgspec.Struct, frozen=True, gc=False):
+    """One call of a store's `claim`.  *holder* names it: no other claim, of any process, ever has the same name."""
+
+    operation: Operation
+    holder: str
+    lease: float
+    request: bytes = b""
+
+
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """What the ledger knows of an operation.  All times are the store's; *now* is when it was read."""
+    """What the ledger knows of an operation.  All times are the store's; *now* is when it was read.
+
+    *request* is what was asked, if the operation may have to be finished without its caller: it is written by the claim
+    and dropped when the operation is settled.
+    """
 
     scope: str
     key: str
@@ -98,6 +111,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     outcome: Outcome | None = None
     response_hash: str = ""
     note: str = ""
+    request: bytes = b""
 
     @property
     def id(self) -> tuple[str, str]:

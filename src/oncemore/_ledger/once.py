@@ -14,13 +14,12 @@ from .._contract.templates import Template, remembered
 from .._fingerprint.fingerprint import fingerprint_of
 from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError, CorruptRecord
-from .context import Op
-from .current import running
+from .context import Op, running
 from .decisions import Answer
 from .guard import Guard, check_guard
 from .model import Operation
 from .origin import meant_for, module_of
-from .step import VARIADIC
+from .steps import VARIADIC
 from .transactions import Do
 from .values import replayed
 
@@ -166,7 +165,7 @@ class Once(Generic[P, T]):
             with meant_for(self.function):
                 return replayed(answer.outcome, self.policy.errors)
         except CorruptRecord as error:
-            self.guard.tell("failed", operation, code=error.code, detail=error.detail)
+            self.guard.emit("failed", operation, code=error.code, detail=error.detail)
             raise
 
 

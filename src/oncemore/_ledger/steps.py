@@ -1,42 +1,43 @@
-"""Steps: an operation cut into parts, each of them an operation of its own in the same ledger.
+"""Steps: an operation split into parts, each of them an operation of its own in the same ledger.
 
-The n-th step is the operation `<key>:<life>:<n>` whose fingerprint is the step's name.  A settled one is a checkpoint: its
-value is given, and nothing runs.  One that is not is claimed and performed like any operation, a database step in a
-transaction, any other under a lease.  So a step has one performer at a time, whoever holds the whole, and needs no table.
+The n-th step is the operation `<key>:<epoch>:<n>` whose fingerprint is the step's name.  A settled step is a checkpoint: its
+value is given, and nothing runs.  Any other is claimed and performed like any operation, a database step in a transaction,
+every other under a lease.  So a step has one performer at a time, and needs no table of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+from .._contract.keys import join
 from .._contract.policy import Policy, duration
+from .._runtime.backoff import Backoff
+from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Plan, Sleep
-from ..errors import ConfigurationError, Fenced, PayloadMismatch, StepsChanged
-from .checkpoint import (
-    UNFINISHED,
-    check_age,
-    closed_with,
-    closing,
-    doubt_of,
-    is_closed,
-    kept,
-    life_of,
-    request_outcome,
-    result,
-    step_operation,
-    step_policy,
+from ..errors import (
+    ConfigurationError,
+    Fenced,
+    PayloadMismatch,
+    Refusal,
+    StepsChanged,
+    StoreError,
+    UnknownOutcome,
 )
-from .context import derive
+from .attempt import LeaseAttempt
+from .context import OnUnknownStep, Op, Retrying, StepEffect, derive
 from .decisions import Answer, fenced
-from .model import Lease, Operation, Outcome, Record
-from .step import OnUnknownStep, Retrying, Step, StepEffect, wants
+from .ledger import Ledger
+from .model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
+from .transaction_attempt import TransactionAttempt
 from .values import replayed, value_outcome
 
-if TYPE_CHECKING:
-    from .guard import Guard
-
-__all__ = ["OnUnknownStep", "Retrying", "Steps", "Undone"]
+__all__ = ["OnUnknownStep", "Retrying", "StepRetry", "Steps", "Undone"]
 
 
 class Undone(Exception):
@@ -46,13 +47,13 @@ class Undone(Exception):
 class Steps:
     """The steps of one attempt at an operation, from `open` to the performer's end."""
 
-    def __init__(self, guard: Guard, lease: Lease, policy: Policy) -> None:
-        self.guard = guard
+    def __init__(self, ledger: Ledger, lease: Lease, policy: Policy, renewal: Renewal) -> None:
+        self.ledger = ledger
         self.lease = lease
         self.operation = lease.operation
         self.policy = policy
-        self.beat = guard.heart.beat(lease, policy.lease)
-        self.life = ""  # tells the steps of this record from those of an earlier one under the same key
+        self.renewal = renewal
+        self.epoch = ""  # tells the steps of this record from those of an earlier one under the same key
         self.begun = 0  # the number of the last step that was asked for
         self.names: set[str] = set()  # of all that were
         self.done = 0  # how many are checkpointed; always the first ones
@@ -63,19 +64,19 @@ class Steps:
         self.failure: Outcome | None = None  # and this is its outcome; None where it was given up
         self.doubt = ""  # the name of the step that was begun in vain, and may have taken effect all the same
         self.lost: Fenced | None = None
-        self._renewed = guard.clock.monotonic()
+        self._renewed = ledger.clock.monotonic()
 
     # Before the first step
 
     def open(self, deadline: float | None) -> Plan[float | None]:
         """Write down what was asked, and this *deadline*, as step 0; where a former attempt has, its own is the deadline."""
-        record = yield from self.guard.store.find(*self.operation.id)
+        record = yield from self.ledger.store.find(*self.operation.id)
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
-        self.life = life_of(record)
+        self.epoch = record_epoch(record)
         if self.lease.lapsed:
             check_age(record)
-        found = yield from self.guard.turn(self.named(0, "request"), step_policy(self.policy, "lease"))
+        found = yield from self.ledger.claim(self.named(0, "request"), step_policy(self.policy, "lease"))
         if isinstance(found, Record):
             if (yield from self.any_taken()):  # also where a person has released it
                 check_age(found)
@@ -86,7 +87,7 @@ class Steps:
 
     def named(self, number: int | str, name: str) -> Operation:
         """The operation that step *number* is."""
-        return step_operation(self.operation, self.life, number, name)
+        return step_operation(self.operation, self.epoch, number, name)
 
     # A step
 
@@ -146,8 +147,9 @@ class Steps:
         while True:
             yield from self.ours()
             called = step.called(key, value)
+            kind = TransactionAttempt if step.effect == "transaction" else LeaseAttempt
             try:
-                answer = yield from self.guard.guarded(operation, called, policy)
+                answer = yield from kind(self.ledger, operation, policy).perform(called)
             except PayloadMismatch as error:
                 if called.began:  # it is the function's own
                     raise
@@ -161,7 +163,7 @@ class Steps:
                 return kept(answer, step.name)
 
     def _changed(self, operation: Operation, step: Step) -> Plan[StepsChanged]:
-        record = yield from self.guard.store.find(*operation.id)
+        record = yield from self.ledger.store.find(*operation.id)
         was = repr(record.fingerprint) if record is not None else "another one"
         return StepsChanged(
             f"step {step.number} was {was} and is now {step.name!r}: operations that began under the old code must take "
@@ -195,7 +197,7 @@ class Steps:
         """How long to sleep yet; the time to wake up at is the checkpoint."""
         operation, policy = self.named(step.number, step.name), step_policy(self.policy, "lease")
         try:
-            found = yield from self.guard.turn(operation, policy)
+            found = yield from self.ledger.claim(operation, policy)
         except PayloadMismatch as error:
             raise (yield from self._changed(operation, step)) from error
         if isinstance(found, Lease):
@@ -211,15 +213,15 @@ class Steps:
 
     def ours(self) -> Plan[None]:
         """Refuse a late owner.  The store is asked again when it has not been for a third of the lease."""
-        if self.lost is not None or self.beat.lost:
+        if self.lost is not None or self.renewal.lost:
             raise self._fence(self.lost or fenced(self.lease))
-        now = self.guard.clock.monotonic()
+        now = self.ledger.clock.monotonic()
         if now - self._renewed < self.policy.lease / 3:
             return
         try:
-            yield from self.guard.store.renew(self.lease, lease=self.policy.lease)
+            yield from self.ledger.store.renew(self.lease, lease=self.policy.lease)
         except Fenced as error:
-            self.guard.tell("fenced", self.operation, token=self.lease.token, code=error.code)
+            self.ledger.emit("fenced", self.operation, token=self.lease.token, code=error.code)
             raise self._fence(error) from error
         self._renewed = now
 
@@ -235,7 +237,7 @@ class Steps:
             raise ConfigurationError(f"step {self.under_way!r} was never awaited")
         if self.lease.attempt == 1 or self.closed or self.failed or not final:
             return
-        record = yield from self.guard.store.find(*self.named(self.done + 1, "").id)
+        record = yield from self.ledger.store.find(*self.named(self.done + 1, "").id)
         if record is None:
             return
         if is_closed(record.outcome):
@@ -250,9 +252,9 @@ class Steps:
         """Whether this attempt or a former one has begun a step."""
         if self.begun or self.lease.attempt == 1:
             return self.begun > 0
-        if not self.life:  # it could not be opened, so nobody knows
+        if not self.epoch:  # it could not be opened, so nobody knows
             return True
-        return (yield from self.guard.store.find(*self.named(1, "").id)) is not None
+        return (yield from self.ledger.store.find(*self.named(1, "").id)) is not None
 
     # Failing for good
 
@@ -261,7 +263,7 @@ class Steps:
         number = 0
         while self.lease.attempt > 1:
             number += 1
-            record = yield from self.guard.store.find(*self.named(number, "").id)
+            record = yield from self.ledger.store.find(*self.named(number, "").id)
             if record is None or is_closed(record.outcome):
                 return record is not None
         return False
@@ -273,7 +275,7 @@ class Steps:
         before us; and it remembers the outcome, for whoever has to go on from here.
         """
         yield from self.ours()
-        found = yield from self.guard.turn(self.named(self.done + 1, ""), step_policy(self.policy, "lease"))
+        found = yield from self.ledger.claim(self.named(self.done + 1, ""), step_policy(self.policy, "lease"))
         if isinstance(found, Lease):
             yield from self._settle(found, closing(failure, self.doubt))
             self.closed, self.failure = True, failure
@@ -286,7 +288,7 @@ class Steps:
             )
 
     def _settle(self, lease: Lease, outcome: Outcome) -> Plan[None]:
-        yield from self.guard.store.settle(lease, outcome, retention=step_policy(self.policy, "lease").ttl)
+        yield from self.ledger.store.settle(lease, outcome, retention=step_policy(self.policy, "lease").ttl)
 
     def _close(self, outcome: Outcome | None) -> None:
         self.closed, self.failure, self.doubt = True, closed_with(outcome), doubt_of(outcome)
@@ -299,8 +301,256 @@ class Steps:
     def _stop_where_given_up(self, step: Step) -> Plan[None]:
         """In the last attempt nothing new is begun: it is here to find out what there is to undo."""
         if self.operation.giving_up:
-            record = yield from self.guard.store.find(*self.named(step.number, "").id)
+            record = yield from self.ledger.store.find(*self.named(step.number, "").id)
             if record is None or record.state != "settled":
                 self.doubt = "" if record is None else step.name
                 yield from self.close(None)
                 raise Undone("The operation is given up, and its steps are being undone")
+
+
+# One step
+
+BORROWED = {"connection", "session"}
+GIVEN = {"key", *BORROWED}
+
+
+BACKOFF = Backoff()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRetry:
+    """So many *attempts*, whatever the error."""
+
+    attempts: int = 3
+    backoff: Backoff = BACKOFF
+
+    def __post_init__(self) -> None:
+        if type(self.attempts) is not int or self.attempts < 1:
+            raise ConfigurationError(f"retry = {self.attempts!r}: there is at least the first attempt")
+
+    def wants(self, error: Exception, /) -> bool:
+        return True
+
+    def delays(self) -> Iterator[float]:
+        previous = 0.0
+        for retry in range(1, self.attempts):
+            previous = self.backoff.delay(retry, random.random(), previous)
+            yield previous
+
+
+EXTERNAL, ONCE = StepRetry(), StepRetry(1)
+
+
+class Step:
+    """What `op.step` was given, judged before anything is claimed."""
+
+    def __init__(
+        self,
+        number: int | str,
+        name: str,
+        function: Callable[..., Any],
+        retry: Retrying | int | None = None,
+        effect: StepEffect | None = None,
+        on_unknown: OnUnknownStep = "retry",
+        resolver: Callable[..., Any] | None = None,
+        *,
+        again: bool = False,
+        undoes: bool = False,
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.function = function
+        # What its key for the provider is made from: a second charge under the first one's key would be the first.
+        self.label = f"{name}\n{number}" if again else name
+        self.undoes = undoes
+        self.takes = taken_by(function, name, takes_value=undoes)
+        borrows = any(each.name in BORROWED for each in self.takes)
+        self.effect: StepEffect = effect or ("transaction" if borrows else "lease")
+        # A transaction that the database refused is run again anyway, and nothing else is cured by time alone.
+        usual = ONCE if self.effect == "transaction" else EXTERNAL
+        self.retry: Retrying = usual if retry is None else StepRetry(retry) if isinstance(retry, int) else retry
+        self.on_unknown = on_unknown
+        self.resolver = resolver
+        if self.effect == "lease" and borrows:
+            raise ConfigurationError(f"step {name!r} takes a connection, which effect = 'lease' does not have")
+        if on_unknown == "resolve" and resolver is None:
+            raise ConfigurationError(f"step {name!r}: on_unknown = 'resolve' needs a resolver")
+
+    def policy(self, policy: Policy, key: str) -> Policy:
+        """The usual policy of steps, with what this one says about a holder that vanished in it.
+
+        The policy's errors may be what comes of a step, and never what comes of its undoing: that has failed.
+        """
+        if self.undoes:
+            return dataclasses.replace(policy, errors=())
+        if self.on_unknown == "retry":
+            return policy
+        resolver = self.resolver
+        asks = None if resolver is None else (lambda op: resolver(key))
+        return dataclasses.replace(policy, on_unknown=self.on_unknown, resolver=asks)
+
+    def called(self, key: str, value: Any) -> Called:
+        return Called(self, key, value)
+
+
+class Called:
+    """The performer of a step: calls its function with what it takes, and remembers that it was called."""
+
+    __slots__ = ("began", "key", "step", "value")
+
+    def __init__(self, step: Step, key: str, value: Any) -> None:
+        self.step = step
+        self.key = key
+        self.value = value
+        self.began = False
+
+    def __call__(self, op: Op) -> Any:
+        self.began = True
+        first = [self._given(each.name, op) for each in self.step.takes if each.kind is each.POSITIONAL_ONLY]
+        rest = {
+            each.name: self._given(each.name, op) for each in self.step.takes if each.kind is not each.POSITIONAL_ONLY
+        }
+        given = self.step.function(*first, **rest)
+        return nothing_of(given) if self.step.undoes else given
+
+    def __repr__(self) -> str:  # where it is named in an error
+        return f"{self.step.function!r} of step {self.step.name!r}"
+
+    def _given(self, name: str, op: Op) -> Any:
+        if name == "connection":
+            return op.connection
+        if name == "session":
+            return op.session()
+        return self.key if name == "key" else self.value
+
+
+def nothing_of(given: Any) -> Any:
+    """What an undo gives is nobody's business: it may well be what no checkpoint could hold."""
+
+    async def ended() -> None:
+        await given
+
+    return ended() if hasattr(given, "__await__") else None
+
+
+def taken_by(function: Callable[..., Any], name: str, *, takes_value: bool) -> tuple[inspect.Parameter, ...]:
+    """Those parameters that are given: of an undo, the first that is nothing else gets the step's value."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return ()
+    named = [each for each in parameters if each.kind not in VARIADIC]
+    others = [each for each in named if each.name not in GIVEN and each.default is each.empty]
+    value = others.pop(0) if takes_value and others else None
+    if others:
+        raise ConfigurationError(
+            f"step {name!r}: its function takes {', '.join(each.name for each in others)}; a step is given a connection, "
+            "a session or a key, so bind the rest with a lambda or functools.partial"
+        )
+    return tuple(each for each in named if each.name in GIVEN or each is value)
+
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def wants(retry: Retrying, error: Exception) -> bool:
+    """Whether the same step may work in a moment; what the ledger refuses, or the programmer has to mend, will not."""
+    if isinstance(error, Refusal | Fenced | ConfigurationError):
+        return getattr(error, "retryable", False) and not isinstance(error, Fenced)
+    return retry.wants(error)
+
+
+# Checkpoints
+
+# For so long an operation may be unfinished: its checkpoints are kept that much longer than its outcome.
+UNFINISHED = 30 * 86400.0
+# A request that is larger is not kept: then only its caller can have the operation finished, by asking again.
+LARGEST = 1024 * 1024
+DOUBT = "oncemore-doubt"
+CLOSED = ("oncemore-closed", "")  # marks the step at which an operation has failed for good
+
+
+def step_operation(operation: Operation, epoch: str, number: int | str, name: str) -> Operation:
+    key = join(operation.key, epoch, str(number))
+    return Operation(f"step|{operation.scope}", key, name, f"{operation.name}/{name}")
+
+
+def record_epoch(record: Record) -> str:
+    """What tells this life of a key from the next, after its retention or deletion: when it began, by the store's clock."""
+    return f"{record.created_at:.6f}"
+
+
+@lru_cache(maxsize=256)
+def step_policy(policy: Policy, effect: StepEffect) -> Policy:
+    """The policy of an operation's steps: whoever holds the operation waits for them, and all that comes of them is kept."""
+    return dataclasses.replace(
+        policy,
+        effect=effect,
+        on_unknown="retry",
+        keep="all",
+        ttl=policy.ttl + UNFINISHED,
+        ttl_from="creation",
+        expired="delete",
+        in_flight="wait",
+        wait=2 * policy.lease,
+        on_duplicate="replay",
+        suspect="off",
+        late="run",
+    )
+
+
+def kept(answer: Answer, name: str) -> Answer:
+    """The answer, if it is a checkpoint; without one, going on would be to forget where we are."""
+    if answer.how == "unstored":
+        raise StoreError(f"step {name!r} was performed, but its checkpoint could not be stored; retry the operation")
+    if answer.outcome.kind == "tombstone":
+        why = answer.outcome.body.decode(errors="replace")
+        raise ConfigurationError(f"step {name!r} gave what cannot be checkpointed ({why})")
+    return answer
+
+
+def result(answer: Answer, policy: Policy) -> Any:
+    """What the step gave; raises where its outcome is an error."""
+    if answer.how != "stored":
+        return replayed(answer.outcome, policy.errors)
+    if answer.outcome.kind == "error":
+        raise answer.value
+    return answer.value
+
+
+def is_closed(outcome: Outcome | None) -> bool:
+    return outcome is not None and outcome.headers[:1] == (CLOSED,)
+
+
+def closing(failure: Outcome | None, doubt: str) -> Outcome:
+    """The mark that no further step is to be taken, and why: the outcome, or None where it was given up.
+
+    *doubt* is the step in whose place it stands, where that was begun: nobody knows whether it took effect.
+    """
+    return Outcome("value", headers=(CLOSED, (DOUBT, doubt)), body=b"" if failure is None else encode_outcome(failure))
+
+
+def doubt_of(outcome: Outcome | None) -> str:
+    """The step that a mark has doubts about."""
+    return "" if outcome is None else dict(outcome.headers).get(DOUBT, "")
+
+
+def closed_with(outcome: Outcome | None) -> Outcome | None:
+    """The failure that a mark remembers."""
+    return decode_outcome(outcome.body) if outcome is not None and outcome.body else None
+
+
+def request_outcome(operation: Operation, deadline: float | None) -> Outcome:
+    """Step 0: what was asked, as far as it can be kept, and all that whoever goes on with it could not tell from that."""
+    request = None if operation.request is None else operation.request()
+    kept = {"deadline": deadline, "request": request, "unique": operation.unique}
+    outcome = value_outcome(kept)
+    if outcome.kind == "tombstone" or len(outcome.body) > LARGEST:
+        return value_outcome({**kept, "request": None})
+    return outcome
+
+
+def check_age(record: Record) -> None:
+    """Refuse to go on with what was left so long ago that a checkpoint may be missing: its step would be taken again."""
+    if record.now - record.created_at > UNFINISHED:
+        raise UnknownOutcome("It was left unfinished for so long that its checkpoints may be gone; resolve it")

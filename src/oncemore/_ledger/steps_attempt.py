@@ -1,186 +1,218 @@
-"""`effect = "steps"`: the operation is performed under a lease, and whoever comes after a crash goes on behind the last step.
+"""`effect = "steps"`: the operation is performed under a lease, and after a crash the next attempt continues.
 
-What is left unfinished after the first step stays running, with its lease over: its caller's next attempt claims it at
-once, and so does the completer.
+An operation that is left unfinished after its first step stays running, with its lease ended: the next attempt of its caller
+claims it at once, and so does the completer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from .._contract.policy import Policy
 from .._runtime.plan import Plan
-from ..errors import Fenced, InProgress, Refusal, StoreError, UnknownOutcome
+from ..errors import Fenced, InProgress, OncemoreError, ProviderDuplicate, Refusal, StoreError, UnknownOutcome
+from .attempt import LeaseAttempt
 from .context import Op
 from .decisions import Answer, keeps
-from .driven import Driven
-from .heartbeat import Beat, Perform
 from .model import Lease, Outcome, Record
 from .steps import Steps
-from .uniqueness import done_before, inner_operation, inner_policy, tag, untagged
-from .unknown import lapse
-from .values import error_outcome, value_outcome
-
-if TYPE_CHECKING:
-    from .guard import Guard
+from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, untagged
 
 
-def stepped(
-    guard: Guard, lease: Lease, perform: Callable[[Op], Any], policy: Policy, deadline: float | None = None
-) -> Plan[Answer]:
-    """Perform, or go on, and settle: the plan of `Guard.own` for this level."""
-    return (yield from Stepped(guard, lease, perform, policy).answer(deadline))
+class StepsAttempt(LeaseAttempt):
+    """One try at an operation in steps: it performs, or continues, and settles.
 
+    `fail` may return an answer: that of the attempt that took over from a late owner, or the failure after which all steps
+    were undone.
+    """
 
-class Stepped:
-    """One attempt at an operation in steps."""
+    steps: Steps
+    too_old = False  # left unfinished for so long that its checkpoints may be gone
 
-    def __init__(self, guard: Guard, lease: Lease, perform: Callable[[Op], Any], policy: Policy) -> None:
-        self.guard = guard
+    def take(self, lease: Lease, deadline: float | None) -> None:
         self.lease = lease
-        self.operation = lease.operation
-        self.perform = perform
-        self.policy = policy
-        self.steps = Steps(guard, lease, policy)
-        self.op = Op(lease, steps=self.steps)
-        self.turn: Lease | None = None  # on what must happen once whatever the key
-        self.too_old = False  # for anybody to know what was done
+        self.renewal = self.ledger.heartbeat.renewal(lease, self.policy.lease)
+        self.steps = Steps(self.ledger, lease, self.policy, self.renewal)
+        self.op = Op(lease, steps=self.steps, deadline=deadline)
 
-    def answer(self, deadline: float | None) -> Plan[Answer]:
-        lease, policy, known = self.lease, self.policy, None
-        if lease.lapsed:
-            self.guard.tell("lapsed", self.operation, token=lease.token, attempt=lease.attempt)
-        elif lease.attempt == 1 and (policy.suspect != "off" or policy.late != "run"):
-            known = yield from self.guard._screen(self.op, policy)
+    def is_ordinary(self) -> bool:
+        return False
+
+    def prepare(self) -> Plan[Answer | None]:
+        """Look for twins, find the checkpoints of earlier attempts, and claim what must happen once whatever the key."""
+        if self.lease.lapsed:
+            self.ledger.emit("lapsed", self.operation, token=self.lease.token, attempt=self.lease.attempt)
+        known = yield from screen(self.ledger, self.ledger.store, self.op, self.policy)
         if known is not None:
-            return (yield from self._settled(known))
-        former = "lapsed" if lease.lapsed else ""
-        self.guard.tell("claimed", self.operation, token=lease.token, attempt=lease.attempt, from_state=former)
-        answer = yield from self._performed(deadline)
-        if self.steps.lost is not None:  # a late owner, also one that went on regardless
-            return (yield from self.guard._after_all(self.operation, policy, self.steps.lost))
-        if answer is None or self.steps.closed or self._failed_for_good(answer):
-            return (yield from self._undone(answer))
-        if keeps(policy, answer.outcome):
-            return (yield from self._settled(answer))
-        yield from self._leave()
-        return msgspec.structs.replace(answer, how="released")
-
-    def _performed(self, deadline: float | None) -> Plan[Answer | None]:
-        """What the performer gives; None where it gave nothing, because all is to be undone, or another's."""
+            return known
         try:
-            self.op.deadline = yield from self._opened(deadline)
-            return (yield from self._called())
+            self.op.deadline = yield from self._open()
+            if self.operation.unique is not None:
+                known = yield from self.claim_unique()
+            return known
         except GeneratorExit:
             raise
         except BaseException as error:
-            if self.too_old:  # also where it could not be held: then its lease lapses, and it is found too old again
-                raise
-            if self.steps.lost or self.steps.closed or (self.operation.giving_up and may_give_up(error)):
-                return None
-            yield from self._leave(forget=isinstance(error, Refusal))
-            raise
+            return (yield from self._leave_after(error, forget=isinstance(error, Refusal)))
 
-    def _opened(self, deadline: float | None) -> Plan[float | None]:
-        """The first caller's deadline; what was left for too long is held: nobody can go on with it, nor begin anew."""
+    def _open(self) -> Plan[float | None]:
+        """The first caller's deadline.  An operation that was left for too long is held: nobody can continue or repeat it."""
         try:
-            return (yield from self.steps.open(deadline))
+            return (yield from self.steps.open(self.op.deadline))
         except UnknownOutcome as error:
             self.too_old = True
-            raise (yield from self._held(error.detail)) from error
+            raise (yield from self._hold(error.detail)) from error
 
-    def _called(self) -> Plan[Answer]:
-        beats: tuple[Beat, ...] = (self.steps.beat,)
-        if self.operation.unique is not None:
-            found = yield from self._turn()
-            if isinstance(found, Lease):
-                self.turn = found
-                beats = (*beats, self.guard.heart.beat(found, self.policy.lease))
-            elif not (yield from self.steps.was_closed()):
-                return (yield from self._done(found))
-            # else it has failed and was undone, and so made way for another key: what is left is to say so here
-        try:
-            value = yield Perform(self.guard.heart, beats, self.perform, self.op)
-        except self.policy.errors as error:
-            return (
-                yield from self._ended(Answer(error_outcome(error), "stored", attempt=self.op.attempt, value=error))
-            )
-        outcome = value if isinstance(value, Outcome) else value_outcome(value)
-        return (yield from self._ended(Answer(outcome, "stored", attempt=self.op.attempt, value=value)))
+    def claim_unique(self) -> Plan[Answer | None]:
+        """A second claim, kept by this key until it is finished: no other key can continue an unfinished operation."""
+        inner = inner_operation(self.operation, self.policy)
+        found = yield from self.ledger.claim(inner, inner_policy(self.policy), self.policy.lease / 2)
+        if isinstance(found, Record):
+            if (yield from self.steps.was_closed()):
+                return (
+                    None  # it failed and was undone, and so made way for another key: only that is left to be said here
+                )
+            return (yield from self._done_before(found))
+        if found.operation.fingerprint not in ("", inner.fingerprint):
+            yield from self.ledger.lapse(found)
+            raise InProgress(f"{self.operation.unique!r} is unfinished, under another key", retry_after=5.0)
+        yield self._take_unique(found, inner_policy(self.policy)).renewal
+        return None
 
-    def _ended(self, answer: Answer) -> Plan[Answer]:
-        yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
-        return answer
-
-    def _done(self, record: Record) -> Plan[Answer]:
-        """The answer where it was done: by another key, or by a former attempt that came no further than to say so there."""
+    def _done_before(self, record: Record) -> Plan[Answer]:
+        """The answer if it was done by another key, or by an earlier attempt that came no further than to say so there."""
         owner, outcome = untagged(record.outcome)
         own = record.fingerprint == inner_operation(self.operation, self.policy).fingerprint
         if own and owner == self.operation.scope:
             return Answer(outcome, "replayed", attempt=self.op.attempt)
-        return (yield from self._ended(done_before(record, self.op, self.policy)))
+        answer = done_before(record, self.op, self.policy)
+        yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
+        return answer
 
-    def _turn(self) -> Plan[Lease | Record]:
-        """A second lease, on what must happen once whatever the key, or the record of the one that has done it."""
-        inner = inner_operation(self.operation, self.policy)
-        found = yield from self.guard.turn(inner, inner_policy(self.policy), wait=self.policy.lease / 2)
-        if isinstance(found, Lease) and found.operation.fingerprint not in ("", inner.fingerprint):
-            yield from lapse(self.guard, found)
-            raise InProgress(f"{self.operation.unique!r} is unfinished, under another key", retry_after=5.0)
-        return found
+    # The ends
 
-    def _settled(self, answer: Answer) -> Plan[Answer]:
+    def settle(self, outcome: Outcome, value: Any = None) -> Plan[Answer]:
+        self.ended = True
+        return self._reported(self._settle(Answer(outcome, "stored", None, self.lease.attempt, value)))
+
+    def end(self, answer: Answer) -> Plan[Answer]:
+        self.ended = True
+        return self._reported(self._finish(answer))
+
+    def fail(self, error: BaseException) -> Plan[Answer | None]:
+        if self.ended:
+            return None
+        self.ended = True
         try:
-            yield from self._end_turn(answer.outcome)
+            return (yield from self._reported(self._leave_after(error, forget=isinstance(error, Refusal))))
+        except BaseException as raised:
+            if raised is not error:
+                raise
+            return None
+
+    def release(self) -> Plan[None]:
+        if not self.ended:
+            yield from self._leave()
+
+    def withdraw(self, error: BaseException | None = None) -> Plan[None]:
+        if not self.ended:
+            yield from self._leave(forget=True)
+            if error is not None:
+                self.refused(error)
+
+    def _reported(self, plan: Plan[Answer]) -> Plan[Answer]:
+        try:
+            return (yield from plan)
+        except OncemoreError as error:
+            self.refused(error)
+            raise
+
+    def _settle(self, answer: Answer) -> Plan[Answer]:
+        try:
+            yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            return (yield from self._leave_after(error))
+        return (yield from self._finish(answer))
+
+    def _finish(self, answer: Answer | None) -> Plan[Answer]:
+        """Record what came of the operation; None if there is no answer because all is to be undone, or another's."""
+        try:
+            if self.steps.lost is not None:  # a late owner, also one that went on regardless
+                return (yield from self.ledger.answer_of_successor(self.operation, self.policy, self.steps.lost))
+            if answer is None or self.steps.closed or self._has_failed_for_good(answer):
+                answer = yield from self._undo(answer)
+            elif not keeps(self.policy, answer.outcome):
+                yield from self._leave()
+                return msgspec.structs.replace(answer, how="released")
+            return (yield from self._settle_both(answer))
+        finally:
+            self.stop()
+
+    def _leave_after(self, error: BaseException, *, forget: bool = False) -> Plan[Answer]:
+        """End an attempt that *error* has ended: raise it, unless the operation has an answer all the same."""
+        if self.too_old:  # also if it could not be held: then its lease lapses, and it is found too old again
+            self.stop()
+            raise error
+        if self.steps.lost or self.steps.closed or (self.operation.giving_up and may_give_up(error)):
+            return (yield from self._finish(None))
+        yield from self._leave(forget=forget)
+        raise error
+
+    def _settle_both(self, answer: Answer) -> Plan[Answer]:
+        """Settle what is unique, then the operation itself."""
+        self.stop()
+        try:
+            yield from self._end_unique_claim(answer.outcome)
         except (Fenced, StoreError):
             yield from self._leave()
             raise
-        return (yield from self.guard.settle(self.op, answer, self.policy))
+        return (yield from self.ledger.settle(self.lease, answer, self.policy, self.op.note))
 
-    def _end_turn(self, outcome: Outcome | None) -> Plan[None]:
-        """A success is everyone's answer; anything else leaves the way free for another key."""
-        if self.turn is None:
+    def _end_unique_claim(self, outcome: Outcome | None) -> Plan[None]:
+        """A success answers every other key; anything else leaves the way free."""
+        if self.unique is None:
             return
-        under = inner_policy(self.policy)
+        store, under = self.ledger.store, self.unique.policy
         if outcome is None or not keeps(under, outcome):
-            yield from self.guard.store.release(self.turn, retention=0.0)
+            yield from store.release(self.unique.lease, retention=0.0)
         else:
-            yield from self.guard.store.settle(self.turn, tag(outcome, self.operation.scope), retention=under.ttl)
+            yield from store.settle(self.unique.lease, tag(outcome, self.operation.scope), retention=under.ttl)
 
     def _leave(self, *, forget: bool = False) -> Plan[None]:
-        """Unfinished: whoever comes next goes on.  Where no step was begun, the next one begins anew."""
+        """Leave the operation unfinished: the next attempt continues.  If no step was begun, it begins anew."""
+        self.stop()
         try:
             taken = yield from self.steps.any_taken()
             if taken:
-                yield from lapse(self.guard, self.lease)
+                yield from self.ledger.lapse(self.lease)
             else:
-                yield from self.guard.give_back(self.lease, self.policy, forget=forget and self.lease.attempt == 1)
+                retention = 0.0 if forget and self.lease.attempt == 1 else self.policy.ttl
+                yield from self.ledger.release(self.lease, retention=retention)
             if not taken or self.policy.on_unique == "serialize":
-                yield from self._end_turn(None)
-            elif self.turn is not None:
-                yield from lapse(self.guard, self.turn)
-        except (Fenced, StoreError) as error:  # then it lapses by itself, or is another's
-            self.guard.tell("failed", self.operation, token=self.lease.token, code=error.code)
+                yield from self._end_unique_claim(None)
+            elif self.unique is not None:
+                yield from self.ledger.lapse(self.unique.lease)
+        except (Fenced, StoreError) as error:  # then the lease lapses by itself, or is another's
+            self.ledger.emit("failed", self.operation, token=self.lease.token, code=error.code)
 
     # Failing for good
 
-    def _failed_for_good(self, answer: Answer) -> bool:
-        """Whether it is a failure, and there is anything to undo, or a former attempt that must be kept from going on."""
+    def _has_failed_for_good(self, answer: Answer) -> bool:
+        """Whether it is a failure, and there are steps to undo, or an earlier attempt that must be kept from going on."""
         failed = answer.outcome.kind == "error" or answer.outcome.status >= 400
         return failed and bool(self.steps.undos or self.op.attempt > 1) and keeps(self.policy, answer.outcome)
 
-    def _undone(self, answer: Answer | None) -> Plan[Answer]:
-        """Undo the steps that were taken, the last one first; then the failure is the outcome, or it is held."""
+    def _undo(self, answer: Answer | None) -> Plan[Answer]:
+        """Undo the steps that were taken, the last one first.  Then the failure is the answer, or the operation is held."""
         steps = self.steps
         try:
             if not steps.closed:
                 yield from steps.close(None if answer is None else answer.outcome)
             while steps.undos:
-                yield Driven(partial(steps.perform, *steps.undos[-1]), self.guard.heart, steps.beat)
+                yield from steps.perform(*steps.undos[-1])
                 steps.undos.pop()
         except GeneratorExit:
             raise
@@ -189,19 +221,23 @@ class Stepped:
                 yield from self._leave()
                 raise
             where = f"the undoing of {steps.undos[-1][0].name.removeprefix('undo:')!r}" if steps.undos else "the end"
-            raise (yield from self._held(f"{where} failed: {error!r}")) from error
+            raise (yield from self._hold(f"{where} failed: {error!r}")) from error
         if steps.failure is None:
-            yield from self._end_turn(None)
+            yield from self._end_unique_claim(None)
             doubt = f"; but {steps.doubt!r} was begun, and may have taken effect" if steps.doubt else ""
-            raise (yield from self._held(f"given up after {self.op.attempt} attempts, and undone{doubt}"))
-        if answer is None or answer.outcome is not steps.failure:  # a former attempt's failure is what counts
-            answer = Answer(steps.failure, "replayed")
-        return (yield from self._settled(answer))
+            raise (yield from self._hold(f"given up after {self.op.attempt} attempts, and undone{doubt}"))
+        if answer is None or answer.outcome is not steps.failure:  # an earlier attempt's failure is what counts
+            return Answer(steps.failure, "replayed")
+        return answer
 
-    def _held(self, note: str) -> Plan[UnknownOutcome]:
-        yield from self.guard.store.hold(self.lease, note=note[:500])
-        self.guard.tell("held", self.operation, token=self.lease.token, detail=note)
+    def _hold(self, note: str) -> Plan[UnknownOutcome]:
+        self.stop()
+        yield from self.ledger.hold(self.lease, note)
         return UnknownOutcome(f"The operation cannot be finished without a decision: {note}")
+
+    def is_success(self, error: ProviderDuplicate) -> bool:
+        """Never: the operation was left between two steps."""
+        return False
 
 
 def may_give_up(error: BaseException) -> bool:

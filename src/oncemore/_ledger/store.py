@@ -6,6 +6,7 @@ import itertools
 import os
 import platform
 import secrets
+from collections.abc import Sequence
 from typing import Protocol, get_args
 
 import msgspec
@@ -14,7 +15,7 @@ from .._runtime.forks import reset_in_child
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Bell
 from ..errors import ConfigurationError
-from .model import Lease, Operation, Outcome, Record
+from .model import Claim, Lease, Operation, Outcome, Record
 from .states import State
 from .transactions import Lender
 
@@ -55,7 +56,18 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Store(Protocol):
-    """A ledger.  A claim answers with a Lease (yours) or the Record that stopped you; a wrong token raises Fenced."""
+    """A ledger.
+
+    `claim` answers with a Lease (the caller's own) or with the Record that prevents it.  It also writes *request*, what
+    was asked; an empty one leaves the stored one as it is.  `settle` and a resolution with an outcome drop the request.
+
+    `unclaim` undoes claims whose callers are gone: they were cancelled, or the answer was lost.  A record that is still
+    running under the claim's holder goes back to what it was: in doubt, if the claim took over a lapsed lease (it is
+    running, and its lease ends now); absent, if this was the first attempt; otherwise released, and remembered for a day.
+    Every other record stays as it is, so that `unclaim` may be sent twice, and late.
+
+    `renew`, `settle`, `release` and `hold` raise Fenced if the lease is lost.
+    """
 
     url: str  # as given, without its password
     bell: Bell  # rings when a record may have changed
@@ -67,7 +79,8 @@ class Store(Protocol):
         self,
     ) -> Lender | None: ...  # of transactions that the effect may join; None where there is no such thing
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]: ...
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]: ...
+    def unclaim(self, claims: Sequence[Claim]) -> Plan[None]: ...
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]: ...
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""

@@ -1,39 +1,32 @@
 """`effect = "transaction"`: the claim, the effect and the outcome commit together, or none of them does.
 
-Nobody else sees the claim before the commit: whoever asks for the same operation meanwhile waits on its row, and then
-replays or takes its place.  A crash at any instant rolls everything back, so there is no lease to keep and no doubt.
+No other caller sees the claim before the commit: a duplicate waits on its row, and then replays or takes its place.  A crash
+at any instant rolls everything back, so there is no lease to renew and no doubt.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from .._contract.policy import Policy
 from .._runtime.plan import Plan, Sleep
-from ..errors import ConfigurationError, OncemoreError, StoreError, StoreUnavailable, UnknownOutcome
+from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable, UnknownOutcome
+from .attempt import LeaseAttempt, Performer
 from .context import Op
 from .decisions import Answer, check, in_progress, is_over, keeps, unknown
-from .heartbeat import Perform
+from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .transactions import Again, Lender, Stale, Transaction
 from .uniqueness import done_before, inner_operation, inner_policy, screen, tag
-from .unknown import take_over
-from .values import error_outcome, value_outcome
 
-if TYPE_CHECKING:
-    from .guard import Guard
-
-T = TypeVar("T")
-
-# Before the next run of a transaction that the database refused: up to so long, twice as much each time.
+# The pause before a transaction that the database refused is run again: up to so long, twice as much each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
-# A pool whose connections have died with their server is emptied at once.  What takes longer, or has no end, is no such pool.
+# After a server restart, a pool of dead connections is emptied at once.  If that takes longer, or has no end, the server is down.
 MOST_STALE, EMPTYING = 64, 2.0
-LOOK = 0.05  # between two looks at an operation that runs under a lease, which no row lock tells of
+POLL = 0.05  # between two looks at an operation that runs under a lease, because no row lock tells of its end
 
 NO_LENDER = (
     "effect = 'transaction' needs the ledger in the database that the effect is in: give the guard postgresql://, "
@@ -41,232 +34,301 @@ NO_LENDER = (
 )
 
 
-def transacted(
-    guard: Guard, operation: Operation, perform: Callable[[Op], Any], policy: Policy, wait: float | None
-) -> Plan[Answer]:
-    """The operation's answer; the plan of `Guard.guarded` for this level."""
-    lender: Lender | None = guard.store.lender
-    if lender is None:
-        raise ConfigurationError(NO_LENDER.format(url=guard.store.url))
-    return Transacted(guard, lender, operation, perform, policy, wait).answer()
+class TransactionRefused(StoreUnavailable):
+    """The database refused the transaction, because of a deadlock or a conflict: it was rolled back, and may be run again."""
+
+    def __init__(self, error: BaseException, runs: int = 1) -> None:
+        times = f" {runs} times" if runs > 1 else ""
+        super().__init__(f"The database refused the transaction{times}: {error}", retry_after=1.0)
+        self.cause = error
 
 
-class Decided(Exception):
-    """The performer has raised what is the outcome: its effects are rolled back, and another transaction keeps it."""
+class TransactionAttempt(LeaseAttempt):
+    """One try at an operation in a transaction, which the performer joins by `op.connection` or `op.session()`.
 
+    `begin` runs again by itself if the database refuses the claim.  Once the performer was called, a refused transaction is
+    rolled back and `settle` or `fail` raises TransactionRefused; `perform` calls the performer again, `policy.reruns` times.
+    """
 
-class Transacted:
-    """One operation, in as many transactions as it takes: one, unless the database refuses it."""
+    transaction: Transaction | None = None
+    unique_lease: Lease | None = None
+    performed = False
 
-    def __init__(
-        self,
-        guard: Guard,
-        lender: Lender,
-        operation: Operation,
-        perform: Callable[[Op], Any],
-        policy: Policy,
-        wait: float | None,
-    ) -> None:
-        self.guard = guard
-        self.lender = lender
-        self.operation = operation
-        self.perform = perform
-        self.policy = policy
-        self.deadline = None if wait is None else guard.clock.time() + wait
-        limit = policy.wait if wait is None else min(wait, policy.wait)
-        self.ends = guard.clock.monotonic() + (limit if policy.in_flight == "wait" else 0.0)
+    def __init__(self, ledger: Ledger, operation: Operation, policy: Policy) -> None:
+        super().__init__(ledger, operation, policy)
+        self.lender: Lender | None = ledger.store.lender
         self.stale = MOST_STALE
-        self.performed = False
-        self.error: Exception | None = None  # the performer's, where it is the outcome
+        self.runs = 0  # how often the database has refused
 
-    def answer(self) -> Plan[Answer]:
-        runs = 0
+    def begin(self, wait: float | None = None) -> Plan[Answer | None]:
+        ledger, policy = self.ledger, self.policy
+        if self.lender is None:
+            raise ConfigurationError(NO_LENDER.format(url=ledger.store.url))
+        self.deadline = None if wait is None else ledger.clock.time() + wait
+        limit = policy.wait if wait is None else min(wait, policy.wait)
+        self.ends = ledger.clock.monotonic() + (limit if policy.in_flight == "wait" else 0.0)
+        try:
+            known = ledger.cached(self.operation, policy)
+        except OncemoreError as error:
+            self.refused(error)
+            raise
+        return known if known is not None else (yield from self._begin())
+
+    def _begin(self, *, prepare: bool = True) -> Plan[Answer | None]:
+        """Claim in a transaction until that succeeds; None if it is this caller's, and the transaction is open."""
         while True:
             try:
-                answer = yield from self._within(self._attempt)
-            except Decided:
-                continue
-            except BaseException as error:
-                if not isinstance(error, Again) and not self.lender.again(error):
-                    yield from self._failed(error)
-                    raise
-                runs += 1
-                if runs > self.policy.reruns:
-                    raise given_up(error, runs) from error
-                yield Sleep(random.uniform(0, min(FIRST_PAUSE * 2**runs, LONGEST_PAUSE)))
-            else:
-                if answer is not None:
-                    return answer
-
-    def _within(self, work: Callable[[Transaction], Plan[T]]) -> Plan[T]:
-        """What *work* gives, in a transaction of its own; whatever ends it early, the connection is given back."""
-        ends = self.guard.clock.monotonic() + EMPTYING
-        while True:
-            transaction: Transaction = yield from self.lender.open()
-            try:
-                return (yield from work(transaction))
+                found = yield from self._open(max(0.0, self.ends - self.ledger.clock.monotonic()))
+                if isinstance(found, Lease) and not self._is_in_doubt(found):
+                    self.lease = found
+                    self.op = Op(found, transaction=self.transaction, deadline=self.deadline)
+                    known = (yield from self.prepare()) if prepare else None
+                    if known is not None:
+                        return (yield from self._commit(known))
+                    self.ledger.emit("claimed", self.operation, token=found.token, attempt=found.attempt)
+                    return None
+                yield from self._abort()
+                known = yield from (self._met(found) if isinstance(found, Record) else self._resolve_doubt())
+                if known is not None:
+                    return known
             except GeneratorExit:
-                transaction.drop()
+                self.drop()
                 raise
             except BaseException as error:
-                yield from transaction.abort()
-                if not isinstance(error, Stale) or not self._another(ends):
+                yield from self._abort()
+                if not self.is_retryable(error):
+                    self.refused(error)
+                    raise
+                yield from self._pause(error)
+
+    def _open(self, wait: float) -> Plan[Lease | Record]:
+        """Open a transaction and claim in it.  A pooled connection that has died with its server is replaced by another."""
+        assert self.lender is not None
+        ends = self.ledger.clock.monotonic() + EMPTYING
+        while True:
+            self.transaction = yield from self.lender.open()
+            try:
+                return (yield from self.transaction.begin(self.operation, lease=self.policy.lease, wait=wait))
+            except Stale:
+                yield from self._abort()
+                if not self._may_try_another(ends):
                     raise
 
-    def _another(self, ends: float) -> bool:
+    def _may_try_another(self, ends: float) -> bool:
         """Whether to try another connection, after one was found dead."""
         self.stale -= 1
-        clock = self.guard.clock
-        # The caller may have stopped waiting; but once it was performed, what came of it is to be noted all the same.
+        clock = self.ledger.clock
+        # The caller may have stopped waiting; but once the performer was called, its failure is recorded all the same.
         late = not self.performed and self.deadline is not None and clock.time() >= self.deadline
         return self.stale > 0 and clock.monotonic() < ends and not late
 
-    def _attempt(self, transaction: Transaction) -> Plan[Answer | None]:
-        """The answer, committed; None where it is worth another look."""
-        left = max(0.0, self.ends - self.guard.clock.monotonic())
-        found = yield from transaction.begin(self.operation, lease=self.policy.lease, wait=left)
-        if isinstance(found, Record):
-            yield from transaction.abort()
-            return (yield from self._met(found))
-        if found.lapsed and self.policy.on_unknown != "retry":
-            yield from transaction.abort()
-            return (yield from self._in_doubt())
-        op = Op(found, transaction=transaction, deadline=self.deadline)
-        if self.guard.observers:
-            self.guard.tell("claimed", self.operation, token=found.token, attempt=found.attempt)
-        answer = yield from self._performed(transaction, op)
-        if not keeps(self.policy, answer.outcome):
-            yield from transaction.abort()
-            yield from self._remember()
-            return msgspec.structs.replace(answer, how="released")
-        return (yield from self._commit(transaction, op, answer))
+    # Before the performer is called
 
-    def _performed(self, transaction: Transaction, op: Op) -> Plan[Answer]:
-        policy, known = self.policy, None
-        if self.error is not None:
-            return Answer(error_outcome(self.error), "stored", attempt=op.attempt, value=self.error)
-        if op.attempt == 1 and (policy.suspect != "off" or policy.late != "run"):
-            known = yield from screen(self.guard, transaction, op, policy)
-        if known is not None:
-            return known
-        if self.operation.unique is None:
-            return (yield from self._call(op))
-        return (yield from self._unique(transaction, op))
+    def is_retryable(self, error: BaseException) -> bool:
+        """Whether the database refused the transaction, and the same may work next time."""
+        if isinstance(error, TransactionRefused):  # said already
+            return False
+        return isinstance(error, Again) or (self.lender is not None and self.lender.again(error))
 
-    def _call(self, op: Op) -> Plan[Answer]:
-        """What the performer itself gives or raises; the ledger's own refusals, and the database's, never pass for it."""
-        self.performed = True
-        try:
-            value = yield Perform(self.guard.heart, (), self.perform, op)
-        except self.policy.errors as error:
-            if self.lender.again(error):
-                raise
-            self.error = error
-            raise Decided from error
-        outcome = value if isinstance(value, Outcome) else value_outcome(value)
-        return Answer(outcome, "stored", attempt=op.attempt, value=value)
-
-    def _unique(self, transaction: Transaction, op: Op) -> Plan[Answer]:
-        """Claim what must happen once whatever the key, in the same transaction: its row is the constraint."""
-        inner, under = inner_operation(self.operation, self.policy), inner_policy(self.policy)
-        found = yield from transaction.claim(inner, lease=self.policy.lease)
-        if isinstance(found, Record):
-            if found.state == "held":
-                raise unknown(found)
-            if found.state != "settled":
-                raise in_progress(found)
-            return done_before(found, op, self.policy)
-        if found.lapsed and under.on_unknown != "retry":
-            raise UnknownOutcome(
-                f"An attempt at {self.operation.unique!r} under another key ended without a trace; it must be resolved first"
-            )
-        answer = yield from self._call(op)
-        if keeps(under, answer.outcome):
-            yield from transaction.settle(found, tag(answer.outcome, self.operation.scope), retention=under.ttl)
-        else:
-            yield from transaction.release(found, retention=0.0)
-        return answer
-
-    def _commit(self, transaction: Transaction, op: Op, answer: Answer) -> Plan[Answer]:
-        lease, policy, outcome = op.lease, self.policy, answer.outcome
-        yield from transaction.settle(
-            lease, outcome, retention=policy.ttl, audit=policy.expired == "keep", note=op.note
-        )
-        yield from transaction.commit()
-        guard = self.guard
-        guard.store.bell.ring(self.operation.id)
-        expires_at = guard.clock.time() + policy.ttl
-        if policy.ttl_from == "creation":
-            fingerprint = self.operation.fingerprint
-            guard.cache.put(self.operation.id, fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
-        if guard.observers:
-            guard.tell("settled", self.operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
-        return Answer(outcome, answer.how, expires_at, answer.attempt, answer.value)
-
-    # What stands in the way
+    def _pause(self, error: BaseException) -> Plan[None]:
+        self.runs += 1
+        if self.runs > self.policy.reruns:
+            raise TransactionRefused(error, self.runs) from error
+        yield Sleep(random.uniform(0, min(FIRST_PAUSE * 2**self.runs, LONGEST_PAUSE)))
 
     def _met(self, record: Record) -> Plan[Answer | None]:
-        """The answer to a repeated operation; None where a record has made way, or may soon."""
+        """The answer to a repeated operation; None if the record may be claimed now, or soon."""
         check(self.operation, record.fingerprint)
         if is_over(record):  # free, but fingerprinted by an older algorithm or secret: take it over under its own
             self.operation = msgspec.structs.replace(self.operation, fingerprint=record.fingerprint)
             return None
         if record.state == "held":
             raise unknown(record)
-        if record.state == "running":  # under a lease, by a rule that was another one then
-            left = self.ends - self.guard.clock.monotonic()
+        if record.state == "running":  # under a lease, by a rule of another level
+            left = self.ends - self.ledger.clock.monotonic()
             if left <= 0:
                 raise in_progress(record)
-            yield Sleep(min(LOOK, left))
+            yield Sleep(min(POLL, left))
             return None
-        answer = yield from self.guard.repeat(record, self.policy)
-        self.guard.tell("replayed", self.operation, status=answer.outcome.status)
-        return answer
+        return (yield from self.ledger.replay(record, self.operation, self.policy))
 
-    def _in_doubt(self) -> Plan[Answer | None]:
-        """A lease has lapsed here, which no transaction has: decide about it as for leases, then come back."""
-        found = yield from self.guard.store.claim(self.operation, lease=self.policy.lease)
-        if not isinstance(found, Lease):
-            return None
-        op = Op(found)
-        if found.lapsed:
-            self.guard.tell("lapsed", self.operation, token=found.token, attempt=found.attempt)
-            known = yield from take_over(self.guard, op, self.policy)
+    def _is_in_doubt(self, lease: Lease) -> bool:
+        return lease.lapsed and self.policy.on_unknown != "retry"
+
+    def _resolve_doubt(self) -> Plan[Answer | None]:
+        """An attempt under a lease has crashed here: decide about it as a lease does, then claim again."""
+        attempt = LeaseAttempt(self.ledger, self.operation, self.policy)
+        attempt.reports = False
+        known = yield from attempt.begin(self.ends - self.ledger.clock.monotonic())
+        if known is None:
+            yield from attempt.release()
+        return known
+
+    def prepare(self) -> Plan[Answer | None]:
+        """Look for twins, and claim what must happen once whatever the key in the same transaction: its row is the constraint."""
+        assert self.transaction is not None
+        policy = self.policy
+        if policy.suspect != "off" or policy.late != "run":
+            known = yield from screen(self.ledger, self.transaction, self.op, policy)
             if known is not None:
-                return (yield from self.guard.settle(op, known, self.policy))
-        yield from self.guard.give_back(found, self.policy)
+                return known
+        if self.operation.unique is None:
+            return None
+        found = yield from self.transaction.claim(inner_operation(self.operation, policy), lease=policy.lease)
+        if isinstance(found, Record):
+            if found.state == "held":
+                raise unknown(found)
+            if found.state != "settled":
+                raise in_progress(found)
+            return done_before(found, self.op, policy)
+        if found.lapsed and inner_policy(policy).on_unknown != "retry":
+            raise UnknownOutcome(
+                f"An attempt at {self.operation.unique!r} under another key ended without a trace; it must be resolved first"
+            )
+        self.unique_lease = found
         return None
 
-    # What is left behind
+    # The four ends
 
-    def _failed(self, error: BaseException) -> Plan[None]:
-        """The performer's own failure is remembered, a refusal that it raised as well; an interruption is not."""
-        if self.performed and isinstance(error, Exception):
+    def settle(self, outcome: Outcome, value: Any = None) -> Plan[Answer]:
+        answer = Answer(outcome, "stored", None, self.lease.attempt, value)
+        self.ended = self.performed = True
+        try:
+            if outcome.kind == "error" and isinstance(value, Exception):
+                return (yield from self._settle_error(answer, value))
+            return (yield from self._commit(answer))
+        except GeneratorExit:
+            self.drop()
+            raise
+        except BaseException as error:
+            yield from self._rolled_back(error)
+            raise
+
+    def _settle_error(self, answer: Answer, error: Exception) -> Plan[Answer]:
+        """The performer's error is the outcome: its effects are rolled back, and another transaction records it."""
+        if self.is_retryable(error):
+            raise error
+        yield from self._abort()
+        self.unique_lease = None
+        known = yield from self._begin(prepare=False)
+        return known if known is not None else (yield from self._commit(answer))
+
+    def _commit(self, answer: Answer) -> Plan[Answer]:
+        """Record the outcome and commit, or roll back if the policy does not keep it."""
+        assert self.transaction is not None
+        policy, outcome, transaction = self.policy, answer.outcome, self.transaction
+        if not keeps(policy, outcome):
+            yield from self._abort()
             yield from self._remember()
-        if isinstance(error, OncemoreError):
-            self.guard.tell("failed" if isinstance(error, StoreError) else "refused", self.operation, code=error.code)
+            return msgspec.structs.replace(answer, how="released")
+        if self.unique_lease is not None:
+            yield from self._settle_unique(transaction, self.unique_lease, outcome)
+        audit = policy.expired == "keep"
+        yield from transaction.settle(self.lease, outcome, retention=policy.ttl, audit=audit, note=self.op.note)
+        yield from transaction.commit()
+        self.transaction = None
+        self.ended = True
+        self.ledger.store.bell.ring(self.operation.id)
+        return self.ledger.settled(self.lease, answer, policy)
+
+    def _settle_unique(self, transaction: Transaction, lease: Lease, outcome: Outcome) -> Plan[None]:
+        """A success answers every other key; anything else leaves the way free."""
+        under = inner_policy(self.policy)
+        if keeps(under, outcome):
+            yield from transaction.settle(lease, tag(outcome, self.operation.scope), retention=under.ttl)
+        else:
+            yield from transaction.release(lease, retention=0.0)
+
+    def fail(self, error: BaseException) -> Plan[Answer | None]:
+        if not self.ended:
+            self.ended = self.performed = True
+            yield from self._rolled_back(error)
+        return None
+
+    def _rolled_back(self, error: BaseException) -> Plan[None]:
+        """Roll back.  The performer's own failure is remembered, also a refusal that it raised; an interruption is not."""
+        yield from self._abort()
+        if self.is_retryable(error):
+            raise TransactionRefused(error) from error
+        if isinstance(error, Exception):
+            yield from self._remember()
+        self.refused(error)
+
+    def release(self) -> Plan[None]:
+        if not self.ended:
+            self.ended = self.performed = True
+            yield from self._abort()
+            yield from self._remember()
+
+    def withdraw(self, error: BaseException | None = None) -> Plan[None]:
+        if not self.ended:
+            self.ended = True
+            yield from self._abort()
+            if error is not None:
+                self.refused(error)
+
+    def drop(self) -> None:
+        self.ended = True
+        if self.transaction is not None:
+            transaction, self.transaction = self.transaction, None
+            transaction.drop()
+
+    def _abort(self) -> Plan[None]:
+        """Roll back and return the connection, if there is one."""
+        if self.transaction is not None:
+            transaction, self.transaction = self.transaction, None
+            yield from transaction.abort()
+
+    # After a rollback
 
     def _remember(self) -> Plan[None]:
-        """Note what the key stands for, though its effect was rolled back: another request must not have it."""
+        """Record what the key stands for, though its effect was rolled back: no other request may have it."""
         for _ in range(1 + self.policy.reruns):
             try:
-                yield from self._within(self._note)
-            except Again:
-                continue
-            except OncemoreError:  # then someone else has it already, or nobody can have it now
-                pass
+                yield from self._record_release()
+            except GeneratorExit:
+                self.drop()
+                raise
+            except BaseException as error:
+                yield from self._abort()
+                if isinstance(error, Again):
+                    continue
+                if not isinstance(
+                    error, OncemoreError
+                ):  # such an error: another caller has the key, or the store is down
+                    raise
             return
 
-    def _note(self, transaction: Transaction) -> Plan[None]:
-        found = yield from transaction.begin(self.operation, lease=self.policy.lease, wait=0.0)
-        # What the performer has committed itself is in doubt, and stays so.
+    def _record_release(self) -> Plan[None]:
+        found = yield from self._open(0.0)
+        assert self.transaction is not None
+        # If the performer has committed by itself, the record is in doubt, and stays so.
         if isinstance(found, Record) or found.lapsed:
-            yield from transaction.abort()
+            yield from self._abort()
             return
-        yield from transaction.release(found, retention=self.policy.ttl)
-        yield from transaction.commit()
-        self.guard.tell("released", self.operation, token=found.token, attempt=found.attempt)
+        yield from self.transaction.release(found, retention=self.policy.ttl)
+        yield from self.transaction.commit()
+        self.transaction = None
+        self.ledger.emit("released", self.operation, token=found.token, attempt=found.attempt)
 
+    # Performing a function
 
-def given_up(error: BaseException, runs: int) -> StoreUnavailable:
-    return StoreUnavailable(f"The database refused the transaction {runs} times: {error}", retry_after=1.0)
+    def perform(self, performer: Performer, wait: float | None = None) -> Plan[Answer]:
+        try:
+            known = yield from self.begin(wait)
+            while known is None:
+                try:
+                    return (yield from self.call(performer))
+                except TransactionRefused as refused:
+                    yield from self._pause(refused.cause)
+                    self.ended = self.performed = False
+                    self.unique_lease = None
+                    known = yield from self._begin()
+            return known
+        finally:
+            if not self.ended:
+                self.drop()
+
+    def is_success(self, error: ProviderDuplicate) -> bool:
+        """Never: the transaction was left in the middle, and is not committed."""
+        return False

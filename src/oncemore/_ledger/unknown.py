@@ -1,93 +1,71 @@
-"""When a holder vanishes: nobody knows whether its effect happened, and the rule's on_unknown says what to do."""
+"""After a crash, nobody knows whether the effect happened: the policy's on_unknown says what to do."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from .._contract.policy import Policy
 from .._runtime.plan import Call, Plan
 from ..errors import Fenced, StoreError, UnknownOutcome
 from .context import Op
-from .decisions import Answer, keeps
-from .driven import Driven
-from .model import Lease, Outcome
+from .decisions import Answer
+from .ledger import Ledger
+from .model import Lease
 from .resolution import Resolution
-from .uniqueness import inner_operation, inner_policy, tag
-
-if TYPE_CHECKING:
-    from .guard import Guard
 
 
-def take_over(guard: Guard, op: Op, policy: Policy) -> Plan[Answer | None]:
-    """What the former holder's attempt came to, or None where this one may perform; refuses where nobody can tell."""
-    if policy.on_unknown == "retry" or policy.effect == "steps":  # steps tell for themselves how far it went
+def resolve_unknown(ledger: Ledger, op: Op, policy: Policy) -> Plan[Answer | None]:
+    """Find out about the earlier attempt whose lease has lapsed: its answer, or None if this attempt may perform.
+
+    Refuses with UnknownOutcome if nobody can tell.  The lease must be renewed meanwhile: a provider may take longer to
+    answer than the lease lasts, and no other caller is to ask, and perform, at the same time.
+    """
+    lease = op.lease
+    ledger.emit("lapsed", op.operation, token=lease.token, attempt=lease.attempt)
+    if policy.on_unknown == "retry":
         return None
     if policy.on_unknown == "hold":
-        yield from guard.store.hold(op.lease, note="its holder vanished")
-        guard.tell("held", op.operation, token=op.lease.token)
+        yield from ledger.hold(lease, "its holder vanished")
         raise UnknownOutcome(
             "A former attempt ended without a trace; it must be resolved before this key is used again"
         )
-    resolution = yield from ask(guard, op, policy)
-    guard.tell("resolved", op.operation, token=op.lease.token, detail=resolution.verdict)
-    if resolution.verdict == "settled" and resolution.outcome is not None:
+    resolution = yield from _ask(ledger, op, policy)
+    ledger.emit("resolved", op.operation, token=lease.token, detail=resolution.verdict)
+    if resolution.outcome is not None:
         op.note = "resolved: it had happened"
-        yield from unique_too(guard, op, policy, resolution.outcome)
         return Answer(resolution.outcome, "replayed", attempt=op.attempt)
-    yield from guard.store.renew(op.lease, lease=policy.lease)  # refused, if it was lost on the way after all
+    yield from ledger.store.renew(lease, lease=policy.lease)  # raises Fenced if the lease was lost meanwhile
     return None
 
 
-def unique_too(guard: Guard, op: Op, policy: Policy, outcome: Outcome) -> Plan[None]:
-    """What had happened had happened once whatever the key, too: the vanished one has left that undecided as well."""
-    if op.operation.unique is None or policy.on_unique == "serialize":
-        return
-    under = inner_policy(policy)
-    found = yield from guard.store.claim(inner_operation(op.operation, policy), lease=policy.lease)
-    if isinstance(found, Lease) and keeps(under, outcome):
-        yield from guard.store.settle(found, tag(outcome, op.operation.scope), retention=under.ttl)
-    elif isinstance(found, Lease):
-        yield from guard.store.release(found, retention=0.0)
-
-
-def ask(guard: Guard, op: Op, policy: Policy) -> Plan[Resolution]:
-    """The resolver's decision; where it has none, the lease lapses again at once, so that the next caller asks anew."""
+def _ask(ledger: Ledger, op: Op, policy: Policy) -> Plan[Resolution]:
+    """The resolver's decision.  If it has none, the lease lapses again at once, so that the next caller asks anew."""
     assert policy.resolver is not None, "a policy with on_unknown = 'resolve' has a resolver"
     cause: Exception | None = None
     try:
-        # A provider may take longer to answer than the lease lasts, and nobody else is to ask and perform meanwhile.
-        beat = guard.heart.beat(op.lease, policy.lease)
-        resolution: Resolution = yield Driven(partial(asked, policy.resolver, op), guard.heart, beat)
+        resolution: Resolution = yield Call(policy.resolver, op)
         if resolution.verdict != "unknown":
             return resolution
     except Exception as error:
         cause = error
-    yield from lapse(guard, op.lease)
+    yield from ledger.lapse(op.lease)
     raise UnknownOutcome("Whether a former attempt took effect is not known yet; retry later", retry_after=5) from cause
 
 
-def asked(resolver: Callable[..., Any], op: Op) -> Plan[Resolution]:
-    resolution: Resolution = yield Call(resolver, op)
-    return resolution
-
-
-def vanish(guard: Guard, lease: Lease, policy: Policy, error: BaseException) -> Plan[None]:
-    """Cancelled or interrupted in mid-operation: to the ledger that is a holder who vanished, told at once."""
+def mark_unknown(ledger: Ledger, lease: Lease, policy: Policy, error: BaseException) -> Plan[None]:
+    """Record at once that the attempt was cancelled or interrupted: the next caller need not wait for the lease to end."""
     try:
-        if policy.on_unknown == "retry" or policy.effect == "steps":
-            yield from guard.give_back(lease, policy)
+        if policy.on_unknown == "retry":
+            yield from ledger.release(lease, retention=policy.ttl)
         elif policy.on_unknown == "hold":
-            yield from guard.store.hold(lease, note=f"interrupted by {type(error).__name__}")
-            guard.tell("held", lease.operation, token=lease.token)
+            yield from ledger.hold(lease, f"interrupted by {type(error).__name__}")
         else:
-            yield from lapse(guard, lease)
-    except (Fenced, StoreError) as failure:  # then its lease lapses, which comes to the same
-        guard.tell("failed", lease.operation, token=lease.token, code=failure.code)
+            yield from ledger.lapse(lease)
+    except (Fenced, StoreError) as failure:  # then the lease lapses by itself
+        ledger.emit("failed", lease.operation, token=lease.token, code=failure.code)
 
 
-def lapse(guard: Guard, lease: Lease) -> Plan[None]:
-    """End the lease now, without saying how the operation ended."""
-    yield from guard.store.renew(lease, lease=0.0)
-    guard.store.bell.ring(lease.operation.id)
+def leave_in_doubt(ledger: Ledger, lease: Lease) -> Plan[None]:
+    """End the lease of an attempt that did not come to a decision: the next caller asks anew, without waiting."""
+    try:
+        yield from ledger.lapse(lease)
+    except (Fenced, StoreError) as failure:
+        ledger.emit("failed", lease.operation, token=lease.token, code=failure.code)

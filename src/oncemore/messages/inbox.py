@@ -17,7 +17,6 @@ from .._ledger.context import Op
 from .._ledger.guard import Guard, check_guard
 from .._ledger.model import Lease, Operation, Outcome, Record
 from .._ledger.store import Filter, Page
-from .._ledger.unknown import lapse
 from .._ledger.values import replayed
 from .._runtime.plan import Plan, arun, run
 from ..errors import (
@@ -182,11 +181,11 @@ class Inbox:
         if not isinstance(lease, Lease):
             return False
         if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect != "steps":
-            yield from lapse(self.guard, lease)  # whoever had it last may have handled it: that is not for us to bury
+            yield from self.guard.lapse(lease)  # whoever had it last may have handled it: that is not for us to bury
             return False
         yield from self.guard.store.hold(lease, note=f"{DEAD}: {why}"[:500])
         yield from self._failed(operation, 0.0)  # one that is requeued has as many attempts as a new one
-        self.guard.tell("held", operation, token=lease.token, detail=DEAD)
+        self.guard.emit("held", operation, token=lease.token, detail=DEAD)
         return True
 
     def dead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:

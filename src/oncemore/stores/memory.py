@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,7 +16,7 @@ import msgspec
 
 from .._ledger.connect import take_options
 from .._ledger.decisions import fenced, not_deletable, not_resolvable
-from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.model import Claim, Lease, Operation, Outcome, Record
 from .._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
 from .._ledger.store import Filter, Holder, Page, Stats
 from .._runtime.clock import SYSTEM
@@ -29,6 +29,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 replace = msgspec.structs.replace
+
+DAY = 86400.0
 
 
 def connect(url: str) -> MemoryStore:
@@ -70,6 +72,7 @@ class MemoryStore:
         self._tokens = itertools.count(1)
         self._records: dict[Id, Record] = {}
         self._audited: set[Id] = set()
+        self._takeovers: set[Id] = set()  # records whose latest claim took over a lapsed lease
         self.archive: list[Record] = []
 
     def _reset(self) -> None:
@@ -87,7 +90,7 @@ class MemoryStore:
 
     # Every operation is claimed and settled, so these two are plans as they stand: each wrapper costs them dearly.
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
         id = operation.id
         with self._lock:
             now = self._now()
@@ -97,13 +100,42 @@ class MemoryStore:
                 if follows(state, "claim") is None or record.fingerprint != operation.fingerprint:
                     return replace(record, now=now)
                 attempts, created_at = record.attempts + 1, record.created_at
+                request = request or record.request
             elif record is not None:
                 self._archive(record)
             token, until = next(self._tokens), now + lease
             names = (*id, operation.name, operation.fingerprint)
-            self._records[id] = Record(*names, RUNNING, token, self.holder.next(), attempts, created_at, until, now)
+            holder = self.holder.next()
+            made = self._records[id] = Record(*names, RUNNING, token, holder, attempts, created_at, until, now)
+            if request:
+                self._records[id] = replace(made, request=request)
+            if state == "lapsed":
+                self._takeovers.add(id)
+            elif self._takeovers:
+                self._takeovers.discard(id)
         return Lease(operation, token, until, attempts, state == "lapsed")
         yield
+
+    @at_once
+    def unclaim(self, claims: Sequence[Claim]) -> None:
+        for id in (claim.operation.id for claim in claims if self._undo(claim)):
+            self.bell.ring(id)
+
+    def _undo(self, claim: Claim) -> bool:
+        """Put the record back to what it was before *claim*; False if it is not this claim's any more."""
+        id = claim.operation.id
+        with self._lock:
+            now = self._now()
+            record = self._records.get(id)
+            if record is None or record.state != RUNNING or record.holder != claim.holder:
+                return False
+            if id in self._takeovers:
+                self._records[id] = replace(record, lease_until=now)
+            elif record.attempts == 1:
+                del self._records[id]
+            else:
+                self._records[id] = replace(record, state=RELEASED, expires_at=now + DAY)
+        return True
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
@@ -214,6 +246,7 @@ class MemoryStore:
                 self._archive(record)
             self._records.pop((scope, key), None)
             self._audited.discard((scope, key))
+            self._takeovers.discard((scope, key))
         self.bell.ring((scope, key))
         return state != "absent"
 
@@ -224,6 +257,7 @@ class MemoryStore:
             gone = [id for id in self._records if self._state(id, now)[1] == "absent"][:batch]
             for id in gone:
                 self._archive(self._records.pop(id))
+                self._takeovers.discard(id)
         return len(gone)
 
     @at_once
@@ -255,6 +289,7 @@ def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:
     return {
         "state": SETTLED,
         "outcome": outcome,
+        "request": b"",
         "response_hash": outcome.digest(),
         "settled_at": now,
         "accessed_at": now,

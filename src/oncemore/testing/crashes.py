@@ -45,9 +45,9 @@ class Crashing(Around):
     def lender(self) -> Any:
         return None if self.inner.lender is None else CrashingLender(self, self.inner.lender)
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+    def claim(self, operation: Operation, **settings: Any) -> Plan[Lease | Record]:
         self.reached("before claim")
-        found = yield from self.inner.claim(operation, lease=lease)
+        found = yield from self.inner.claim(operation, **settings)
         self.reached("after claim")
         return found
 
@@ -78,9 +78,9 @@ class CrashingTransaction:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
+    def begin(self, operation: Operation, **settings: Any) -> Plan[Lease | Record]:
         self.points.reached("before claim")
-        found = yield from self.inner.begin(operation, lease=lease, wait=wait)
+        found = yield from self.inner.begin(operation, **settings)
         self.points.reached("after claim")
         return found
 

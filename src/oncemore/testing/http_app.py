@@ -39,7 +39,7 @@ from urllib.parse import parse_qs
 
 from .._contract.contract import Contract
 from .._ledger.connect import connect
-from .._ledger.current import CURRENT
+from .._ledger.context import CURRENT
 from .._ledger.events import Event
 from .._ledger.guard import Guard
 from .._ledger.store import Store

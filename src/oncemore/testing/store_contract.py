@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import pytest
 
-from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.model import Claim, Lease, Operation, Outcome, Record
 from .._ledger.store import Filter, Store
 from ..errors import Fenced
 from .clock import Clock
 from .store_crowding import Crowding
 from .store_operating import Operating
-from .store_parts import DONE, LEASE, RETENTION, Drive, write
+from .store_parts import DONE, LEASE, RETENTION, Drive, claim_of, write
 
 
 class Marked(str):
@@ -106,6 +106,120 @@ class StoreContract(Operating, Crowding):
         again = drive(store.claim(operation, lease=LEASE))
         drive(store.settle(again, DONE, retention=RETENTION))
         assert drive(store.claim(other, lease=LEASE)).fingerprint == "c1:aa"
+
+    # What was asked
+
+    def test_request_is_kept_until_the_operation_is_settled(
+        self, store: Store, drive: Drive, operation: Operation
+    ) -> None:
+        lease = drive(store.claim(operation, lease=LEASE, request=b"\x00asked\xff"))
+        assert drive(store.find(*operation.id)).request == b"\x00asked\xff"
+        assert drive(store.claim(operation, lease=LEASE)).request == b"\x00asked\xff"
+        drive(store.settle(lease, DONE, retention=RETENTION))
+        assert drive(store.find(*operation.id)).request == b""
+
+    def test_claim_without_request_has_none(self, store: Store, drive: Drive, operation: Operation) -> None:
+        drive(store.claim(operation, lease=LEASE))
+        assert drive(store.find(*operation.id)).request == b""
+
+    def test_later_claim_replaces_request_only_if_it_brings_one(
+        self, store: Store, drive: Drive, operation: Operation, clock: Clock
+    ) -> None:
+        drive(store.release(drive(store.claim(operation, lease=LEASE, request=b"one")), retention=RETENTION))
+        drive(store.claim(operation, lease=LEASE))
+        assert drive(store.find(*operation.id)).request == b"one"
+        clock.advance(LEASE + 1)
+        drive(store.claim(operation, lease=LEASE, request=b"two"))
+        assert drive(store.find(*operation.id)).request == b"two"
+
+    def test_claim_after_expiry_starts_without_request(
+        self, store: Store, drive: Drive, operation: Operation, clock: Clock
+    ) -> None:
+        drive(store.release(drive(store.claim(operation, lease=LEASE, request=b"old")), retention=RETENTION))
+        clock.advance(RETENTION + 1)
+        drive(store.claim(operation, lease=LEASE))
+        assert drive(store.find(*operation.id)).request == b""
+
+    def test_request_of_held_record_survives_requeue(self, store: Store, drive: Drive, operation: Operation) -> None:
+        lease = drive(store.claim(operation, lease=LEASE, request=b"asked"))
+        drive(store.renew(lease, lease=LEASE))
+        drive(store.hold(lease, note="dead letter"))
+        [record] = drive(store.list(Filter(scope=operation.scope, state="held"))).records
+        assert record.request == b"asked"
+        assert drive(store.resolve(*operation.id, None, retention=RETENTION)).request == b"asked"
+        again = drive(store.claim(operation, lease=LEASE))
+        assert drive(store.find(*operation.id)).request == b"asked"
+        drive(store.hold(again))
+        assert drive(store.resolve(*operation.id, DONE, retention=RETENTION)).request == b""
+
+    def test_large_request_comes_back_as_it_was(self, store: Store, drive: Drive, operation: Operation) -> None:
+        request = bytes(range(256)) * 4096
+        drive(store.claim(operation, lease=LEASE, request=request))
+        assert drive(store.find(*operation.id)).request == request
+
+    # Claims whose callers are gone
+
+    def test_unclaim_of_first_attempt_leaves_no_trace(self, store: Store, drive: Drive, operation: Operation) -> None:
+        drive(store.claim(operation, lease=LEASE))
+        drive(store.unclaim([claim_of(drive, store, operation)]))
+        lease = drive(store.claim(Operation(*operation.id, "c1:other"), lease=LEASE))
+        assert (lease.attempt, lease.lapsed) == (1, False)
+
+    def test_unclaim_of_later_attempt_releases(
+        self, store: Store, drive: Drive, operation: Operation, clock: Clock
+    ) -> None:
+        drive(store.release(drive(store.claim(operation, lease=LEASE, request=b"asked")), retention=RETENTION))
+        drive(store.claim(operation, lease=LEASE))
+        drive(store.unclaim([claim_of(drive, store, operation)]))
+        clock.advance(RETENTION + 1)
+        other = drive(store.claim(Operation(*operation.id, "c1:other"), lease=LEASE))
+        assert (other.state, other.fingerprint, other.request) == ("released", "c1:aa", b"asked")
+        lease = drive(store.claim(operation, lease=LEASE))
+        assert not lease.lapsed
+        assert lease.attempt > 1
+
+    def test_unclaim_of_takeover_leaves_the_outcome_in_doubt(
+        self, store: Store, drive: Drive, operation: Operation, clock: Clock
+    ) -> None:
+        drive(store.claim(operation, lease=LEASE))
+        clock.advance(LEASE + 1)
+        assert drive(store.claim(operation, lease=LEASE)).lapsed
+        drive(store.unclaim([claim_of(drive, store, operation)]))
+        assert drive(store.claim(operation, lease=LEASE)).lapsed
+
+    def test_unclaim_by_another_holder_changes_nothing(self, store: Store, drive: Drive, operation: Operation) -> None:
+        lease = drive(store.claim(operation, lease=LEASE))
+        drive(store.unclaim([Claim(operation, "host:1:nobody:1", LEASE)]))
+        assert drive(store.claim(operation, lease=LEASE)).state == "running"
+        drive(store.settle(lease, DONE, retention=RETENTION))
+
+    def test_unclaim_may_come_twice_and_late(
+        self, store: Store, drive: Drive, operation: Operation, clock: Clock
+    ) -> None:
+        drive(store.claim(operation, lease=LEASE))
+        gone = claim_of(drive, store, operation)
+        drive(store.unclaim([gone]))
+        lease = drive(store.claim(operation, lease=LEASE))
+        drive(store.unclaim([gone]))
+        drive(store.settle(lease, DONE, retention=RETENTION))
+        settled = claim_of(drive, store, operation)
+        drive(store.unclaim([gone, settled]))
+        assert drive(store.find(*operation.id)).outcome == DONE
+
+    def test_unclaim_fences_the_holder_that_comes_back(self, store: Store, drive: Drive, operation: Operation) -> None:
+        lease = drive(store.claim(operation, lease=LEASE))
+        drive(store.unclaim([claim_of(drive, store, operation)]))
+        drive(store.claim(operation, lease=LEASE))
+        with pytest.raises(Fenced):
+            drive(store.settle(lease, DONE, retention=RETENTION))
+
+    def test_unclaim_of_many_undoes_each(self, store: Store, drive: Drive, operation: Operation) -> None:
+        several = [Operation(operation.scope, f"key-{n}", "c1:aa") for n in range(20)]
+        for each in several:
+            drive(store.claim(each, lease=LEASE))
+        drive(store.unclaim([claim_of(drive, store, each) for each in several]))
+        drive(store.unclaim([]))
+        assert {drive(store.claim(each, lease=LEASE)).attempt for each in several} == {1}
 
     # Leases and tokens
 

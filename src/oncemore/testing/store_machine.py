@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.model import Claim, Lease, Operation, Outcome, Record
 from .._ledger.store import Filter, Store
 from .._runtime.plan import Plan, run
 from ..errors import OncemoreError
@@ -22,6 +22,7 @@ from ..stores.memory import MemoryStore
 KEYS = st.sampled_from(["a", "b"])
 FINGERPRINTS = st.sampled_from(["c1:x", "c1:y"])
 OUTCOMES = st.sampled_from([Outcome("response", 201, (), b"one"), Outcome("value", body=b"\xc0")])
+REQUESTS = st.sampled_from([b"", b"", b"asked", b"asked again"])
 # Coarse, so that the seconds which really pass between two steps do not matter.
 SPANS = st.sampled_from([100.0, 1000.0])
 JUMPS = st.sampled_from([-50.0, 150.0, 700.0, 1500.0])
@@ -47,14 +48,24 @@ def store_machine(make: Callable[[], Store], *, examples: int = 50, steps: int =
             assert plain(answers[0]) == plain(answers[1])
             return answers[0], answers[1]
 
-        @rule(key=KEYS, fingerprint=FINGERPRINTS, lease=SPANS)
-        def claim(self, key: str, fingerprint: str, lease: float) -> None:
+        @rule(key=KEYS, fingerprint=FINGERPRINTS, lease=SPANS, request=REQUESTS)
+        def claim(self, key: str, fingerprint: str, lease: float, request: bytes) -> None:
             operation = Operation(self.scope, key, fingerprint, "machine")
-            real, model = self.both(lambda store: store.claim(operation, lease=lease))
+            real, model = self.both(lambda store: store.claim(operation, lease=lease, request=request))
             if isinstance(real, Lease):
                 assert all(real.token > token for token in self.tokens), "tokens only grow"
                 self.tokens.append(real.token)
                 self.leases.append((real, model))
+
+        @rule(key=KEYS)
+        def unclaim(self, key: str) -> None:
+            def undo(store: Store) -> Plan[None]:
+                record = yield from store.find(self.scope, key)
+                holder = record.holder if record is not None else "host:1:nobody:1"
+                yield from store.unclaim([Claim(Operation(self.scope, key), holder, 100.0)])
+
+            self.both(undo)
+            self.both(lambda store: store.find(self.scope, key))
 
         def owned(self, data: Any, ask: Callable[[Store, Lease], Plan[Any]]) -> None:
             real, model = data.draw(st.sampled_from(self.leases))  # also old ones: they must be fenced alike
@@ -142,6 +153,7 @@ def plain(answer: Any) -> Any:
                 answer.attempts,
                 answer.outcome,
                 answer.note,
+                answer.request,
                 over,
             )
         case OncemoreError():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .._ledger.model import Lease, Operation, Outcome
+from .._ledger.model import Claim, Lease, Operation, Outcome
 from .._ledger.store import Store
 from .._runtime.plan import Plan, arun, run
 from .clock import Clock
@@ -42,6 +42,11 @@ class Part:
     @pytest.fixture
     def operation(self) -> Operation:
         return Operation(f"test {uuid.uuid4()}", "key-1", "c1:aa", "refunds.create")
+
+
+def claim_of(drive: Drive, store: Store, operation: Operation) -> Claim:
+    """The claim that the operation's record stands for."""
+    return Claim(operation, drive(store.find(*operation.id)).holder, LEASE)
 
 
 def write(store: Store, verb: str, lease: Lease) -> Plan[Any]:

@@ -17,6 +17,7 @@ from .._contract.fields import Field
 from .._contract.keys import join, uuid7_time
 from .._contract.policy import Policy, duration
 from .._contract.rule import Rule
+from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import Op
 from .._ledger.decisions import Answer
 from .._ledger.guard import Guard, check_guard
@@ -221,6 +222,10 @@ class Door(Generic[App]):
     def policy(self, rule: Rule) -> Policy:
         """The rule's policy; with if_match, updates of one resource run one after the other."""
         return take_turns(rule.policy) if rule.if_match else rule.policy
+
+    def attempt(self, rule: Rule, operation: Operation) -> LeaseAttempt:
+        """One try at the operation, under the rule's policy."""
+        return self.guard.attempt(operation, self.policy(rule))
 
     def rules_declared(self) -> None:
         """Check what the rules need, once those on endpoints are known as well."""

@@ -10,7 +10,7 @@ import msgspec
 
 from .._contract.contract import Contract, Match
 from .._fingerprint.canonical import read_json
-from .._ledger.current import CURRENT, current_operation
+from .._ledger.context import CURRENT, current_operation
 from .._ledger.model import Operation
 from ..errors import InvalidPayload
 

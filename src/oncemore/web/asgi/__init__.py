@@ -1,4 +1,4 @@
-"""The ASGI door: idempotency for any ASGI app, under any server.
+"""The ASGI middleware: idempotency for any ASGI app, under any server.
 
 app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 """
@@ -6,29 +6,21 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
+from ..._runtime.plan import arun
 from ...errors import OncemoreError
 from ..discovery import declare_starlette
-from ..door import Door
+from ..door import Door, wait_of
 from ..openapi.app import document, outermost
 from ..redrive import check_passed
 from ..request import CURRENT, GUARDED, Fields, Request, current_operation, is_current, match_mounted
 from ..status import status_response
-from .response import Exchange, respond
-from .transacted import Transacted
+from .response import App, GuardedResponse, Message, Receive, Scope, Send, respond
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
 
@@ -98,22 +90,21 @@ class IdempotencyMiddleware(Door[App]):
             return await respond(send, self.refusal(error, match))
         if operation is None or is_current(operation, scope):
             return await self.app(scope, body_first(body, receive), send)
-        kind = Transacted if match.rule.policy.effect == "transaction" else Exchange
-        exchange = kind(self, self.app, match, operation, request, receive, send)
+        attempt = self.attempt(match.rule, operation)
+        response = GuardedResponse(self, match, attempt, request, receive, send)
         try:
-            return await exchange.run()
+            answer = await arun(attempt.begin(wait_of(headers)))
+            if answer is None:
+                return await response.finish(self.app)  # the effect may happen from here on, so finish in any case
         except OncemoreError as error:
-            if exchange.performed:  # it is the app's own
+            if response.performed:  # it is the app's own
                 raise
-            return await self._refused(error, exchange, scope, body_first(body, receive))
-
-    async def _refused(self, error: OncemoreError, exchange: Exchange, scope: Scope, receive: Receive) -> None:
-        """Nothing has happened: say why; or, where the rule prefers that to an operation which is not done, do it."""
-        if not self.runs_unguarded(error, exchange.rule):
-            mount = scope.get("root_path", "")
-            return await respond(exchange.send, self.refusal(error, exchange.match, exchange.operation, mount))
-        log.error("The store is down, and %s runs unguarded: %s", exchange.rule.name, error)
-        return await self.app(scope, receive, exchange.send)
+            if not self.runs_unguarded(error, match.rule):
+                mount = scope.get("root_path", "")
+                return await respond(response.client_send, self.refusal(error, match, operation, mount))
+            log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
+            return await self.app(scope, body_first(body, receive), send)
+        return await respond(send, self.replay(answer, match.rule))
 
 
 def inner_path(scope: Scope) -> str:

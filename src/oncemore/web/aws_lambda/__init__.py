@@ -130,7 +130,7 @@ class GuardedResponse:
     def run(self) -> Any:
         """Claim, call the function, settle, answer; or answer from the ledger."""
         event, left = self.request.native, time_left(self.context)
-        self.turn.policy = within(self.turn.policy, left)
+        self.turn.policy = self.turn.attempt.policy = within(self.turn.policy, left)
         known = run(self.turn.begin(longest_wait(wait_of(self.request.headers), left)))
         if known is not None:
             return self.source.rendered(event, self.door.replay(known, self.match.rule))

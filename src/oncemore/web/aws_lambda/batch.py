@@ -14,8 +14,7 @@ from ..._contract.policy import Policy
 from ..._contract.templates import Template, remembered
 from ..._fingerprint.canonical import read_json
 from ..._fingerprint.fingerprint import Fingerprinter
-from ..._ledger.context import Op
-from ..._ledger.current import running
+from ..._ledger.context import Op, running
 from ..._ledger.guard import Guard, check_guard
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call

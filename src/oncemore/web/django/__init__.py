@@ -80,7 +80,7 @@ class IdempotencyMiddleware(Door[GetResponse]):
             asked = request_of(request, body_of(request, match.rule, self))
             operation = yield InThread(self.operation, match, asked)
             if operation is not None:
-                known = self.guard.known(operation, self.policy(match.rule))
+                known = self.guard.cached(operation, self.policy(match.rule))
         except OncemoreError as error:
             return to_django(self.refusal(error, match, operation))
         if known is not None:

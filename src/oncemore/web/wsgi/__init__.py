@@ -72,7 +72,7 @@ class IdempotencyMiddleware(Door[App]):
             body = read_body(environ, match.rule, self)
             request = request_of(environ, body)
             operation = self.operation(match, request)
-            known = self.guard.known(operation, self.policy(match.rule)) if operation is not None else None
+            known = self.guard.cached(operation, self.policy(match.rule)) if operation is not None else None
         except OncemoreError as error:
             return respond(start_response, self.refusal(error, match, operation))
         if known is not None:

@@ -1,0 +1,319 @@
+"""One try at an operation: claimed, then settled or failed.  The caller performs between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from .._contract.policy import Policy
+from .._runtime.heartbeat import Renewal
+from .._runtime.plan import Call, Plan
+from ..errors import OncemoreError, ProviderDuplicate, UnknownOutcome
+from .context import Op
+from .decisions import Answer, How, fenced, keeps
+from .ledger import Ledger
+from .model import Lease, Operation, Outcome, Record
+from .transactions import unawaited
+from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, trust_only_yes, untagged
+from .unknown import leave_in_doubt, mark_unknown, resolve_unknown
+from .values import error_outcome, value_outcome
+
+Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a coroutine of it
+
+
+class LeaseAttempt:
+    """One try at an operation under a lease.  The other levels, transactions and steps, have the same verbs.
+
+    `begin` returns the stored answer, or None if this caller now holds the lease: a heartbeat keeps it alive, and the caller
+    performs, with `op` as the running operation.  Then one of four verbs ends the attempt.  The first one counts, every later
+    one does nothing, and each returns only when the ledger has recorded it:
+
+    - `settle(outcome)`: it happened.  Returns the answer for the caller: "stored", "released" if the policy does not keep the
+      outcome, "unstored" if the store is down, or "replayed" if this caller was too slow and another's outcome counts.
+      For a stream, settle a tombstone before its first byte.
+    - `fail(error)`: the performer raised.  After an Exception the next caller performs; after a cancellation or an interrupt
+      the outcome is unknown, and the policy's on_unknown decides.  Returns an answer only if the operation has one all the
+      same (steps); the caller raises *error* otherwise.
+    - `release()`: it ended without an outcome to be kept, for instance at the end of a stream that is not remembered.  The next
+      caller performs.
+    - `withdraw(error)`: nothing was performed.  The claim is given back, and a first attempt is forgotten: after a check
+      that refuses the request before the application is called, or when the application redirects it (307, 308).
+
+    `settle` and `fail` of a transaction raise `TransactionRefused`, a StoreUnavailable, if the database refused the
+    transaction (a deadlock, a serialization failure): everything is rolled back, and the same request may work next time.
+    `drop` is for a caller that cannot ask the ledger any more: the lease is not renewed from then on, and lapses.
+    """
+
+    lease: Lease
+    op: Op
+    renewal: Renewal = None  # type: ignore[assignment]  # until the operation is claimed
+    unique: LeaseAttempt | None = None  # the second attempt, at what must happen once whatever the key
+    in_doubt = False  # an earlier attempt has crashed, and it is not known yet whether it took effect
+    ended = False
+    reports = True  # whether observers are told of its refusals
+
+    def __init__(self, ledger: Ledger, operation: Operation, policy: Policy) -> None:
+        self.ledger = ledger
+        self.operation = operation
+        self.policy = policy
+
+    def begin(self, wait: float | None = None) -> Plan[Answer | None]:
+        """Claim the operation.  *wait* bounds how long a running one is waited for; it only shortens the policy's own."""
+        ledger, policy = self.ledger, self.policy
+        try:
+            known = ledger.cached(self.operation, policy)
+            if known is not None:
+                return known
+            deadline = None if wait is None else ledger.clock.time() + wait
+            found = yield from ledger.claim(self.operation, policy, wait, request=self.request(deadline))
+            if isinstance(found, Record):
+                return (yield from ledger.replay(found, self.operation, policy))
+            self.take(found, deadline)
+            known = yield from self._start()
+        except OncemoreError as error:
+            self.refused(error)
+            raise
+        if known is not None:
+            return known if self.ended else (yield from self.end(known))
+        if ledger.observers:
+            former = "lapsed" if found.lapsed else ""
+            ledger.emit("claimed", self.operation, token=found.token, attempt=found.attempt, from_state=former)
+        return None
+
+    def request(self, deadline: float | None) -> bytes:
+        """What the claim keeps of the request, for those who may have to finish it without the caller: nothing here."""
+        return b""
+
+    def take(self, lease: Lease, deadline: float | None) -> None:
+        """Make the claimed lease this attempt's own."""
+        self.lease = lease
+        self.in_doubt = lease.lapsed
+        self.op = Op(lease, deadline=deadline)
+        self.renewal = self.ledger.heartbeat.renewal(lease, self.policy.lease)
+
+    def _start(self) -> Plan[Answer | None]:
+        """Renew the lease from now on.  If anything goes wrong before the performer is called, the claim is given back."""
+        try:
+            yield self.renewal
+            return None if self.is_ordinary() else (yield from self.prepare())
+        except GeneratorExit:
+            self.drop()
+            raise
+        except BaseException:
+            yield from self.withdraw()
+            raise
+
+    def is_ordinary(self) -> bool:
+        """Whether there is nothing to look at before the performer is called."""
+        policy = self.policy
+        return (
+            not self.lease.lapsed and self.operation.unique is None and policy.suspect == "off" and policy.late == "run"
+        )
+
+    def prepare(self) -> Plan[Answer | None]:
+        """Look at what the policy asks for before the performer is called; the answer, if that is known already."""
+        if self.lease.lapsed:
+            known = yield from self._resolve_unknown()
+            if known is not None:
+                yield from self._claim_resolved()
+        else:
+            known = yield from screen(self.ledger, self.ledger.store, self.op, self.policy)
+        if known is None and self.operation.unique is not None:
+            known = yield from self.claim_unique()
+        return known
+
+    def _resolve_unknown(self) -> Plan[Answer | None]:
+        """Decide about the earlier attempt; raises UnknownOutcome if nobody can tell."""
+        try:
+            known = yield from resolve_unknown(self.ledger, self.op, self.policy)
+        except UnknownOutcome:  # the record is held, or its lease has been ended
+            self.stop()
+            raise
+        self.in_doubt = False
+        return known
+
+    # What must happen once whatever the key
+
+    def claim_unique(self) -> Plan[Answer | None]:
+        """Claim what must happen once whatever the key; the answer, if it has been done.
+
+        The second record belongs to no principal, so its outcome is shown only to the one that made it.  With
+        on_unique = "serialize" operations only take turns: nothing is kept, and the next one performs.
+        """
+        ledger, under = self.ledger, inner_policy(self.policy)
+        inner = inner_operation(self.operation, self.policy)
+        found = yield from ledger.claim(inner, under, self.policy.lease / 2)
+        if isinstance(found, Record):
+            return done_before(found, self.op, self.policy)
+        if found.lapsed and not self.lease.lapsed:  # it was another key that vanished
+            under = trust_only_yes(under)
+        return (yield from self._take_unique(found, under)._start())
+
+    def _take_unique(self, lease: Lease, policy: Policy) -> LeaseAttempt:
+        self.unique = LeaseAttempt(self.ledger, lease.operation, policy)
+        self.unique.reports = False
+        self.unique.take(lease, None)
+        return self.unique
+
+    def _claim_resolved(self) -> Plan[None]:
+        """A resolver has found that the operation happened: then its unique part did, too, and is settled with it."""
+        if self.operation.unique is None or self.policy.on_unique == "serialize":
+            return
+        inner = inner_operation(self.operation, self.policy)
+        found = yield from self.ledger.store.claim(inner, lease=self.policy.lease)
+        if isinstance(found, Lease):
+            self._take_unique(found, inner_policy(self.policy))
+
+    def _end_unique(self, unique: LeaseAttempt, answer: Answer) -> Plan[Answer]:
+        """Record the unique part first: no record may say that the operation is done before this one does."""
+        owner = self.operation.scope
+        try:
+            tagged = msgspec.structs.replace(answer, outcome=tag(answer.outcome, owner))
+            found = yield from unique.end(tagged)
+            by, outcome = untagged(found.outcome)
+            if by != owner:  # too late: the outcome belongs to the caller that took over, and is not shown to this one
+                raise fenced(unique.lease)
+        except GeneratorExit:
+            raise
+        except Exception as error:
+            yield from self.ledger.release(self.lease, retention=self.policy.ttl)
+            self.refused(error)
+            raise
+        except BaseException:  # cancelled while it was written, which is done all the same: so write this record, too
+            with suppress(OncemoreError):
+                yield from self.record(answer)
+            raise
+        how: How = "replayed" if found.how == "replayed" else "stored"
+        return Answer(outcome, how, found.expires_at, found.attempt, found.value)
+
+    # The four ends
+
+    def settle(self, outcome: Outcome, value: Any = None) -> Plan[Answer]:
+        """Record the outcome; *value* is what the performer gave or raised, for the answer."""
+        return self.end(Answer(outcome, "stored", None, self.lease.attempt, value))
+
+    def end(self, answer: Answer) -> Plan[Answer]:
+        """Record an answer: the performer's, a resolver's, or that of another key."""
+        self.stop()
+        if self.unique is not None:
+            answer = yield from self._end_unique(self.unique, answer)
+        try:
+            return (yield from self.record(answer))
+        except OncemoreError as error:
+            self.refused(error)
+            raise
+
+    def record(self, answer: Answer) -> Plan[Answer]:
+        """Settle this operation's own record, or release it if the policy does not keep the outcome."""
+        if keeps(self.policy, answer.outcome):
+            return (yield from self.ledger.settle(self.lease, answer, self.policy, self.op.note))
+        yield from self.ledger.release(self.lease, retention=self.policy.ttl)
+        return msgspec.structs.replace(answer, how="released")
+
+    def fail(self, error: BaseException) -> Plan[Answer | None]:
+        """Record that the performer raised *error*."""
+        if self.ended:
+            return None
+        if isinstance(error, Exception):
+            yield from self.release()
+        else:
+            self.stop()
+            if self.unique is not None:
+                yield from self.unique.fail(error)
+            if not self.renewal.lost:
+                yield from mark_unknown(self.ledger, self.lease, self.policy, error)
+        self.refused(error)
+        return None
+
+    def release(self) -> Plan[None]:
+        """Record that there is no outcome, and that the next caller may perform."""
+        if self.ended:
+            return
+        if self.unique is not None:
+            yield from self.unique.release()
+        self.stop()
+        yield from self.ledger.release(self.lease, retention=self.policy.ttl)
+
+    def withdraw(self, error: BaseException | None = None) -> Plan[None]:
+        """Give the claim back: nothing was performed, because of *error*."""
+        if self.ended:
+            return
+        if self.unique is not None:
+            yield from self.unique.withdraw()
+        self.stop()
+        if self.in_doubt:
+            yield from leave_in_doubt(self.ledger, self.lease)
+        else:
+            yield from self.ledger.release(self.lease, retention=0.0 if self.lease.attempt == 1 else self.policy.ttl)
+        if error is not None:
+            self.refused(error)
+
+    def drop(self) -> None:
+        """Leave the attempt as it is: its lease lapses."""
+        self.stop()
+
+    def stop(self) -> None:
+        """The end has begun: nothing else ends the attempt, and its leases are not renewed any more."""
+        self.ended = True
+        if self.renewal is not None:
+            self.renewal.stop()
+        if self.unique is not None:
+            self.unique.renewal.stop()
+
+    def refused(self, error: BaseException) -> None:
+        if self.reports:
+            self.ledger.refused(self.operation, error)
+
+    # Performing a function
+
+    def perform(self, performer: Performer, wait: float | None = None) -> Plan[Answer]:
+        """Begin, call the performer, and settle or fail."""
+        try:
+            known = yield from self.begin(wait)
+            return known if known is not None else (yield from self.call(performer))
+        finally:
+            if not self.ended:  # interrupted between two lines, or thrown away: the lease must not be renewed for ever
+                self.drop()
+
+    def call(self, performer: Performer) -> Plan[Answer]:
+        """Call the performer of an attempt that has begun, and settle or fail."""
+        try:
+            value = yield Perform(performer, self.op)
+        except GeneratorExit:
+            raise
+        except self.policy.errors as error:
+            return (yield from self.settle(error_outcome(error), error))
+        except BaseException as error:
+            if not isinstance(error, ProviderDuplicate) or not self.is_success(error):
+                known = yield from self.fail(error)
+                if known is not None:
+                    return known
+                raise
+            value = error.result
+        outcome = value if isinstance(value, Outcome) else value_outcome(value)
+        return (yield from self.settle(outcome, value))
+
+    def is_success(self, error: ProviderDuplicate) -> bool:
+        """Whether the performer has raised the result of an earlier attempt, which its provider remembers."""
+        return error.told
+
+
+class Perform(Call):
+    """The effect of calling the performer."""
+
+    __slots__ = ()
+
+    def __init__(self, performer: Performer, op: Op) -> None:
+        super().__init__(performer, op)
+
+    async def arun(self) -> Any:
+        op: Op = self.args[0]
+        result = self.function(op)
+        if hasattr(result, "__await__"):
+            return await result
+        if op.lent:  # the performer awaited nothing, so its statements were never sent
+            raise unawaited(self.function)
+        return result

@@ -1,0 +1,220 @@
+"""Renews leases in the background while their holders work: one thread for blocking callers, one timer per event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any
+
+from .clock import Clock
+from .forks import reset_in_child
+from .plan import Plan, arun, run
+
+log = logging.getLogger("oncemore")
+
+SHORTEST_TICK = 0.005
+# How long `close` waits for a renewal that is under way.
+CLOSING = 5.0
+
+
+class Renewal:
+    """One lease that is kept alive from the moment this effect is carried out until `stop`.
+
+    *lost* is set by the renew function if the store refuses the lease; it is then not renewed any more.
+    """
+
+    __slots__ = ("_among", "_heartbeat", "due", "lease", "lost", "seconds", "stopped")
+
+    def __init__(self, heartbeat: Heartbeat, lease: Any, seconds: float) -> None:
+        self._heartbeat = heartbeat
+        self._among: set[Renewal] | None = None
+        self.lease = lease
+        self.seconds = seconds
+        self.due = 0.0
+        self.lost = False
+        self.stopped = False
+
+    def run(self) -> None:
+        self._heartbeat.threads.add(self)
+
+    async def arun(self) -> None:
+        self._heartbeat.on_loop().add(self)
+
+    def begin(self, among: set[Renewal], now: float) -> None:
+        self.due = now + self.seconds / 3
+        self._among = among
+        among.add(self)
+
+    def stop(self) -> None:
+        """Renew the lease no more.  A renewal that is under way may still arrive; `stopped` tells that it came too late."""
+        self.stopped = True
+        if self._among is not None:
+            self._among.discard(self)
+
+
+class Heartbeat:
+    """Keeps leases alive: `yield heartbeat.renewal(lease, seconds)` in a plan, and `stop()` when the work is over.
+
+    A lease is renewed at the first tick after a third of it has passed, and again after each third.  A renewal that fails is
+    tried again at the next tick.  Ticks come at a fixed interval, a sixth of the shortest lease, so that adding a lease costs
+    one entry in a set and wakes nobody, and there are at least three tries before a lease ends.
+
+    Args:
+        renew: Makes the plan that renews one lease.  It sets `lost` if the lease is no longer the caller's.
+        clock: Measures the intervals.
+    """
+
+    def __init__(self, renew: Callable[[Renewal], Plan[None]], clock: Clock) -> None:
+        self.renew = renew
+        self.now = clock.monotonic
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self.threads = ThreadTimer(self)
+        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopTimer] = weakref.WeakKeyDictionary()
+        self._latest: tuple[Callable[[], object], LoopTimer] = (lambda: None, LoopTimer(self))
+
+    def renewal(self, lease: Any, seconds: float) -> Renewal:
+        """The effect of keeping *lease*, which is *seconds* long, alive from now on."""
+        return Renewal(self, lease, seconds)
+
+    def on_loop(self) -> LoopTimer:
+        """The timer of the running event loop."""
+        loop = asyncio.get_running_loop()
+        known, timer = self._latest  # nearly always there is one loop, and the dictionary is slower
+        if known() is not loop:
+            timer = self._loops.get(loop) or self._loops.setdefault(loop, LoopTimer(self))
+            self._latest = (weakref.ref(loop), timer)
+        return timer
+
+    def take_due(self, renewals: set[Renewal]) -> list[Renewal]:
+        """The renewals to be made now, each with its next time set."""
+        now = self.now()
+        due = [each for each in tuple(renewals) if each.due <= now]
+        renewals.difference_update([each for each in due if each.lost])
+        for each in due:
+            each.due = now + each.seconds / 3
+        return [each for each in due if not each.lost]
+
+    def renew_one(self, renewal: Renewal) -> Plan[None]:
+        """Renew one lease.  If that fails, it is tried again at the next tick, and no other lease suffers."""
+        try:
+            yield from self.renew(renewal)
+        except Exception:
+            renewal.due = 0.0
+            log.exception("A lease could not be renewed; the next tick tries again")
+
+    def close(self) -> None:
+        """End the thread.  A lease that is added later starts another."""
+        self.threads.close()
+
+
+def interval_for(seconds: float) -> float:
+    return max(SHORTEST_TICK, seconds / 6)
+
+
+class LoopTimer:
+    """The renewals of one event loop.  Its timer runs only while there are any."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
+        self.renewals: set[Renewal] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.interval = 0.0
+        self.started = 0  # counts the timers; the latest is the one that counts
+        self.is_running = False
+
+    def add(self, renewal: Renewal) -> None:
+        renewal.begin(self.renewals, self.heartbeat.now())
+        interval = interval_for(renewal.seconds)
+        if not self.is_running or interval < self.interval:
+            self._start(interval)
+
+    def _start(self, interval: float) -> None:
+        self.interval, self.is_running, self.started = interval, True, self.started + 1
+        # In an empty context, because the timer outlives the caller that starts it.  Its handle is not kept: it would keep
+        # the loop alive, and with it this entry of a weak dictionary.
+        asyncio.get_running_loop().call_later(interval, self._tick, self.started, context=Context())
+
+    def _tick(self, started: int) -> None:
+        if started != self.started:  # another timer was started since, with a shorter interval
+            return
+        self.is_running = False
+        for renewal in self.heartbeat.take_due(self.renewals):
+            task = asyncio.get_running_loop().create_task(arun(self.heartbeat.renew_one(renewal)))
+            self.tasks.add(task)  # the loop's own references to tasks are weak
+            task.add_done_callback(self.tasks.discard)
+        if self.renewals:
+            self._start(self.interval)
+
+
+class ThreadTimer:
+    """The renewals of all threads.  One thread of our own makes them; it starts when needed, and ends at an idle tick."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
+        self.renewals: set[Renewal] = set()
+        self.interval = 0.0
+        self.thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+
+    def add(self, renewal: Renewal) -> None:
+        renewal.begin(self.renewals, self.heartbeat.now())  # before the thread is looked at: see _is_over
+        interval = interval_for(renewal.seconds)
+        if self.thread is None or interval < self.interval:
+            try:
+                self._start(interval)
+            except BaseException:
+                renewal.stop()
+                raise
+
+    def _start(self, interval: float) -> None:
+        with self._lock:
+            if self.thread is None:
+                self.interval = interval
+                self._wake = threading.Event()
+                thread = threading.Thread(target=self._run, name="oncemore-heartbeat", daemon=True)
+                thread.start()
+                self.thread = thread
+            elif interval < self.interval:
+                self.interval = interval
+                self._wake.set()
+
+    def _run(self) -> None:
+        with self._lock:  # until the thread that starts this one has said so
+            wake = self._wake
+        while True:
+            wake.wait(self.interval)
+            wake.clear()
+            if self._is_over():
+                return
+            for renewal in self.heartbeat.take_due(self.renewals):
+                run(self.heartbeat.renew_one(renewal))
+
+    def _is_over(self) -> bool:
+        """Whether the thread ends: it was closed, or there is nothing to renew.
+
+        `thread` is None before the last look at the renewals.  So a lease that is added meanwhile is seen here, or its caller
+        sees that there is no thread and starts one.
+        """
+        with self._lock:
+            current = threading.current_thread()
+            if self.thread is not current:
+                return True
+            self.thread = None
+            if self.renewals:
+                self.thread = current
+            return self.thread is None
+
+    def close(self) -> None:
+        with self._lock:
+            thread, self.thread = self.thread, None
+            self._wake.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=CLOSING)

@@ -19,8 +19,8 @@ from werkzeug.middleware.proxy_fix import ProxyFix
 from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule
 from oncemore._ledger.guard import Guard
-from oncemore._runtime.heartbeat import Renewal
 from oncemore._ledger.model import Outcome
+from oncemore._runtime.heartbeat import Renewal
 from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.web.wsgi import IdempotencyMiddleware, current_operation, idempotent
 

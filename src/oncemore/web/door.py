@@ -19,9 +19,10 @@ from .._contract.policy import Policy, duration
 from .._contract.rule import Rule
 from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import Op
-from .._ledger.decisions import Answer
+from .._ledger.decisions import Answer, keeps
 from .._ledger.guard import Guard, check_guard
 from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
+from .._ledger.transaction_attempt import TransactionAttempt
 from .._runtime.plan import Plan
 from ..errors import (
     ConfigurationError,
@@ -34,6 +35,7 @@ from ..errors import (
     StoreError,
     Undeclared,
 )
+from .etag import Etag, check_if_match
 from .fingerprints import Fingerprints
 from .principal import Principal, principal_of
 from .problem import Response, problem, value_response
@@ -47,6 +49,8 @@ App = TypeVar("App")
 
 MOST_SCOPES = 4096
 LONGEST_REMEMBERED = 1024  # longer names would fill our memory
+# The client is to send the same request, with the same key, to another address: it has not been performed here.
+REPEATING_REDIRECTS = (307, 308)
 LONGEST_TIMEOUT = 32  # a longer text is no duration, and would take long to read
 
 
@@ -240,16 +244,44 @@ class Door(Generic[App]):
             warnings.warn(text, stacklevel=stacklevel)
         self._warned = unscoped
 
-    def admit(self, rule: Rule, op: Op, request: Request) -> Plan[None]:
-        """Raise RateLimited if the principal has used up the rule's rate of new keys."""
-        if rule.rate is None or op.attempt > 1:
-            return
-        if self.rates is None:
-            self.rules_declared()  # the rule was found later
-        principal = principal_of(self.principal, request)
-        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
-        assert self.rates is not None, "a rule with a rate has what counts it"
-        yield Admission(self.rates, rule, join(rule.name, tenant, principal))
+    # Around the app
+
+    def admit(self, rule: Rule, op: Op, request: Request, current_etag: Plan[Etag]) -> Plan[None]:
+        """Raise what the rule refuses before the app is called: too many new keys, or a resource that has changed."""
+        if rule.rate is not None and op.attempt == 1:
+            if self.rates is None:
+                self.rules_declared()  # the rule was found later
+            principal = principal_of(self.principal, request)
+            tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+            assert self.rates is not None, "a rule with a rate has a counter"
+            yield Admission(self.rates, rule, join(rule.name, tenant, principal))
+        if rule.if_match:
+            yield from check_if_match(request.headers, current_etag)
+
+    def settle(self, attempt: LeaseAttempt, rule: Rule, status: int, headers: Headers, body: bytes) -> Plan[Answer]:
+        """Record a complete response: when this returns, its outcome is durable, or the answer says that it is not."""
+        outcome = self.outcome(rule, status, headers, body)
+        if status in REPEATING_REDIRECTS:
+            yield from attempt.withdraw()
+            return Answer(outcome, "released")
+        return (yield from attempt.settle(outcome))
+
+    def settle_stream(self, attempt: LeaseAttempt, rule: Rule, status: int, *, has_length: bool) -> Plan[Answer]:
+        """Record, before the first byte of a response that is not held back, that it happened.
+
+        If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
+        but a transaction is rolled back at once.
+        """
+        tombstone = Outcome("tombstone", status)
+        if (has_length or rule.streams != "release") and keeps(attempt.policy, tombstone):
+            return (yield from attempt.settle(tombstone))
+        if attempt.policy.effect == "transaction":
+            yield from attempt.release()
+        return Answer(tombstone, "unstored")
+
+    def is_refused_transaction(self, attempt: LeaseAttempt, error: BaseException | None) -> bool:
+        """Whether *error*, from behind a framework's error page, is the database's refusal of the transaction."""
+        return error is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(error)
 
     def runs_unguarded(self, error: OncemoreError, rule: Rule) -> bool:
         """Whether the rule lets a request run unguarded: if the store is down, but not if a record is unreadable."""

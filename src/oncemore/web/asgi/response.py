@@ -18,8 +18,8 @@ from ..._ledger.decisions import Answer, keeps
 from ..._ledger.model import Outcome
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
-from ..door import Door
-from ..etag import asgi_etag, check_if_match
+from ..door import REPEATING_REDIRECTS, Door
+from ..etag import asgi_etag
 from ..problem import Response
 from ..request import CURRENT, GUARDED, Request, value_of
 
@@ -30,9 +30,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
-
-# The client is to send the same request, with the same key, to another address: it has not been performed here.
-REPEATING_REDIRECTS = (307, 308)
 
 
 class GuardedResponse:
@@ -75,7 +72,7 @@ class GuardedResponse:
         CURRENT.set(op)  # in this task, and those that it starts
         try:
             if self.rule.rate is not None or self.rule.if_match:
-                await self._check(app)
+                await arun(self.door.admit(self.rule, op, self.request, asgi_etag(app, scope)))
             self.performed = True
             scope[GUARDED] = op
             if scope.get("extensions"):
@@ -88,12 +85,6 @@ class GuardedResponse:
         except BaseException as error:
             if self.attempt.ended or not await self._fail(error):
                 raise
-
-    async def _check(self, app: App) -> None:
-        """Refuse what the rule refuses before the app is called: too many new keys, or a resource that has changed."""
-        await arun(self.door.admit(self.rule, self.attempt.op, self.request))
-        if self.rule.if_match:
-            await arun(check_if_match(self.request.headers, asgi_etag(app, self.request.native)))
 
     async def _fail(self, error: BaseException) -> bool:
         """Record that the app has failed; True if the client was told of it, and the error need not be raised."""

@@ -16,6 +16,8 @@ from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.profiles import DEFAULT
 from ..._contract.rule import idempotent, rule_of
+from ..._ledger.attempt import LeaseAttempt
+from ..._ledger.context import running
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call, Plan, run
 from ...errors import OncemoreError, StoreError
@@ -23,7 +25,6 @@ from ..door import Door, wait_of
 from ..etag import Etag
 from ..request import Request, current_operation, match_mounted, mount_prefix, value_of
 from ..status import status_plan
-from ..turn import Turn
 from .batch import check_plain, each_message
 from .events import Event, RestApi, caller_of, longest_wait, request_body, source_of, time_left, within
 
@@ -77,27 +78,65 @@ class IdempotencyMiddleware(Door[Handler]):
 
     def _guard(self, source: RestApi, match: Match, request: Request, context: Any) -> Any:
         """Call the function once for this key; every other request with the key gets the stored response."""
-        event, operation = request.native, None
+        event, left = request.native, time_left(context)
         try:
             body = request_body(event)
             self.check_length(match.rule, len(body))
             request = Request(request.method, request.path, request.query, request.headers, body, event)
             operation = self.operation(match, request)
         except OncemoreError as error:
-            return source.rendered(event, self.refusal(error, match, operation))
+            return source.rendered(event, self.refusal(error, match))
         if operation is None or self._is_guarded(event, operation):
             return self.app(event, context)
-        response = GuardedResponse(self, source, match, operation, request, context)
+        attempt = self.guard.attempt(operation, within(self.policy(match.rule), left))
         try:
-            return response.run()
+            answer = run(attempt.begin(longest_wait(wait_of(request.headers), left)))
         except OncemoreError as error:
-            if response.performed:  # it is the function's own
-                raise
             if not self.runs_unguarded(error, match.rule):
                 mount = mount_prefix(request.path, source.inner_path(event))
                 return source.rendered(event, self.refusal(error, match, operation, mount))
             log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
-        return self.app(event, context)
+            return self.app(event, context)
+        if answer is not None:
+            return source.rendered(event, self.replay(answer, match.rule))
+        return self._call_function(source, match, attempt, request, context)
+
+    def _call_function(
+        self, source: RestApi, match: Match, attempt: LeaseAttempt, request: Request, context: Any
+    ) -> Any:
+        """Call the function, record the outcome, and return its answer."""
+        event, rule, op = request.native, match.rule, attempt.op
+
+        def current_etag() -> Plan[Etag]:
+            found = source.reply((yield Call(self.app, source.as_get(event), context)))
+            return found.status, value_of(found.headers, "etag")
+
+        def refuse(error: OncemoreError) -> Any:
+            return source.rendered(event, self.refusal(error, match, attempt.operation))
+
+        try:
+            run(self.admit(rule, op, request, current_etag()))
+        except BaseException as error:
+            run(attempt.withdraw(error))
+            if isinstance(error, OncemoreError):
+                return refuse(error)
+            raise
+        try:
+            with running(op), current_event(self, op.operation, event):
+                reply = source.reply(self.app(event, context))
+        except BaseException as error:
+            try:
+                run(attempt.fail(error))
+            except StoreError as refused:  # the database refused the transaction: the caller's retry is safe
+                return refuse(refused)
+            raise
+        try:
+            answer = run(self.settle(attempt, rule, reply.status, reply.headers, reply.body))
+        except OncemoreError as error:
+            return refuse(error)
+        if answer.how == "replayed":  # this attempt was too slow, and its successor's outcome counts
+            return source.rendered(event, self.replay(answer, rule))
+        return source.added(event, reply, self.headers(rule, answer))
 
     def _is_guarded(self, event: Event, operation: Operation) -> bool:
         """Whether an outer middleware guards this operation of this event already: a second claim would wait for itself."""
@@ -105,61 +144,6 @@ class IdempotencyMiddleware(Door[Handler]):
         if outer is None or outer is self or event is not given:
             return False
         return bool(guarded.id == operation.id)  # with another key or scope, it is guarded here as well
-
-
-class GuardedResponse:
-    """The response to one guarded request: returned when its outcome is durable."""
-
-    def __init__(
-        self,
-        door: Door[Handler],
-        source: RestApi,
-        match: Match,
-        operation: Operation,
-        request: Request,
-        context: Any,
-    ) -> None:
-        self.door = door
-        self.source = source
-        self.match = match
-        self.request = request
-        self.context = context
-        self.turn = Turn(door, match, operation)
-        self.performed = False
-
-    def run(self) -> Any:
-        """Claim, call the function, settle, answer; or answer from the ledger."""
-        event, left = self.request.native, time_left(self.context)
-        self.turn.policy = self.turn.attempt.policy = within(self.turn.policy, left)
-        known = run(self.turn.begin(longest_wait(wait_of(self.request.headers), left)))
-        if known is not None:
-            return self.source.rendered(event, self.door.replay(known, self.match.rule))
-        try:
-            run(self.turn.check(self.request, self._current_etag()))
-            self.performed = True
-            with self.turn.current(), current_event(self.door, self.turn.operation, event):
-                reply = self.source.reply(self.door.app(event, self.context))
-        except BaseException as error:
-            try:
-                run(self.turn.fail(error))
-            except StoreError as refused:
-                return self._refuse(refused)
-            raise
-        try:
-            answer = run(self.turn.whole(reply.status, reply.headers, reply.body))
-        except OncemoreError as error:
-            return self._refuse(error)
-        if answer.how == "replayed":  # this attempt was too late, and the one that took over has settled
-            return self.source.rendered(event, self.door.replay(answer, self.match.rule))
-        return self.source.added(event, reply, self.door.headers(self.match.rule, answer))
-
-    def _current_etag(self) -> Plan[Etag]:
-        """What the function answers to a GET of the request's URL."""
-        found = self.source.reply((yield Call(self.door.app, self.source.as_get(self.request.native), self.context)))
-        return found.status, value_of(found.headers, "etag")
-
-    def _refuse(self, error: OncemoreError) -> Any:
-        return self.source.rendered(self.request.native, self.door.refusal(error, self.match, self.turn.operation))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import OncemoreError
-from ..door import Door
+from ..door import Door, wait_of
 from ..redrive import check_passed
 from ..request import current_operation, is_current, match_mounted, mount_prefix, native_mapping
 from ..status import status_plan
@@ -75,29 +75,25 @@ class IdempotencyMiddleware(Door[GetResponse]):
 
     def _guard(self, match: Match, request: HttpRequest) -> Plan[HttpResponseBase]:
         """Call the view once for this key; every other request with the key gets the stored response."""
-        operation = known = None
         try:
             asked = request_of(request, body_of(request, match.rule, self))
             operation = yield InThread(self.operation, match, asked)
-            if operation is not None:
-                known = self.guard.cached(operation, self.policy(match.rule))
         except OncemoreError as error:
-            return to_django(self.refusal(error, match, operation))
-        if known is not None:
-            return to_django(self.replay(known, match.rule))
+            return to_django(self.refusal(error, match))
         if operation is None or is_current(operation, native_mapping(request)):
             return (yield Call(self.app, request))
-        response = GuardedResponse(self, match, operation, asked)
+        attempt = self.attempt(match.rule, operation)
         try:
-            return (yield from response.run())
+            answer = yield from attempt.begin(wait_of(asked.headers))
         except OncemoreError as error:
-            if response.performed:  # it is the view's own
-                raise
             if not self.runs_unguarded(error, match.rule):
                 mount = mount_prefix(request.path, request.path_info)
                 return to_django(self.refusal(error, match, operation, mount))
             log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
-        return (yield Call(self.app, request))
+            return (yield Call(self.app, request))
+        if answer is not None:
+            return to_django(self.replay(answer, match.rule))
+        return (yield from GuardedResponse(self, match, attempt, asked).run())
 
     def _status(self, request: HttpRequest) -> Plan[HttpResponseBase]:
         try:

@@ -15,7 +15,7 @@ from ..._contract.rule import idempotent
 from ..._runtime.plan import run
 from ...errors import OncemoreError
 from ..discovery import declare_flask
-from ..door import Door
+from ..door import Door, wait_of
 from ..redrive import check_passed
 from ..request import Request, current_operation, is_current, match_mounted
 from ..status import status_plan
@@ -67,30 +67,27 @@ class IdempotencyMiddleware(Door[App]):
 
     def _guard(self, match: Match, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Call the app once for this key; every other request with the key gets the stored response."""
-        operation = None
         try:
             body = read_body(environ, match.rule, self)
             request = request_of(environ, body)
             operation = self.operation(match, request)
-            known = self.guard.cached(operation, self.policy(match.rule)) if operation is not None else None
         except OncemoreError as error:
-            return respond(start_response, self.refusal(error, match, operation))
-        if known is not None:
-            return respond(start_response, self.replay(known, match.rule))
+            return respond(start_response, self.refusal(error, match))
         put_back(environ, body)
         if operation is None or is_current(operation, environ):
             return self.app(environ, start_response)
-        response = GuardedResponse(self, self.app, match, operation, request, start_response)
+        attempt = self.attempt(match.rule, operation)
         try:
-            return response.run()
+            answer = run(attempt.begin(wait_of(request.headers)))
         except OncemoreError as error:
-            if response.performed:  # it is the app's own
-                raise
             if not self.runs_unguarded(error, match.rule):
                 mount = decode_path(environ.get("SCRIPT_NAME", ""))
                 return respond(start_response, self.refusal(error, match, operation, mount))
             log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
-        return self.app(environ, start_response)
+            return self.app(environ, start_response)
+        if answer is not None:
+            return respond(start_response, self.replay(answer, match.rule))
+        return GuardedResponse(self, match, attempt, request, start_response).run()
 
     def _is_status(self, environ: Environ, inner: str) -> bool:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):

@@ -32,7 +32,6 @@ settings.load_profile("oncemore")
 # PostgreSQL and no Valkey, but more time than a quick check has.
 LONGER = {
     "client": (
-        "test_hedge.py",
         "test_httpx.py",
         "test_libraries.py",
         "test_resume.py",

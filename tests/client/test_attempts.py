@@ -1,4 +1,4 @@
-"""The plan itself, in virtual time: laws that hold for any policy and any server."""
+"""The retry loop in virtual time: laws that hold for any policy and any server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oncemore.client.retry import Retry
 from oncemore.client.verdict import Fault
 from oncemore.errors import ConfigurationError
 
-from .virtual import Course, Scripted, Step
+from .virtual import Scripted, Step, VirtualRun
 
 OK = Step(status=201)
 TIMEOUT = Fault("timeout")
@@ -42,17 +42,19 @@ policies = st.builds(
 def test_the_laws_of_any_run(script: list[Step], retry: Retry, chance: float) -> None:
     """CASES 35, 37."""
     work = Scripted(*script)
-    course = Course(work, retry, chance=chance)
+    virtual = VirtualRun(work, retry, chance=chance)
     with suppress(RetriesExhausted):
-        course.run()
-    assert course.now <= retry.deadline + 1e-6  # hard, hanging attempts included
-    assert len(course.begun) <= retry.attempts
-    assert all(limit <= (retry.attempt_timeout or retry.deadline) for limit in work.limits)
-    assert all(begun + limit <= retry.deadline + 1e-6 for begun, limit in zip(course.begun, work.limits, strict=True))
+        virtual.run()
+    assert virtual.now <= retry.deadline + 1e-6  # hard, hanging attempts included
+    assert len(virtual.begun) <= retry.attempts
+    assert all(limit <= (retry.attempt_timeout or retry.deadline) for limit in work.timeouts)
+    assert all(
+        begun + limit <= retry.deadline + 1e-6 for begun, limit in zip(virtual.begun, work.timeouts, strict=True)
+    )
     told = work.story
     assert told is not None
-    assert [attempt.number for attempt in told.attempts] == list(range(1, len(course.begun) + 1))
-    assert sum(attempt.delay for attempt in told.attempts) == pytest.approx(sum(course.pauses))
+    assert [attempt.number for attempt in told.attempts] == list(range(1, len(virtual.begun) + 1))
+    assert sum(attempt.delay for attempt in told.attempts) == pytest.approx(sum(virtual.pauses))
     again = [attempt.verdict.again for attempt in told.attempts]
     assert all(again[:-1])
     assert again[-1] is bool(told.reason)
@@ -64,16 +66,16 @@ def test_the_laws_of_any_run(script: list[Step], retry: Retry, chance: float) ->
 def test_the_servers_wish_is_met_but_never_beyond_the_deadline(wish: str, waited: list[float]) -> None:
     """CASES 36."""
     work = Scripted(Step(headers={"Retry-After": wish}), OK)
-    course = Course(work, Retry(deadline=9.3), chance=0.5)
-    assert course.run().status == (503 if wish == "11" else 201)
-    assert course.pauses == pytest.approx(waited)
+    virtual = VirtualRun(work, Retry(deadline=9.3), chance=0.5)
+    assert virtual.run().status == (503 if wish == "11" else 201)
+    assert virtual.pauses == pytest.approx(waited)
 
 
 def test_an_answer_that_is_replaced_is_let_go_of() -> None:
     """CASES 33."""
     work = Scripted(Step(), Step(fault=TIMEOUT), OK)
-    Course(work, Retry()).run()
-    assert work.discarded == 1
+    VirtualRun(work, Retry()).run()
+    assert work.closed == 1
 
 
 @pytest.mark.parametrize(
@@ -88,21 +90,21 @@ def test_an_answer_that_is_replaced_is_let_go_of() -> None:
 )
 def test_the_story_says_why_it_stopped(work: Scripted, reason: str) -> None:
     """CASES 36."""
-    Course(work, Retry(attempts=3)).run()
+    VirtualRun(work, Retry(attempts=3)).run()
     assert work.story is not None
     assert work.story.reason == reason
 
 
 def test_observers_hear_of_retries_of_recovery_and_of_exhaustion() -> None:
     """CASES 31."""
-    course = Course(Scripted(Step(), Step(), OK), Retry())
-    course.run()
-    assert [event.kind for event in course.events] == ["retrying", "retrying", "recovered"]
-    assert [event.delay for event in course.events[:2]] == course.pauses
-    course = Course(Scripted(Step()), Retry(attempts=2))
-    course.run()
-    assert [event.kind for event in course.events] == ["retrying", "exhausted"]
-    quiet = Course(Scripted(OK), Retry())
+    virtual = VirtualRun(Scripted(Step(), Step(), OK), Retry())
+    virtual.run()
+    assert [event.kind for event in virtual.events] == ["retrying", "retrying", "recovered"]
+    assert [event.delay for event in virtual.events[:2]] == virtual.pauses
+    virtual = VirtualRun(Scripted(Step()), Retry(attempts=2))
+    virtual.run()
+    assert [event.kind for event in virtual.events] == ["retrying", "exhausted"]
+    quiet = VirtualRun(Scripted(OK), Retry())
     quiet.run()
     assert quiet.events == []
 
@@ -115,8 +117,8 @@ def load(hosts: Hosts, retry: Retry, script: list[Step], operations: int) -> lis
     made = []
     for _ in range(operations):
         work = Scripted(*script)
-        Course(work, retry, hosts=hosts).run()
-        made.append(len(work.limits))
+        VirtualRun(work, retry, hosts=hosts).run()
+        made.append(len(work.timeouts))
     return made
 
 
@@ -209,11 +211,11 @@ def test_a_probe_that_is_never_heard_of_again_does_not_bar_the_way() -> None:
 def test_a_circuit_that_opens_between_two_attempts_ends_the_run_with_what_is_known() -> None:
     """CASES 39."""
     work = Scripted(Step(status=502))
-    reply = Course(work, Retry(attempts=5, budget=None, breaker=Breaker(failures=2, cooldown=60))).run()
+    reply = VirtualRun(work, Retry(attempts=5, budget=None, breaker=Breaker(failures=2, cooldown=60))).run()
     assert reply.status == 502
     assert work.story is not None
     assert work.story.reason == "breaker"
-    assert len(work.limits) == 2
+    assert len(work.timeouts) == 2
 
 
 @pytest.mark.parametrize(
@@ -228,10 +230,10 @@ def test_rules_that_cannot_work_are_refused(wrong: Any) -> None:
 
 def test_a_schedule_that_comes_to_its_end_is_given_up_like_any_other() -> None:
     """CASES 40.  After the tenth delivery there is no eleventh to wait for."""
-    course = Course(Scripted(Step(fault=Fault("connection"))), Retry.webhook_delivery(budget=None))
+    virtual = VirtualRun(Scripted(Step(fault=Fault("connection"))), Retry.webhook_delivery(budget=None))
     with pytest.raises(RetriesExhausted) as caught:
-        course.run()
+        virtual.run()
     assert caught.value.story is not None
     assert caught.value.story.reason == "attempts"
-    assert len(course.begun) == 10
-    assert course.begun[-1] < 86400
+    assert len(virtual.begun) == 10
+    assert virtual.begun[-1] < 86400

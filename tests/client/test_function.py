@@ -13,12 +13,12 @@ import stamina
 import tenacity
 
 from oncemore._contract.keys import check_key, uuid7_time
+from oncemore.client.deadlines import no_sleeping, now
 from oncemore.client.errors import AttemptTimeout
 from oncemore.client.function import retry, retrying
 from oncemore.client.hosts import HOSTS, Budget
 from oncemore.client.interop import stamina_arguments, tenacity_arguments
 from oncemore.client.keys import derived_key, new_key, random_key
-from oncemore.client.pause import no_sleeping, now
 from oncemore.client.retry import Retry
 from oncemore.client.story import RetryEvent
 from oncemore.errors import ConfigurationError, StoreUnavailable
@@ -60,6 +60,16 @@ def test_a_function_is_called_again_until_it_succeeds(awaited: bool) -> None:
         assert decorated(flaky, awaited=awaited)(1, two=2) == ((1,), {"two": 2})
     assert len(flaky.calls) == 3
     assert [0.1 <= slept[0] <= 0.2, 0.2 <= slept[1] <= 0.4] == [True, True]
+
+
+def test_last_error_of_a_function_is_not_its_own_cause() -> None:
+    @retry(Retry(attempts=2))
+    def fails() -> None:
+        raise ConnectionError("gone")
+
+    with no_sleeping(), pytest.raises(ConnectionError) as caught:
+        fails()
+    assert caught.value.__cause__ is None
 
 
 @pytest.mark.parametrize("awaited", [False, True])

@@ -17,10 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from oncemore.client.deadlines import no_sleeping
 from oncemore.client.errors import RetriesExhausted
-from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
-from oncemore.client.httpx_bounds import BoundedBackend
-from oncemore.client.pause import no_sleeping
+from oncemore.client.httpx import AsyncRetryTransport, BoundedBackend, RetryTransport
 from oncemore.client.retry import Retry
 
 from .server import Server, Visit, answer, raw, reset, response, trickle

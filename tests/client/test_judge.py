@@ -11,9 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore.client.hints import http_date, is_replayed, rate_limit_reset, retry_after, should_retry
 from oncemore.client.retry import RETRIED_STATUSES
-from oncemore.client.verdict import Fault, Reply, Verdict, judge_fault, judge_reply
+from oncemore.client.verdict import (
+    Fault,
+    Reply,
+    Verdict,
+    http_date,
+    is_replayed,
+    judge_fault,
+    judge_reply,
+    rate_limit_reset,
+    retry_after,
+    should_retry,
+)
 
 NOW = 784111777.0  # Sun, 06 Nov 1994 08:49:37 GMT
 

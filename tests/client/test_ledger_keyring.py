@@ -21,15 +21,14 @@ from oncemore import Guard
 from oncemore._ledger.connect import connect
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import run
+from oncemore.client.deadlines import no_sleeping
+from oncemore.client.engine import RetryableRequest
 from oncemore.client.errors import KeyReused, KeyringError, OutcomeUnknown, RetriesExhausted
-from oncemore.client.exchange import Exchange
-from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
-from oncemore.client.httpx_wire import HttpxWire
+from oncemore.client.httpx import AsyncRetryTransport, HttpxRequest, RetryTransport
 from oncemore.client.keyring import open_keyring
 from oncemore.client.keyring.entry import Entry
 from oncemore.client.keyring.ledger import LedgerKeyring
 from oncemore.client.keyring.letters import LETTER, RUN, run_of
-from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
 from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
@@ -281,7 +280,7 @@ def claimed_and_interrupted(transport: RetryTransport, url: str) -> Iterator[Any
     """Written down, and never heard of again."""
     headers = {"Idempotency-Key": "order-17", **JSON}
     request = httpx.Request("POST", f"{url}/", content=BODY, headers=headers)
-    exchange = Exchange(HttpxWire(request, None), RETRY, "order-17", None)
+    exchange = RetryableRequest(HttpxRequest(request, None), RETRY, "order-17", None)
     one = transport.engine._entry(exchange, BODY)
     yield from transport.engine.keyring.claim(one, oldest=0)  # type: ignore[union-attr]
     raise KeyboardInterrupt

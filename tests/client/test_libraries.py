@@ -16,12 +16,13 @@ import urllib3
 
 from oncemore.client.aiohttp import RetryMiddleware
 from oncemore.client.bodies import SentBody
+from oncemore.client.deadlines import no_sleeping
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
-from oncemore.client.pause import no_sleeping
 from oncemore.client.requests import RetryAdapter
 from oncemore.client.retry import Retry
-from oncemore.client.urllib3 import RetryPoolManager, fault_of, limits
+from oncemore.client.urllib3 import FAULTS, RetryPoolManager, deadlines
+from oncemore.client.verdict import find_fault
 
 from .clients import Httpx, Requests, Urllib3
 from .server import Server, Visit, answer, raw, reset
@@ -221,9 +222,9 @@ def test_a_caller_s_own_timeouts_hold_within_the_deadline() -> None:
             http.post(server.url, timeout=(1, 0.1))
         assert time.monotonic() - begun < 4
     assert len(caught.value.story.attempts) == 5
-    assert [float(limit) for limit in limits(None, 3)] == [3, 3]
-    assert [float(limit) for limit in limits(2, 3)] == [2, 2]
-    assert [float(limit) for limit in limits(urllib3.Timeout(connect=1, read=9), 3)] == [1, 3]
+    assert [float(limit) for limit in deadlines(None, 3)] == [3, 3]
+    assert [float(limit) for limit in deadlines(2, 3)] == [2, 2]
+    assert [float(limit) for limit in deadlines(urllib3.Timeout(connect=1, read=9), 3)] == [1, 3]
 
 
 @pytest.mark.parametrize("url", ["http://", "nonsense://x/", "http://[::1"])
@@ -236,8 +237,8 @@ def test_what_cannot_be_sent_at_all_is_not_tried_again(library: Any, url: str) -
 
 def test_an_error_that_is_not_of_the_network_is_left_alone() -> None:
     """CASES 33."""
-    assert fault_of(ZeroDivisionError()).fatal
-    assert Httpx(RETRY).transport.engine.retry == RETRY
+    assert find_fault(ZeroDivisionError(), FAULTS).fatal
+    assert Httpx(RETRY).transport.engine.policy == RETRY
 
     class Broken(httpx.BaseTransport):
         def handle_request(self, request: httpx.Request) -> httpx.Response:

@@ -6,7 +6,7 @@ import pickle
 
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.httpx import RequestTimedOut
-from oncemore.client.story import Attempt, RetryEvent, Story, tell
+from oncemore.client.story import Attempt, RetryEvent, Story, notify
 from oncemore.client.verdict import ACCEPTED, Fault, Verdict, judge_fault
 
 TIMEOUT = judge_fault(Fault("timeout", note="initial timeout"), repeatable=True)
@@ -70,7 +70,7 @@ def test_an_observer_that_fails_is_logged_and_harms_nobody(caplog: object) -> No
     def fails(event: RetryEvent) -> None:
         raise RuntimeError("broken")
 
-    tell([fails, seen.append], event)
+    notify([fails, seen.append], event)
     assert seen == [event]
     assert event.attempt == 1
     assert "An observer failed on retrying" in caplog.text  # type: ignore[attr-defined]

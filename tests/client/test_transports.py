@@ -15,9 +15,9 @@ from aiohttp import ClientError
 from httpx import TransportError
 from urllib3.exceptions import HTTPError
 
+from oncemore.client.deadlines import no_sleeping
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.httpx import RetryTransport
-from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
 from oncemore.client.story import RetryEvent
 from oncemore.errors import ConfigurationError, InvalidKey

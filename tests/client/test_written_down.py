@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
+from oncemore.client.deadlines import no_sleeping
 from oncemore.client.errors import CredentialsMissing, KeyReused, OutcomeUnknown, RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.keyring.entry import CREDENTIALS
 from oncemore.client.keyring.sqlite import SqliteKeyring
-from oncemore.client.pause import no_sleeping
 from oncemore.client.retry import Retry
 from oncemore.errors import ConfigurationError
 from oncemore.stores.sqlite import SqliteStore

@@ -1,14 +1,14 @@
-"""Virtual time for plans: attempts end when their script says, pauses pass at once, and nothing sleeps."""
+"""The retry loop in virtual time: attempts end when their script says, pauses pass at once, and nothing sleeps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from oncemore.client.attempts import World, attempts
+from oncemore.client.attempts import Environment, send_with_retries
+from oncemore.client.deadlines import Pause
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.hosts import Hosts
-from oncemore.client.pause import Pause
 from oncemore.client.retry import Retry
 from oncemore.client.story import RetryEvent, Story
 from oncemore.client.verdict import Fault, Reply, Verdict, judge_fault, judge_reply
@@ -34,10 +34,7 @@ class Step:
 
 
 class Scripted:
-    """Work that follows a script; its last step is repeated."""
-
-    hedgeable = False
-    telling = True
+    """A request that follows a script; its last step is repeated."""
 
     def __init__(self, *script: Step, name: str = "host", lasts: float = NEVER, resendable: bool = True) -> None:
         self.script = list(script)
@@ -46,41 +43,40 @@ class Scripted:
         self.lasts = lasts
         self.can_resend = resendable
         self.story: Story | None = None
-        self.limits: list[float] = []
-        self.discarded = 0
+        self.timeouts: list[float] = []
+        self.closed = 0
 
-    def attempt(self, number: int, limit: float) -> Any:
-        self.limits.append(limit)
+    def attempt(self, number: int, timeout: float) -> Any:
+        self.timeouts.append(timeout)
         return self
 
-    def judge(self, reply: Reply) -> Verdict:
+    def judge(self, reply: Any, error: Exception | None) -> Verdict:
+        if isinstance(error, Broken):
+            return judge_fault(error.fault, repeatable=True)
+        assert error is None
         return judge_reply(reply, repeatable=True, keyed=True, statuses=Retry().statuses, now=0.0)
-
-    def judge_error(self, error: Exception) -> Verdict:
-        assert isinstance(error, Broken)
-        return judge_fault(error.fault, repeatable=True)
 
     def resendable(self) -> bool:
         return self.can_resend
 
-    def discard(self, reply: Reply) -> None:
-        self.discarded += 1
+    def close(self, reply: Reply) -> None:
+        self.closed += 1
 
-    def exhausted(self, story: Story, error: Exception | None) -> Exception | None:
+    def failure(self, story: Story, error: Exception | None) -> Exception | None:
         return RetriesExhausted(str(story), story=story) if error else None
 
 
-class Course:
-    """Carries the plan through, in virtual time."""
+class VirtualRun:
+    """Drives the retry loop in virtual time."""
 
-    def __init__(self, work: Scripted, retry: Retry, *, hosts: Hosts | None = None, chance: float = 0.5) -> None:
+    def __init__(self, request: Scripted, policy: Retry, *, hosts: Hosts | None = None, chance: float = 0.5) -> None:
         self.now = 0.0
         self.begun: list[float] = []
         self.pauses: list[float] = []
         self.events: list[RetryEvent] = []
-        world = World(lambda: self.now, lambda: chance, hosts or Hosts(), [self.events.append])
-        self.work = work
-        self.plan = attempts(work, retry, world)
+        environment = Environment(lambda: self.now, lambda: chance, hosts or Hosts(), [self.events.append])
+        self.request = request
+        self.plan = send_with_retries(request, policy, environment)
 
     def run(self) -> Any:
         effect = next(self.plan)
@@ -97,9 +93,9 @@ class Course:
 
     def _attempt(self) -> Any:
         self.begun.append(self.now)
-        step = self.work.script.pop(0) if len(self.work.script) > 1 else self.work.script[0]
-        if step.takes > self.work.limits[-1]:
-            self.now += self.work.limits[-1]
+        step = self.request.script.pop(0) if len(self.request.script) > 1 else self.request.script[0]
+        if step.takes > self.request.timeouts[-1]:
+            self.now += self.request.timeouts[-1]
             return self.plan.throw(Broken(Fault("timeout")))
         self.now += step.takes
         if step.fault:

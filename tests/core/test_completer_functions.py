@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from typing import Any
 
@@ -36,6 +37,38 @@ def test_a_function_is_finished_with_the_arguments_it_was_called_with(guard: Gua
     assert completer.run_once() == Tally(completed=1)
     assert calls[1] == (7, ("a", "b"), None, {"size": 3})
     assert pay(7, "a", "b", size=3) == [7, ("a", "b")]
+    assert shop.log == ["charge"]
+
+
+@dataclasses.dataclass
+class Order:
+    number: int
+
+
+@dataclasses.dataclass
+class Charge:
+    order: Order
+
+
+def test_function_is_finished_with_objects_that_its_annotations_name(guard: Guard) -> None:
+    """The kept argument, and the result of a step, are of classes that only annotations name."""
+    shop, charges = Shop("after"), []
+
+    def charge() -> Charge:
+        shop.do("charge")
+        return Charge(Order(7))
+
+    @once(guard, key="order:{order.number}", effect="steps", name="pay")
+    def pay(order: Order) -> int:
+        charges.append(current_operation().step("charge", charge))
+        shop.may_fail("after")
+        return order.number
+
+    with pytest.raises(RuntimeError):
+        pay(Order(7))
+    assert Completer(guard, {"pay": pay}, pace=NO_PAUSE).run_once() == Tally(completed=1)
+    assert charges == [Charge(Order(7))] * 2
+    assert pay(Order(7)) == 7
     assert shop.log == ["charge"]
 
 

@@ -1,4 +1,4 @@
-"""After a fork the child starts afresh, and does not end what its parent is doing."""
+"""Forks: the child resets its things, and files that were in use are refused there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from oncemore._runtime import forks as fork
+from oncemore.errors import ConfigurationError
 
 FORK = """
 import gc, os, sys
@@ -47,7 +48,7 @@ assert thing.born == parent
 """
 
 
-def test_a_child_and_its_children_start_afresh_and_leave_their_parents_work_alone() -> None:
+def test_child_and_grandchild_are_reset_without_ending_parents_work() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], check=True, timeout=20, capture_output=True)
     assert done.stdout == b""
 
@@ -56,7 +57,7 @@ class Thing:
     def _reset(self) -> None: ...
 
 
-def test_nothing_is_kept_alive_only_to_be_reset() -> None:
+def test_reset_in_child_keeps_nothing_alive() -> None:
     thing = Thing()
     fork.reset_in_child(thing)
     gone = weakref.ref(thing)
@@ -65,10 +66,108 @@ def test_nothing_is_kept_alive_only_to_be_reset() -> None:
     assert gone() is None
 
 
+class File:
+    """A thing whose file must not be open during a fork."""
+
+    def __init__(self, path: str, *, idle: bool = True, closes: Callable[[], object] = list) -> None:
+        self.path = path
+        self.idle = idle
+        self.closes = closes
+        self.calls: list[str] = []
+        fork.close_before_fork(self)
+
+    def _close_for_fork(self) -> bool:
+        self.calls.append("close")
+        self.closes()
+        return self.idle
+
+    def _end_fork(self) -> None:
+        self.calls.append("end")
+
+
+def in_child(check: Callable[[], object]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            check()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_idle_file_is_closed_before_a_fork_and_usable_after_it() -> None:
+    idle = File("idle")
+    assert in_child(lambda: (fork.check_usable("idle"), in_child(lambda: fork.check_usable("idle")))) == 0
+    assert idle.calls == ["close", "end"]
+    fork.check_usable("idle")
+
+
+def test_file_in_use_is_refused_in_the_child_by_name() -> None:
+    busy, idle = File("busy", idle=False), File("idle")
+
+    def check() -> None:
+        fork.check_usable("idle")
+        with pytest.raises(ConfigurationError, match=r"busy: it was in use when process .* Fork before serving"):
+            fork.check_usable("busy")
+
+    assert in_child(check) == 0
+    assert busy.calls == ["close"]
+    assert idle.calls == ["close", "end"]
+    fork.check_usable("busy")
+
+
+def test_file_with_one_of_two_connections_in_use_is_refused() -> None:
+    files = File("shared", idle=False), File("shared")
+
+    def check() -> None:
+        with pytest.raises(ConfigurationError):
+            fork.check_usable("shared")
+
+    assert in_child(check) == 0
+    assert [file.calls[0] for file in files] == ["close", "close"]
+
+
+def test_interrupt_before_a_fork_refuses_all_files_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """os.fork swallows the interrupt, and goes on."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: ignored.append(told.exc_type))
+    ignored: list[object] = []
+    struck = File("struck", closes=lambda: signal.raise_signal(signal.SIGINT))
+
+    def check() -> None:
+        with pytest.raises(ConfigurationError):
+            fork.check_usable("struck")
+
+    assert in_child(check) == 0
+    assert ignored == [KeyboardInterrupt]
+    assert struck.calls == ["close"]
+    struck.closes = list
+    assert in_child(lambda: fork.check_usable("struck")) == 0
+
+
+def test_fork_steps_in_one_process() -> None:
+    """Step by step, as os.fork has them called: the coverage of a child is not measured."""
+    idle, busy = File("idle"), File("busy", idle=False)
+    fork._before()
+    fork._after_in_parent()
+    fork._before()
+    forking = fork._forking
+    fork._after_in_child()
+    try:
+        fork.check_usable("idle")
+        with pytest.raises(ConfigurationError):
+            fork.check_usable("busy")
+        fork._before()  # of the child's own fork
+    finally:
+        fork._after_in_parent()
+        forking.release()
+    assert idle.calls == ["close", "end", "close", "close", "end"]
+    assert busy.calls == ["close", "close", "close"]
+
+
 class Still:
-    def __init__(self, ready: bool = True, ends: Callable[[], object] = list) -> None:
+    def __init__(self, ready: bool = True) -> None:
         self.ready = ready
-        self.ends = ends
         self.told: list[str] = []
 
     def _rest(self) -> bool:
@@ -76,43 +175,17 @@ class Still:
         return self.ready
 
     def _put_away(self) -> None:
-        self.ends()
+        self.told.append("put away")
 
     def _go_on(self) -> None:
         self.told.append("go on")
 
 
-def test_what_has_come_to_rest_before_a_fork_goes_on_after_it_and_in_the_child_the_next_fork_is_free() -> None:
+def test_rest_closes_what_is_ready_and_goes_on_after_the_fork() -> None:
     rest, still, busy = fork.Rest(), Still(), Still(ready=False)
     rest.things.update({still, busy})
-    child = os.fork()
-    if child == 0:
-        grandchild = os.fork()
-        os._exit(0 if grandchild == 0 else os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
-    assert os.waitpid(child, 0)[1] == 0
-    assert still.told == ["rest", "go on"]
-    assert busy.told == ["rest"]
-
-
-def test_what_is_interrupted_while_it_comes_to_rest_goes_on_after_the_fork() -> None:
-    """os.fork swallows the interrupt, and everyone who needs the file would wait for ever."""
-    still = Still(ends=lambda: signal.raise_signal(signal.SIGINT))
-    rest = fork.Rest()
-    rest.things.add(still)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            rest._begin()
-    finally:
-        rest._end()  # which os.fork calls all the same
-    assert still.told == ["rest", "go on"]
-
-
-def test_a_child_keeps_nothing_at_rest_that_was_its_parents() -> None:
-    """Step by step, as os.fork has them called."""
-    rest, still = fork.Rest(), Still()
-    rest.things.add(still)
+    assert in_child(lambda: in_child(list)) == 0
     rest._begin()
     rest._forget()
-    rest._begin()  # of the child's own fork
-    rest._end()
-    assert still.told == ["rest", "rest", "go on"]
+    assert still.told == ["rest", "put away", "go on", "rest", "put away"]
+    assert busy.told == ["rest", "rest"]

@@ -39,7 +39,7 @@ FALSY = [[], {}, 0, 0.0, False, "", None, (), b""]
 def test_the_second_call_gets_the_firsts_result_as_itself(guard: Guard, runs: list[Any], value: Any) -> None:
     """CASES 30, 16."""
 
-    @once(guard, key="invoice:{number}")
+    @once(guard, key="invoice:{number}", types=(Receipt,))
     def send(number: int) -> Any:
         runs.append(number)
         return value
@@ -56,7 +56,7 @@ def test_the_second_call_gets_the_firsts_result_as_itself(guard: Guard, runs: li
 async def test_an_async_function_happens_once(guard: Guard, runs: list[Any], value: Any) -> None:
     """CASES 30."""
 
-    @once(guard, key="invoice:{number}")
+    @once(guard, key="invoice:{number}", types=(Receipt,))
     async def send(number: int) -> Any:
         await asyncio.sleep(0)
         runs.append(number)
@@ -67,6 +67,23 @@ async def test_an_async_function_happens_once(guard: Guard, runs: list[Any], val
     assert results == [value] * 2
     assert {type(result) for result in results} == {type(value)}
     assert runs == [1]
+
+
+def receipts(number: int) -> dict[str, list[Receipt]] | Later | None:
+    return {"receipts": [Receipt(number, Decimal(1))]} if number == 1 else Later(Receipt(number, Decimal(2)))
+
+
+def test_classes_are_known_from_the_return_annotation(guard: Guard) -> None:
+    guarded = once(guard, key="{number}")(receipts)
+    for number in (1, 2):
+        assert guarded(number) == guarded(number) == receipts(number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """Defined below the function that it annotates."""
+
+    receipt: Receipt
 
 
 def test_ten_threads_at_once_get_one_result(guard: Guard, runs: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from oncemore import Guard, Outcome, Resolution, once
 from oncemore._ledger.events import Event
 from oncemore._runtime.plan import run
 from oncemore.errors import (
+    ConfigurationError,
     CorruptRecord,
     OutcomeNotKept,
     StoreUnavailable,
@@ -106,6 +108,45 @@ def test_an_unstorable_result_is_the_first_callers_and_never_leads_to_a_second_r
         with pytest.raises(OutcomeNotKept):
             connect(1)
     assert runs == [1]
+
+
+@dataclasses.dataclass
+class Receipt:
+    number: int
+
+
+class Session:
+    pass
+
+
+def test_result_of_unnamed_class_is_returned_once_and_warned_of(
+    guard: Guard, runs: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    @once(guard, key="{n}")
+    def pay(n: int) -> Any:
+        runs.append(n)
+        return Receipt(n)
+
+    assert pay(1) == Receipt(1)
+    remedy = "name it in the function's return annotation, or write types=(Receipt,)"
+    assert remedy in caplog.text
+    with pytest.raises(OutcomeNotKept) as caught:
+        pay(1)
+    assert remedy in caught.value.detail
+    assert runs == [1]
+
+
+def test_annotated_class_that_cannot_be_stored_is_refused_before_the_effect(guard: Guard, runs: list[Any]) -> None:
+    @once(guard, key="{n}")
+    def connect(n: int) -> Session | None:
+        runs.append(n)
+        return Session()
+
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"connect returns a Session, which cannot be stored and replayed"):
+            connect(1)
+    assert runs == []
+    assert not guard.list().records
 
 
 def test_an_error_that_cannot_be_stored_is_the_first_callers_and_the_function_does_not_run_again(

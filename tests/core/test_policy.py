@@ -78,6 +78,12 @@ def test_errors_are_a_tuple_of_exceptions(errors):
         Policy(errors=errors)
 
 
+@pytest.mark.parametrize("types", [[dict], dict, ("Order",), (list[int],)])
+def test_types_must_be_a_tuple_of_classes(types):
+    with pytest.raises(ConfigurationError, match=r"is not a tuple of classes: write one such as \(Order,\)"):
+        Policy(types=types)
+
+
 def test_a_setting_that_is_none_is_refused_with_the_nearest_one():
     assert Policy(lease=5).but(ttl="1d") == Policy(lease=5, ttl="1d")
     with pytest.raises(ConfigurationError, match=r"no setting 'tll'.*did you mean 'ttl'"):

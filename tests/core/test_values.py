@@ -1,4 +1,4 @@
-"""Values: whatever is stored replays as itself, equal and of the same type; all else is told, and nothing is pickled."""
+"""Values: built-in types replay equal and of the same type; all else leaves a tombstone, and nothing is pickled."""
 
 from __future__ import annotations
 
@@ -100,41 +100,39 @@ def again(value: Any) -> Any:
 
 
 @given(values)
-def test_a_value_replays_equal_and_of_the_same_type_all_the_way_down(value: Any) -> None:
-    """CASES 30."""
+def test_built_in_value_replays_equal_and_of_same_type(value: Any) -> None:
     assert typed(again(value)) == typed(value)
 
 
 @pytest.mark.parametrize("value", [[], {}, 0, 0.0, False, "", None, (), set(), b"", decimal.Decimal(0)], ids=repr)
-def test_a_falsy_value_replays_as_itself(value: Any) -> None:
-    """CASES 30."""
+def test_falsy_value_replays_as_itself(value: Any) -> None:
     result = again(value)
     assert result == value
     assert type(result) is type(value)
 
 
-def test_nothing_is_the_outcome_of_none() -> None:
+def test_none_has_the_outcome_nothing() -> None:
     assert value_outcome(None) == NOTHING
 
 
 @pytest.mark.parametrize("text", ["NaN", "-NaN", "sNaN123", "-0", "0E-10", "1E+5", "100.00", "Infinity", "-Infinity"])
-def test_a_decimal_keeps_sign_exponent_and_payload(text: str) -> None:
+def test_decimal_keeps_sign_exponent_and_payload(text: str) -> None:
     assert str(again(decimal.Decimal(text))) == text
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, -0.0, 5e-324])
-def test_a_float_is_kept_to_the_last_bit(number: float) -> None:
+def test_float_is_kept_to_the_last_bit(number: float) -> None:
     assert again(number).hex() == number.hex()
     assert math.isnan(again(math.nan))
 
 
-def test_an_integer_may_have_more_digits_than_python_likes_to_print() -> None:
+def test_integer_beyond_the_print_limit_replays() -> None:
     number = 7 ** (2 * sys.get_int_max_str_digits())
     assert again(-number) == -number
 
 
 @given(datetimes)
-def test_a_moment_keeps_its_wall_clock_zone_and_fold(moment: datetime.datetime) -> None:
+def test_datetime_keeps_wall_clock_zone_and_fold(moment: datetime.datetime) -> None:
     result = again(moment)
     assert result == moment
     assert result.replace(tzinfo=None) == moment.replace(tzinfo=None)
@@ -143,14 +141,14 @@ def test_a_moment_keeps_its_wall_clock_zone_and_fold(moment: datetime.datetime) 
         assert result.tzinfo is moment.tzinfo
 
 
-def test_an_hour_that_comes_twice_replays_equal() -> None:
+def test_ambiguous_hour_replays_equal() -> None:
     """Such a moment equals no moment in another zone, so that an offset alone would not do."""
     moment = datetime.datetime(2024, 10, 27, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=1)
     assert moment != moment.astimezone(datetime.UTC)
     assert again(moment) == moment
 
 
-def test_a_zone_that_this_machine_does_not_know_leaves_the_offset() -> None:
+def test_unknown_time_zone_replays_as_its_offset() -> None:
     body = encode({"~": "datetime", "v": ["2024-07-01T12:00:00", 0, 5 * 3600 * 10**6, "Atlantis/Capital"]})
     result = replayed(Outcome("value", body=body))
     assert result == datetime.datetime(2024, 7, 1, 7, tzinfo=datetime.UTC)
@@ -166,17 +164,52 @@ class Sundial(datetime.tzinfo):
         return None
 
 
-def test_of_any_other_zone_the_offset_is_kept() -> None:
+def test_own_tzinfo_class_replays_as_its_offset() -> None:
     moment = datetime.datetime(2024, 7, 1, 12, tzinfo=Sundial())
     assert again(moment) == moment
 
 
-def test_a_stored_value_can_be_read_by_people_who_have_no_python() -> None:
+def test_stored_value_is_plain_messagepack() -> None:
     body = value_outcome({"id": uuid.UUID(int=1), "amount": decimal.Decimal("9.50")}).body
     assert msgspec.msgpack.decode(body) == {
         "id": {"~": "uuid", "v": "00000000-0000-0000-0000-000000000001"},
         "amount": {"~": "decimal", "v": "9.50"},
     }
+
+
+STORED = [  # the stored form of each built-in type is a promise: old records must be readable for ever
+    (None, None),
+    (True, True),
+    (2**64, {"~": "int", "v": "0x10000000000000000"}),
+    (-5, -5),
+    (1.5, 1.5),
+    ("text", "text"),
+    (b"bytes", b"bytes"),
+    (bytearray(b"x"), {"~": "bytearray", "v": b"x"}),
+    (decimal.Decimal("1.50"), {"~": "decimal", "v": "1.50"}),
+    (datetime.date(2024, 2, 29), {"~": "date", "v": "2024-02-29"}),
+    (datetime.time(12, 30), {"~": "time", "v": ["12:30:00", 0, None, None]}),
+    (datetime.datetime(2024, 7, 1, tzinfo=datetime.UTC), {"~": "datetime", "v": ["2024-07-01T00:00:00", 0, 0, None]}),
+    (
+        datetime.datetime(2024, 7, 1, tzinfo=ZoneInfo("Europe/Berlin"), fold=1),
+        {"~": "datetime", "v": ["2024-07-01T00:00:00", 1, 7200 * 10**6, "Europe/Berlin"]},
+    ),
+    (datetime.timedelta(1, 2, 3), {"~": "timedelta", "v": [1, 2, 3]}),
+    (1 + 2j, {"~": "complex", "v": [1.0, 2.0]}),
+    ([1, (2,)], [1, {"~": "tuple", "v": [2]}]),
+    ({1}, {"~": "set", "v": [1]}),
+    (frozenset({1}), {"~": "frozenset", "v": [1]}),
+    ({"a": 1}, {"a": 1}),
+    ({1: 2}, {"~": "dict", "v": [[1, 2]]}),
+    ({"~": 1}, {"~": "dict", "v": [["~", 1]]}),
+]
+
+
+@pytest.mark.parametrize(("value", "plain"), STORED, ids=lambda each: repr(each)[:30])
+def test_stored_form_of_built_in_type_never_changes(value: Any, plain: Any) -> None:
+    body = value_outcome(value).body
+    assert msgspec.msgpack.decode(body) == plain
+    assert typed(replayed(Outcome("value", body=msgspec.msgpack.encode(plain)))) == typed(value)
 
 
 # What cannot be stored: the effect has happened, so there is a tombstone and never an exception
@@ -221,15 +254,14 @@ def deep(levels: int) -> list[Any]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_stored_leaves_a_tombstone_that_says_why(value: Any) -> None:
-    """CASES 30."""
+def test_unstorable_value_leaves_tombstone_with_reason(value: Any) -> None:
     outcome = value_outcome(value)
     assert outcome.kind == "tombstone"
     with pytest.raises(OutcomeNotKept, match=r"The function ran, but its result was not kept: .+"):
         replayed(outcome)
 
 
-def test_the_deepest_value_can_be_read_from_a_deep_stack() -> None:
+def test_deepest_value_is_read_from_a_deep_stack() -> None:
     value = deep(DEEPEST - 1)
     outcome = value_outcome(value)
 
@@ -239,7 +271,7 @@ def test_the_deepest_value_can_be_read_from_a_deep_stack() -> None:
     assert from_below(200) == value
 
 
-def test_a_response_is_no_functions_result() -> None:
+def test_response_is_not_replayed_as_a_value() -> None:
     with pytest.raises(OutcomeNotKept):
         replayed(Outcome("response", 200, body=b"hello"))
 
@@ -265,15 +297,13 @@ plain = st.recursive(
 
 
 @given(st.sampled_from(["value", "error"]), plain.map(encode) | st.binary())
-def test_damaged_bytes_are_a_corrupt_record_and_nothing_worse(kind: Any, body: bytes) -> None:
-    """CASES 28."""
+def test_damaged_bytes_are_a_corrupt_record(kind: Any, body: bytes) -> None:
     with suppress(CorruptRecord, OutcomeNotKept, Chosen):
         replayed(Outcome(kind, body=body), (Chosen,))
 
 
 @given(values, st.data())
-def test_a_value_cut_short_is_a_corrupt_record(value: Any, data: st.DataObject) -> None:
-    """CASES 28."""
+def test_truncated_value_is_a_corrupt_record(value: Any, data: st.DataObject) -> None:
     body = value_outcome(value).body
     cut = data.draw(st.integers(0, len(body) - 1))
     with pytest.raises(CorruptRecord):
@@ -297,19 +327,19 @@ def test_a_value_cut_short_is_a_corrupt_record(value: Any, data: st.DataObject) 
     ],
     ids=lambda plain: str(plain["v"][0]),
 )
-def test_a_crafted_record_names_no_code(plain: dict[str, Any]) -> None:
+def test_crafted_record_cannot_name_code(plain: dict[str, Any]) -> None:
     with pytest.raises(CorruptRecord, match="The stored result cannot be read"):
         replayed(Outcome("value", body=encode(plain)))
 
 
-def test_a_crafted_record_loads_no_module() -> None:
+def test_crafted_record_imports_no_module() -> None:
     sys.modules.pop("antigravity", None)
     with pytest.raises(CorruptRecord):
         replayed(Outcome("value", body=encode({"~": "object", "v": ["antigravity:fly", {}]})))
     assert "antigravity" not in sys.modules
 
 
-def test_a_pickle_is_not_read() -> None:
+def test_pickle_is_not_read() -> None:
     with pytest.raises(CorruptRecord):
         replayed(Outcome("value", body=pickle.dumps({"a": 1})))
 
@@ -317,17 +347,17 @@ def test_a_pickle_is_not_read() -> None:
 @pytest.mark.parametrize(
     "name", ["builtins:SystemExit", "os:system", "no.such.module:Error", "tests.core.test_values:Session"]
 )
-def test_a_crafted_error_is_raised_only_if_it_is_a_chosen_one(name: str) -> None:
+def test_crafted_error_outside_errors_is_not_raised(name: str) -> None:
     with pytest.raises(OutcomeNotKept, match=f"raised {name} the first time"):
         replayed(Outcome("error", body=encode([name, {"~": "tuple", "v": ["x"]}, {}])), (ValueError, KeyError))
 
 
-def test_to_plain_and_from_plain_are_each_others_reverse_without_bytes_in_between() -> None:
+def test_from_plain_reverses_to_plain() -> None:
     value = {"~": "a mark of one's own", "v": [1, (2, 3)]}
-    assert from_plain(to_plain(value)) == value
+    assert from_plain(to_plain(value), {}) == value
 
 
-def test_an_error_that_is_not_chosen_is_told_by_name() -> None:
+def test_error_outside_errors_is_reported_by_name() -> None:
     with pytest.raises(
         OutcomeNotKept, match="The function raised builtins:KeyError the first time; add it to `errors`"
     ):

@@ -14,7 +14,7 @@ import pytest
 from psycopg import sql
 
 from examples.payments.processes import Provider, Service, World
-from oncemore.client.pause import no_sleeping
+from oncemore.client.deadlines import no_sleeping
 
 from ..nursery import Raised
 from .gateway import Road, road_to

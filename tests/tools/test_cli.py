@@ -71,16 +71,16 @@ def test_every_command_has_help_and_json(words: tuple[str, ...], capsys: pytest.
     assert len(shown.split("\n\n")[1].strip()) > 20
 
 
-@pytest.mark.parametrize("words", [["keys"], ["contract"], ["simulate"]])
+@pytest.mark.parametrize("words", [["keys"], ["contract"]])
 def test_a_group_without_a_command_shows_its_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     assert "Commands:" in capsys.readouterr().out
 
 
 def test_an_unknown_command_is_told_the_nearest() -> None:
-    ran = oncemore("simulat")
+    ran = oncemore("capacit")
     assert ran.code == 2
-    assert "did you mean 'simulate'" in ran.err
+    assert "did you mean 'capacity'" in ran.err
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,9 +156,6 @@ def test_an_error_in_json_is_for_programs_to_read() -> None:
         ["keys", "nope"],
         ["capacity", "--rate", "nan"],
         ["capacity", "--rate", "inf"],
-        ["simulate", "retries", "--brownout", "nan"],
-        ["simulate", "retries", "--remaining", "nan"],
-        ["simulate", "retries", "--clients", "10", "--plot", "/no/such/folder/x.svg"],
         ["keys", "show", "\udcff"],
         ["keys", "show", "k", "--scope", "\udcff"],
         ["keys", "resolve", "k", "--released", "--note", "\udcff"],

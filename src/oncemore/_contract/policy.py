@@ -80,6 +80,7 @@ class Policy:
     *lease* is how long a silent holder keeps the right to perform (it is renewed while the holder works); *ttl* is how
     long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are those exceptions
     of the performer that are its outcome, kept like any other; after all others the operation may be tried again.
+    *types* are the classes that a result may be of, beside the built-in types; `once` adds those of the return annotation.
     *reruns* is how often a transaction is run again that the database refused (a serialization failure, a deadlock).
     """
 
@@ -93,6 +94,7 @@ class Policy:
     on_mismatch: int = 409
     keep: Keep | Callable[[Any], bool] = "final"
     errors: tuple[type[Exception], ...] = ()
+    types: tuple[type, ...] = ()
     effect: EffectLevel = "lease"
     on_unknown: OnUnknown = "hold"
     reruns: int = 3
@@ -113,6 +115,8 @@ class Policy:
             raise ConfigurationError(
                 f"errors = {self.errors!r} is not a tuple of exceptions: write one such as (CardDeclined,)"
             )
+        if not isinstance(self.types, tuple) or not all(isinstance(kind, type) for kind in self.types):
+            raise ConfigurationError(f"types = {self.types!r} is not a tuple of classes: write one such as (Order,)")
         for field in fields(self):
             check_choice(field.name, getattr(self, field.name))
         if self.on_unknown == "resolve" and not callable(self.resolver):

@@ -13,7 +13,8 @@ from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Call, Plan
 from ..errors import OncemoreError, ProviderDuplicate, UnknownOutcome
 from .context import Op
-from .decisions import Answer, How, fenced, keeps
+from .decisions import Answer, How, fenced
+from .events import log
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .transactions import unawaited
@@ -51,6 +52,7 @@ class LeaseAttempt:
     op: Op
     renewal: Renewal = None  # type: ignore[assignment]  # until the operation is claimed
     unique: LeaseAttempt | None = None  # the second attempt, at what must happen once whatever the key
+    request = b""  # what the claim keeps of the request, if the operation may have to be finished without its caller
     in_doubt = False  # an earlier attempt has crashed, and it is not known yet whether it took effect
     ended = False
     reports = True  # whether observers are told of its refusals
@@ -62,15 +64,18 @@ class LeaseAttempt:
 
     def begin(self, wait: float | None = None) -> Plan[Answer | None]:
         """Claim the operation.  *wait* bounds how long a running one is waited for; it only shortens the policy's own."""
-        ledger, policy = self.ledger, self.policy
+        ledger, operation, policy = self.ledger, self.operation, self.policy
         try:
-            known = ledger.cached(self.operation, policy)
-            if known is not None:
-                return known
+            if policy.ttl_from == "creation":
+                kept = ledger.cache.get((operation.scope, operation.key))
+                if kept is not None:
+                    return ledger.replay_cached(kept, operation, policy)
             deadline = None if wait is None else ledger.clock.time() + wait
-            found = yield from ledger.claim(self.operation, policy, wait, request=self.request(deadline))
-            if isinstance(found, Record):
-                return (yield from ledger.replay(found, self.operation, policy))
+            found = yield from self.claim(deadline)
+            if not isinstance(found, Lease):
+                found = yield from ledger.wait_for(found, operation, policy, wait, self.request)
+                if isinstance(found, Record):
+                    return (yield from ledger.replay(found, operation, policy))
             self.take(found, deadline)
             known = yield from self._start()
         except OncemoreError as error:
@@ -80,12 +85,11 @@ class LeaseAttempt:
             return known if self.ended else (yield from self.end(known))
         if ledger.observers:
             former = "lapsed" if found.lapsed else ""
-            ledger.emit("claimed", self.operation, token=found.token, attempt=found.attempt, from_state=former)
+            ledger.emit("claimed", operation, token=found.token, attempt=found.attempt, from_state=former)
         return None
 
-    def request(self, deadline: float | None) -> bytes:
-        """What the claim keeps of the request, for those who may have to finish it without the caller: nothing here."""
-        return b""
+    def claim(self, deadline: float | None) -> Plan[Lease | Record]:
+        return self.ledger.store.claim(self.operation, lease=self.policy.lease)
 
     def take(self, lease: Lease, deadline: float | None) -> None:
         """Make the claimed lease this attempt's own."""
@@ -208,10 +212,36 @@ class LeaseAttempt:
 
     def record(self, answer: Answer) -> Plan[Answer]:
         """Settle this operation's own record, or release it if the policy does not keep the outcome."""
-        if keeps(self.policy, answer.outcome):
-            return (yield from self.ledger.settle(self.lease, answer, self.policy, self.op.note))
-        yield from self.ledger.release(self.lease, retention=self.policy.ttl)
-        return msgspec.structs.replace(answer, how="released")
+        ledger, lease, policy, outcome = self.ledger, self.lease, self.policy, answer.outcome
+        if not self.keeps(outcome):
+            yield from ledger.release(lease, retention=policy.ttl)
+            return msgspec.structs.replace(answer, how="released")
+        audit = policy.expired == "keep"
+        try:
+            yield from ledger.store.settle(lease, outcome, retention=policy.ttl, audit=audit, note=self.op.note)
+        except Exception as error:
+            return (yield from ledger.settle_failed(lease, answer, policy, self.op.note, error))
+        return self.settled(answer)
+
+    def keeps(self, outcome: Outcome) -> bool:
+        """Whether the outcome is final; a `keep` function that fails must not lead to a second effect."""
+        try:
+            return self.policy.keeps(outcome)
+        except Exception:
+            log.exception("The rule's keep function failed; the outcome is kept")
+            return True
+
+    def settled(self, answer: Answer) -> Answer:
+        """The answer, after its outcome has become durable: remembered by this process, and shown to the observers."""
+        ledger, operation, policy, outcome = self.ledger, self.lease.operation, self.policy, answer.outcome
+        expires_at = ledger.clock.time() + policy.ttl  # for the caller to read; the store's own clock decides
+        if policy.ttl_from == "creation":
+            id = (operation.scope, operation.key)
+            ledger.cache.put(id, operation.fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
+        if ledger.observers:
+            token, attempt = self.lease.token, self.lease.attempt
+            ledger.emit("settled", operation, token=token, attempt=attempt, status=outcome.status)
+        return Answer(outcome, answer.how, expires_at, answer.attempt, answer.value)
 
     def fail(self, error: BaseException) -> Plan[Answer | None]:
         """Record that the performer raised *error*."""
@@ -285,7 +315,7 @@ class LeaseAttempt:
         except GeneratorExit:
             raise
         except self.policy.errors as error:
-            return (yield from self.settle(error_outcome(error), error))
+            return (yield from self.settle(error_outcome(error, self.policy.types), error))
         except BaseException as error:
             if not isinstance(error, ProviderDuplicate) or not self.is_success(error):
                 known = yield from self.fail(error)
@@ -293,7 +323,7 @@ class LeaseAttempt:
                     return known
                 raise
             value = error.result
-        outcome = value if isinstance(value, Outcome) else value_outcome(value)
+        outcome = value if isinstance(value, Outcome) else value_outcome(value, self.policy.types)
         return (yield from self.settle(outcome, value))
 
     def is_success(self, error: ProviderDuplicate) -> bool:

@@ -58,7 +58,11 @@ def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None)
 def shown(outcome: Outcome) -> Outcome:
     """The outcome, where there is more left of it than that it happened."""
     if outcome.kind == "tombstone":
-        raise OutcomeNotKept("The operation was performed once, but its outcome could not be kept; look up its result")
+        why = outcome.body.decode("utf-8", "replace")  # of a function: its result is of a class that it does not name
+        raise OutcomeNotKept(
+            f"The operation was performed once, but its outcome could not be kept{f' ({why})' if why else ''}; "
+            "look up its result"
+        )
     return outcome
 
 

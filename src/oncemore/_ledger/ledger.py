@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from .._runtime.clock import Clock
 from .._runtime.heartbeat import Heartbeat, Renewal
 from .._runtime.plan import Plan
 from ..errors import Fenced, OncemoreError, StoreError
-from .cache import Cache
+from .cache import Cache, Kept
 from .decisions import Answer, check, in_progress, is_over, replay, unknown
 from .events import Event, EventKind, Observer, log, tell_all
 from .model import Lease, Operation, Outcome, Record
@@ -33,35 +34,36 @@ class Ledger:
         self.observers = observers
         self.cache = Cache(clock, most=cache)
         self.heartbeat = Heartbeat(self._renew, clock)
-        store.bell.hear(self.cache.drop)
+        store.wakeups.subscribe(self.cache.drop)
+        # Not in `close`: a guard may be used again after it, and one that nobody closed must not leave its cache behind.
+        weakref.finalize(self, store.wakeups.unsubscribe, self.cache.drop).atexit = False
 
     # Claiming
 
-    def claim(
-        self, operation: Operation, policy: Policy, wait: float | None = None, *, request: bytes = b""
-    ) -> Plan[Lease | Record]:
+    def claim(self, operation: Operation, policy: Policy, wait: float | None = None) -> Plan[Lease | Record]:
         """Claim the operation: its lease, or its settled record.  A running one is waited for; any other record refuses."""
-        if request:
-            found = yield from self.store.claim(operation, lease=policy.lease, request=request)
-        else:
-            found = yield from self.store.claim(operation, lease=policy.lease)
-        if isinstance(found, Lease):
-            return found
-        found = yield from self._judge(found, operation, policy)
+        found = yield from self.store.claim(operation, lease=policy.lease)
+        return found if isinstance(found, Lease) else (yield from self.wait_for(found, operation, policy, wait))
+
+    def wait_for(
+        self, record: Record, operation: Operation, policy: Policy, wait: float | None, request: bytes = b""
+    ) -> Plan[Lease | Record]:
+        """Wait, as far as the policy allows, for the attempt whose *record* a claim has met."""
+        found = yield from self._judge(record, operation, policy)
         if isinstance(found, Lease) or found.state == "settled":
             return found
         limit = policy.wait if wait is None else min(policy.wait, wait)
         if policy.in_flight != "wait" or limit <= 0:
             raise in_progress(found)
         self.emit("waiting", operation, token=found.token)
-        return (yield from self._wait(operation, policy, self.clock.monotonic() + limit))
+        return (yield from self._wait(operation, policy, self.clock.monotonic() + limit, request))
 
-    def _wait(self, operation: Operation, policy: Policy, ends: float) -> Plan[Lease | Record]:
+    def _wait(self, operation: Operation, policy: Policy, ends: float, request: bytes) -> Plan[Lease | Record]:
         """Wait for the running attempt to end; if it fails, this caller gets the lease."""
         delay = FIRST_POLL
-        with self.store.bell.waiting(operation.id) as waiter:
+        with self.store.wakeups.waiting(operation.id) as waiter:
             while True:  # the store is asked after the waiter is registered, so that no wake-up is missed
-                found = yield from self.store.claim(operation, lease=policy.lease)
+                found = yield from self.store.claim(operation, lease=policy.lease, request=request)
                 if not isinstance(found, Lease):
                     found = yield from self._judge(found, operation, policy)
                 if isinstance(found, Lease) or found.state == "settled":
@@ -87,10 +89,12 @@ class Ledger:
     # Replaying
 
     def cached(self, operation: Operation, policy: Policy) -> Answer | None:
-        """The answer to a repeated operation, if this process remembers it: the store is not asked."""
-        kept = self.cache.get(operation.id)
-        if kept is None or policy.ttl_from != "creation":
-            return None
+        """The answer to a repeated operation, if this process remembers it."""
+        kept = self.cache.get(operation.id) if policy.ttl_from == "creation" else None
+        return None if kept is None else self.replay_cached(kept, operation, policy)
+
+    def replay_cached(self, kept: Kept, operation: Operation, policy: Policy) -> Answer:
+        """The answer to a repeated operation, from this process's own memory: the store is not asked."""
         check(operation, kept.fingerprint)
         answer = replay(kept.outcome, policy, expires_at=kept.expires_at)
         if self.observers:
@@ -123,36 +127,20 @@ class Ledger:
 
     # Ending
 
-    def settle(self, lease: Lease, answer: Answer, policy: Policy, note: str = "") -> Plan[Answer]:
-        """Make the answer's outcome durable, and only then return it.
+    def settle_failed(self, lease: Lease, answer: Answer, policy: Policy, note: str, error: Exception) -> Plan[Answer]:
+        """The answer for the caller of an attempt whose outcome could not be settled.
 
-        If the store is down, the caller still gets the outcome, because the effect has happened ("unstored"); the record
-        lapses, and is then in doubt.
+        If the attempt was too slow, the outcome of its successor counts.  If the store is down, the caller still gets the
+        outcome, because the effect has happened ("unstored"); the record lapses, and is then in doubt.
         """
-        operation, outcome = lease.operation, answer.outcome
-        try:
-            yield from self.store.settle(
-                lease, outcome, retention=policy.ttl, audit=policy.expired == "keep", note=note
-            )
-        except Fenced as error:
+        operation = lease.operation
+        if isinstance(error, Fenced):
             self.emit("fenced", operation, token=lease.token, code=error.code)
             return (yield from self.answer_of_successor(operation, policy, error))
-        except StoreError as error:
+        if isinstance(error, StoreError):
             self.emit("unstored", operation, token=lease.token, code=error.code, detail=error.detail)
             return msgspec.structs.replace(answer, how="unstored")
-        except Exception as error:
-            return (yield from self._settle_as_tombstone(lease, answer, policy, note, error))
-        return self.settled(lease, answer, policy)
-
-    def settled(self, lease: Lease, answer: Answer, policy: Policy) -> Answer:
-        """The answer, after its outcome has become durable: remembered by this process, and shown to the observers."""
-        operation, outcome = lease.operation, answer.outcome
-        expires_at = self.clock.time() + policy.ttl  # for the caller to read; the store's own clock decides
-        if policy.ttl_from == "creation":
-            self.cache.put(operation.id, operation.fingerprint, outcome, remaining=policy.ttl, expires_at=expires_at)
-        if self.observers:
-            self.emit("settled", operation, token=lease.token, attempt=lease.attempt, status=outcome.status)
-        return Answer(outcome, answer.how, expires_at, answer.attempt, answer.value)
+        return (yield from self._settle_as_tombstone(lease, answer, policy, note, error))
 
     def _settle_as_tombstone(
         self, lease: Lease, answer: Answer, policy: Policy, note: str, error: Exception
@@ -162,8 +150,15 @@ class Ledger:
             raise error
         log.error("%s %r: the outcome cannot be stored, only that it happened", *lease.operation.id, exc_info=error)
         tombstone = Outcome("tombstone", body=repr(error).encode("utf-8", "backslashreplace"))
-        kept = yield from self.settle(lease, msgspec.structs.replace(answer, outcome=tombstone), policy, note)
-        return kept if kept.outcome is not tombstone else msgspec.structs.replace(answer, how="unstored")
+        kept = msgspec.structs.replace(answer, outcome=tombstone)
+        try:
+            audit = policy.expired == "keep"
+            yield from self.store.settle(lease, tombstone, retention=policy.ttl, audit=audit, note=note)
+        except Exception as again:
+            known = yield from self.settle_failed(lease, kept, policy, note, again)
+            return known if known.outcome is not tombstone else msgspec.structs.replace(answer, how="unstored")
+        self.emit("settled", lease.operation, token=lease.token, attempt=lease.attempt, status=0)
+        return msgspec.structs.replace(answer, how="unstored")
 
     def release(self, lease: Lease, *, retention: float) -> Plan[None]:
         """Release the lease, so that the next claim performs.  If that fails, the lease lapses.
@@ -185,7 +180,7 @@ class Ledger:
     def lapse(self, lease: Lease) -> Plan[None]:
         """End the lease now, without saying how the operation ended."""
         yield from self.store.renew(lease, lease=0.0)
-        self.store.bell.ring(lease.operation.id)
+        self.store.wakeups.notify(lease.operation.id)
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
         lease: Lease = renewal.lease

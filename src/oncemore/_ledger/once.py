@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +15,11 @@ from .._contract.templates import Template, remembered
 from .._fingerprint.fingerprint import fingerprint_of
 from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError, CorruptRecord
+from .classes import annotated_classes, can_be_returned, module_of
 from .context import Op, running
 from .decisions import Answer
 from .guard import Guard, check_guard
 from .model import Operation
-from .origin import meant_for, module_of
 from .steps import VARIADIC
 from .transactions import Do
 from .values import replayed
@@ -40,7 +41,8 @@ def once(
     *key* is a template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.
     The arguments must be the same each time; those in *ignore* (a session, a logger) are not compared.  *name* owns the
     keys, and is the function's own where it is not given; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
-    and what they do not say is as in the guard's own policy.
+    and what they do not say is as in the guard's own policy.  A repeated call returns an equal value of the same type:
+    built-in types, and the classes that the function's return annotation or `types=(Order,)` names.
     """
     policy = check_guard(guard).policy.but(**settings)
 
@@ -65,7 +67,7 @@ class Once(Generic[P, T]):
         check_function(function)
         self.guard = guard
         self.function = function
-        self.policy = policy
+        self.settings = policy
         self.name = name or own_name(function)
         self.signature = inspect.signature(function)
         names = tuple(self.signature.parameters)
@@ -78,6 +80,27 @@ class Once(Generic[P, T]):
         self.key = key if callable(key) else remembered(Template(key, names=names), policy.ttl)
         self.awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """The settings, with the classes that the annotations name: of the result, and of arguments that are kept.
+
+        Made at the first call, because an annotation may name a class that is defined below the function.
+        """
+        returned = annotated_classes(self.function, "return")
+        for kind in returned:
+            if not can_be_returned(kind, self.settings.types):
+                raise ConfigurationError(
+                    f"{self.name} returns a {kind.__qualname__}, which cannot be stored and replayed: return built-in types, "
+                    "dataclasses, attrs classes, msgspec structs, pydantic models, named tuples or enums; or name the "
+                    "subclasses that it returns by types="
+                )
+        kept = annotated_classes(self.function, *self.compared) if self.settings.effect == "steps" else ()
+        return dataclasses.replace(self.settings, types=(*self.settings.types, *returned, *kept))
+
+    def types(self) -> tuple[type, ...]:
+        """The classes that results and kept arguments may be of."""
+        return self.policy.types
+
     def operation(self, *args: P.args, **kwargs: P.kwargs) -> Operation:
         """The operation that a call with these arguments is, to look it up in the ledger."""
         bound = self.signature.bind(*args, **kwargs)
@@ -88,7 +111,7 @@ class Once(Generic[P, T]):
         else:
             name = check_name(self.key(*args, **kwargs), "What the key function gave")
         fingerprint = fingerprint_of([arguments[each] for each in self.compared])
-        request = (lambda: self._kept(arguments)) if self.policy.effect == "steps" else None
+        request = (lambda: self._kept(arguments)) if self.settings.effect == "steps" else None
         return Operation(f"once:{self.name}", name, fingerprint, self.name, request=request)
 
     def _kept(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,6 +177,7 @@ class Once(Generic[P, T]):
 
         call.operation = self.operation
         call.drive = self.drive
+        call.types = self.types
         return cast("Callable[P, T]", call)
 
     def _result(self, operation: Operation, answer: Answer) -> Any:
@@ -162,8 +186,7 @@ class Once(Generic[P, T]):
         if answer.value is not None:
             return answer.value
         try:  # not performed just now, or the result was None, which reads back as itself
-            with meant_for(self.function):
-                return replayed(answer.outcome, self.policy.errors)
+            return replayed(answer.outcome, self.policy.errors, self.policy.types)
         except CorruptRecord as error:
             self.guard.emit("failed", operation, code=error.code, detail=error.detail)
             raise

@@ -30,12 +30,13 @@ from ..errors import (
     UnknownOutcome,
 )
 from .attempt import LeaseAttempt
+from .classes import annotated_classes
 from .context import OnUnknownStep, Op, Retrying, StepEffect, derive
 from .decisions import Answer, fenced
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
 from .transaction_attempt import TransactionAttempt
-from .values import replayed, value_outcome
+from .values import Types, replayed, value_outcome
 
 __all__ = ["OnUnknownStep", "Retrying", "StepRetry", "Steps", "Undone"]
 
@@ -68,21 +69,15 @@ class Steps:
 
     # Before the first step
 
-    def open(self, deadline: float | None) -> Plan[float | None]:
-        """Write down what was asked, and this *deadline*, as step 0; where a former attempt has, its own is the deadline."""
+    def open(self) -> Plan[float | None]:
+        """Find the operation's own record, which names its steps; the deadline that the first attempt kept in it."""
         record = yield from self.ledger.store.find(*self.operation.id)
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
         self.epoch = record_epoch(record)
-        if self.lease.lapsed:
+        if self.lease.attempt > 1 and (self.lease.lapsed or (yield from self.any_taken())):
             check_age(record)
-        found = yield from self.ledger.claim(self.named(0, "request"), step_policy(self.policy, "lease"))
-        if isinstance(found, Record):
-            if (yield from self.any_taken()):  # also where a person has released it
-                check_age(found)
-            former: float | None = replayed(found.outcome or Outcome("tombstone"))["deadline"]
-            return former
-        yield from self._settle(found, request_outcome(self.operation, deadline))
+        deadline: float | None = unpack_request(record.request, self.policy.types)["deadline"]
         return deadline
 
     def named(self, number: int | str, name: str) -> Operation:
@@ -133,7 +128,7 @@ class Steps:
         finally:
             self.under_way = ""
         self.done += 1
-        value = result(answer, self.policy)
+        value = result(answer, step.naming(self.policy))
         if back is not None:
             self.undos.append((back, value))
         return value
@@ -142,7 +137,7 @@ class Steps:
         """The step's answer, from its checkpoint or by performing it as often as its retry allows."""
         operation = self.named(step.number, step.name)
         key = derive(self.operation, step.label)
-        policy = step.policy(step_policy(self.policy, step.effect), key)
+        policy = step.policy(step_policy(step.naming(self.policy), step.effect), key)
         delays = iter(step.retry.delays())
         while True:
             yield from self.ours()
@@ -376,6 +371,11 @@ class Step:
         if on_unknown == "resolve" and resolver is None:
             raise ConfigurationError(f"step {name!r}: on_unknown = 'resolve' needs a resolver")
 
+    def naming(self, policy: Policy) -> Policy:
+        """Return *policy*, with the classes that the return annotation of the step's function names."""
+        new = tuple(kind for kind in annotated_classes(self.function, "return") if kind not in policy.types)
+        return dataclasses.replace(policy, types=policy.types + new) if new else policy
+
     def policy(self, policy: Policy, key: str) -> Policy:
         """The usual policy of steps, with what this one says about a holder that vanished in it.
 
@@ -512,7 +512,7 @@ def kept(answer: Answer, name: str) -> Answer:
 def result(answer: Answer, policy: Policy) -> Any:
     """What the step gave; raises where its outcome is an error."""
     if answer.how != "stored":
-        return replayed(answer.outcome, policy.errors)
+        return replayed(answer.outcome, policy.errors, policy.types)
     if answer.outcome.kind == "error":
         raise answer.value
     return answer.value
@@ -540,14 +540,22 @@ def closed_with(outcome: Outcome | None) -> Outcome | None:
     return decode_outcome(outcome.body) if outcome is not None and outcome.body else None
 
 
-def request_outcome(operation: Operation, deadline: float | None) -> Outcome:
-    """Step 0: what was asked, as far as it can be kept, and all that whoever goes on with it could not tell from that."""
+def pack_request(operation: Operation, deadline: float | None, types: Types) -> bytes:
+    """What a claim keeps for a completer: the request, if it can be kept, and what the request alone does not tell."""
     request = None if operation.request is None else operation.request()
     kept = {"deadline": deadline, "request": request, "unique": operation.unique}
-    outcome = value_outcome(kept)
+    outcome = value_outcome(kept, types)
     if outcome.kind == "tombstone" or len(outcome.body) > LARGEST:
-        return value_outcome({**kept, "request": None})
-    return outcome
+        return value_outcome({**kept, "request": None}).body
+    return outcome.body
+
+
+def unpack_request(data: bytes, types: Types) -> dict[str, Any]:
+    """The parts that `pack_request` kept; no request if a claim kept nothing."""
+    if not data:
+        return {"deadline": None, "request": None, "unique": None}
+    kept: dict[str, Any] = replayed(Outcome("value", body=data), types=types)
+    return kept
 
 
 def check_age(record: Record) -> None:

@@ -16,7 +16,7 @@ from .attempt import LeaseAttempt
 from .context import Op
 from .decisions import Answer, keeps
 from .model import Lease, Outcome, Record
-from .steps import Steps
+from .steps import Steps, pack_request
 from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, untagged
 
 
@@ -29,6 +29,16 @@ class StepsAttempt(LeaseAttempt):
 
     steps: Steps
     too_old = False  # left unfinished for so long that its checkpoints may be gone
+
+    def claim(self, deadline: float | None) -> Plan[Lease | Record]:
+        """Claim, and keep the request for a completer.  If an earlier attempt has kept its own, that stays, and its deadline."""
+        store = self.ledger.store
+        record = yield from store.find(*self.operation.id)
+        if record is not None and record.state == "settled":
+            return record
+        if record is None or not record.request:
+            self.request = pack_request(self.operation, deadline, self.policy.types)
+        return (yield from store.claim(self.operation, lease=self.policy.lease, request=self.request))
 
     def take(self, lease: Lease, deadline: float | None) -> None:
         self.lease = lease
@@ -59,7 +69,7 @@ class StepsAttempt(LeaseAttempt):
     def _open(self) -> Plan[float | None]:
         """The first caller's deadline.  An operation that was left for too long is held: nobody can continue or repeat it."""
         try:
-            return (yield from self.steps.open(self.op.deadline))
+            return (yield from self.steps.open())
         except UnknownOutcome as error:
             self.too_old = True
             raise (yield from self._hold(error.detail)) from error
@@ -87,7 +97,7 @@ class StepsAttempt(LeaseAttempt):
         if own and owner == self.operation.scope:
             return Answer(outcome, "replayed", attempt=self.op.attempt)
         answer = done_before(record, self.op, self.policy)
-        yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
+        yield from self.steps.ended(final=self.keeps(answer.outcome))
         return answer
 
     # The ends
@@ -130,7 +140,7 @@ class StepsAttempt(LeaseAttempt):
 
     def _settle(self, answer: Answer) -> Plan[Answer]:
         try:
-            yield from self.steps.ended(final=keeps(self.policy, answer.outcome))
+            yield from self.steps.ended(final=self.keeps(answer.outcome))
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -144,7 +154,7 @@ class StepsAttempt(LeaseAttempt):
                 return (yield from self.ledger.answer_of_successor(self.operation, self.policy, self.steps.lost))
             if answer is None or self.steps.closed or self._has_failed_for_good(answer):
                 answer = yield from self._undo(answer)
-            elif not keeps(self.policy, answer.outcome):
+            elif not self.keeps(answer.outcome):
                 yield from self._leave()
                 return msgspec.structs.replace(answer, how="released")
             return (yield from self._settle_both(answer))
@@ -169,7 +179,7 @@ class StepsAttempt(LeaseAttempt):
         except (Fenced, StoreError):
             yield from self._leave()
             raise
-        return (yield from self.ledger.settle(self.lease, answer, self.policy, self.op.note))
+        return (yield from self.record(answer))
 
     def _end_unique_claim(self, outcome: Outcome | None) -> Plan[None]:
         """A success answers every other key; anything else leaves the way free."""
@@ -203,7 +213,7 @@ class StepsAttempt(LeaseAttempt):
     def _has_failed_for_good(self, answer: Answer) -> bool:
         """Whether it is a failure, and there are steps to undo, or an earlier attempt that must be kept from going on."""
         failed = answer.outcome.kind == "error" or answer.outcome.status >= 400
-        return failed and bool(self.steps.undos or self.op.attempt > 1) and keeps(self.policy, answer.outcome)
+        return failed and bool(self.steps.undos or self.op.attempt > 1) and self.keeps(answer.outcome)
 
     def _undo(self, answer: Answer | None) -> Plan[Answer]:
         """Undo the steps that were taken, the last one first.  Then the failure is the answer, or the operation is held."""

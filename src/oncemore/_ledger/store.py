@@ -13,7 +13,7 @@ import msgspec
 
 from .._runtime.forks import reset_in_child
 from .._runtime.plan import Plan
-from .._runtime.wakeups import Bell
+from .._runtime.wakeups import Wakeups
 from ..errors import ConfigurationError
 from .model import Claim, Lease, Operation, Outcome, Record
 from .states import State
@@ -70,8 +70,8 @@ class Store(Protocol):
     """
 
     url: str  # as given, without its password
-    bell: Bell  # rings when a record may have changed
-    poll: float  # the longest that a waiter trusts the bell alone, in seconds
+    wakeups: Wakeups  # notified when a record may have changed
+    poll: float  # the longest that a waiter trusts wake-ups alone, in seconds
     shift: float  # added to the store's clock: 0, except in tests that let time pass
 
     @property

@@ -217,7 +217,7 @@ class TransactionAttempt(LeaseAttempt):
         """Record the outcome and commit, or roll back if the policy does not keep it."""
         assert self.transaction is not None
         policy, outcome, transaction = self.policy, answer.outcome, self.transaction
-        if not keeps(policy, outcome):
+        if not self.keeps(outcome):
             yield from self._abort()
             yield from self._remember()
             return msgspec.structs.replace(answer, how="released")
@@ -228,8 +228,8 @@ class TransactionAttempt(LeaseAttempt):
         yield from transaction.commit()
         self.transaction = None
         self.ended = True
-        self.ledger.store.bell.ring(self.operation.id)
-        return self.ledger.settled(self.lease, answer, policy)
+        self.ledger.store.wakeups.notify(self.operation.id)
+        return self.settled(answer)
 
     def _settle_unique(self, transaction: Transaction, lease: Lease, outcome: Outcome) -> Plan[None]:
         """A success answers every other key; anything else leaves the way free."""

@@ -1,7 +1,8 @@
-"""Turns the results and errors of functions into outcomes and back, as themselves: typed, readable, never pickled.
+"""Turns the results and errors of functions into outcomes and back, equal and of the same type.  Nothing is pickled.
 
-No code runs when a value is read back, but for the __post_init__ of msgspec structs and the defaults of fields that a
-class has gained since.  A zoneinfo zone is kept; of any other time zone, the offset.
+Built-in types always come back; other objects if the function names their class (`classes.py`).  Reading a value runs no
+code of its class, except that of msgspec structs and of classes that have gained a field since.  A zoneinfo time zone is
+kept; of any other time zone, the offset.
 """
 
 from __future__ import annotations
@@ -10,44 +11,46 @@ import datetime
 import decimal
 import enum
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import msgspec
 
-from ..errors import CorruptRecord, OutcomeNotKept
+from ..errors import CorruptRecord, OncemoreError, OutcomeNotKept
+from .classes import classes_by_name, field_names, is_enum, is_storable, name_of
 from .events import log
 from .model import Outcome
-from .objects import (
-    Errors,
-    Unstorable,
-    classes_named,
-    error_class,
-    error_from,
-    error_parts,
-    is_data,
-    is_enum,
-    name_of,
-    rebuilt,
-    state_of,
-)
 
-# Every value that MessagePack cannot carry is written as {"~": tag, "v": ...}; a dictionary with a "~" of its own is, too.
+Types = tuple[type, ...]
+Errors = tuple[type[BaseException], ...]
+Classes = Mapping[str, type]
+
+# Each value that MessagePack does not have is written as {"~": tag, "v": ...}, and so is a dictionary with a key "~".
 MARK = "~"
 
-# So deep that nobody's result gets there, and so shallow that reading it back never meets Python's own limit.
+# Deeper than any sensible result, and shallow enough that reading it back never meets Python's own limit.
 DEEPEST = 100
 
 TICK = datetime.timedelta(microseconds=1)
 
 
-# ── Plain values ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class Unstorable(OncemoreError):
+    """The value is of a type that cannot be stored and read back as itself."""
+
+    code = "CONFIGURATION.unstorable_value"
+    title = "The value cannot be stored"
 
 
-def to_plain(value: Any, room: int = DEEPEST) -> Any:
-    """*value* in terms of what MessagePack carries, from which from_plain makes an equal value of the same type."""
+# ── Values ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def to_plain(value: Any, classes: Classes | None = None, room: int = DEEPEST) -> Any:
+    """Return *value* in terms of MessagePack's own types; `from_plain` makes an equal value of the same type from it.
+
+    Objects must be of one of *classes*; with None, of any class that can be stored.
+    """
     kind = type(value)
     if value is None or kind in PLAIN:
         return value
@@ -56,23 +59,23 @@ def to_plain(value: Any, room: int = DEEPEST) -> Any:
     if room == 0:
         raise Unstorable(f"The result is nested more than {DEEPEST} deep, or contains itself")
     if kind is list:
-        return [to_plain(item, room - 1) for item in value]
+        return [to_plain(item, classes, room - 1) for item in value]
     if kind is dict:
-        return _write_dict(value, room - 1)
+        return _write_dict(value, classes, room - 1)
     if kind in COLLECTIONS:
-        return _tagged(kind.__name__, [to_plain(item, room - 1) for item in value])
+        return _tagged(kind.__name__, [to_plain(item, classes, room - 1) for item in value])
     write = WRITE.get(kind)
-    return write(value) if write else _write_object(value, kind, room - 1)
+    return write(value) if write else _write_object(value, classes, room - 1)
 
 
-def from_plain(value: Any) -> Any:
-    """The value that to_plain was given."""
+def from_plain(value: Any, classes: Classes) -> Any:
+    """Return the value that `to_plain` was given."""
     if type(value) is list:
-        return [from_plain(item) for item in value]
+        return [from_plain(item, classes) for item in value]
     if type(value) is dict:
         if MARK in value:
-            return READ[value[MARK]](value["v"])
-        return {key: from_plain(item) for key, item in value.items()}
+            return READ[value[MARK]](value["v"], classes)
+        return {key: from_plain(item, classes) for key, item in value.items()}
     return value
 
 
@@ -80,26 +83,40 @@ def _tagged(tag: str, value: Any) -> dict[str, Any]:
     return {MARK: tag, "v": value}
 
 
-def _write_dict(value: dict[Any, Any], room: int) -> Any:
+def _write_dict(value: dict[Any, Any], classes: Classes | None, room: int) -> Any:
     if MARK not in value and {*map(type, value)} <= {str}:
-        return {key: to_plain(item, room) for key, item in value.items()}
-    return _tagged("dict", [[to_plain(key, room), to_plain(item, room)] for key, item in value.items()])
+        return {key: to_plain(item, classes, room) for key, item in value.items()}
+    pairs = [[to_plain(key, classes, room), to_plain(item, classes, room)] for key, item in value.items()]
+    return _tagged("dict", pairs)
 
 
-def _write_object(value: Any, kind: type, room: int) -> Any:
-    name, fits = name_of(kind), is_enum if is_enum(kind) else is_data
-    if not fits(kind):
+def _write_object(value: Any, classes: Classes | None, room: int) -> Any:
+    kind = type(value)
+    name = name_of(kind)
+    if not is_storable(kind):
         raise Unstorable(
             f"A {kind.__qualname__} cannot be stored as the result of a guarded function: return built-in types, "
-            "dataclasses, msgspec structs, pydantic models, named tuples or enums"
+            "dataclasses, attrs classes, msgspec structs, pydantic models, named tuples or enums"
         )
-    if not any(known is kind for known in classes_named(name, fits)):
-        raise Unstorable(f"{name} now names another class than the one of the result")
+    if classes is not None and classes.get(name) is not kind:
+        raise Unstorable(
+            f"{name} is not among the classes that can be replayed: name it in the function's return annotation, or "
+            f"write types=({kind.__name__},)"
+        )
     if isinstance(value, enum.Flag):
         return _tagged("flag", [name, value.value])
     if isinstance(value, enum.Enum):
         return _tagged("enum", [name, value.name])
-    return _tagged("object", [name, _write_dict(state_of(value), room)])
+    return _tagged("object", [name, _write_dict(_attributes(value), classes, room)])
+
+
+def _known(name: str, classes: Classes, *, enums: bool) -> Any:
+    kind = classes.get(name)
+    if kind is None or is_enum(kind) is not enums:
+        raise Unstorable(
+            f"{name} is not among the classes that the function names: add it to its return annotation or to `types`"
+        )
+    return kind
 
 
 def _write_moment(value: datetime.datetime | datetime.time) -> Any:
@@ -109,12 +126,8 @@ def _write_moment(value: datetime.datetime | datetime.time) -> Any:
     return _tagged(type(value).__name__, [value.replace(tzinfo=None).isoformat(), value.fold, ticks, key])
 
 
-def _read_moment(kind: Any) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        text, fold, ticks, key = value
-        return kind.fromisoformat(text).replace(fold=fold, tzinfo=_zone(ticks, key))
-
-    return read
+def _read_moment(kind: Any, text: str, fold: int, ticks: int | None, key: str | None) -> Any:
+    return kind.fromisoformat(text).replace(fold=fold, tzinfo=_zone(ticks, key))
 
 
 def _zone(ticks: int | None, key: str | None) -> datetime.tzinfo | None:
@@ -136,24 +149,102 @@ WRITE: dict[type, Callable[[Any], Any]] = {
     datetime.timedelta: lambda v: _tagged("timedelta", [v.days, v.seconds, v.microseconds]),
     complex: lambda v: _tagged("complex", [v.real, v.imag]),
 }
-READ: dict[str, Callable[[Any], Any]] = {
-    "int": lambda v: int(v, 16),
-    "bytearray": bytearray,
-    "uuid": uuid.UUID,
-    "decimal": decimal.Decimal,
-    "datetime": _read_moment(datetime.datetime),
-    "time": _read_moment(datetime.time),
-    "date": datetime.date.fromisoformat,
-    "timedelta": lambda v: datetime.timedelta(*v),
-    "complex": lambda v: complex(*v),
-    "tuple": lambda v: tuple(from_plain(item) for item in v),
-    "set": lambda v: {from_plain(item) for item in v},
-    "frozenset": lambda v: frozenset(from_plain(item) for item in v),
-    "dict": lambda v: {from_plain(key): from_plain(item) for key, item in v},
-    "enum": lambda v: next(classes_named(v[0], is_enum))[v[1]],
-    "flag": lambda v: next(classes_named(v[0], is_enum))(v[1]),
-    "object": lambda v: rebuilt(next(classes_named(v[0], is_data)), from_plain(v[1])),
+READ: dict[str, Callable[[Any, Classes], Any]] = {
+    "int": lambda v, _: int(v, 16),
+    "bytearray": lambda v, _: bytearray(v),
+    "uuid": lambda v, _: uuid.UUID(v),
+    "decimal": lambda v, _: decimal.Decimal(v),
+    "datetime": lambda v, _: _read_moment(datetime.datetime, *v),
+    "time": lambda v, _: _read_moment(datetime.time, *v),
+    "date": lambda v, _: datetime.date.fromisoformat(v),
+    "timedelta": lambda v, _: datetime.timedelta(*v),
+    "complex": lambda v, _: complex(*v),
+    "tuple": lambda v, classes: tuple(from_plain(item, classes) for item in v),
+    "set": lambda v, classes: {from_plain(item, classes) for item in v},
+    "frozenset": lambda v, classes: frozenset(from_plain(item, classes) for item in v),
+    "dict": lambda v, classes: {from_plain(key, classes): from_plain(item, classes) for key, item in v},
+    "enum": lambda v, classes: _known(v[0], classes, enums=True)[v[1]],
+    "flag": lambda v, classes: _known(v[0], classes, enums=True)(v[1]),
+    "object": lambda v, classes: _rebuild(_known(v[0], classes, enums=False), from_plain(v[1], classes)),
 }
+
+
+# ── Objects ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of a data object by name, also those that are no fields."""
+    kind = type(value)
+    if issubclass(kind, tuple):
+        return dict(zip(kind._fields, value, strict=True))  # type: ignore[attr-defined]
+    if issubclass(kind, msgspec.Struct):
+        return {name: getattr(value, name) for name in kind.__struct_fields__}
+    object.__new__(kind)  # a class that cannot be made without arguments is refused now, not at the replay
+    return _state(value)
+
+
+def _state(value: object) -> dict[str, Any]:
+    """Return the object's dictionary and slots, whatever its class says about its own state."""
+    state: Any = object.__getstate__(value)
+    members, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(members or {}), **(slots or {})}
+
+
+def _rebuild(kind: Any, attributes: dict[str, Any]) -> Any:
+    """Make the object with these attributes.
+
+    Its `__init__` runs only if it must: it would validate, change or count what is already done.  If the class has gained
+    a field since, its own `__init__` gives the default.
+    """
+    names = field_names(kind) or set()
+    fields = {name: attributes[name] for name in names if name in attributes}
+    if issubclass(kind, tuple):
+        return kind(**fields)
+    is_struct = issubclass(kind, msgspec.Struct)
+    make = getattr(kind, "model_construct", kind)  # pydantic's `__init__` wants aliases in place of the names
+    result = make(**fields) if is_struct or fields.keys() != names else object.__new__(kind)
+    assign = msgspec.structs.force_setattr if is_struct else object.__setattr__
+    for name, item in attributes.items():
+        with suppress(AttributeError):  # a slot that the class has lost since
+            assign(result, name, item)
+    for name in names - fields.keys():
+        if not hasattr(result, name):
+            raise Unstorable(f"{name_of(kind)} has gained {name!r}, which the stored one lacks")
+    return result
+
+
+# ── Exceptions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def error_parts(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that Python's own part of the error was made of, and all attributes that it has."""
+    _, args, *state = _builtin(type(error)).__reduce__(error)
+    return args, {**(state[0] if state else {}), **_state(error)}
+
+
+def error_from(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    """Make the error with these parts.  Its own `__init__` does not run, because its arguments are not known."""
+    builtin = _builtin(kind)
+    error: BaseException = builtin.__new__(kind, *args)
+    builtin.__init__(error, *args)
+    for name, item in state.items():
+        object.__setattr__(error, name, item)
+    return error
+
+
+def _builtin(kind: type[BaseException]) -> Any:
+    """Return the built-in class that *kind* is made from: some, like OSError, hold more than args and attributes."""
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
+
+
+def error_class(name: str, errors: Errors) -> type[BaseException] | None:
+    """Return the class called *name* if it is one of *errors* or a subclass of one."""
+    kinds = list(errors)
+    for kind in kinds:  # grows while it is read
+        if name_of(kind) == name:
+            return kind
+        kinds.extend(child for child in kind.__subclasses__() if child not in kinds)
+    return None
 
 
 # ── Outcomes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,38 +255,42 @@ decode = msgspec.msgpack.Decoder().decode
 NOTHING = Outcome("value", body=encode(None))
 
 
-def value_outcome(value: Any) -> Outcome:
-    """The outcome that replays *value*; a tombstone where it cannot be stored, for the effect has happened."""
+def value_outcome(value: Any, types: Types | None = None) -> Outcome:
+    """Return the outcome that replays *value*; a tombstone if it cannot be stored, because the effect has happened.
+
+    *types* are the classes that the reader will know; None if that cannot be told here.
+    """
     try:
-        return Outcome("value", body=encode(to_plain(value)))
-    except Exception as reason:  # whatever it is: if it got out, the operation would be performed again
+        return Outcome("value", body=encode(to_plain(value, None if types is None else classes_by_name(types))))
+    except Exception as reason:  # whichever it is: if it got out, the operation would be performed again
         return _tombstone(type(value), reason)
 
 
-def error_outcome(error: BaseException) -> Outcome:
-    """The outcome that raises *error* again; a tombstone where it cannot be stored."""
+def error_outcome(error: BaseException, types: Types | None = None) -> Outcome:
+    """Return the outcome that raises *error* again; a tombstone if it cannot be stored."""
     try:
         args, state = error_parts(error)
-        error_from(type(error), args, state)  # one that cannot be made again is known now, not at the replay
-        return Outcome("error", body=encode([name_of(type(error)), to_plain(args), to_plain(state)]))
+        error_from(type(error), args, state)  # an error that cannot be made again is known now, not at the replay
+        classes = None if types is None else classes_by_name(types)
+        return Outcome("error", body=encode([name_of(type(error)), to_plain(args, classes), to_plain(state, classes)]))
     except Exception as reason:
         return _tombstone(type(error), reason)
 
 
 def _tombstone(kind: type, reason: Exception) -> Outcome:
     why = f"{name_of(kind)}: {reason.detail if isinstance(reason, Unstorable) else type(reason).__name__}"
-    log.warning("What came of an operation cannot be stored, only that it happened: %s", why)
+    log.warning("The result of an operation cannot be stored, only that it happened: %s", why)
     return Outcome("tombstone", body=why.encode("utf-8", "backslashreplace"))
 
 
-def replayed(outcome: Outcome, errors: Errors = ()) -> Any:
-    """The value that *outcome* holds; raises the error where it holds one of *errors*."""
+def replayed(outcome: Outcome, errors: Errors = (), types: Types = ()) -> Any:
+    """Return the value that *outcome* holds, or raise its error if it is one of *errors*; objects are of *types*."""
     if outcome.kind not in ("value", "error"):
         raise OutcomeNotKept(
             f"The function ran, but its result was not kept: {outcome.body.decode('utf-8', 'replace')}"
         )
     try:
-        result = _read(outcome, errors)
+        result = _read(outcome, errors, classes_by_name(types))
     except Exception as error:
         raise CorruptRecord(f"The stored result cannot be read: {type(error).__name__}: {error}") from error
     if outcome.kind == "error":
@@ -203,12 +298,12 @@ def replayed(outcome: Outcome, errors: Errors = ()) -> Any:
     return result
 
 
-def _read(outcome: Outcome, errors: Errors) -> Any:
+def _read(outcome: Outcome, errors: Errors, classes: Classes) -> Any:
     plain = decode(outcome.body)
     if outcome.kind == "value":
-        return from_plain(plain)
+        return from_plain(plain, classes)
     name, args, state = plain
     kind = error_class(name, errors)
     if kind is None:
         return OutcomeNotKept(f"The function raised {name} the first time; add it to `errors` to have it raised again")
-    return error_from(kind, from_plain(args), from_plain(state))
+    return error_from(kind, from_plain(args, classes), from_plain(state, classes))

@@ -1,7 +1,6 @@
-"""Groups what concurrent callers ask of a store: whatever came in while the last group was in flight is the next group.
+"""Batches of store calls: calls that arrive while one batch is under way form the next one.
 
-A lone caller never waits for company.  Among threads, one of the waiting callers flies the group for all; on an event
-loop none of them does, so that a caller's cancellation never stops a flight that carries others.
+One fsync or one round trip then serves many callers.  A single call runs immediately; batching never adds latency.
 """
 
 from __future__ import annotations
@@ -10,388 +9,421 @@ import asyncio
 import copy
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from contextvars import Context
-from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from ..errors import StoreError
-from .drive import Drive
 from .forks import reset_in_child
+from .loops import PerLoop
 from .plan import Plan, arun, run
-from .shutdown import at_shutdown
 
 Item = TypeVar("Item")
+T = TypeVar("T")
 
 log = logging.getLogger("oncemore")
 
-# How many turns of an event loop that bring nobody, and how many seconds in all, a group waits for those who just landed.
-PATIENCE, LONGEST_BOARDING = 3, 0.005
+Call = tuple[Item, "asyncio.Future[Any]"]  # on an event loop
 
-# How long a loop that is shut down waits for a store that does not answer: whoever ends a process hardly waits longer.
-LONGEST_STAY, NEVER = 30.0, float("inf")
+# A batch waits for callers that were just answered: at most so many turns of the loop that bring no call, and so many seconds.
+LINGER_TURNS, LINGER_SECONDS = 3, 0.005
 
-Entry = tuple[Item, "asyncio.Future[Any]"]
-
-Fly = Callable[[list[Item]], Plan[Sequence[Any]]]  # one result per item, in order; an exception is that item's own
+# How long an ending event loop waits for a store that does not answer.  Process managers hardly wait longer.
+LONGEST_SHUTDOWN = 30.0
 
 
-class Ask(Generic[Item]):
-    """The effect of putting one *item* into a lane and getting its own answer back.
+class Batcher(Generic[Item]):
+    """Runs concurrent store calls in batches, on threads and on each event loop.
 
-    Where the lane has a way to give answers back, a caller that is cancelled has asked for nothing: a claim.
-    """
-
-    __slots__ = ("item", "lane")
-
-    def __init__(self, lane: Lane[Item], item: Item) -> None:
-        self.lane = lane
-        self.item = item
-
-    def run(self) -> Any:
-        return self.lane.submit(self.item)
-
-    def arun(self) -> Awaitable[Any]:
-        future = self.lane.enqueue(self.item)
-        return future if self.lane.abandoned is None else self._told(future)
-
-    async def _told(self, future: asyncio.Future[Any]) -> Any:
-        """The answer; one that meets its caller's cancellation on the last step is abandoned like any other."""
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.cancelled():
-                self.lane.withdraw(future)
-            elif future.exception() is None:
-                await arun(self.lane.abandon(self.item, future.result()))
-            raise
-
-
-class Tell(Ask[Item]):
-    """An Ask of what has to be done, whether or not its caller waits for it: a settle, a release."""
-
-    __slots__ = ()
-
-    def arun(self) -> Awaitable[Any]:
-        return self.lane.enqueue(self.item)
-
-
-class Lane(Generic[Item]):
-    """A queue whose items *fly* together.
-
-    *abandoned* is told of each answer whose caller has gone away.  *boards*: on an event loop, those who have just landed
-    are waited for, for a moment, where a larger group costs less.  *stays*: a loop that is shut down, and has cancelled
-    flights and callers alike, first lets the lane do what it was asked for.
+    Args:
+        run_batch: Returns one result per item, in order; an exception instance is that item's own.  If it raises, the
+            batch may have been applied.  The same items may be run twice, after an interruption.
+        limit: The most items in a batch.
+        linger: On an event loop, wait a moment for callers that were just answered, because most of them call again at
+            once and a larger batch costs each of them less.
+        undo: Takes back items whose callers have gone or whose results were lost; some of them may have had no effect.
+            Without it, an item is always carried out, also if its caller has gone or `asyncio.run` is ending.
     """
 
     def __init__(
         self,
-        fly: Fly[Item],
+        run_batch: Callable[[list[Item]], Plan[Sequence[Any]]],
         *,
-        most: int = 256,
-        abandoned: Callable[[Item, Any], Plan[None]] | None = None,
-        boards: bool = True,
-        stays: bool = True,
+        limit: int = 256,
+        linger: bool = True,
+        undo: Callable[[list[Item]], Plan[None]] | None = None,
     ) -> None:
-        self.fly = fly
-        self.most = most
-        self.abandoned = abandoned
-        self.boards = boards
-        self.stays = stays
+        self.run_batch = run_batch
+        self.limit = limit
+        self.linger = linger
+        self.undo = undo
         self._reset()
         reset_in_child(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: deque[Seat[Item]] = deque()
-        self._leader: Seat[Item] | None = None
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopLane[Item]] = weakref.WeakKeyDictionary()
-        self._latest: tuple[Callable[[], object], LoopLane[Item]] = (lambda: None, LoopLane(self))
-
-    # Threads: the caller at the front of the queue flies the group, then hands the lead to the next one waiting.
-    # An interruption (a signal, mostly) may come between any two steps, so each step leaves what _leave can mend.
+        self._threads = ThreadBatcher(self)
+        self._loops = PerLoop(lambda: LoopBatcher(self), dropped=self._adopt)
+        self.orphans: list[Item] = []  # items of batches that were stopped; the next batch repairs them
 
     def submit(self, item: Item) -> Any:
-        """The answer to *item*, from this thread."""
-        if self._loops:
-            self._let_go()
-        seat = Seat(item)
+        """Return the result of *item*, on this thread."""
+        if len(self._loops):
+            self._loops.drop_closed()
+        return self._threads.submit(item)
+
+    def asubmit(self, item: Item) -> Awaitable[Any]:
+        """Return the result of *item*, on the running event loop."""
+        future = self._loops.get().submit(item)
+        return future if self.undo is None else self._result_or_undo(item, future)
+
+    async def _result_or_undo(self, item: Item, future: asyncio.Future[Any]) -> Any:
         try:
-            with self._lock:
-                self._waiting.append(seat)
-                self._leader = self._leader or seat
-            while self._leader is not seat and not seat.answered:
-                seat.gate.acquire()
-            if not seat.answered:
-                self._lead(seat)
-        except BaseException:
-            self._leave(seat)
+            return await future
+        except asyncio.CancelledError:
+            # Cancelled just when the result had arrived.  If the future was cancelled, the loop's batcher undoes the item.
+            if not future.cancelled() and future.exception() is None:
+                await arun(self.repair([item]))
             raise
-        return seat.answer()
-
-    def _lead(self, seat: Seat[Item]) -> None:
-        with self._lock:
-            seat.group = tuple(islice(self._waiting, self.most))
-            for _ in seat.group:
-                self._waiting.popleft()
-        answers = run(self.flight([each.item for each in seat.group]))
-        with self._lock:
-            left = [(each.item, answer) for each, answer in zip(seat.group, answers, strict=True) if each.left]
-            for each, answer in zip(seat.group, answers, strict=True):
-                each.settle(answer)
-            self._pass_lead(seat)
-            seat.group = ()  # it is in there itself, and a cycle is a burden
-        for item, answer in left:
-            run(self.abandon(item, answer))
-
-    def _pass_lead(self, seat: Seat[Item]) -> None:
-        """Where *seat* has the lead, the first one waiting has it now."""
-        if self._leader is seat:
-            self._leader = self._waiting[0] if self._waiting else None
-        if self._leader is not None:
-            self._leader.wake()
-
-    def _leave(self, seat: Seat[Item]) -> None:
-        """An interrupted caller goes: its group has no answers to wait for, and the next one leads."""
-        with self._lock:
-            taken = seat.answered
-            seat.left = True
-            for each in seat.group or (seat,):
-                if each in self._waiting:
-                    self._waiting.remove(each)
-                each.settle(interrupted())
-            self._pass_lead(seat)
-        if taken:
-            run(self.abandon(seat.item, seat.result))
-
-    # An event loop: futures for the callers.
-
-    def enqueue(self, item: Item) -> asyncio.Future[Any]:
-        """A future for the answer to *item*, on the running loop."""
-        loop = asyncio.get_running_loop()
-        known, lane = self._latest  # nearly always there is one loop, and a look into the dictionary takes longer
-        if known() is not loop:
-            lane = self._loops.get(loop) or self._on_loop(loop)
-            self._latest = (weakref.ref(loop), lane)
-        return lane.enqueue(loop, item)
-
-    def _on_loop(self, loop: asyncio.AbstractEventLoop) -> LoopLane[Item]:
-        self._let_go()
-        lane = self._loops[loop] = LoopLane(self)
-        lane.staying = at_shutdown(self._stay) if self.stays else None
-        return lane
-
-    def _let_go(self) -> None:
-        """Of loops that were closed in mid-flight: nobody carries their plans on, and those who wait there keep them alive."""
-        for known in self._loops.keyrefs():
-            loop = known()
-            lane = self._loops.pop(loop, None) if loop is not None and loop.is_closed() else None
-            for drive in lane.drives if lane is not None else ():
-                drive.plan.close()
-
-    def withdraw(self, future: asyncio.Future[Any]) -> None:
-        """Forget the item that *future* was to answer, if it has not been sent."""
-        lane = self._loops.get(future.get_loop())
-        waiting = lane.waiting if lane is not None else deque()
-        for place, (_, other) in enumerate(waiting):
-            if other is future:
-                del waiting[place]
-                return
 
     async def drain(self) -> None:
-        """Return when nothing is in flight on the running loop."""
-        await self._drained(NEVER)
+        """Return when no batch is under way on the running event loop."""
+        loop_batcher = self._loops.find()
+        if loop_batcher is not None:
+            await loop_batcher.drain()
 
-    async def _drained(self, longest: float) -> bool:
-        """Whether nothing is in flight within so many seconds."""
-        loop = asyncio.get_running_loop()
-        lane = self._loops.get(loop)
-        ends = loop.time() + longest
-        while lane is not None and lane.flying:
-            left = ends - loop.time()
-            if left <= 0:
-                return False
-            lane.landed = lane.landed or loop.create_future()
-            await asyncio.wait([lane.landed], timeout=None if left == NEVER else left)
-        return True
+    def execute(self, items: list[Item]) -> Plan[Sequence[Any]]:
+        """Run one batch, and return one result per item."""
+        if self.orphans:
+            orphans, self.orphans = self.orphans, []
+            yield from self.repair(orphans)
+        results = yield from self.run_batch(items)
+        if len(results) != len(items):
+            raise StoreError(f"The store returned {len(results)} results for {len(items)} items")
+        return results
 
-    async def _stay(self) -> None:
-        if not await self._drained(LONGEST_STAY):
-            log.error("The store does not answer, and the event loop ends without it; outcomes may be lost")
-
-    # Both
-
-    def flight(self, items: list[Item]) -> Plan[Sequence[Any]]:
-        """One answer for each of *items*; where the flight fails, that is everyone's."""
+    def repair(self, items: list[Item]) -> Plan[None]:
+        """Undo *items*, whose results nobody has; without `undo`, carry them out (again)."""
         try:
-            answers = yield from self.fly(items)
-            if len(answers) != len(items):
-                raise StoreError(f"The store gave {len(answers)} answers to {len(items)} questions")
-        except Exception as error:
-            return [as_own(error) for _ in items]
-        return answers
+            yield from self.run_batch(items) if self.undo is None else self.undo(items)
+        except Exception:  # then a lease ends by itself, and an outcome becomes unknown
+            log.exception("An interrupted store call could be neither finished nor undone")
 
-    def abandon(self, item: Item, answer: Any) -> Plan[None]:
-        """Give back what nobody takes any more; where that fails, a lease lapses by itself."""
-        if self.abandoned is None or isinstance(answer, BaseException):
-            return
-        try:
-            yield from self.abandoned(item, answer)
-        except Exception:
-            log.exception("An answer whose caller had gone could not be given back")
+    def _adopt(self, loop_batcher: LoopBatcher[Item]) -> None:
+        """Have the next batch repair the items of a loop that was closed in the middle of a batch."""
+        waiting = loop_batcher.waiting if self.undo is None else ()  # else they were never sent
+        self.orphans += [item for item, _ in (*loop_batcher.batch, *waiting)]
 
 
-class Seat(Generic[Item]):
-    """A thread's place in a group."""
+class Submit(Generic[Item]):
+    """Effect: run *item* in a batch of *batcher*, and return its own result or raise its own error."""
 
-    __slots__ = ("answered", "gate", "group", "item", "left", "result")
+    __slots__ = ("batcher", "item")
+
+    def __init__(self, batcher: Batcher[Item], item: Item) -> None:
+        self.batcher = batcher
+        self.item = item
+
+    def run(self) -> Any:
+        return self.batcher.submit(self.item)
+
+    def arun(self) -> Awaitable[Any]:
+        return self.batcher.asubmit(self.item)
+
+
+class Ticket(Generic[Item]):
+    """One thread's item, and its result once there is one."""
+
+    __slots__ = ("batch", "done", "gate", "gone", "item", "result")
 
     def __init__(self, item: Item) -> None:
         self.item = item
-        self.group: tuple[Seat[Item], ...] = ()  # those it flies, where it leads
+        self.batch: tuple[Ticket[Item], ...] = ()  # the batch that it leads
         self.result: Any = None
-        self.answered = False
-        self.left = False
-        self.gate = threading.Lock()  # an Event made of one lock: it costs a tenth, and every caller needs one
+        self.done = False
+        self.gone = False  # its thread was interrupted
+        self.gate = threading.Lock()  # released to wake the thread; an Event would cost ten times as much
         self.gate.acquire()
 
     def wake(self) -> None:
         if self.gate.locked():
             self.gate.release()
 
-    def settle(self, answer: Any) -> None:
-        if not self.answered:
-            self.result, self.answered = answer, True
+    def finish(self, result: Any) -> None:
+        if not self.done:
+            self.result, self.done = result, True
         self.wake()
 
-    def answer(self) -> Any:
+    def result_or_raise(self) -> Any:
+        if self.result is INTERRUPTED:
+            raise interrupted()
         if isinstance(self.result, BaseException):
             raise self.result
         return self.result
 
 
-class LoopLane(Generic[Item]):
-    """A lane's queue on one event loop; one group is in flight at a time."""
+INTERRUPTED = object()  # the result of a ticket whose batch was interrupted
 
-    def __init__(self, lane: Lane[Item]) -> None:
-        self.lane = lane
-        self.waiting: deque[Entry[Item]] = deque()
-        self.flying = False
-        self.drives: list[Drive] = []
-        self.landed: asyncio.Future[None] | None = None  # who waits for the last flight is told by this
-        self.staying: object = None  # has the loop wait for us when it is shut down
 
-    def enqueue(self, loop: asyncio.AbstractEventLoop, item: Item) -> asyncio.Future[Any]:
-        future = loop.create_future()
+class ThreadBatcher(Generic[Item]):
+    """Runs the calls of threads in batches.  The first caller in the queue leads: it runs the batch for all of them.
+
+    An interrupt (Ctrl-C, mostly) may come between any two lines, and `_leave` repairs each state that this results in.
+    So threads wait on locks, not on a Condition, whose methods are Python code: an interrupt at the end of its
+    `__enter__` would leave the lock held for ever.
+    """
+
+    def __init__(self, batcher: Batcher[Item]) -> None:
+        self.batcher = batcher
+        self.lock = threading.Lock()
+        self.waiting: deque[Ticket[Item]] = deque()
+        self.leader: Ticket[Item] | None = None
+
+    def submit(self, item: Item, *, again: bool = True) -> Any:
+        """Return the result of *item* once its batch has run; after an interrupt, carry it out or undo it if *again*."""
+        ticket = Ticket(item)
+        try:
+            with self.lock:
+                self.waiting.append(ticket)
+                self.leader = self.leader or ticket
+            while self.leader is not ticket and not ticket.done:
+                ticket.gate.acquire()
+            if not ticket.done:
+                self._lead(ticket)
+        except BaseException:
+            try:
+                self._leave(ticket)
+            finally:  # once more, because a second Ctrl-C may have stopped it halfway
+                lost = self._leave(ticket)
+            ticket.batch = ()
+            self._repair(lost, again)
+            raise
+        return ticket.result_or_raise()
+
+    def _lead(self, leader: Ticket[Item]) -> None:
+        """Run a batch from the front of the queue, hand out the results, and let the next caller lead."""
+        batcher = self.batcher
+        with self.lock:
+            leader.batch = batch = tuple(islice(self.waiting, batcher.limit))
+            for _ in batch:
+                self.waiting.popleft()
+        try:
+            results, lost = run(batcher.execute([ticket.item for ticket in batch])), []
+        except Exception as error:
+            results = [own_error(error) for _ in batch]
+            lost = [ticket.item for ticket in batch] if batcher.undo is not None else []
+        with self.lock:
+            for ticket, result in zip(batch, results, strict=True):
+                ticket.finish(result)
+                if ticket.gone and batcher.undo is not None and not isinstance(result, BaseException):
+                    lost.append(ticket.item)
+            self._pass_lead(leader)
+            leader.batch = ()  # it contains the leader, and a cycle would wait for the garbage collector
+        if lost:
+            run(batcher.repair(lost))
+
+    def _pass_lead(self, leader: Ticket[Item]) -> None:
+        if self.leader is leader:
+            self.leader = self.waiting[0] if self.waiting else None
+        if self.leader is not None:
+            self.leader.wake()
+
+    def _repair(self, lost: list[Item], again: bool) -> None:
+        if lost and self.batcher.undo is not None:
+            run(self.batcher.repair(lost))
+        elif lost and again:  # in the queue, because a store runs one batch of a batcher at a time
+            self.batcher.orphans += lost[1:]
+            with suppress(Exception):  # the caller is told of the interrupt
+                self.submit(lost[0], again=False)
+
+    def _leave(self, ticket: Ticket[Item]) -> list[Item]:
+        """Take an interrupted caller out, with the batch that it leads; return the items that must be repaired.
+
+        It may be called twice, and then returns the same.
+        """
+        with self.lock:
+            ticket.gone = True
+            undoes = self.batcher.undo is not None
+            if ticket in self.waiting and not ticket.batch and not undoes:  # else it is withdrawn
+                ticket.batch = (ticket,)
+            for each in ticket.batch or (ticket,):
+                if each in self.waiting:
+                    self.waiting.remove(each)
+                each.finish(INTERRUPTED)
+            self._pass_lead(ticket)
+            lost = [each.item for each in ticket.batch if each.result is INTERRUPTED]
+            if undoes and ticket.result is not INTERRUPTED and not isinstance(ticket.result, BaseException):
+                lost.append(ticket.item)
+            return lost
+
+
+class LoopBatcher(Generic[Item]):
+    """Runs the calls on one event loop in batches, in a task that lasts as long as there are any.
+
+    `asyncio.run` cancels all tasks at its end, this one too, and waits for them.  A settle must not be lost because the
+    program ends, so a cancelled task goes on until its queue is empty, or the store has not answered for 30 seconds.
+    """
+
+    def __init__(self, batcher: Batcher[Item]) -> None:
+        self.batcher = batcher
+        self.waiting: deque[Call[Item]] = deque()
+        self.batch: list[Call[Item]] = []  # the calls under way
+        self.running = False
+        self.gave_up = False
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.last_size, self.last_end = 0, 0.0
+
+    def submit(self, item: Item) -> asyncio.Future[Any]:
+        """Return a future of the result of *item*."""
+        future = asyncio.get_running_loop().create_future()
         self.waiting.append((item, future))
-        if not self.flying:
-            self.flying = True
-            # Not at once: those who come in this same turn of the loop fly along.  And in a context of its own: what
-            # the first caller's says (its trace, its user) is not true of the others.
-            loop.call_soon(self._take_off, context=Context())
+        if not self.running:
+            self._start()
         return future
 
-    def _take_off(self) -> None:
-        if not self.lane.stays:  # then what nobody waits for any more is not begun
-            self.waiting = deque(entry for entry in self.waiting if not entry[1].done())
-        waiting = self.waiting
-        group = [waiting.popleft() for _ in range(min(len(waiting), self.lane.most))]
-        if group:
-            self._fly(group, again=True)
-        else:
+    async def drain(self) -> None:
+        while self.running and self.task is not None:
+            await asyncio.wait([self.task])
+
+    def _start(self) -> None:
+        self.running, self.gave_up = True, False
+        runner = self._run()
+        # By hand up to its first await: the code of a task that is cancelled before its first step would never run.
+        runner.send(None)
+        # In an empty context: the first caller's (its trace, its user) is not that of the others.
+        self.task = Context().run(asyncio.get_running_loop().create_task, runner)
+
+    async def _run(self) -> None:
+        try:
+            await self._linger()
+            while self.waiting and not self.gave_up:
+                await self._run_batch()
+                if self.waiting and self.batcher.linger:
+                    await self._linger()
+        except GeneratorExit:  # the loop was closed in the middle of a batch
+            raise
+        except BaseException:  # Ctrl-C, which ends this task and goes on to the loop; another task serves the queue
+            self.batcher.orphans += [item for item, _ in self.batch]
             self._stop()
-
-    def _fly(self, group: list[Entry[Item]], *, again: bool) -> None:
-        self._drive([self.lane.flight([item for item, _ in group])], partial(self._land, group, again))
-
-    def _land(self, group: list[Entry[Item]], again: bool, answers: Sequence[Any] | None) -> None:
-        # Whoever is gone cannot ask again, and the loop that has cancelled them all has cancelled the flight with them.
-        again = again and answers is None and self.lane.stays
-        gone = [entry for entry in group if entry[1].done()] if again else []
-        answers = answers or [interrupted() for _ in group]
-        if gone:
-            for (_, future), answer in zip(group, answers, strict=True):
-                tell(future, answer)
-            self._fly(gone, again=False)
-            return
-        left = [
-            (item, answer) for (item, future), answer in zip(group, answers, strict=True) if not tell(future, answer)
-        ]
-        if left:
-            self._abandon(left, partial(self._next, len(group)))
-        else:
-            self._next(len(group))
-
-    def _abandon(self, left: list[tuple[Item, Any]], then: Callable[[], None]) -> None:
-        """Give all of it back at once, so that it travels together; *then* comes after the last."""
-        open = len(left)
-
-        def given_back(_: None) -> None:
-            nonlocal open
-            open -= 1
-            if not open:
-                then()
-
-        self._drive([self.lane.abandon(item, answer) for item, answer in left], given_back)
-
-    def _drive(self, plans: list[Plan[Any]], done: Callable[[Any], None]) -> None:
-        self.drives = drives = [Drive(plan, done) for plan in plans]  # kept here, since a loop does not keep its tasks
-        for drive in drives:
-            drive.go_on()
-
-    def _next(self, landed: int) -> None:
-        there = len(self.waiting)
-        if self.lane.boards and (there or landed > 1):
-            loop = asyncio.get_running_loop()
-            until = loop.time() + LONGEST_BOARDING
-            loop.call_soon(self._board, loop, landed, there, PATIENCE, until, context=Context())
-        else:
-            self._take_off()
-
-    def _board(self, loop: asyncio.AbstractEventLoop, landed: int, before: int, patience: int, until: float) -> None:
-        """Give those who have just *landed* the chance to fly again: most come back at once, for a claim is settled.
-
-        A larger group costs everyone less.  But nobody is waited for who does not come: it goes on only as long as the
-        turns of the loop keep bringing someone.
-        """
-        there = len(self.waiting)
-        patience = PATIENCE if there > before else patience - 1
-        if there < landed and patience and loop.time() < until:
-            loop.call_soon(self._board, loop, landed, there, patience, until)
-        else:
-            self._take_off()
+            if self.waiting:
+                self._start()
+            raise
+        self._stop()
 
     def _stop(self) -> None:
-        self.flying, self.drives = False, []
-        if self.landed is not None:
-            tell(self.landed, None)
-            self.landed = None
+        """Leave no caller without a result, and nothing that keeps the loop alive."""
+        unanswered = [*self.batch, *self.waiting] if self.gave_up else self.batch
+        for _, future in unanswered:
+            set_result(future, interrupted())
+        if self.gave_up:
+            self.waiting.clear()
+        self.batch, self.running, self.task = [], False, None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    async def _linger(self) -> None:
+        """Let a turn of the loop pass, and more of them as long as callers that were just answered keep coming back."""
+        loop = asyncio.get_running_loop()
+        until = self.last_end + LINGER_SECONDS
+        turns, before = LINGER_TURNS, 0
+        try:
+            await asyncio.sleep(0)
+            while self.batcher.linger and len(self.waiting) < self.last_size and turns and loop.time() < until:
+                turns = LINGER_TURNS if len(self.waiting) > before else turns - 1
+                before = len(self.waiting)
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._limit_time()
+
+    async def _run_batch(self) -> None:
+        """Run a batch from the front of the queue, hand out the results, and undo what has no caller any more."""
+        batcher = self.batcher
+        self.batch = batch = self._take_batch()
+        if not batch:
+            return
+        items = [item for item, _ in batch]
+        try:
+            results = await self._complete(lambda: batcher.execute(items), again=batcher.undo is None)
+            lost = [item for (item, future), result in zip(batch, results, strict=True) if unwanted(future, result)]
+        except Exception as error:
+            results, lost = [own_error(error) for _ in batch], items
+        for (_, future), result in zip(batch, results, strict=True):
+            set_result(future, result)
+        self.last_size, self.last_end = len(batch), asyncio.get_running_loop().time()
+        if lost and batcher.undo is not None and not self.gave_up:
+            with suppress(StoreError):  # the loop ends without it
+                await self._complete(lambda: batcher.repair(lost))
+        self.batch = []
+
+    def _take_batch(self) -> list[Call[Item]]:
+        batch: list[Call[Item]] = []
+        while self.waiting and len(batch) < self.batcher.limit:
+            call = self.waiting.popleft()
+            if self.batcher.undo is None or not call[1].cancelled():  # else it is withdrawn
+                batch.append(call)
+        return batch
+
+    async def _complete(self, make_plan: Callable[[], Plan[T]], *, again: bool = True) -> T:
+        """Run a plan to its end; *again* from its start each time that this task is cancelled."""
+        task = asyncio.current_task()
+        assert task is not None, "plans run in the batcher's task"
+        cancels = task.cancelling()
+        while True:
+            try:
+                result = await arun(make_plan())
+            except asyncio.CancelledError:
+                if self.gave_up or task.cancelling() == cancels:  # the plan has cancelled itself
+                    raise interrupted() from None
+                cancels = task.cancelling()
+                self._limit_time()
+                if not again:
+                    raise interrupted() from None
+            else:
+                if cancels:  # the store answers, so it may have more time
+                    self._limit_time()
+                return result
+
+    def _limit_time(self) -> None:
+        """From now on, wait for the store at most so long."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = asyncio.get_running_loop().call_later(LONGEST_SHUTDOWN, self._give_up)
+
+    def _give_up(self) -> None:
+        log.error("The store does not answer, and the event loop ends without it; outcomes may be lost")
+        self.gave_up = True
+        if self.task is not None:
+            self.task.cancel()
 
 
-def tell(future: asyncio.Future[Any], answer: Any) -> bool:
-    """Give *answer* to whoever awaits *future*; False where nobody does any more."""
-    if future.done():
-        return False
-    if isinstance(answer, BaseException):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
-    return True
+def set_result(future: asyncio.Future[Any], result: Any) -> None:
+    """Give *result*, or raise it, to the task that awaits *future*; nothing happens if that was cancelled."""
+    if not future.done():
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def unwanted(future: asyncio.Future[Any], result: Any) -> bool:
+    """Whether a call had an effect, but its caller has gone."""
+    return future.cancelled() and not isinstance(result, BaseException)
 
 
 def interrupted() -> StoreError:
-    """What those get whose flight was stopped from outside."""
-    return StoreError("The flight was interrupted; what it asked for may or may not have happened")
+    """The error of calls whose batch was stopped from outside."""
+    return StoreError("The batch was interrupted; its calls may or may not have been carried out")
 
 
-def as_own(error: Exception) -> Exception:
-    """A copy of *error*, caused by it, so that callers who share a failure do not share a traceback."""
+def own_error(error: Exception) -> Exception:
+    """A copy of *error*, caused by it, so that callers that share a failure do not share a traceback."""
     try:
         own = copy.copy(error)
     except Exception:  # not every exception can be made from its own args
-        own = StoreError(f"The flight failed: {error!r}")
+        own = StoreError(f"The batch failed: {error!r}")
     own.__cause__ = error
     return own

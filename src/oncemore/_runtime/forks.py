@@ -1,4 +1,4 @@
-"""A forked child starts afresh: its parent's threads, loops and held locks are not there, and some files must be closed."""
+"""What a fork does to this process's things: the child resets them, and some files must not be open meanwhile."""
 
 from __future__ import annotations
 
@@ -7,31 +7,92 @@ import threading
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from ..errors import ConfigurationError
 
-class Afresh(Protocol):
-    """What can begin anew."""
+
+class Resettable(Protocol):
+    """A thing with threads, locks or connections, which do not work in a forked child."""
 
     def _reset(self) -> None: ...
 
 
-LIVING: WeakSet[Afresh] = WeakSet()
+_resettable: WeakSet[Resettable] = WeakSet()
 
-# Kept, for what is collected is also ended: a task of the parent's would here close the connection that it works on.
-INHERITED: list[dict[str, Any]] = []
-
-
-def reset_in_child(thing: Afresh) -> None:
-    """Have *thing* reset in every child that this process forks."""
-    LIVING.add(thing)
+# The parent's state, kept for ever: a task or connection that the child's garbage collector ends would end the parent's.
+_inherited: list[dict[str, Any]] = []
 
 
-def _start_afresh() -> None:
-    for thing in tuple(LIVING):
-        INHERITED.append(dict(vars(thing)))
+def reset_in_child(thing: Resettable) -> None:
+    """Call `thing._reset()` in every child that this process forks."""
+    _resettable.add(thing)
+
+
+class ForkSensitive(Protocol):
+    """A thing whose file, *path*, must not be open in this process while it forks."""
+
+    path: str
+
+    # Close the file, and keep it closed until the fork is over; False if it is in use.  If this raises, it undoes itself.
+    def _close_for_fork(self) -> bool: ...
+    def _end_fork(self) -> None: ...  # the fork is over; called in the parent alone
+
+
+_sensitive: WeakSet[ForkSensitive] = WeakSet()
+_closed: list[ForkSensitive] = []  # during a fork
+_in_use: set[str] = set()  # during a fork; afterwards, in the child: paths that were open when it was forked
+_forking = threading.Lock()
+
+
+def close_before_fork(thing: ForkSensitive) -> None:
+    """Have *thing* closed before every fork if it is idle.  If it is in use, the child must not open its file.
+
+    Locks on a file are not inherited, but SQLite's memory of them is.  A child that opens the same file then believes in
+    locks that only its parent holds, and rows that it commits are lost without an error.
+    """
+    _sensitive.add(thing)
+
+
+def check_usable(path: str) -> None:
+    """Refuse a file that was in use when this process was forked."""
+    if path in _in_use:
+        raise ConfigurationError(
+            f"{path}: it was in use when process {os.getppid()} forked this one, and SQLite would lose what is written here. "
+            "Fork before serving: start worker processes before the first request, or with the spawn method"
+        )
+
+
+def _before() -> None:
+    _forking.acquire()
+    things = tuple(_sensitive)
+    in_use = set()
+    _in_use.update(thing.path for thing in things)  # all of them, if an interrupt comes meanwhile
+    for thing in things:
+        if thing._close_for_fork():
+            _closed.append(thing)
+        else:
+            in_use.add(thing.path)
+    _in_use.intersection_update(in_use)
+
+
+def _after_in_parent() -> None:
+    try:
+        while _closed:
+            _closed.pop()._end_fork()
+    finally:
+        _in_use.clear()
+        _forking.release()
+
+
+def _after_in_child() -> None:
+    global _forking
+    _forking = threading.Lock()
+    _closed.clear()
+    for thing in tuple(_resettable):
+        _inherited.append(dict(vars(thing)))
         thing._reset()
 
 
-os.register_at_fork(after_in_child=_start_afresh)
+os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
 
 
 class Resting(Protocol):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 
 from .clock import Clock
 from .forks import reset_in_child
+from .loops import PerLoop
 from .plan import Plan, arun, run
 
 log = logging.getLogger("oncemore")
@@ -76,8 +76,7 @@ class Heartbeat:
 
     def _reset(self) -> None:
         self.threads = ThreadTimer(self)
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopTimer] = weakref.WeakKeyDictionary()
-        self._latest: tuple[Callable[[], object], LoopTimer] = (lambda: None, LoopTimer(self))
+        self._loops = PerLoop(lambda: LoopTimer(self))
 
     def renewal(self, lease: Any, seconds: float) -> Renewal:
         """The effect of keeping *lease*, which is *seconds* long, alive from now on."""
@@ -85,12 +84,7 @@ class Heartbeat:
 
     def on_loop(self) -> LoopTimer:
         """The timer of the running event loop."""
-        loop = asyncio.get_running_loop()
-        known, timer = self._latest  # nearly always there is one loop, and the dictionary is slower
-        if known() is not loop:
-            timer = self._loops.get(loop) or self._loops.setdefault(loop, LoopTimer(self))
-            self._latest = (weakref.ref(loop), timer)
-        return timer
+        return self._loops.get()
 
     def take_due(self, renewals: set[Renewal]) -> list[Renewal]:
         """The renewals to be made now, each with its next time set."""

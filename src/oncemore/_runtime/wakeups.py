@@ -1,57 +1,55 @@
-"""Wakes those who wait for a record: one bell a store, rung by this process's writes and by the store's messages."""
+"""Wakes callers that wait for a record to change: after this process's own writes, and after the store's messages."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import MethodType
-from typing import Any
 
 from .forks import reset_in_child
 
 Id = tuple[str, str]
+Subscriber = Callable[[Id | None], None]
 
 
 class Waiter:
-    """One who waits for one record.  A ring between two waits is not lost: the next wait returns at once."""
+    """One caller that waits for one record.  A notification between two waits is not lost: the next wait returns at once."""
 
-    __slots__ = ("_lock", "_rung", "_wake")
+    __slots__ = ("_lock", "_notified", "_wake")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # as the bell's
-        self._rung = False
+        self._lock = threading.RLock()  # as that of Wakeups
+        self._notified = False
         self._wake: Callable[[], object] | None = None
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         with self._lock:
-            self._rung = True
+            self._notified = True
             wake = self._wake
         if wake is not None:
             wake()
 
     def wait(self, timeout: float) -> Wait:
-        """The effect of waiting for the next ring, or until *timeout* seconds have passed."""
+        """Return the effect of waiting for the next notification, at most *timeout* seconds."""
         return Wait(self, timeout)
 
     def arm(self, wake: Callable[[], object]) -> bool:
-        """Ask to be woken by *wake*; False where the bell has rung since the last wait."""
+        """Have *wake* called at the next notification; False if there was one since the last wait."""
         with self._lock:
-            if self._rung:
-                self._rung = False
+            if self._notified:
+                self._notified = False
                 return False
             self._wake = wake
             return True
 
     def disarm(self) -> None:
         with self._lock:
-            self._rung, self._wake = False, None
+            self._notified, self._wake = False, None
 
 
 class Wait:
-    """Wait for one ring of *waiter*, at most *timeout* seconds."""
+    """Effect: wait for one notification of *waiter*, at most *timeout* seconds."""
 
     __slots__ = ("timeout", "waiter")
 
@@ -75,11 +73,11 @@ class Wait:
             if not future.done():
                 future.set_result(None)
 
-        def ring() -> None:
-            with suppress(RuntimeError):  # the loop was closed under its waiters; the one who rings must not suffer
+        def wake_from_any_thread() -> None:
+            with suppress(RuntimeError):  # the loop was closed while this caller waited
                 loop.call_soon_threadsafe(wake)
 
-        if self.waiter.arm(ring):
+        if self.waiter.arm(wake_from_any_thread):
             timer = loop.call_later(self.timeout, wake)
             try:
                 await future
@@ -88,35 +86,31 @@ class Wait:
                 self.waiter.disarm()
 
 
-class Bell:
-    """Who waits for which record in this process, and who wants to hear of every change."""
+class Wakeups:
+    """The callers of this process that wait for a record, and the subscribers that are told of every change."""
 
     def __init__(self) -> None:
-        self._listeners: list[tuple[weakref.ref[Any] | None, Callable[..., None]]] = []
+        self._subscribers: tuple[Subscriber, ...] = ()
         self._reset()
         reset_in_child(self)
 
     def _reset(self) -> None:
-        # One that its own thread may take twice: a wait that nobody goes on with ends when the garbage is collected.
+        # Reentrant, because the garbage collector may end a forgotten wait, or unsubscribe, while this thread holds it.
         self._lock = threading.RLock()
         self._waiters: dict[Id | None, set[Waiter]] = {}
 
-    def hear(self, listener: Callable[[Id | None], None]) -> None:
-        """Call *listener* with the id of every record that changes; a method, for as long as its object is in use.
-
-        None stands for any record: some changes may have been missed.
-        """
-        added: tuple[weakref.ref[Any] | None, Callable[..., None]] = (None, listener)
-        if isinstance(listener, MethodType):
-            added = (weakref.ref(listener.__self__), listener.__func__)
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call *subscriber* with the id of every record that changes, until `unsubscribe`; None stands for any record."""
         with self._lock:
-            # The dead are removed here, where they are replaced, so that ringing need not change the list.
-            living = [(owner, function) for owner, function in self._listeners if owner is None or owner() is not None]
-            self._listeners = [*living, added]
+            self._subscribers = (*self._subscribers, subscriber)
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        with self._lock:
+            self._subscribers = tuple(each for each in self._subscribers if each != subscriber)
 
     @contextmanager
     def waiting(self, id: Id) -> Iterator[Waiter]:
-        """A waiter for the record *id*, from now until the block ends."""
+        """Give a waiter for the record *id*, which is notified from now until the block ends."""
         waiter = Waiter()
         with self._lock:
             self._waiters.setdefault(id, set()).add(waiter)
@@ -124,28 +118,25 @@ class Bell:
             yield waiter
         finally:
             with self._lock:
-                waiters = self._waiters.get(id, set())  # none, where the process was forked meanwhile
+                waiters = self._waiters.get(id, set())  # none, if the process was forked meanwhile
                 waiters.discard(waiter)
                 if not waiters:
                     self._waiters.pop(id, None)
 
-    def ring(self, id: Id | None) -> None:
-        """Wake all who wait for the record *id*, and tell those who hear of every change."""
-        for owner, function in self._listeners:
-            if owner is None:
-                function(id)
-            elif (listener := owner()) is not None:
-                function(listener, id)
-        if self._waiters:  # the common case is that nobody waits, and costs no lock
+    def notify(self, id: Id | None) -> None:
+        """Wake all that wait for the record *id*, and tell the subscribers."""
+        for subscriber in self._subscribers:
+            subscriber(id)
+        if self._waiters:  # usually nobody waits, and that costs no lock
             with self._lock:
                 waiters = tuple(self._waiters.get(id, ()))
             for waiter in waiters:
-                waiter.ring()
+                waiter.notify()
 
-    def ring_all(self) -> None:
-        """Wake everyone: the store's messages were not heard for a while, and some may have been missed."""
-        self.ring(None)
+    def notify_all(self) -> None:
+        """Wake everyone: the connection that brings the store's messages was lost, and some may have been missed."""
+        self.notify(None)
         with self._lock:
-            waiters = [waiter for those in self._waiters.values() for waiter in those]
-        for waiter in waiters:
-            waiter.ring()
+            everyone = [waiter for waiters in self._waiters.values() for waiter in waiters]
+        for waiter in everyone:
+            waiter.notify()

@@ -1,5 +1,10 @@
-"""The retry client: one key per intention, safe retries, hard deadlines.  The transports are modules of their own."""
+"""The retry client: one key per operation, safe retries, hard deadlines.
 
+The transports are modules of their own: `oncemore.client.httpx`, `requests`, `aiohttp` and `urllib3`.
+"""
+
+from .._runtime.backoff import Backoff
+from .deadlines import no_sleeping
 from .errors import (
     AttemptTimeout,
     CircuitOpen,
@@ -16,13 +21,13 @@ from .interop import stamina_arguments, tenacity_arguments
 from .keyring import MemoryKeyring, open_keyring
 from .keyring.entry import Entry, Keyring, Resumed
 from .keys import derived_key, new_key, random_key
-from .pause import no_sleeping
 from .retry import Retry
 from .story import Attempt, RetryEvent, RetryObserver, Story
 
 __all__ = [
     "Attempt",
     "AttemptTimeout",
+    "Backoff",
     "Breaker",
     "Budget",
     "CircuitOpen",

@@ -13,37 +13,34 @@ from aiohttp.base_protocol import BaseProtocol
 from yarl import URL
 
 from .._runtime.plan import Call, Effect, Plan, arun
-from ..errors import ConfigurationError
-from .bodies import MAX_BODY, manner_by
-from .continuing import AsyncContinuing
-from .deadline import is_distrust
-from .effects import Within
-from .engine import Engine
+from .bodies import MAX_BODY, read_mode
+from .deadlines import with_deadline
+from .engine import AsyncPendingOperations, Engine, LibraryErrors
 from .errors import OutcomeUnknown, RetriesExhausted
-from .exchange import Errors
+from .hosts import host_name
 from .keyring import KeyringPlace
-from .keyring.entry import Entry, Resumed, host_of
+from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .verdict import Fault, Reply
+from .verdict import Fault, Reply, find_fault
 
 
-# Not of aiohttp's OSErrors: those it would ask again by itself, all attempts over.
+# None of aiohttp's OSErrors: aiohttp itself would send the request again after one, with all our attempts.
 class RequestExhausted(RetriesExhausted, aiohttp.ClientConnectionError):
-    """Every attempt failed; the last one without an answer."""
+    """All attempts failed, the last one without an answer."""
 
 
 class RequestTimedOut(RetriesExhausted, aiohttp.ServerTimeoutError):
-    """Every attempt failed; the last one ran out of time."""
+    """All attempts failed, the last one because it took too long."""
 
 
 class RequestUnknown(OutcomeUnknown, aiohttp.ClientError):
-    """It may have been performed, and asking again is no longer safe."""
+    """The request may have been performed, and sending it again is no longer safe."""
 
 
-ERRORS = Errors(RequestExhausted, RequestTimedOut, RequestUnknown)
+ERRORS = LibraryErrors(RequestExhausted, RequestTimedOut, RequestUnknown)
 
-# The first that fits; "sent" is said of everything after the connection stood.
-FAULTS: list[tuple[type[Exception], Fault]] = [
+# The first that fits; every error after the connection was made counts as sent.
+FAULTS: list[tuple[type[BaseException], Fault]] = [
     (aiohttp.ConnectionTimeoutError, Fault("timeout", sent=False)),
     (aiohttp.ClientConnectorError, Fault("connection", sent=False)),
     (TimeoutError, Fault("timeout")),
@@ -51,28 +48,26 @@ FAULTS: list[tuple[type[Exception], Fault]] = [
     (aiohttp.ClientConnectionError, Fault("connection")),
     (aiohttp.ClientPayloadError, Fault("connection")),
     (aiohttp.ClientHttpProxyError, Fault("connection", sent=False)),
-    (aiohttp.ClientResponseError, Fault("connection")),  # what came was no HTTP
+    (aiohttp.ClientResponseError, Fault("connection")),  # the response was not HTTP
     (OSError, Fault("connection")),
 ]
 
-# Where a redirect that keeps the method leads, with which body, and under which key: aiohttp builds the next request without
-# our headers, and with the same body; what the caller posts there meanwhile has one of its own.
+# Method, URL, body and key of the request that follows a redirect: aiohttp builds it from the same body, but without our
+# headers.  Another request of the caller to the same URL has another body, and gets a key of its own.
 _redirected: ContextVar[tuple[str, URL, Any, str] | None] = ContextVar("oncemore_redirected", default=None)
 
 
-class AiohttpWire:
+class AiohttpRequest:
     """One request of a session, sent by the next middleware or the session itself."""
 
     errors = ERRORS
-    ready = False
-    parallel = False  # aiohttp keeps the state of sending in the request itself
 
     def __init__(self, request: ClientRequest, handler: ClientHandlerType) -> None:
         self.request = request
         self.handler = handler
         self.method = request.method
         self.url = str(request.url)
-        self.host = host_of(request.url.scheme, request.url.host or "", request.url.port)
+        self.host = host_name(request.url.scheme, request.url.host or "", request.url.port)
         self.headers = request.headers
         self._attempts = 0
 
@@ -84,7 +79,7 @@ class AiohttpWire:
         payload = self.request.body
         if not isinstance(payload, aiohttp.Payload):
             return payload
-        # What aiohttp compresses on the way out cannot be told from what was asked; it is sent, but not written down.
+        # A body that aiohttp compresses while it sends it is not stored: it would be compressed again when it is resumed.
         if payload.size is None or payload.size > MAX_BODY or self.request.compress:
             return None
         content = await payload.as_bytes()
@@ -96,17 +91,16 @@ class AiohttpWire:
         payload = self.request.body
         return not (isinstance(payload, aiohttp.Payload) and payload.consumed)
 
-    def send(self, limit: float, keyed: bool) -> Effect[Reply]:
-        return Within(self._sending(limit, keyed), limit, aiohttp.ServerTimeoutError)
+    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
+        return Call(self._send, timeout, keyed)
 
-    def _sending(self, limit: float, keyed: bool) -> Plan[Reply]:
-        reply: Reply = yield Call(self._attempt, limit, keyed)
-        return reply
+    async def _send(self, timeout: float, keyed: bool) -> Reply:
+        return await with_deadline(self._attempt(timeout, keyed), timeout, aiohttp.ServerTimeoutError)
 
-    async def _attempt(self, limit: float, keyed: bool) -> Reply:
-        ends = asyncio.get_running_loop().time() + limit
+    async def _attempt(self, timeout: float, keyed: bool) -> Reply:
+        ends = asyncio.get_running_loop().time() + timeout
         if self._attempts:
-            await self.request.close()  # lets the last attempt's writer end, so that the body can be rewound
+            await self.request.close()  # ends the last attempt's writer, so that the body can be rewound
         self._attempts += 1
         response = await self.handler(self.request)
         try:
@@ -117,33 +111,29 @@ class AiohttpWire:
         return Reply(response.status, response.headers, body, response)
 
     async def _read(self, response: ClientResponse, keyed: bool, ends: float) -> bytes:
-        """The body, if reading it belongs to the attempt; otherwise it is the caller's, but only until the deadline."""
-        manner = manner_by(response.status, response.headers)
-        if manner == "endless":
+        """Read the body if that belongs to the attempt; otherwise the caller can read it, until the deadline."""
+        mode = read_mode(response.status, response.headers)
+        if mode == "endless":
             return b""
-        if manner == "document" or (keyed and "Content-Length" not in response.headers):
+        if mode == "whole" or (keyed and "Content-Length" not in response.headers):
             body = await response.read()
             if body:
-                response.content = _again(body)
+                response.content = _stream_of(body)
             return body
         loop = asyncio.get_running_loop()
         timer = loop.call_at(ends, _cut, response)
         response.content.on_eof(timer.cancel)
         return b""
 
-    def drop(self, reply: Reply) -> Effect[None]:
+    def close(self, reply: Reply) -> Effect[None]:
         return Call(reply.response.release)
 
     def fault(self, error: Exception) -> Fault:
-        name = type(error).__name__
-        for kind, fault in FAULTS:
-            if isinstance(error, kind):
-                return Fault(fault.name, fault.sent, fault.fatal or is_distrust(error), name)
-        return Fault("error", fatal=True, note=name)
+        return find_fault(error, FAULTS)
 
 
-def _again(body: bytes) -> aiohttp.StreamReader:
-    """What was read, for those who stream it."""
+def _stream_of(body: bytes) -> aiohttp.StreamReader:
+    """Return a stream of a body that was read, for callers that read it as a stream."""
     loop = asyncio.get_running_loop()
     stream = aiohttp.StreamReader(BaseProtocol(loop), len(body), loop=loop)
     stream.feed_data(body)
@@ -152,45 +142,46 @@ def _again(body: bytes) -> aiohttp.StreamReader:
 
 
 def _cut(response: ClientResponse) -> None:
-    """End a body that still trickles at the deadline; whoever reads it gets a timeout."""
+    """End a body that is not complete at the deadline; its reader gets a timeout."""
     response.content.set_exception(aiohttp.ServerTimeoutError("the deadline has passed"))
     response.close()
 
 
-class RetryMiddleware(AsyncContinuing):
-    """A client middleware that asks once more, under one key; options are those of `Engine`.
+class RetryMiddleware(AsyncPendingOperations):
+    """A client middleware that sends again under one key; `response.oncemore` is the story.  Options are those of `Engine`.
 
     The session's own total timeout (5 minutes, unless you set it) still holds for all attempts together.
     """
 
     def __init__(self, retry: Retry | None = None, keyring: KeyringPlace | None = None, **options: Any) -> None:
         self.engine = Engine(retry, keyring, **options)
-        if self.engine.retry.hedge is not None:
-            raise ConfigurationError("hedge: a request of aiohttp cannot be under way twice; use httpx to hedge")
 
     async def __call__(self, request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
         self._carry_key(request)
-        exchange = self.engine.exchange(AiohttpWire(request, handler))
-        reply = await arun(self.engine.perform(exchange))
-        response: Any = reply.response
-        response.oncemore = exchange.story
-        if response.status in (307, 308) and exchange.key is not None:
-            with suppress(ValueError):  # a redirect to nowhere is not followed
+        sent = self.engine.request(AiohttpRequest(request, handler))
+        response: Any = (await arun(self.engine.send(sent))).response
+        response.oncemore = sent.story
+        if response.status in (307, 308) and sent.key is not None:
+            with suppress(ValueError):  # aiohttp does not follow a redirect without a valid address
                 target = request.url.join(URL(response.headers.get("Location", "")))
-                _redirected.set((request.method, target.with_fragment(None), request.body, exchange.key))
+                _redirected.set((request.method, target.with_fragment(None), request.body, sent.key))
         return response  # type: ignore[no-any-return]
 
     def _carry_key(self, request: ClientRequest) -> None:
-        """One operation, one key, however often it is redirected."""
+        """Give a redirected request the key of the first one: it is the same operation."""
         before, _ = _redirected.get(), _redirected.set(None)
         if before and before[:2] == (request.method, request.url) and before[2] is request.body:
             request.headers.setdefault(self.engine.header, before[3])
 
     async def resume(self, session: ClientSession, *, opened: bool = False) -> list[Resumed]:
-        """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
+        """Send the operations that a dead process left behind again, each under its own key, and return the results.
+
+        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations whose callers
+        were told that the outcome is unknown are sent again too.
+        """
 
         async def send(entry: Entry) -> ClientResponse:
-            data = entry.body or None  # of an empty one, aiohttp would say that it is an octet-stream
+            data = entry.body or None  # aiohttp would send an empty body with Content-Type: application/octet-stream
             response = await session.request(entry.method, entry.url, headers=entry.kept_headers, data=data)
             await response.read()
             return response
@@ -198,9 +189,9 @@ class RetryMiddleware(AsyncContinuing):
         return await self._resume(send, opened)
 
     def close(self) -> None:
-        """Let go of the keyring's files and connections."""
+        """Close the keyring's files and connections."""
         self.engine.close()
 
     async def aclose(self) -> None:
-        """As `close`, for what belongs to the running event loop too."""
+        """As `close`, and also close what belongs to the running event loop."""
         await self.engine.aclose()

@@ -1,4 +1,4 @@
-"""The one plan behind every transport, the function decorator and the simulation: attempt, judge, pause, attempt."""
+"""The retry loop of every transport and of `@retry`: attempt, judge, pause, attempt again."""
 
 from __future__ import annotations
 
@@ -6,45 +6,49 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from msgspec.structs import replace
-
 from .._runtime.plan import Effect, Plan
+from .deadlines import Pause, now
 from .errors import AttemptTimeout, CircuitOpen
-from .hedge import Hedge
 from .hosts import HOSTS, Host, Hosts
-from .pause import Pause, now
 from .retry import Retry
-from .story import Attempt, EventKind, Reason, RetryEvent, RetryObserver, Story, tell
+from .story import Attempt, EventKind, Reason, RetryEvent, RetryObserver, Story, notify
 from .verdict import Verdict
 
-# Those who were told the same Retry-After should not all come back in the same instant.
-WISH_SPREAD = 0.1
+# Up to this share is added to the server's Retry-After, so that its clients do not all come back in the same instant.
+RETRY_AFTER_SPREAD = 0.1
 
 
-class Work(Protocol):
-    """Something to be attempted: a request of some library, a function, a simulated call."""
+class Retryable(Protocol):
+    """A request of some library, or a call of a function, that may be attempted several times."""
 
-    name: str  # of the host or the function, in the story and for the budget
+    name: str  # the host or the function, for the story, the budget and the breaker
     key: str | None
-    lasts: float  # seconds from the first attempt after which no other may begin
-    telling: bool  # the story is told also of a success at the first attempt
-    story: Story | None
+    lasts: float  # seconds from the first attempt during which another may begin: the server remembers the key so long
+    story: Story | None  # None until an attempt has ended
 
-    @property
-    def hedgeable(self) -> bool:
-        """Whether two copies may be under way at once."""
+    def attempt(self, number: int, timeout: float) -> Effect[Any]:
+        """Return the effect of one attempt; its result is the reply."""
         ...
 
-    def attempt(self, number: int, limit: float) -> Effect[Any]: ...
-    def judge(self, reply: Any) -> Verdict: ...
-    def judge_error(self, error: Exception) -> Verdict: ...
-    def resendable(self) -> bool: ...
-    def discard(self, reply: Any) -> Effect[None] | None: ...
-    def exhausted(self, story: Story, error: Exception | None) -> Exception | None: ...
+    def judge(self, reply: Any, error: Exception | None) -> Verdict:
+        """Say whether the reply, or the error that came in its place, is final."""
+        ...
+
+    def resendable(self) -> bool:
+        """Whether the body can be sent again from its beginning."""
+        ...
+
+    def close(self, reply: Any) -> Effect[None] | None:
+        """Return the effect that closes a reply which the next attempt will replace."""
+        ...
+
+    def failure(self, story: Story, error: Exception | None) -> Exception | None:
+        """Return the error to raise after the last attempt; None: its reply is the result."""
+        ...
 
 
-class World:
-    """What a plan may know of the outside: a clock, chance, the hosts, and who listens."""
+class Environment:
+    """Everything outside the retry loop: the clock, random numbers, the hosts' budgets and breakers, and the observers."""
 
     __slots__ = ("hosts", "now", "observers", "random")
 
@@ -61,190 +65,157 @@ class World:
         self.observers = observers
 
 
-WORLD = World()
+def send_with_retries(
+    request: Retryable, policy: Retry, environment: Environment, started: float | None = None
+) -> Plan[Any]:
+    """Attempt *request* until its answer is final or *policy* says to stop; return the last answer, or raise its error.
+
+    The deadline counts from *started*; by default, from now.
+    """
+    run = RetryRun(request, policy, environment, started)
+    error: Exception | None = None
+    while True:
+        if run.begun >= run.ends:  # storing the key, or the pause, took longer than it should
+            return run.give_up("deadline", None, error or AttemptTimeout("no time was left for the attempt"))
+        run.check_circuit_breaker()
+        reply, error = None, None
+        try:
+            reply = yield request.attempt(run.number, run.attempt_timeout())
+        except Exception as caught:
+            error = caught
+        verdict = request.judge(reply, error)
+        run.record(verdict)
+        if not verdict.again:
+            return run.finish(reply, error)
+        delay = run.next_delay(verdict)
+        if reason := run.reason_to_stop(delay):
+            return run.give_up(reason, reply, error)
+        run.notify("retrying", delay)
+        if reply is not None and (closing := request.close(reply)):
+            yield closing
+        if delay:
+            yield Pause(delay)
+        run.begin_next(verdict, delay)
 
 
-class Course:
-    """The state of one run of the plan."""
+class RetryRun:
+    """All attempts of one request: their number, their times and their story.
+
+    *begun* and *ended* are the times of the current attempt, *delay* the pause before it.
+    """
 
     __slots__ = (
+        "begun",
         "delay",
+        "ended",
         "ends",
-        "hedge",
-        "host",
+        "environment",
         "number",
-        "retry",
+        "policy",
+        "request",
         "started",
-        "story",
         "was_at_once",
-        "work",
-        "world",
     )
 
-    def __init__(self, work: Work, retry: Retry, world: World, started: float) -> None:
-        self.work = work
-        self.retry = retry
-        self.world = world
-        self.host: Host | None = world.hosts.get(work.name, retry.budget, retry.breaker) if world.hosts else None
-        self.started = started
-        self.ends = self.started + retry.deadline
+    def __init__(self, request: Retryable, policy: Retry, environment: Environment, started: float | None) -> None:
+        self.request = request
+        self.policy = policy
+        self.environment = environment
+        self.begun = self.ended = environment.now()
+        self.started = self.begun if started is None else started
+        self.ends = self.started + policy.deadline
         self.number = 1
         self.delay = 0.0
         self.was_at_once = False
-        self.story: Story | None = None
-        self.hedge: Hedge | None = None
 
-    def check_circuit(self, begun: float) -> None:
-        """Refuse to begin while the host's circuit is open."""
-        if self.host and (wait := self.host.closed_in(begun)):
-            story = self.tell_story()
+    @property
+    def host(self) -> Host | None:
+        hosts, policy = self.environment.hosts, self.policy
+        return hosts.get(self.request.name, policy.budget, policy.breaker) if hosts else None
+
+    def story(self) -> Story:
+        if self.request.story is None:
+            self.request.story = Story(self.request.name, self.request.key)
+        return self.request.story
+
+    def check_circuit_breaker(self) -> None:
+        """Raise CircuitOpen if the host has failed too often just now."""
+        if self.policy.breaker is not None and (host := self.host) and (wait := host.closed_in(self.begun)):
+            story = self.story()
             story.reason = "breaker"
             raise CircuitOpen(f"{story} It closes in {wait:.1f} s.", story=story, retry_after=wait)
 
-    def next_effect(self, begun: float) -> Effect[Any]:
-        """The attempt, limited by what is left of the deadline; hedged where the policy says so."""
-        retry, work = self.retry, self.work
-        limit = self.ends - begun
-        if retry.attempt_timeout is not None and retry.attempt_timeout < limit:
-            limit = retry.attempt_timeout
-        effect = work.attempt(self.number, limit)
-        if retry.hedge is None or retry.hedge >= limit or not (work.hedgeable and work.resendable()):
-            return effect
-        self.hedge = Hedge(effect, lambda: self._second(limit - (retry.hedge or 0)), retry.hedge, work)
-        return self.hedge
+    def attempt_timeout(self) -> float:
+        """Return the seconds that this attempt may take."""
+        left, timeout = self.ends - self.begun, self.policy.attempt_timeout
+        return left if timeout is None or left < timeout else timeout
 
-    def _second(self, limit: float) -> Effect[Any] | None:
-        """The hedge: another attempt beside the first, unless the host is in trouble."""
-        if self.host and not self.host.may_retry():
-            return None
-        return self.work.attempt(self.number, limit)
+    def record(self, verdict: Verdict) -> None:
+        """Add the attempt to the story, and to the host's budget and breaker."""
+        self.ended = self.environment.now()
+        self.story().attempts.append(Attempt(self.number, self.delay, self.ended - self.begun, verdict))
+        if verdict.blame:
+            if host := self.host:
+                host.failed(self.ended)
+        elif hosts := self.environment.hosts:
+            hosts.succeeded(self.request.name, self.policy.budget, self.policy.breaker)
 
-    def tell_story(self) -> Story:
-        if self.story is None:
-            self.work.story = self.story = Story(self.work.name, self.work.key)
-        return self.story
-
-    def note(self, verdict: Verdict, begun: float, ended: float) -> None:
-        """Put one attempt into the story and on the host's account."""
-        if self.host:
-            if verdict.blame:
-                self.host.failed(ended)
-            else:
-                self.host.succeeded()
-        if self.hedge is not None and self.hedge.twice and verdict.known != "performed" and not verdict.stored:
-            verdict = replace(verdict, known="unknown")  # of the other copy nothing is known
-        if self.work.telling or verdict.again or self.number > 1 or verdict.known != "performed":
-            attempt = Attempt(self.number, self.delay, ended - begun, verdict)
-            self.tell_story().attempts.append(attempt)
-
-    def next_delay(self, verdict: Verdict, now: float) -> float:
-        """How long to wait: as the server wishes, or at once, or by the policy's backoff."""
-        chance = self.world.random()
+    def next_delay(self, verdict: Verdict) -> float:
+        """Return the pause before the next attempt: as the server asks, none at all, or the policy's backoff."""
+        if self.number >= self.policy.attempts:  # there will be no next one, and a schedule has no time for it
+            return 0.0
+        chance = self.environment.random()
         if verdict.after is not None:
-            spread = verdict.after * (1 + WISH_SPREAD * chance)
-            return spread if now + spread < self.ends else verdict.after
-        # "At once" is for the first time; a server that keeps on saying so gets the backoff like any other.
+            spread = verdict.after * (1 + RETRY_AFTER_SPREAD * chance)
+            return spread if self.ended + spread < self.ends else verdict.after
+        # Only once without a pause: a server that keeps asking for it gets the backoff like any other.
         if verdict.at_once and not self.was_at_once:
             return 0.0
-        return self.retry.delay(self.number, chance, previous=self.delay, elapsed=now - self.started)
+        return self.policy.delay(self.number, chance, previous=self.delay, elapsed=self.ended - self.started)
 
-    def why_stop(self, delay: float, now: float) -> Reason:
-        """The reason against another attempt after *delay*; empty if there is none."""
-        if self.number >= self.retry.attempts:
+    def reason_to_stop(self, delay: float) -> Reason:
+        """Return the reason against another attempt after *delay*; empty if there is none."""
+        if self.number >= self.policy.attempts:
             return "attempts"
-        if now + delay >= self.ends:
+        begins = self.ended + delay
+        if begins >= self.ends:
             return "deadline"
-        if now + delay >= self.started + self.work.lasts:
+        if begins >= self.started + self.request.lasts:
             return "key_lifetime"
-        if not self.work.resendable():
+        if not self.request.resendable():
             return "body"
-        if self.host and not self.host.may_retry():
+        host = self.host
+        if host and not host.may_retry():
             return "budget"
-        return "breaker" if self.host and self.host.is_open(now + delay) else ""
+        return "breaker" if host and host.is_open(begins) else ""
 
-    def proceed(self, verdict: Verdict, delay: float) -> None:
-        """Count the next attempt."""
+    def begin_next(self, verdict: Verdict, delay: float) -> None:
+        """Count the next attempt, which begins now."""
         self.number += 1
         self.delay = delay
         self.was_at_once = verdict.at_once
+        self.begun = self.environment.now()
 
-    def discard(self, reply: Any) -> Plan[None]:
-        """Let go of an answer that another attempt will replace."""
-        if effect := self.work.discard(reply):
-            yield effect
-
-    def end(self, reply: Any, error: Exception | None) -> Any:
-        """A final answer is the result; a final error is raised as it came."""
+    def finish(self, reply: Any, error: Exception | None) -> Any:
+        """Return a final answer; raise a final error as it came."""
         if error is not None:
             raise error
         if self.number > 1:
-            self.tell("recovered")
+            self.notify("recovered")
         return reply
 
     def give_up(self, reason: Reason, reply: Any, error: Exception | None) -> Any:
-        """The last answer, or the error that tells the story."""
-        story = self.tell_story()
+        """Return the last answer, or raise the error that tells the story."""
+        story = self.story()
         story.reason = reason
-        self.tell("exhausted")
-        if failure := self.work.exhausted(story, error):
-            raise failure from error
-        return reply
-
-    def tell(self, kind: EventKind, delay: float = 0.0) -> None:
-        if self.world.observers:
-            tell(self.world.observers, RetryEvent(kind, self.tell_story(), delay))
-
-
-def attempts(work: Work, retry: Retry, world: World = WORLD, started: float | None = None) -> Plan[Any]:
-    """What came of *work*, after as many attempts as *retry* allows; a last answer is returned, a last error raised.
-
-    The deadline counts from *started*, if that was before now.
-    """
-    begun = ended = world.now()
-    reply, error, made = None, None, False
-    if started is None and retry.hedge is None and retry.breaker is None:
-        # Mostly the first attempt is also the last, so it is made before there is anything to keep account of.
-        try:
-            reply = yield work.attempt(1, retry.attempt_limit)
-        except Exception as caught:
-            error = caught
-        ended, made = world.now(), True
-        if error is None and (verdict := work.judge(reply)).known == "performed" and not verdict.again:
-            welcome(work, retry, world, verdict, ended - begun)
+        self.notify("exhausted")
+        failure = self.request.failure(story, error)
+        if failure is None:
             return reply
-    course = Course(work, retry, world, begun if started is None else started)
-    while True:
-        if not made:
-            if begun >= course.ends:  # writing the key down, or the pause, has taken longer than it should
-                return course.give_up("deadline", None, error or AttemptTimeout("no time was left for the attempt"))
-            if retry.breaker is not None:
-                course.check_circuit(begun)
-            reply, error = None, None
-            try:
-                reply = yield course.next_effect(begun)
-            except Exception as caught:
-                error = caught
-            ended = world.now()
-        verdict = work.judge(reply) if error is None else work.judge_error(error)
-        course.note(verdict, begun, ended)
-        if not verdict.again:
-            return course.end(reply, error)
-        # After the last attempt there is no next one to wait for; a schedule has no time for it either.
-        delay = course.next_delay(verdict, ended) if course.number < retry.attempts else 0.0
-        if reason := course.why_stop(delay, ended):
-            return course.give_up(reason, reply, error)
-        course.tell("retrying", delay)
-        if reply is not None:
-            yield from course.discard(reply)
-        if delay:
-            yield Pause(delay)
-        course.proceed(verdict, delay)
-        begun, made = world.now(), False
+        if failure is error:  # an error that is its own cause has no end for those who look for the first one
+            raise failure
+        raise failure from error
 
-
-def welcome(work: Work, retry: Retry, world: World, verdict: Verdict, took: float) -> None:
-    """Note a success at the first attempt: on the host's account, and in the story where that is told."""
-    if world.hosts:
-        world.hosts.succeeded(work.name, retry.budget, retry.breaker)
-    if work.telling:
-        work.story = Story(work.name, work.key, [Attempt(1, 0.0, took, verdict)])
+    def notify(self, kind: EventKind, delay: float = 0.0) -> None:
+        if self.environment.observers:
+            notify(self.environment.observers, RetryEvent(kind, self.story(), delay))

@@ -1,4 +1,4 @@
-"""Bodies, coming and going: which can be sent twice, and which belong to the attempt rather than to the caller's reading."""
+"""Bodies: request bodies that can be sent again, and how much of a response body belongs to the attempt."""
 
 from __future__ import annotations
 
@@ -6,56 +6,46 @@ from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any, Literal
 
-from .hints import Headers
+from .verdict import Headers
 
-# So much of an answer is read before the attempt counts as good; what is longer streams on, unretried if it breaks.
+# So much of a response is read before the attempt counts as a success; a longer one streams on, and is not retried if it breaks.
 READ_AHEAD = 1024 * 1024
 
-# A body that is not plain bytes is read into memory up to this size; a longer one is sent once.
+# A request body that is not plain bytes is read into memory up to this size; a longer one is sent once.
 MAX_BODY = 1024 * 1024
 
+ReadMode = Literal["whole", "streamed", "endless"]
 
-Manner = Literal["document", "live", "endless"]
 
+def read_mode(status: int, headers: Headers) -> ReadMode:
+    """Say how a response is read, by its Content-Type and Content-Length.
 
-def manner_for(status: int, kind: str, length: str) -> Manner:
-    """How an answer is to be read, by its Content-Type and Content-Length.
-
-    A *document* is of use only when it has come whole, so reading it is part of the attempt.  A *live* body is the
-    caller's to read, until the deadline.  An *endless* one is a conversation: no deadline can be set for its end.
+    Reading a *whole* body is part of the attempt, because only all of it is of use.  A *streamed* body is read by the caller,
+    until the deadline.  An *endless* one, such as an event stream, has no deadline.
     """
-    if status == 101 or kind.startswith("text/event-stream"):
+    content_type, length = headers.get("Content-Type") or "", headers.get("Content-Length") or ""
+    if status == 101 or content_type.startswith("text/event-stream"):
         return "endless"
     if status >= 400:
-        return "document"
+        return "whole"
     if length:
-        return "document" if length.isdigit() and int(length) <= READ_AHEAD else "live"
-    kind = kind.partition(";")[0].strip().lower()
-    return "document" if kind == "application/json" or kind.endswith("+json") else "live"
-
-
-def manner_by(status: int, headers: Headers) -> Manner:
-    """The same, from the fields themselves."""
-    return manner_for(status, headers.get("Content-Type") or "", headers.get("Content-Length") or "")
+        return "whole" if length.isdigit() and int(length) <= READ_AHEAD else "streamed"
+    content_type = content_type.partition(";")[0].strip().lower()
+    return "whole" if content_type == "application/json" or content_type.endswith("+json") else "streamed"
 
 
 class SentBody:
-    """A request body as requests and urllib3 take it: bytes, text, a file or an iterable; rewound where that works."""
+    """A request body as requests and urllib3 take it (bytes, text, a file or an iterable), rewound before each attempt."""
 
     def __init__(self, value: Any) -> None:
-        self.value = _plain(value)
-        self._begun = isinstance(value, GeneratorType) and value.gi_frame is None  # it was sent, to be redirected
+        self.value = _to_bytes(value)
+        self._begun = isinstance(value, GeneratorType) and value.gi_frame is None  # it was sent, and then redirected
         self._start = position(self.value)
-        if self._start is None and not self.at_hand:
-            self.value = self._watched(self.value)
-
-    @property
-    def at_hand(self) -> bool:
-        """Whether it is all in memory; what is read while it is sent can be read by one only."""
-        return isinstance(self.value, bytes | str | None)
+        if self._start is None and not self._in_memory():
+            self.value = self._noting_begin(self.value)
 
     def data(self) -> bytes | None:
-        """The bytes, if they are at hand or in a small file."""
+        """Return the bytes if they are in memory or in a small file; otherwise None."""
         if isinstance(self.value, str):
             return self.value.encode()
         if self._start is not None:
@@ -64,29 +54,32 @@ class SentBody:
 
     def resendable(self) -> bool:
         """Whether it can be sent from its beginning."""
-        return self.at_hand or self._start is not None or not self._begun
+        return self._in_memory() or self._start is not None or not self._begun
 
     def rewind(self) -> None:
-        """Go back to where the first attempt began to read."""
+        """Go back to the position at which the first attempt began to read."""
         if self._start is not None and not isinstance(self.value, bytes):
             self.value.seek(self._start)
+
+    def _in_memory(self) -> bool:
+        return isinstance(self.value, bytes | str | None)
 
     def _read_small(self, start: int) -> None:
         content = self.value.read(MAX_BODY + 1)
         while isinstance(content, bytes) and len(content) <= MAX_BODY and (more := self.value.read(MAX_BODY + 1)):
-            content += more  # some give less than they are asked for
+            content += more  # some files return less than they are asked for
         if isinstance(content, bytes) and len(content) <= MAX_BODY:
             self.value = content
         else:
             self.value.seek(start)
 
-    def _watched(self, value: Any) -> Iterator[Any]:
+    def _noting_begin(self, value: Any) -> Iterator[Any]:
         self._begun = True
         yield from value
 
 
-def _plain(value: Any) -> Any:
-    """Bytes, of all that is like them; the rest as it is."""
+def _to_bytes(value: Any) -> Any:
+    """Return the bytes of a bytes-like object; any other value as it is."""
     try:
         return value if isinstance(value, bytes) else bytes(memoryview(value))
     except TypeError:
@@ -94,7 +87,7 @@ def _plain(value: Any) -> Any:
 
 
 def position(value: Any) -> int | None:
-    """Where a file stands; None for what is no file, or cannot go back."""
+    """Return the position of a file; None if *value* is no file, or cannot go back."""
     try:
         return int(value.tell()) if value.seekable() else None
     except (AttributeError, OSError):

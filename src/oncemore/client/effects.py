@@ -1,37 +1,34 @@
-"""Effects of the transports: a method with a blocking and an awaited form, and plans that must end in time, or at all."""
+"""Effects of the transports: a method with a blocking and an awaited form, and a plan that a cancellation cannot stop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import Any
 
 from .._runtime.plan import Plan, arun, run
-from .watch import within
-
-T = TypeVar("T")
 
 
-class Either:
-    """Call a method of *owner*: the *blocking* one when run, the *awaited* one otherwise."""
+class CallMethod:
+    """Effect: call the *blocking* method of *owner*, or await the *awaited* one."""
 
-    __slots__ = ("arguments", "awaited", "blocking", "owner")
+    __slots__ = ("awaited", "blocking", "owner")
 
-    def __init__(self, owner: Any, blocking: str, awaited: str, *arguments: Any) -> None:
+    def __init__(self, owner: Any, blocking: str, awaited: str) -> None:
         self.owner = owner
         self.blocking = blocking
         self.awaited = awaited
-        self.arguments = arguments
 
     def run(self) -> Any:
-        return getattr(self.owner, self.blocking)(*self.arguments)
+        return getattr(self.owner, self.blocking)()
 
-    async def arun(self) -> Any:
-        return await getattr(self.owner, self.awaited)(*self.arguments)
+    def arun(self) -> Awaitable[Any]:
+        awaitable: Awaitable[Any] = getattr(self.owner, self.awaited)()
+        return awaitable
 
 
-class Unbroken:
-    """Carry out *plan* to its end, also where whoever awaits it is cancelled meanwhile: some are, at every await."""
+class FinishDespiteCancel:
+    """Effect: carry *plan* out to its end, in the background if the task that awaits it is cancelled meanwhile."""
 
     __slots__ = ("plan",)
 
@@ -41,36 +38,11 @@ class Unbroken:
     def run(self) -> Any:
         return run(self.plan)
 
-    def arun(self) -> Awaitable[Any]:
-        return unbroken(arun(self.plan))
+    async def arun(self) -> Any:
+        task = asyncio.create_task(arun(self.plan))
+        _running.add(task)
+        task.add_done_callback(_running.discard)
+        return await asyncio.shield(task)
 
 
-async def unbroken(awaited: Coroutine[Any, Any, T]) -> T:
-    """What is *awaited*, in a task of its own that a cancellation does not reach."""
-    task = asyncio.create_task(awaited)
-    _unbroken.add(task)
-    task.add_done_callback(_unbroken.discard)
-    return await asyncio.shield(task)
-
-
-_unbroken: set[asyncio.Task[Any]] = set()  # the loop itself would forget them
-
-
-class Within:
-    """Carry out *plan* in at most *limit* seconds, or raise *late*.
-
-    When awaited, it is cut from here; when run, its sockets must keep the limit (see `deadline`).
-    """
-
-    __slots__ = ("late", "limit", "plan")
-
-    def __init__(self, plan: Plan[Any], limit: float, late: type[Exception]) -> None:
-        self.plan = plan
-        self.limit = limit
-        self.late = late
-
-    def run(self) -> Any:
-        return run(self.plan)
-
-    def arun(self) -> Awaitable[Any]:
-        return within(arun(self.plan), self.limit, self.late)
+_running: set[asyncio.Task[Any]] = set()  # the event loop itself keeps only weak references

@@ -1,40 +1,163 @@
-"""From a library's request to its answer: name the operation, write it down, attempt it, remember how it ended."""
+"""The engine of all transports: give the request a key, store both, send with retries, and note the ending in the keyring."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from .._runtime.plan import Call, Plan
+from .._runtime.plan import Call, Effect, Plan, arun, run
 from ..errors import ConfigurationError, InvalidKey, OncemoreError
-from .attempts import World, attempts
-from .effects import Unbroken
-from .errors import CredentialsMissing, OutcomeUnknown
-from .exchange import Exchange, Wire
+from .attempts import Environment, send_with_retries
+from .effects import FinishDespiteCancel
+from .errors import AttemptTimeout, CredentialsMissing, OutcomeUnknown, RetriesExhausted
 from .keyring import KeyringPlace, open_keyring
-from .keyring.entry import CREDENTIALS, FINGERPRINTS, Entry, Keyring, Resumed, asked, scope_of, without_credentials
+from .keyring.entry import (
+    CREDENTIALS,
+    FINGERPRINTS,
+    Entry,
+    Keyring,
+    Resumed,
+    fingerprinted_parts,
+    scope_of,
+    without_credentials,
+)
 from .keys import new_key
 from .retry import Retry
-from .story import RetryObserver, log
-from .verdict import Reply
+from .story import RetryObserver, Story, log
+from .verdict import IDEMPOTENT_METHODS, Fault, Reply, Verdict, judge_fault, judge_reply
 
 UNSAFE_METHODS = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 
-# Written down beside the body.  Nothing that could be a credential: resuming goes through the client, which has those.
-REMEMBERED_HEADERS = ("Content-Type", "Content-Encoding", "Accept")
+# Stored beside the body.  None of them could be a credential: a resumed request goes through the client, which has those.
+STORED_HEADERS = ("Content-Type", "Content-Encoding", "Accept")
 
-RESUMING: ContextVar[Entry | None] = ContextVar("oncemore_resuming", default=None)
+NEVER = float("inf")
+
+# The entry that is being resumed in this context.
+_resuming: ContextVar[Entry | None] = ContextVar("oncemore_resuming", default=None)
+
+
+class LibraryErrors(NamedTuple):
+    """Our errors that are also the library's, so that code which catches the library's errors catches ours too."""
+
+    exhausted: type[RetriesExhausted]
+    timed_out: type[RetriesExhausted]
+    unknown: type[OutcomeUnknown]
+
+
+class LibraryRequest(Protocol):
+    """One request of an HTTP library, and how that library sends it."""
+
+    method: str
+    host: str
+    errors: LibraryErrors
+
+    @property
+    def url(self) -> str:
+        """The complete URL."""
+        ...
+
+    @property
+    def headers(self) -> MutableMapping[str, str]:
+        """The request's own headers; the key and the timeout are written into them."""
+        ...
+
+    def body(self) -> Plan[bytes | None]:
+        """Return the bytes of the body, if it is small enough to be read and sent again; otherwise None."""
+        ...
+
+    def resendable(self) -> bool:
+        """Whether the body can be sent (again) from its beginning."""
+        ...
+
+    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
+        """Return the effect that sends it once: a Reply within *timeout* seconds, or the library's error."""
+        ...
+
+    def close(self, reply: Reply) -> Effect[None]:
+        """Return the effect that closes a response which the next attempt will replace."""
+        ...
+
+    def fault(self, error: Exception) -> Fault:
+        """Return the meaning of the library's error."""
+        ...
+
+
+class RetryableRequest:
+    """An HTTP request with its key, if it has one, as the retry loop takes it."""
+
+    __slots__ = ("key", "lasts", "library", "name", "policy", "story", "timeout_header")
+
+    def __init__(self, library: LibraryRequest, policy: Retry, key: str | None, timeout_header: str | None) -> None:
+        self.library = library
+        self.policy = policy
+        self.key = key
+        self.name = library.host
+        self.lasts = NEVER if key is None else policy.sendable
+        self.story: Story | None = None
+        self.timeout_header = timeout_header
+
+    def attempt(self, number: int, timeout: float) -> Effect[Reply]:
+        # Only a keyed request can make the server wait: for a duplicate that is in progress.
+        if self.key is not None and self.timeout_header:
+            self.library.headers[self.timeout_header] = f"{timeout:.3f}"
+        return self.library.send(timeout, self.key is not None)
+
+    def judge(self, reply: Reply, error: Exception | None) -> Verdict:
+        keyed = self.key is not None
+        repeatable = keyed or self.library.method in IDEMPOTENT_METHODS
+        if error is not None:
+            return judge_fault(self.library.fault(error), repeatable=repeatable)
+        statuses = self.policy.statuses
+        return judge_reply(reply, repeatable=repeatable, keyed=keyed, statuses=statuses, now=time.time())
+
+    def resendable(self) -> bool:
+        return self.library.resendable()
+
+    def close(self, reply: Reply) -> Effect[None]:
+        return self.library.close(reply)
+
+    def failure(self, story: Story, error: Exception | None) -> Exception | None:
+        errors = self.library.errors
+        if story.reason == "key_lifetime":
+            return errors.unknown(str(story), story=story)
+        if error is None:
+            return None  # the caller judges the last answer
+        late = isinstance(error, AttemptTimeout) or story.attempts[-1].verdict.name == "timeout"
+        return (errors.timed_out if late else errors.exhausted)(str(story), story=story)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the answer was final, rather than the last one before the attempts ended."""
+        story = self.story
+        return story is not None and not story.reason and story.known in ("performed", "refused")
+
+    def too_old(self, entry: Entry) -> OutcomeUnknown:
+        """Return the error for a key that the server may have forgotten."""
+        story = Story(self.name, self.key, reason="key_lifetime")
+        outcome = f"it ended with {entry.status}" if entry.state == "settled" else "its outcome is not known"
+        return self.library.errors.unknown(
+            f"{entry.scope}: key {entry.key} is older than the server remembers, or of unknown age; {outcome}. "
+            "Nothing was sent: look up the result, and make a new key only for a new operation",
+            story=story,
+        )
 
 
 class Engine:
-    """What every transport shares: the policy, the keyring, and how keys are named and sent.
+    """The policy, the keyring and the treatment of keys, for one transport.
 
-    *header* carries the key; *quoted* writes it as the IETF draft wants it; *make_key* makes one where the caller sent
-    none (None: only the caller's own keys are used).  *remember* names further headers that a resumed request needs.
-    *timeout_header* tells the server how long the caller will wait for a keyed operation; None keeps it silent.
+    Args:
+        retry: the policy; `Retry()` by default.
+        keyring: where keys and requests are stored before the first byte is sent; None: nowhere.
+        header: carries the key.
+        quoted: write the key as a quoted string, as the IETF draft asks for.
+        make_key: makes a key if the caller sent none; None: only the caller's own keys are used.
+        remember: further headers that a resumed request needs.
+        timeout_header: tells the server how long the caller will wait for a keyed request; None: it is not told.
+        observers: are called with each `RetryEvent`.
     """
 
     def __init__(
@@ -53,100 +176,64 @@ class Engine:
             raise ConfigurationError(
                 f"retry is {retry!r}: make a Retry, as in Retry(attempts=3) or Retry.user_facing()"
             )
-        self.retry = retry or Retry()
+        self.policy = retry or Retry()
         self.keyring = None if keyring is None else open_keyring(keyring)
         self.header = header
         self.quoted = quoted
         self.make_key = make_key
-        self.remembered = (*REMEMBERED_HEADERS, *remember)
+        self.stored_headers = (*STORED_HEADERS, *remember, header)
         self.timeout_header = timeout_header
-        self.world = World(observers=tuple(observers))
+        self.environment = Environment(observers=tuple(observers))
 
-    def exchange(self, wire: Wire, retry: Retry | None = None) -> Exchange:
-        """The request with its key, if it is to have one."""
-        return Exchange(wire, retry or self.retry, self.name(wire.method, wire.headers), self.timeout_header)
+    def request(self, library: LibraryRequest, policy: Retry | None = None) -> RetryableRequest:
+        """Return the request for `send`, with its key in its headers."""
+        key = self.put_key(library.method, library.headers)
+        return RetryableRequest(library, policy or self.policy, key, self.timeout_header)
 
-    def perform(self, exchange: Exchange) -> Plan[Reply]:
-        """The final (or the last) answer to the request; the exchange then tells how it came."""
-        if exchange.wire.ready and (self.keyring is None or exchange.key is None):
-            return attempts(exchange, exchange.retry, self.world)
-        return self._prepared(exchange)
-
-    def _prepared(self, exchange: Exchange) -> Plan[Reply]:
-        body = yield from exchange.wire.body()
-        if exchange.key is not None and self.keyring is not None:
-            return (yield from self._written_down(exchange, self.keyring, body))
-        reply: Reply = yield from attempts(exchange, exchange.retry, self.world)
-        return reply
-
-    def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
-        """What came of each interrupted operation, now sent again through *send*, under its own key."""
-        resumed: list[Resumed] = []
-        ring = self.ring()
-        waiting = yield from ring.adopt(opened=opened)
-        while waiting:
-            try:
-                resumed.append((yield from self._resume(ring, send, waiting[0])))
-                yield from _logged(ring.release(waiting[0]))  # which changes nothing, if it was sent
-            except GeneratorExit:
-                raise
-            except BaseException:
-                yield from _logged(_released(ring, waiting))
-                raise
-            waiting.pop(0)
-        return resumed
-
-    def _resume(self, ring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
-        RESUMING.set(entry)
-        try:
-            if entry.body is None:
-                raise OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not kept")
-            return Resumed(entry, response=(yield Call(send, entry)))
-        except OutcomeUnknown as error:  # it cannot be resumed any more, and whoever called is told so, once
-            yield from _logged(ring.leave(entry))
-            return Resumed(entry, error=error)
-        except Exception as error:
-            return Resumed(entry, error=error)
-        finally:
-            RESUMING.set(None)  # not reset: a plan that is dropped may be ended in another context
-
-    def name(self, method: str, headers: MutableMapping[str, str]) -> str | None:
-        """The operation's key, now on the request: the caller's own, or one made now; none for safe methods."""
+    def put_key(self, method: str, headers: MutableMapping[str, str]) -> str | None:
+        """Return the key of an unsafe request: the caller's own, or a new one, which is added to *headers*."""
         if method not in UNSAFE_METHODS:
             return None
-        # Mostly there is none, and to httpx that is quicker said than what it is.
-        own = headers.get(self.header) if self.header in headers else None
-        if own is not None:
-            if not own.strip('" \t'):
+        key = headers.get(self.header)
+        if key is not None:
+            if not key.strip('" \t'):
                 raise InvalidKey(f"{self.header} is empty: leave it out, or give the operation a name")
-            return own
+            return key
         if self.make_key is None:
             return None
         made = self.make_key()
         headers[self.header] = key = f'"{made}"' if self.quoted else made
         return key
 
-    def _written_down(self, exchange: Exchange, keyring: Keyring, body: bytes | None) -> Plan[Reply]:
-        """Attempts between a durable claim and its settling; whatever interrupts them leaves the operation pending."""
-        started, retry = self.world.now(), exchange.retry
-        entry = self._entry(exchange, body)
-        check_credentials(entry)
-        held = yield from self._claim(keyring, entry, retry.sendable)
+    def send(self, request: RetryableRequest) -> Plan[Reply]:
+        """Return the final (or the last) answer; `request.story` then tells about the attempts."""
+        body = yield from request.library.body()
+        if request.key is not None and self.keyring is not None:
+            return (yield from self._send_stored(request, self.keyring, body))
+        reply: Reply = yield from send_with_retries(request, request.policy, self.environment)
+        return reply
+
+    def _send_stored(self, request: RetryableRequest, keyring: Keyring, body: bytes | None) -> Plan[Reply]:
+        """Store the key and the request durably, send, and note the ending; an interruption leaves the entry pending."""
+        started, policy = self.environment.now(), request.policy
+        entry = self._entry(request, body)
+        _check_credentials(entry)
+        held = yield from self._claim(keyring, entry, policy.sendable)
         if held.token != entry.token:
-            raise exchange.forgotten(held)
-        exchange.lasts = retry.sendable - (entry.created_at - held.created_at)
+            raise request.too_old(held)
+        request.lasts = policy.sendable - (entry.created_at - held.created_at)
         new = held.created_at == entry.created_at
         try:
-            reply: Reply = yield from attempts(exchange, retry, self.world, started)
+            reply: Reply = yield from send_with_retries(request, policy, self.environment, started)
         except GeneratorExit:
             raise
         except Exception:
-            yield from self._note(exchange, keyring, entry, new)
+            yield from self._note_ending(request, keyring, entry, new)
             raise
-        except BaseException:  # interrupted in an attempt that no story tells of
-            yield from _logged(keyring.leave(entry))
+        except BaseException:  # interrupted in an attempt, of which the story does not tell
+            yield from _despite_all(keyring.leave(entry))
             raise
-        yield from self._note(exchange, keyring, entry, new, reply.status)
+        yield from self._note_ending(request, keyring, entry, new, reply.status)
         return reply
 
     def _claim(self, keyring: Keyring, entry: Entry, sendable: float) -> Plan[Entry]:
@@ -154,82 +241,147 @@ class Engine:
             return (yield from keyring.claim(entry, oldest=entry.created_at - sendable))
         except (GeneratorExit, OncemoreError):
             raise
-        except BaseException:  # cancelled, when it may have been written
-            yield from _logged(keyring.leave(entry))
+        except BaseException:  # cancelled, and the claim may have been written
+            yield from _despite_all(keyring.leave(entry))
             raise
 
-    def _note(self, exchange: Exchange, keyring: Keyring, entry: Entry, new: bool, status: int = 0) -> Plan[None]:
-        """Remember how it ended: settled, still open, or, if nothing was ever sent, not at all."""
-        if status and exchange.settled:
-            yield from _logged(keyring.settle(entry, status))
-        elif new and exchange.story is not None and exchange.story.known == "not_performed":
-            yield from _logged(keyring.forget(entry))
+    def _note_ending(
+        self, request: RetryableRequest, keyring: Keyring, entry: Entry, new: bool, status: int = 0
+    ) -> Plan[None]:
+        """Write down that the operation is settled, or that its caller knows it to be open; if nothing was sent, forget it."""
+        if status and request.settled:
+            yield from _despite_all(keyring.settle(entry, status))
+        elif new and request.story is not None and request.story.known == "not_performed":
+            yield from _despite_all(keyring.forget(entry))
         else:
-            yield from _logged(keyring.leave(entry))
+            yield from _despite_all(keyring.leave(entry))
 
-    def _entry(self, exchange: Exchange, body: bytes | None) -> Entry:
-        wire = exchange.wire
-        content_type = wire.headers.get("Content-Type") or ""
-        fingerprint = (
-            "" if body is None else FINGERPRINTS.fingerprint(*asked(wire.method, wire.url, content_type, body))
-        )
-        kept = [(name, wire.headers.get(name)) for name in (*self.remembered, self.header)]
-        written = {name.lower() for name, value in kept if value is not None}
-        kept += [(name, "") for name in CREDENTIALS if name in wire.headers and name.lower() not in written]
+    def _entry(self, request: RetryableRequest, body: bytes | None) -> Entry:
+        library = request.library
+        content_type = library.headers.get("Content-Type") or ""
+        parts = fingerprinted_parts(library.method, library.url, content_type, body or b"")
+        stored = [(name, library.headers.get(name)) for name in self.stored_headers]
+        names = {name.lower() for name, value in stored if value is not None}
+        stored += [(name, "") for name in CREDENTIALS if name in library.headers and name.lower() not in names]
         return Entry(
-            scope=scope_of(wire.method, wire.url),
-            key=exchange.key or "",
-            fingerprint=fingerprint,
-            method=wire.method,
-            url=without_credentials(wire.url),
-            headers=tuple((name, value) for name, value in kept if value is not None),
+            scope=scope_of(library.method, library.url),
+            key=request.key or "",
+            fingerprint="" if body is None else FINGERPRINTS.fingerprint(*parts),
+            method=library.method,
+            url=without_credentials(library.url),
+            headers=tuple((name, value) for name, value in stored if value is not None),
             body=body,
             created_at=time.time(),
             token=secrets.randbits(62),
         )
 
-    def close(self) -> None:
-        """Let go of the keyring's files and connections."""
-        if self.keyring is not None:
-            self.keyring.close()
+    def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
+        """Send each interrupted operation again through *send*, under its own key, and return the results."""
+        keyring = self.require_keyring()
+        resumed: list[Resumed] = []
+        waiting = yield from keyring.adopt(opened=opened)
+        while waiting:
+            try:
+                resumed.append((yield from self._resume(keyring, send, waiting[0])))
+                yield from _despite_all(keyring.release(waiting[0]))  # changes nothing if it was sent
+            except GeneratorExit:
+                raise
+            except BaseException:
+                yield from _despite_all(_release_each(keyring, waiting))
+                raise
+            waiting.pop(0)
+        return resumed
 
-    async def aclose(self) -> None:
-        """As `close`, for what belongs to the running event loop too."""
-        if self.keyring is not None:
-            await self.keyring.aclose()
+    def _resume(self, keyring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
+        _resuming.set(entry)
+        try:
+            if entry.body is None:
+                raise OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not stored")
+            return Resumed(entry, response=(yield Call(send, entry)))
+        except OutcomeUnknown as error:  # it cannot be resumed any more; the caller of `resume` is told so, once
+            yield from _despite_all(keyring.leave(entry))
+            return Resumed(entry, error=error)
+        except Exception as error:
+            return Resumed(entry, error=error)
+        finally:
+            _resuming.set(None)  # not reset by a token: a plan that is dropped may be ended in another context
 
-    def ring(self) -> Keyring:
-        """The keyring, which must have been given."""
+    def require_keyring(self) -> Keyring:
+        """Return the keyring; raise ConfigurationError if there is none."""
         if self.keyring is None:
             raise ConfigurationError("there is no keyring: give one, such as keyring='sqlite:///keys.db'")
         return self.keyring
 
+    def close(self) -> None:
+        """Close the keyring's files and connections."""
+        if self.keyring is not None:
+            self.keyring.close()
 
-def check_credentials(entry: Entry) -> None:
-    """Refuse to send what is resumed without the credentials that it had: to the server it would be someone else's."""
-    resumed = RESUMING.get()
+    async def aclose(self) -> None:
+        """As `close`, and also close what belongs to the running event loop."""
+        if self.keyring is not None:
+            await self.keyring.aclose()
+
+
+def _check_credentials(entry: Entry) -> None:
+    """Refuse to resume a request without the credentials that it had: to the server it would be another caller's."""
+    resumed = _resuming.get()
     if resumed is None or (resumed.scope, resumed.key) != (entry.scope, entry.key):
         return
     sent = {name.lower() for name, _ in entry.headers}
     if missing := [name for name in resumed.credentials if name.lower() not in sent]:
         raise CredentialsMissing(
-            f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not written down, and a server "
-            "may take it for another caller's without; nothing was sent: resume it through a client that has it"
+            f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not stored, and without it a "
+            "server may take the request for another caller's; nothing was sent: resume it through a client that has it"
         )
 
 
-def _released(ring: Keyring, entries: list[Entry]) -> Plan[None]:
+def _release_each(keyring: Keyring, entries: list[Entry]) -> Plan[None]:
     for entry in entries:
-        yield from ring.release(entry)
+        yield from keyring.release(entry)
 
 
-def _logged(plan: Plan[None]) -> Plan[None]:
-    """Carry out *plan*, whoever is cancelled; if it fails the answer is still the caller's, and the entry stays pending."""
-    yield Unbroken(_tried(plan))
+def _despite_all(plan: Plan[None]) -> Plan[None]:
+    """Carry *plan* out even if the caller is cancelled; if the keyring fails, log it: the caller still gets its answer."""
+    yield FinishDespiteCancel(_log_failure(plan))
 
 
-def _tried(plan: Plan[None]) -> Plan[None]:
+def _log_failure(plan: Plan[None]) -> Plan[None]:
     try:
         yield from plan
     except OncemoreError:
         log.exception("The keyring could not note the outcome; the operation stays pending")
+
+
+class PendingOperations:
+    """The operations in the keyring of a blocking transport."""
+
+    engine: Engine
+
+    def pending(self) -> list[Entry]:
+        """Return the operations without a final answer that no living process is working on, oldest first."""
+        return run(self.engine.require_keyring().pending())
+
+    def forget(self, entry: Entry) -> None:
+        """Remove a pending operation: its outcome is known now, or no longer matters."""
+        run(self.engine.require_keyring().forget(entry))
+
+    def _resume(self, send: Callable[[Entry], Any], opened: bool) -> list[Resumed]:
+        return run(self.engine.resume(send, opened=opened))
+
+
+class AsyncPendingOperations:
+    """The operations in the keyring of an async transport."""
+
+    engine: Engine
+
+    async def pending(self) -> list[Entry]:
+        """Return the operations without a final answer that no living process is working on, oldest first."""
+        return await arun(self.engine.require_keyring().pending())
+
+    async def forget(self, entry: Entry) -> None:
+        """Remove a pending operation: its outcome is known now, or no longer matters."""
+        await arun(self.engine.require_keyring().forget(entry))
+
+    async def _resume(self, send: Callable[[Entry], Awaitable[Any]], opened: bool) -> list[Resumed]:
+        return await arun(self.engine.resume(send, opened=opened))

@@ -1,17 +1,18 @@
-"""Retries for plain functions and blocks of code, sync or async, by the same plan as the transports."""
+"""Retries for plain functions and blocks of code, sync or async, by the same loop as the transports."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from types import CoroutineType, TracebackType
 from typing import Any, TypeVar, overload
 
-from .._runtime.plan import Effect, Plan, arun, arun_to, run, run_to
+from .._runtime.plan import Effect, Plan, arun, run
 from ..errors import ConfigurationError
-from .attempts import World, attempts
+from .attempts import Environment, send_with_retries
+from .deadlines import with_deadline
 from .errors import AttemptTimeout
 from .hosts import HOSTS
 from .keys import new_key
@@ -23,63 +24,53 @@ F = TypeVar("F", bound=Callable[..., Any])
 NEVER = float("inf")
 
 
-class Calling:
-    """One call of a function; as an effect, it carries itself out."""
+class FunctionCall:
+    """One call of a function; it is also the effect of one attempt at it."""
 
-    __slots__ = ("args", "function", "keywords", "limit", "name", "retry", "story")
+    __slots__ = ("args", "function", "keywords", "name", "policy", "story", "timeout")
 
     key: str | None = None
     lasts = NEVER
-    hedgeable = False  # a function may have effects: it is called again after it failed, but never beside itself
-    telling = False
 
-    def __init__(self, function: Callable[..., Any], args: Any, keywords: Any, retry: Retry, name: str) -> None:
+    def __init__(self, function: Callable[..., Any], args: Any, keywords: Any, policy: Retry, name: str) -> None:
         self.function = function
         self.args = args
         self.keywords = keywords
-        self.retry = retry
+        self.policy = policy
         self.name = name
         self.story: Story | None = None
 
-    def attempt(self, number: int, limit: float) -> Effect[Any]:
-        self.limit = limit
+    def attempt(self, number: int, timeout: float) -> Effect[Any]:
+        self.timeout = timeout
         return self
 
     def run(self) -> Any:
         result = self.function(*self.args, **self.keywords)
-        if isinstance(result, CoroutineType):  # it has not begun, and what it does would not be tried again
+        if isinstance(result, CoroutineType):  # it has not begun, and its errors would not be noticed here
             result.close()
             raise ConfigurationError(f"{self.name} gives a coroutine: write it as async def, and await in it")
         return result
 
     async def arun(self) -> Any:
-        timeout = asyncio.timeout(self.limit)
-        try:
-            async with timeout:
-                return await self.function(*self.args, **self.keywords)
-        except TimeoutError as error:
-            if timeout.expired():
-                raise AttemptTimeout(f"{self.name} took longer than {self.limit:.3g} s and was cut") from error
-            raise
+        return await with_deadline(self.function(*self.args, **self.keywords), self.timeout, AttemptTimeout, self.name)
 
-    def judge(self, reply: Any) -> Verdict:
-        return ACCEPTED
-
-    def judge_error(self, error: Exception) -> Verdict:
-        again = isinstance(error, AttemptTimeout) or self.retry.wants(error)
-        after = getattr(error, "retry_after", None)
-        wish = float(after) if isinstance(after, int | float) and after >= 0 else None
+    def judge(self, reply: Any, error: Exception | None) -> Verdict:
+        if error is None:
+            return ACCEPTED
+        again = isinstance(error, AttemptTimeout) or self.policy.wants(error)
+        retry_after = getattr(error, "retry_after", None)
+        after = float(retry_after) if isinstance(retry_after, int | float) and retry_after >= 0 else None
         kind = "timeout" if isinstance(error, TimeoutError) else "error"
-        return Verdict(again, kind, type(error).__name__, known="unknown", after=wish, blame=again)
+        return Verdict(again, kind, type(error).__name__, known="unknown", after=after, blame=again)
 
     def resendable(self) -> bool:
         return True
 
-    def discard(self, reply: Any) -> None:
+    def close(self, reply: Any) -> None:
         return None
 
-    def exhausted(self, story: Story, error: Exception | None) -> Exception | None:
-        # The caller expects the function's own errors; the story rides along.
+    def failure(self, story: Story, error: Exception | None) -> Exception | None:
+        # The caller expects the function's own errors; the story is a note on it.
         if error is not None:
             error.add_note(str(story))
         return error
@@ -106,60 +97,69 @@ def retry(
     observers: Sequence[RetryObserver] = (),
     **settings: Any,
 ) -> Any:
-    """The function, called again while it fails as the policy says; its last error is raised with the story as a note.
+    """Decorate a function so that it is called again after the errors that the policy names.
 
-    Give a `Retry`, or its settings by name.  *host* names the budget and circuit that the calls share with others.
-    *key* names a parameter that gets a key, made once per call and the same in every attempt.  The deadline cuts async
-    functions; a sync one is not begun again after it, but cannot be cut.
+    The last error is raised, with the story as a note.  The deadline cuts async functions; a sync function is not called again
+    after it, but cannot be cut.
+
+    Args:
+        policy: a `Retry`; its *settings* can be given by name instead.
+        host: names the budget and the breaker, which all calls with this host share.
+        key: names a parameter that gets a key if the caller gave none; it is the same in every attempt of a call.
+        observers: are called with each `RetryEvent`.
     """
     if callable(policy) and not isinstance(policy, Retry):
         return retry()(policy)
     if policy is not None and settings:
         raise TypeError(f"retry: give a policy or settings, not both ({', '.join(settings)})")
-    chosen = checked(policy) if policy is not None else Retry(**settings)
-    world = World(hosts=HOSTS if host else None, observers=tuple(observers))
-    return lambda function: _decorated(function, chosen, world, host, key)
+    chosen = check_policy(policy) if policy is not None else Retry(**settings)
+    environment = Environment(hosts=HOSTS if host else None, observers=tuple(observers))
+    return lambda function: _decorate(function, chosen, environment, host, key)
 
 
-def _decorated(function: Callable[..., Any], policy: Retry, world: World, host: str | None, key: str | None) -> Any:
+def _decorate(
+    function: Callable[..., Any], policy: Retry, environment: Environment, host: str | None, key: str | None
+) -> Any:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigurationError(f"{function!r} is a generator: its body runs after the call, where nothing is retried")
+        raise ConfigurationError(
+            f"{function!r} is a generator: its body runs after the call, so nothing would be retried"
+        )
     name = host or own_name(function)
-    keyed = None if key is None else Keyed(function, key)
+    key_parameter = None if key is None else KeyParameter(function, key)
 
-    def calling(args: Any, keywords: Any) -> Calling:
-        if keyed is not None:
-            args, keywords = keyed.arguments(args, keywords)
-        return Calling(function, args, keywords, policy, name)
+    def plan(args: Any, keywords: Any) -> Plan[Any]:
+        if key_parameter is not None:
+            args, keywords = key_parameter.fill(args, keywords)
+        return send_with_retries(FunctionCall(function, args, keywords, policy, name), policy, environment)
 
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
-        return run(attempts(calling(args, keywords), policy, world))
+        return run(plan(args, keywords))
 
     @wraps(function)
     async def acall(*args: Any, **keywords: Any) -> Any:
-        return await arun(attempts(calling(args, keywords), policy, world))
+        return await arun(plan(args, keywords))
 
     awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return acall if awaited else call
 
 
-def checked(policy: object) -> Retry:
-    """The policy, if it is one."""
+def check_policy(policy: object) -> Retry:
+    """Return *policy*; raise ConfigurationError if it is no Retry."""
     if not isinstance(policy, Retry):
         raise ConfigurationError(f"{policy!r} is no policy: give a Retry, such as Retry(attempts=3)")
     return policy
 
 
 def own_name(function: Any) -> str:
-    """What the story calls it: a partial goes by its function, an object by its class."""
+    """Return the name for the story: of the function in a partial, or of the class of a callable object."""
     called = function.func if isinstance(function, partial) else function
     named = called if hasattr(called, "__qualname__") else type(called)
     return f"{named.__module__}.{named.__qualname__}"
 
 
-class Keyed:
-    """A function's parameter *key*, which gets a new key wherever the caller gave none."""
+class KeyParameter:
+    """The parameter *key* of a function; it gets a new key if the caller gave none."""
 
     def __init__(self, function: Callable[..., Any], key: str) -> None:
         self.key = key
@@ -169,8 +169,8 @@ class Keyed:
         if not self.named and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
             raise ConfigurationError(f"key={key!r}: {own_name(function)} has no such parameter")
 
-    def arguments(self, args: Any, keywords: Any) -> tuple[Any, Any]:
-        """The call's, with the key among them."""
+    def fill(self, args: Any, keywords: Any) -> tuple[Any, Any]:
+        """Return the arguments of a call, with a key among them."""
         if not self.named:
             made = keywords.get(self.key)
             return args, {**keywords, self.key: new_key() if made is None else made}
@@ -181,7 +181,10 @@ class Keyed:
 
 
 class Block:
-    """One attempt at a `with` block."""
+    """One attempt at a `with` block.
+
+    *remaining* is the time in seconds that it may take; the code in the block can use it as its own timeout.
+    """
 
     __slots__ = ("error", "number", "remaining")
 
@@ -194,56 +197,65 @@ class Block:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
-        # Held back, not swallowed: the plan decides whether it is raised or tried again.
+        # The error is kept: the retry loop decides whether to raise it or to try again.
         self.error = error if isinstance(error, Exception) else None
         return self.error is not None
 
-    def tell(self, plan: Plan[Any]) -> Effect[Any]:
-        """The plan's next effect, now that the block has ended."""
+    def report(self, plan: Plan[Any]) -> Effect[Any]:
+        """Tell the retry loop how the block ended, and return its next effect."""
         return plan.send(None) if self.error is None else plan.throw(self.error)
 
     def run(self) -> None:
-        raise AssertionError("a block is carried out by its caller")
+        raise AssertionError("the caller runs the block")
 
     async def arun(self) -> None:
-        raise AssertionError("a block is carried out by its caller")
+        raise AssertionError("the caller runs the block")
 
 
-class Attempting(Calling):
-    """A block of code in place of a function."""
+class BlockCall(FunctionCall):
+    """A block of code in place of a function: each attempt at it is a Block, which `retrying` passes to its caller."""
 
     __slots__ = ()
 
-    def attempt(self, number: int, limit: float) -> Effect[Any]:
-        return Block(number, limit)
+    def attempt(self, number: int, timeout: float) -> Effect[Any]:
+        return Block(number, timeout)
 
 
 class retrying:
     """Attempts at a block: `for attempt in retrying(Retry()):` (or `async for`), and in it `with attempt:`.
 
-    `attempt.remaining` is the time that the attempt may take, for passing on to whatever blocks inside.
+    `attempt.remaining` is the time in seconds that the attempt may take.
     """
 
     def __init__(
         self, policy: Retry | None = None, *, name: str = "block", observers: Sequence[RetryObserver] = ()
     ) -> None:
-        self._policy = Retry() if policy is None else checked(policy)
+        self._policy = Retry() if policy is None else check_policy(policy)
         self._name = name
-        self._world = World(hosts=None, observers=tuple(observers))
+        self._environment = Environment(hosts=None, observers=tuple(observers))
 
     def _plan(self) -> Plan[Any]:
-        return attempts(Attempting(retrying, (), {}, self._policy, self._name), self._policy, self._world)
+        block = BlockCall(retrying, (), {}, self._policy, self._name)
+        return send_with_retries(block, self._policy, self._environment)
 
     def __iter__(self) -> Iterator[Block]:
         plan = self._plan()
-        block = run_to(Block, plan, partial(next, plan))
-        while isinstance(block, Block):
-            yield block
-            block = run_to(Block, plan, partial(block.tell, plan))
+        with suppress(StopIteration):  # the end of the plan
+            effect = next(plan)
+            while True:
+                if isinstance(effect, Block):
+                    yield effect
+                    effect = effect.report(plan)
+                else:  # a pause
+                    effect = plan.send(effect.run())
 
     async def __aiter__(self) -> AsyncIterator[Block]:
         plan = self._plan()
-        block = await arun_to(Block, plan, partial(next, plan))
-        while isinstance(block, Block):
-            yield block
-            block = await arun_to(Block, plan, partial(block.tell, plan))
+        with suppress(StopIteration):
+            effect = next(plan)
+            while True:
+                if isinstance(effect, Block):
+                    yield effect
+                    effect = effect.report(plan)
+                else:
+                    effect = plan.send(await effect.arun())

@@ -1,4 +1,4 @@
-"""What all clients of a process know about each host together: its retry budget and its circuit."""
+"""The retry budget and the circuit breaker of each host, shared by all clients of a process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ import msgspec
 
 from ..errors import ConfigurationError
 
-# A crawler meets hosts without end; the oldest are forgotten.
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+# A crawler meets any number of hosts; the oldest are forgotten.
 MAX_HOSTS = 10_000
 
 
-class Budget(msgspec.Struct, frozen=True):
-    """How many failures a host may show before retries stop (gRPC's retry throttling).
+def host_name(scheme: str, host: str, port: int | None) -> str:
+    """Return one name for a host, however a library writes it."""
+    return f"{host.lower()}:{port or DEFAULT_PORTS.get(scheme, 0)}"
 
-    A failed attempt takes one token, a good one gives *ratio* back; retries stop while no more than half are left.
+
+class Budget(msgspec.Struct, frozen=True):
+    """How many failures of a host stop the retries (gRPC's retry throttling).
+
+    A failed attempt takes one token, a successful one gives *ratio* back; while no more than half are left, nobody retries.
     """
 
     tokens: float = 100.0
@@ -31,7 +38,7 @@ DEFAULT_BUDGET = Budget()
 
 
 class Breaker(msgspec.Struct, frozen=True):
-    """After how many failures in a row nothing is sent for *cooldown* seconds; then one probe decides."""
+    """After *failures* in a row nothing is sent for *cooldown* seconds; then a single attempt, the probe, decides."""
 
     failures: int = 5
     cooldown: float = 30.0
@@ -42,7 +49,7 @@ class Breaker(msgspec.Struct, frozen=True):
 
 
 class Host:
-    """The budget and the circuit of one host.  Times are of the caller's clock, passed in."""
+    """The budget and the circuit of one host.  The caller passes the time."""
 
     __slots__ = ("_failures", "_lock", "_open_until", "_tokens", "breaker", "budget")
 
@@ -56,7 +63,7 @@ class Host:
 
     @property
     def tokens(self) -> float:
-        """What is left of the budget."""
+        """The tokens that are left of the budget."""
         return self._tokens
 
     def may_retry(self) -> bool:
@@ -64,14 +71,14 @@ class Host:
         return self.budget is None or self._tokens > self.budget.tokens / 2
 
     def closed_in(self, now: float) -> float:
-        """Seconds until the circuit lets an attempt through; 0: go ahead (for a probe, only the first one asking)."""
+        """Return the seconds until the circuit lets an attempt through; 0 for an attempt that may begin, as the probe."""
         breaker = self.breaker
         if breaker is None or self._failures < breaker.failures:
             return 0.0
         with self._lock:
             if now < self._open_until:
                 return self._open_until - now
-            # A probe that is never heard of again must not close the road for ever.
+            # This caller is the probe.  If it never reports, the next one after the cooldown is.
             self._open_until = now + breaker.cooldown
             return 0.0
 
@@ -80,16 +87,16 @@ class Host:
         return self.breaker is not None and self._failures >= self.breaker.failures and now < self._open_until
 
     def succeeded(self) -> None:
-        """An attempt was answered, and the host is well."""
+        """Count an attempt for which the host is not to blame."""
         if not self._failures and (self.budget is None or self._tokens >= self.budget.tokens):
-            return  # as it was; most calls end here
+            return  # nothing to change; most calls end here
         with self._lock:
             if self.budget:
                 self._tokens = min(self.budget.tokens, self._tokens + self.budget.ratio)
             self._failures = 0
 
     def failed(self, now: float) -> None:
-        """An attempt failed, and the host is to blame."""
+        """Count an attempt that failed because of the host."""
         with self._lock:
             self._tokens = max(0.0, self._tokens - 1)
             self._failures += 1
@@ -98,7 +105,7 @@ class Host:
 
 
 class Hosts:
-    """The hosts that were met, each with one state per policy."""
+    """The known hosts, each with one state per budget and breaker."""
 
     _known: dict[tuple[str, Budget | None, Breaker | None], Host]
 
@@ -106,25 +113,25 @@ class Hosts:
         self.forget()
 
     def get(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host | None:
-        """The state of the host *name*; None where neither a budget nor a breaker asks for one."""
+        """Return the state of the host *name*; None if there is neither a budget nor a breaker."""
         if budget is None and breaker is None:
             return None
         known = self._known.get((name, budget, breaker))
-        return known or self._meet(name, budget, breaker)
+        return known or self._add(name, budget, breaker)
 
     def succeeded(self, name: str, budget: Budget | None, breaker: Breaker | None) -> None:
-        """Credit the host; one that never failed has nothing to regain, and is not remembered for it."""
+        """Count a success; a host that never failed has nothing to regain, and is not remembered."""
         if self._known and (known := self._known.get((name, budget, breaker))):
             known.succeeded()
 
-    def _meet(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host:
+    def _add(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host:
         with self._lock:
             if len(self._known) >= MAX_HOSTS:
                 del self._known[next(iter(self._known))]
             return self._known.setdefault((name, budget, breaker), Host(budget, breaker))
 
     def forget(self) -> None:
-        """Start afresh; a forked child may have inherited a lock that nobody will release."""
+        """Start anew; a forked child may have inherited a lock that nobody will release."""
         self._known = {}
         self._lock = threading.Lock()
 

@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
+import asyncio
+import ssl
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from typing import Any
 
+import httpcore
 import httpx
 
-from .._runtime.plan import arun, run
-from .continuing import AsyncContinuing, Continuing
-from .engine import Engine
-from .exchange import Exchange
-from .httpx_bounds import bound
-from .httpx_wire import HttpxWire, RequestExhausted, RequestTimedOut, RequestUnknown
+from .._runtime.plan import Effect, Plan, arun, run
+from ._compat import wrap_network_backend
+from .bodies import MAX_BODY, READ_AHEAD, read_mode
+from .deadlines import Deadline, call_with_deadline, with_deadline
+from .effects import CallMethod
+from .engine import AsyncPendingOperations, Engine, LibraryErrors, PendingOperations, RetryableRequest
+from .errors import OutcomeUnknown, RetriesExhausted
+from .hosts import host_name
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .verdict import Reply
+from .verdict import Fault, Reply, find_fault
 
 __all__ = ["AsyncRetryTransport", "RequestExhausted", "RequestTimedOut", "RequestUnknown", "RetryTransport"]
 
 
-class RetryTransport(Continuing, httpx.BaseTransport):
-    """A transport that asks once more, under one key: unsafe requests get one, written down before the first byte.
+class RequestExhausted(RetriesExhausted, httpx.TransportError):
+    """All attempts failed, the last one without an answer."""
 
-    *transport* does the sending (an `httpx.HTTPTransport` by default); further options are those of `Engine`.  The last
-    answer is returned whatever its status; `response.extensions["oncemore"]` is the story.  A request can bring its own
-    policy in `extensions={"retry": Retry(...)}` and its own key in the key's header.
+
+class RequestTimedOut(RetriesExhausted, httpx.TimeoutException):
+    """All attempts failed, the last one because it took too long."""
+
+
+class RequestUnknown(OutcomeUnknown, httpx.TransportError):
+    """The request may have been performed, and sending it again is no longer safe."""
+
+
+ERRORS = LibraryErrors(RequestExhausted, RequestTimedOut, RequestUnknown)
+
+# The first that fits; every error after the connection was made counts as sent.
+FAULTS: list[tuple[type[BaseException], Fault]] = [
+    (httpx.ConnectTimeout, Fault("timeout", sent=False)),
+    (httpx.PoolTimeout, Fault("timeout", sent=False)),
+    (httpx.TimeoutException, Fault("timeout")),
+    (httpx.ConnectError, Fault("connection", sent=False)),
+    (httpx.ProxyError, Fault("connection", sent=False)),
+    (httpx.UnsupportedProtocol, Fault("error", sent=False, fatal=True)),
+    (httpx.LocalProtocolError, Fault("error", fatal=True)),
+    (httpx.TransportError, Fault("connection")),
+]
+
+PHASES = ("connect", "read", "write", "pool")  # each has a timeout of its own
+
+
+class RetryTransport(PendingOperations, httpx.BaseTransport):
+    """A transport that sends again under one key: unsafe requests get a key, stored before the first byte is sent.
+
+    The last answer is returned whatever its status; `response.extensions["oncemore"]` is its story.  A request can bring its
+    own policy in `extensions={"retry": Retry(...)}`, and its own key in the key's header.
+
+    Args:
+        retry: the policy; `Retry()` by default.
+        keyring: where keys and requests are stored, such as `"sqlite:///keys.db"`.
+        transport: sends the requests; an `httpx.HTTPTransport` by default.
+        options: those of `Engine`.
     """
 
     def __init__(
@@ -37,23 +79,24 @@ class RetryTransport(Continuing, httpx.BaseTransport):
         **options: Any,
     ) -> None:
         self.engine = Engine(retry, keyring, **options)
-        self._transport = bound(transport or httpx.HTTPTransport())
+        self._transport = transport or httpx.HTTPTransport()
+        wrap_network_backend(self._transport, BoundedBackend.around)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        exchange = self.engine.exchange(HttpxWire(request, self._transport), request.extensions.get("retry"))
-        return told(run(self.engine.perform(exchange)), exchange)
+        sent = self.engine.request(HttpxRequest(request, self._transport), request.extensions.get("retry"))
+        return _with_story(run(self.engine.send(sent)), sent)
 
     def resume(self, client: httpx.Client | None = None, *, opened: bool = False) -> list[Resumed]:
-        """What came of the operations that a dead process left behind, each asked for again under its own key.
+        """Send the operations that a dead process left behind again, each under its own key, and return the results.
 
-        They go through *client*, which adds its credentials; the keyring keeps none.  With *opened*, those are asked for
-        again too whose callers were told that the outcome is unknown.
+        They go through *client*, which adds its credentials; the keyring stores none.  With *opened*, operations whose callers
+        were told that the outcome is unknown are sent again too.
         """
 
         def send(entry: Entry) -> httpx.Response:
             if client is not None:
-                return client.send(_request(client, entry))
-            response = self.handle_request(_request(None, entry))
+                return client.send(_stored_request(client, entry))
+            response = self.handle_request(_stored_request(None, entry))
             response.read()
             return response
 
@@ -64,7 +107,7 @@ class RetryTransport(Continuing, httpx.BaseTransport):
         self.engine.close()
 
 
-class AsyncRetryTransport(AsyncContinuing, httpx.AsyncBaseTransport):
+class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
     """The same for `httpx.AsyncClient`; `pending`, `resume` and `forget` are awaited."""
 
     def __init__(
@@ -79,16 +122,16 @@ class AsyncRetryTransport(AsyncContinuing, httpx.AsyncBaseTransport):
         self._transport = transport or httpx.AsyncHTTPTransport()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        exchange = self.engine.exchange(HttpxWire(request, self._transport), request.extensions.get("retry"))
-        return told(await arun(self.engine.perform(exchange)), exchange)
+        sent = self.engine.request(HttpxRequest(request, self._transport), request.extensions.get("retry"))
+        return _with_story(await arun(self.engine.send(sent)), sent)
 
     async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
-        """What came of the operations that a dead process left behind, each asked for again under its own key."""
+        """As `RetryTransport.resume`."""
 
         async def send(entry: Entry) -> httpx.Response:
             if client is not None:
-                return await client.send(_request(client, entry))
-            response = await self.handle_async_request(_request(None, entry))
+                return await client.send(_stored_request(client, entry))
+            response = await self.handle_async_request(_stored_request(None, entry))
             await response.aread()
             return response
 
@@ -99,15 +142,300 @@ class AsyncRetryTransport(AsyncContinuing, httpx.AsyncBaseTransport):
         await self.engine.aclose()
 
 
-def told(reply: Reply, exchange: Exchange) -> httpx.Response:
-    """The response, with its story."""
+def _with_story(reply: Reply, request: RetryableRequest) -> httpx.Response:
     response: httpx.Response = reply.response
-    response.extensions["oncemore"] = exchange.story
+    response.extensions["oncemore"] = request.story
     return response
 
 
-def _request(client: httpx.Client | httpx.AsyncClient | None, entry: Entry) -> httpx.Request:
+def _stored_request(client: httpx.Client | httpx.AsyncClient | None, entry: Entry) -> httpx.Request:
     build = httpx.Request if client is None else client.build_request
     request = build(entry.method, entry.url, headers=entry.kept_headers, content=entry.body)
     request.url = httpx.URL(entry.url)  # as it was: a client's own parameters would go before those of the request
     return request
+
+
+class HttpxRequest:
+    """One request of `httpx.Client` or `httpx.AsyncClient`, sent by *transport*."""
+
+    errors = ERRORS
+
+    def __init__(self, request: httpx.Request, transport: Any) -> None:
+        self.request = request
+        self.transport = transport
+        self.method = request.method
+        self.host = host_name(request.url.scheme, request.url.host, request.url.port)
+        self.headers = request.headers
+        self.extensions = request.extensions
+
+    @property
+    def url(self) -> str:
+        return str(self.request.url)
+
+    def body(self) -> Plan[bytes | None]:
+        if isinstance(self.request.stream, httpx.ByteStream):
+            return self.request.read()  # in memory already, for async clients too
+        length = self.headers.get("Content-Length", "")
+        if length.isdigit() and int(length) <= MAX_BODY:
+            content: bytes = yield CallMethod(self.request, "read", "aread")
+            return content
+        self.request.stream = SingleUseBody(self.request.stream)
+        return None
+
+    def resendable(self) -> bool:
+        return not (isinstance(self.request.stream, SingleUseBody) and self.request.stream.begun)
+
+    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
+        return SendOnce(self, timeout, keyed)
+
+    def close(self, reply: Reply) -> Effect[None]:
+        return CallMethod(reply.response, "close", "aclose")
+
+    def fault(self, error: Exception) -> Fault:
+        return find_fault(error, FAULTS)
+
+
+class SendOnce:
+    """Effect: send the request within *timeout* seconds, and read the part of the response that belongs to the attempt."""
+
+    __slots__ = ("_deadlines", "_ends", "_keyed", "_sent", "_timeout")
+
+    def __init__(self, sent: HttpxRequest, timeout: float, keyed: bool) -> None:
+        self._sent = sent
+        self._timeout = timeout
+        self._keyed = keyed
+        self._ends = 0.0
+        self._deadlines: dict[str, Deadline] = {}
+
+    def run(self) -> Reply:
+        request = self._sent.request
+        request.extensions = self._extensions()
+        try:
+            response = self._sent.transport.handle_request(request)
+        finally:
+            request.extensions = self._sent.extensions  # the caller may send the same request again
+        try:
+            body = self._body(response)
+            content = None if body is None else body.read_ahead()
+        except BaseException:
+            response.close()
+            raise
+        return _reply(response, content)
+
+    def arun(self) -> Awaitable[Reply]:
+        return with_deadline(self._send(), self._timeout, httpx.ReadTimeout)
+
+    async def _send(self) -> Reply:
+        request = self._sent.request
+        request.extensions = self._extensions()
+        try:
+            response = await self._sent.transport.handle_async_request(request)
+        finally:
+            request.extensions = self._sent.extensions
+        try:
+            body = self._body(response)
+            content = None if body is None else await body.aread_ahead()
+        except BaseException:
+            await response.aclose()
+            raise
+        return _reply(response, content)
+
+    def _extensions(self) -> dict[str, Any]:
+        """Return the request's extensions with timeouts that know when the attempt must end."""
+        self._ends = time.monotonic() + self._timeout
+        timeouts: dict[str, float | None] = self._sent.extensions.get("timeout") or {}
+        self._deadlines = {phase: Deadline(self._timeout, timeouts.get(phase)) for phase in PHASES}
+        return {**self._sent.extensions, "timeout": self._deadlines}
+
+    def _body(self, response: httpx.Response) -> ResponseBody | None:
+        """Return the body if reading it belongs to the attempt."""
+        mode = read_mode(response.status_code, response.headers)
+        if mode == "endless":
+            for deadline in self._deadlines.values():
+                deadline.lift()
+            return None
+        response.stream = body = ResponseBody(response.stream, self._ends)
+        return body if self._keyed or mode == "whole" else None
+
+
+def _reply(response: httpx.Response, content: bytes | None) -> Reply:
+    """Return the reply; the caller can read *content* again."""
+    error_body = b""
+    if content is not None:
+        response.stream = httpx.ByteStream(content)
+        if response.status_code >= 400:
+            error_body = _decompress(response, content)
+    return Reply(response.status_code, response.headers, error_body, response)
+
+
+def _decompress(response: httpx.Response, body: bytes) -> bytes:
+    """Return the uncompressed body, at most 64 KiB of it: no verdict needs more."""
+    if response.headers.get("Content-Encoding", "").lower() not in ("gzip", "deflate"):
+        return body
+    try:
+        return zlib.decompressobj(47).decompress(body, 64 * 1024)
+    except zlib.error:
+        return b""
+
+
+class SingleUseBody(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A request body that can be sent only once; *begun* says whether that has started."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.begun = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.begun = True
+        yield from self._stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        self.begun = True
+        async for chunk in self._stream:
+            yield chunk
+
+
+class ResponseBody(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A response body that can be read ahead; as a stream, it gives those chunks and then the rest, until *ends*."""
+
+    def __init__(self, source: Any, ends: float) -> None:
+        self._source = source
+        self._ends = ends
+        self._chunks: list[bytes] = []
+        self._rest: Any = None
+
+    def read_ahead(self) -> bytes | None:
+        """Return the whole body if it is no longer than READ_AHEAD; otherwise None."""
+        size = 0
+        self._rest = iter(self._source)
+        for chunk in self._rest:
+            self._chunks.append(chunk)
+            size += len(chunk)
+            if size > READ_AHEAD:
+                return None
+        self._source.close()
+        return b"".join(self._chunks)
+
+    async def aread_ahead(self) -> bytes | None:
+        size = 0
+        self._rest = aiter(self._source)
+        async for chunk in self._rest:
+            self._chunks.append(chunk)
+            size += len(chunk)
+            if size > READ_AHEAD:
+                return None
+        await self._source.aclose()
+        return b"".join(self._chunks)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._chunks
+        for chunk in self._rest or self._source:
+            if time.monotonic() > self._ends:
+                raise httpx.ReadTimeout("the deadline has passed")
+            yield chunk
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for chunk in self._chunks:
+            yield chunk
+        rest = self._rest or aiter(self._source)
+        while (more := await self._next(rest)) is not None:
+            yield more
+
+    async def _next(self, rest: AsyncIterator[bytes]) -> bytes | None:
+        try:
+            async with asyncio.timeout(self._ends - time.monotonic()):
+                return await anext(rest, None)
+        except TimeoutError:
+            raise httpx.ReadTimeout("the deadline has passed") from None
+
+    def close(self) -> None:
+        self._source.close()
+
+    async def aclose(self) -> None:
+        await self._source.aclose()
+
+
+# Blocking sockets that keep a deadline: no phase, no trickle of bytes and no name lookup outlasts it.
+
+# Small enough that the kernel takes each piece whole if it takes anything, so that one piece is about one wait.
+PIECE = 16 * 1024
+
+
+class BoundedStream(httpcore.NetworkStream):
+    """A stream whose every wait ends at the deadline of its timeout."""
+
+    def __init__(self, stream: httpcore.NetworkStream, connect_timeout: float | None) -> None:
+        self._stream = stream
+        # A SOCKS greeting is read without a timeout: the one for connecting applies, until the first timeout is given.
+        self._connect_timeout = connect_timeout
+
+    def _next_timeout(self, timeout: float | None, error: type[Exception]) -> float | None:
+        if timeout is None:
+            timeout = self._connect_timeout
+        else:
+            self._connect_timeout = None
+        if not isinstance(timeout, Deadline):
+            return timeout
+        try:
+            return timeout.next_timeout()
+        except TimeoutError as passed:
+            raise error(str(passed)) from None
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, self._next_timeout(timeout, httpcore.ReadTimeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        for start in range(0, len(buffer), PIECE):
+            piece = buffer[start : start + PIECE]
+            self._stream.write(piece, self._next_timeout(timeout, httpcore.WriteTimeout))
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        left = self._next_timeout(timeout, httpcore.ConnectTimeout)
+        return BoundedStream(self._stream.start_tls(ssl_context, server_hostname, left), timeout)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class BoundedBackend(httpcore.NetworkBackend):
+    """Opens bounded streams within the deadline, including the name lookup and all addresses."""
+
+    def __init__(self, backend: httpcore.NetworkBackend) -> None:
+        self._backend = backend
+
+    @classmethod
+    def around(cls, backend: httpcore.NetworkBackend) -> httpcore.NetworkBackend:
+        """Return a bounded backend; *backend* itself if it is one already, or no backend for blocking sockets."""
+        if isinstance(backend, cls) or not isinstance(backend, httpcore.NetworkBackend):
+            return backend
+        return cls(backend)
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        def connect() -> httpcore.NetworkStream:
+            return self._backend.connect_tcp(host, port, timeout, local_address, socket_options)
+
+        try:
+            stream = call_with_deadline(timeout, connect, lambda late: late.close())
+        except TimeoutError as error:
+            raise httpcore.ConnectTimeout(str(error)) from error
+        return BoundedStream(stream, timeout)
+
+    def connect_unix_socket(
+        self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
+    ) -> httpcore.NetworkStream:
+        return BoundedStream(self._backend.connect_unix_socket(path, timeout, socket_options), timeout)
+
+    def sleep(self, seconds: float) -> None:
+        self._backend.sleep(seconds)

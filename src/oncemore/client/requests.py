@@ -11,32 +11,30 @@ from urllib3 import ProxyManager
 from urllib3.exceptions import HTTPError, MaxRetryError
 
 from .._runtime.plan import run
-from .bodies import MAX_BODY, SentBody, manner_by
-from .continuing import Continuing
-from .engine import Engine
+from .bodies import MAX_BODY, SentBody, read_mode
+from .engine import Engine, LibraryErrors, PendingOperations
 from .errors import OutcomeUnknown, RetriesExhausted
-from .exchange import Errors
+from .hosts import host_name
 from .keyring import KeyringPlace
-from .keyring.entry import Entry, Resumed, host_of
+from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .urllib3 import BlockingWire, fault_of, limits
-from .urllib3_bounds import BOUNDED_POOLS
-from .verdict import Fault, Reply
+from .urllib3 import BOUNDED_POOLS, FAULTS, BlockingRequest, deadlines
+from .verdict import Fault, Reply, find_fault
 
 
 class RequestExhausted(RetriesExhausted, requests.ConnectionError):
-    """Every attempt failed; the last one without an answer."""
+    """All attempts failed, the last one without an answer."""
 
 
 class RequestTimedOut(RetriesExhausted, requests.Timeout):
-    """Every attempt failed; the last one ran out of time."""
+    """All attempts failed, the last one because it took too long."""
 
 
 class RequestUnknown(OutcomeUnknown, requests.RequestException):
-    """It may have been performed, and asking again is no longer safe."""
+    """The request may have been performed, and sending it again is no longer safe."""
 
 
-ERRORS = Errors(RequestExhausted, RequestTimedOut, RequestUnknown)
+ERRORS = LibraryErrors(RequestExhausted, RequestTimedOut, RequestUnknown)
 
 FATAL = (
     requests.exceptions.InvalidURL,
@@ -47,64 +45,15 @@ FATAL = (
 )
 
 
-class RequestsWire(BlockingWire):
-    """One prepared request of a session."""
+class RetryAdapter(PendingOperations, HTTPAdapter):
+    """An adapter that sends again under one key; `response.oncemore` is the story.
 
-    errors = ERRORS
-    unrewindable = requests.exceptions.UnrewindableBodyError
-
-    def __init__(self, adapter: RetryAdapter, request: requests.PreparedRequest, options: dict[str, Any]) -> None:
-        self.adapter = adapter
-        self.request = request
-        self.method = request.method or "GET"
-        self.url = request.url or ""
-        parts = urlsplit(self.url)
-        self.host = host_of(parts.scheme, parts.hostname or "", parts.port)
-        self.headers: Any = request.headers
-        for name, value in self.headers.items():
-            if isinstance(value, bytes):  # requests allows both
-                self.headers[name] = value.decode("latin-1")
-        self._options = options
-        self._sent = SentBody(request.body)
-
-    def _attempt(self, limit: float) -> Reply:
-        self._rewind()
-        request = self.request
-        if request.body is not self._sent.value:  # a copy, for requests itself rewinds what it has, at a redirect
-            request = request.copy()
-            request.body = self._sent.value
-        connect, read = limits(self._options.get("timeout"), limit)
-        response = self.adapter.send_once(request, **{**self._options, "timeout": (connect, read)})
-        if manner_by(response.status_code, response.headers) == "endless":
-            read.lift()
-        body = response.content if self._is_part(response) else b""
-        return Reply(response.status_code, response.headers, body, response)
-
-    def _is_part(self, response: requests.Response) -> bool:
-        """Whether reading the body belongs to the attempt: the caller asked for all of it, or it is a short complaint."""
-        length = response.headers.get("Content-Length", "")
-        short = response.status_code >= 400 and length.isdigit() and int(length) <= MAX_BODY
-        return short or not self._options.get("stream")
-
-    def fault(self, error: Exception) -> Fault:
-        if isinstance(error, FATAL):
-            return Fault("error", sent=False, fatal=True, note=type(error).__name__)
-        if isinstance(error, requests.RequestException):
-            return fault_of(_root(error))
-        return fault_of(error)
-
-
-def _root(error: BaseException) -> BaseException:
-    """The error of urllib3 or of the socket that requests has wrapped."""
-    if isinstance(error, MaxRetryError) and error.reason is not None:
-        return _root(error.reason)
-    inner = error.args[0] if error.args else None
-    wrapped = isinstance(error, requests.RequestException) and isinstance(inner, HTTPError | OSError)
-    return _root(inner) if wrapped and inner is not None else error
-
-
-class RetryAdapter(Continuing, HTTPAdapter):
-    """An adapter that asks once more, under one key; `response.oncemore` is the story.  *pool* is for HTTPAdapter."""
+    Args:
+        retry: the policy; `Retry()` by default.
+        keyring: where keys and requests are stored, such as `"sqlite:///keys.db"`.
+        pool: arguments of requests' HTTPAdapter.
+        options: those of `Engine`.
+    """
 
     def __init__(
         self,
@@ -123,24 +72,27 @@ class RetryAdapter(Continuing, HTTPAdapter):
 
     def proxy_manager_for(self, proxy: str, **options: Any) -> Any:
         manager = super().proxy_manager_for(proxy, **options)
-        if type(manager) is ProxyManager:  # one for SOCKS has connections of its own kind
+        if type(manager) is ProxyManager:  # SOCKS has connections of its own kind
             manager.pool_classes_by_scheme = BOUNDED_POOLS
         return manager
 
     def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
         options.update(zip(("stream", "timeout", "verify", "cert", "proxies"), arguments, strict=False))
-        exchange = self.engine.exchange(RequestsWire(self, request, options))
-        reply = run(self.engine.perform(exchange))
-        response: Any = reply.response
-        response.oncemore = exchange.story
+        sent = self.engine.request(RequestsRequest(self, request, options))
+        response: Any = run(self.engine.send(sent)).response
+        response.oncemore = sent.story
         return response  # type: ignore[no-any-return]
 
     def send_once(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
-        """One attempt, as requests itself makes it."""
+        """Make one attempt, as requests itself does."""
         return super().send(request, **options)
 
     def resume(self, session: requests.Session, *, opened: bool = False) -> list[Resumed]:
-        """What came of the operations that a dead process left behind; *session* adds the credentials, kept nowhere."""
+        """Send the operations that a dead process left behind again, each under its own key, and return the results.
+
+        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations whose callers
+        were told that the outcome is unknown are sent again too.
+        """
 
         def send(entry: Entry) -> requests.Response:
             params = dict.fromkeys(session.params or ())  # None, so that they are not added again: the URL has them
@@ -151,3 +103,57 @@ class RetryAdapter(Continuing, HTTPAdapter):
     def close(self) -> None:
         super().close()
         self.engine.close()
+
+
+class RequestsRequest(BlockingRequest):
+    """One prepared request of a session."""
+
+    errors = ERRORS
+    unrewindable = requests.exceptions.UnrewindableBodyError
+
+    def __init__(self, adapter: RetryAdapter, request: requests.PreparedRequest, options: dict[str, Any]) -> None:
+        self.adapter = adapter
+        self.request = request
+        self.method = request.method or "GET"
+        self.url = request.url or ""
+        parts = urlsplit(self.url)
+        self.host = host_name(parts.scheme, parts.hostname or "", parts.port)
+        self.headers: Any = request.headers
+        for name, value in self.headers.items():
+            if isinstance(value, bytes):  # requests allows both
+                self.headers[name] = value.decode("latin-1")
+        self._options = options
+        self._sent = SentBody(request.body)
+
+    def _attempt(self, timeout: float) -> Reply:
+        self._rewind()
+        request = self.request
+        if request.body is not self._sent.value:  # a copy, because requests rewinds the original body at a redirect
+            request = request.copy()
+            request.body = self._sent.value
+        connect, read = deadlines(self._options.get("timeout"), timeout)
+        response = self.adapter.send_once(request, **{**self._options, "timeout": (connect, read)})
+        if read_mode(response.status_code, response.headers) == "endless":
+            read.lift()
+        body = response.content if self._is_body_read(response) else b""
+        return Reply(response.status_code, response.headers, body, response)
+
+    def _is_body_read(self, response: requests.Response) -> bool:
+        """Whether reading the body belongs to the attempt: the caller does not stream, or it is a short error."""
+        length = response.headers.get("Content-Length", "")
+        short = response.status_code >= 400 and length.isdigit() and int(length) <= MAX_BODY
+        return short or not self._options.get("stream")
+
+    def fault(self, error: Exception) -> Fault:
+        if isinstance(error, FATAL):
+            return Fault("error", sent=False, fatal=True, note=type(error).__name__)
+        return find_fault(_original_error(error) if isinstance(error, requests.RequestException) else error, FAULTS)
+
+
+def _original_error(error: BaseException) -> BaseException:
+    """Return the error of urllib3 or of the socket that requests has wrapped."""
+    if isinstance(error, MaxRetryError) and error.reason is not None:
+        return _original_error(error.reason)
+    inner = error.args[0] if error.args else None
+    wrapped = isinstance(error, requests.RequestException) and isinstance(inner, HTTPError | OSError)
+    return _original_error(inner) if wrapped and inner is not None else error

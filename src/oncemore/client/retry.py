@@ -1,4 +1,4 @@
-"""The retry policy: how often, how long, with which delays, and what counts as worth another attempt."""
+"""The retry policy: how often, how long, with which pauses, and after which answers and errors."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ from .hosts import DEFAULT_BUDGET, Breaker, Budget
 # Too many requests, the server's own failures, and its "you were too slow": the same request may pass in a moment.
 RETRIED_STATUSES = frozenset({408, 429, *range(500, 600)})
 
-# The seeds' delivery attempts: seconds after the first one.
+# When a webhook is delivered again: seconds after the first attempt.
 WEBHOOK_OFFSETS = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 21600.0, 43200.0, 86400.0)
 
-# A scheduled attempt comes early by 1 % to 10 % of the gap before it: callers are kept apart, and the last attempt,
+# A scheduled attempt begins early by 1 % to 10 % of the gap before it.  So callers are kept apart, and the last attempt,
 # due at the very end of the window, still has time to be answered.
 EARLY, EARLY_SPREAD = 0.01, 0.09
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """When to try again.  Durations are seconds or text such as `"5m"`; after construction, seconds.
+    """When to try again.  Durations are seconds, or text such as `"5m"` that is converted to seconds.
 
-    *attempts* counts the first one.  *deadline* is for everything together and is hard; *attempt_timeout* is for one
-    attempt.  *schedule*, where given, replaces the backoff: the times of the retries, counted from the first attempt.
-    *errors* are the exceptions of plain functions that deserve another attempt (or a function that tells), beside
-    those that say of themselves that they are `retryable`; *statuses* are those of HTTP.
-    *key_lifetime* is how long the server remembers a key: later, asking again would not be asking the same.
-    *hedge* sends a second copy of a repeatable request when the first has not been answered for so long.
+    Args:
+        attempts: how many there are, including the first one.
+        deadline: the hard limit for all attempts and pauses together.
+        attempt_timeout: the hard limit for one attempt.
+        base, factor, cap, jitter, spread: the pauses, see `Backoff`.
+        schedule: the times of the retries, counted from the first attempt, in place of a backoff.
+        statuses: the statuses of HTTP after which to try again.
+        errors: for plain functions, the exceptions after which to try again, beside those whose attribute `retryable` is True;
+            or a function that decides alone.
+        key_lifetime: how long the server remembers a key: afterwards it would take a retry for a new operation.
+        budget, breaker: limits per host, shared by the process.
     """
 
     attempts: int = 5
@@ -50,15 +55,13 @@ class Retry:
     key_lifetime: float = 86400.0
     budget: Budget | None = DEFAULT_BUDGET
     breaker: Breaker | None = None
-    hedge: float | None = None
     backoff: Backoff = field(init=False, repr=False, compare=False)
-    attempt_limit: float = field(init=False, repr=False, compare=False)  # how long a first attempt may take
-    # For how long a key may be sent: the last attempt must arrive while the server still knows it.
+    # How long a key may be sent: the last attempt must arrive while the server still knows it.
     sendable: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        for name in ("deadline", "attempt_timeout", "base", "cap", "spread", "key_lifetime", "hedge"):
+        for name in ("deadline", "attempt_timeout", "base", "cap", "spread", "key_lifetime"):
             if getattr(self, name) is not None:
                 put(name, duration(getattr(self, name)))
         put("schedule", tuple(duration(offset) for offset in self.schedule))
@@ -68,7 +71,6 @@ class Retry:
         elif isinstance(self.errors, Iterable):
             put("errors", tuple(self.errors))
         put("backoff", Backoff(**{name: getattr(self, name) for name in ("base", "factor", "cap", "jitter", "spread")}))
-        put("attempt_limit", min(self.deadline, self.attempt_timeout or self.deadline))
         put("sendable", self.key_lifetime - (self.attempt_timeout or self.deadline))
         self._check()
 
@@ -90,13 +92,13 @@ class Retry:
             raise ConfigurationError(f"schedule: {self.attempts} attempts need {self.attempts - 1} times")
 
     def wants(self, error: Exception) -> bool:
-        """Whether a function's *error* deserves another attempt."""
+        """Whether to call a function again after *error*."""
         if isinstance(self.errors, tuple):
             return isinstance(error, self.errors) or getattr(error, "retryable", False) is True
         return bool(self.errors(error))
 
     def delay(self, retry: int, chance: float, *, previous: float = 0.0, elapsed: float = 0.0) -> float:
-        """Seconds to wait before retry number *retry*, when *elapsed* have passed since the first attempt began."""
+        """Return the pause before retry number *retry*, if *elapsed* seconds have passed since the first attempt began."""
         if not self.schedule:
             return self.backoff.delay(retry, chance, previous)
         due = self.schedule[retry - 1]
@@ -104,7 +106,7 @@ class Retry:
         return max(0.0, due - gap * (EARLY + EARLY_SPREAD * chance) - elapsed)
 
     def delays(self, random: Callable[[], float] = chances.random) -> Iterator[float]:
-        """One sample of the delays between the attempts, if every attempt failed at once."""
+        """Return one sample of the pauses between the attempts, as if every attempt failed at once."""
         previous = elapsed = 0.0
         for retry in range(1, self.attempts):
             previous = self.delay(retry, random(), previous=previous, elapsed=elapsed)
@@ -113,36 +115,36 @@ class Retry:
 
     @classmethod
     def playbook(cls, **changes: Any) -> Retry:
-        """The playbook's schedule: 100–200, 200–400, 400–800 and 800–1600 ms, at most 2 s each and 10 s in all."""
+        """Pauses of 100–200, 200–400, 400–800 and 800–1600 ms, at most 2 s each and 10 s in all."""
         return cls(**changes)
 
     @classmethod
     def user_facing(cls, **changes: Any) -> Retry:
-        """For a person who waits: 3 retries within 10 s."""
+        """For a request that a user waits for: 3 retries within 10 s."""
         return cls(**{"attempts": 4, "deadline": 10.0, **changes})
 
     @classmethod
     def background_job(cls, **changes: Any) -> Retry:
-        """For work behind the scenes: 5 retries within 5 minutes."""
+        """For work that no user waits for: 5 retries within 5 minutes."""
         return cls(**{"attempts": 6, "deadline": 300.0, "attempt_timeout": 60.0, "base": 1.0, "cap": 30.0, **changes})
 
     @classmethod
     def webhook_delivery(cls, **changes: Any) -> Retry:
         """For deliveries: 10 attempts over 24 hours, from 5 s to 24 h after the first.
 
-        Their limit is written as 10 retries, too, but their schedule counts the first attempt, and ends with the window.
+        The schedule counts the first attempt, and ends with the window.
         """
         steps = {"attempts": 10, "deadline": 86400.0, "attempt_timeout": 30.0, "schedule": WEBHOOK_OFFSETS}
         return cls(**{**steps, "key_lifetime": 7 * 86400.0, **changes})
 
     @classmethod
     def scheduled_task(cls, **changes: Any) -> Retry:
-        """For a task that runs by the clock: 3 retries within an hour."""
+        """For a task that runs at fixed times: 3 retries within an hour."""
         pace = {"attempts": 4, "deadline": 3600.0, "attempt_timeout": 600.0, "base": 30.0, "cap": 300.0}
         return cls(**{**pace, **changes})
 
     @classmethod
     def matchmaking(cls, **changes: Any) -> Retry:
-        """The matchmaking contract's: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
+        """For matchmaking: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
         pace = {"attempts": 4, "deadline": 120.0, "base": 1.0, "cap": 30.0, "jitter": "additive", "spread": 1.0}
         return cls(**{**pace, **changes})

@@ -1,4 +1,4 @@
-"""What was tried, told once for the error, the log, the observers and the CSV."""
+"""The story of an operation: all its attempts, as errors, logs, observers and the CSV show them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REASONS: dict[Reason, str] = {
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One attempt: the *delay* before it and how long it took, in seconds, and how it ended."""
+    """One attempt: the *delay* before it and its duration (*took*), both in seconds, and the verdict on its result."""
 
     number: int
     delay: float
@@ -36,7 +36,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Story(msgspec.Struct):
-    """All attempts of one operation; *reason* says why no more were made."""
+    """All attempts of one operation under *key*; *reason* says why there was no further one."""
 
     name: str
     key: str | None = None
@@ -45,7 +45,7 @@ class Story(msgspec.Struct):
 
     @property
     def known(self) -> Known:
-        """What is known of the outcome: one attempt that may have been performed leaves it unknown until an answer."""
+        """What is known of the outcome; an attempt that may have been performed leaves it unknown until an answer comes."""
         if not self.attempts:
             return "not_performed"
         last = self.attempts[-1].verdict
@@ -72,9 +72,9 @@ class Story(msgspec.Struct):
 
 
 class RetryEvent(msgspec.Struct, frozen=True):
-    """For observers: `retrying` before each pause, `recovered` when a retry succeeded, `exhausted` when none will follow.
+    """An event for observers: `retrying` before each pause, `recovered` when a retry succeeded, `exhausted` at the end.
 
-    They feed `retry_attempts_total` and the histogram of delays (`retrying`), and `retry_exhausted_total` (`exhausted`).
+    `retrying` feeds `retry_attempts_total` and the histogram of delays, `exhausted` feeds `retry_exhausted_total`.
     """
 
     kind: EventKind
@@ -91,8 +91,8 @@ RetryObserver = Callable[[RetryEvent], None]
 log = logging.getLogger("oncemore.client")
 
 
-def tell(observers: Sequence[RetryObserver], event: RetryEvent) -> None:
-    """Show *event* to each observer; one that raises is logged and never disturbs the request."""
+def notify(observers: Sequence[RetryObserver], event: RetryEvent) -> None:
+    """Call each observer with *event*; an observer that raises is logged and never disturbs the request."""
     for observer in observers:
         try:
             observer(event)

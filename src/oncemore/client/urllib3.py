@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import http.client
+import io
+import socket
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
 import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
@@ -20,34 +25,33 @@ from urllib3.exceptions import TimeoutError as Urllib3Timeout
 from urllib3.util import Timeout
 
 from .._runtime.plan import Call, Effect, Plan, run
-from .bodies import SentBody, manner_by, position
-from .continuing import Continuing
-from .deadline import Allowance, is_distrust
-from .engine import Engine
+from ._compat import ConnectHook
+from .bodies import SentBody, position, read_mode
+from .deadlines import Deadline, call_with_deadline
+from .engine import Engine, LibraryErrors, PendingOperations
 from .errors import OutcomeUnknown, RetriesExhausted
-from .exchange import Errors
+from .hosts import host_name
 from .keyring import KeyringPlace
-from .keyring.entry import Entry, Resumed, host_of
+from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .urllib3_bounds import BoundedHTTPPool, BoundedHTTPSPool
-from .verdict import Fault, Reply
+from .verdict import Fault, Reply, find_fault
 
 
 class PoolExhausted(RetriesExhausted, HTTPError):
-    """Every attempt failed; the last one without an answer."""
+    """All attempts failed, the last one without an answer."""
 
 
 class PoolTimedOut(RetriesExhausted, Urllib3Timeout):
-    """Every attempt failed; the last one ran out of time."""
+    """All attempts failed, the last one because it took too long."""
 
 
 class PoolUnknown(OutcomeUnknown, HTTPError):
-    """It may have been performed, and asking again is no longer safe."""
+    """The request may have been performed, and sending it again is no longer safe."""
 
 
-ERRORS = Errors(PoolExhausted, PoolTimedOut, PoolUnknown)
+ERRORS = LibraryErrors(PoolExhausted, PoolTimedOut, PoolUnknown)
 
-# The first that fits; "sent" is said of everything after the connection stood.
+# The first that fits; every error after the connection was made counts as sent.
 FAULTS: list[tuple[type[BaseException], Fault]] = [
     (NewConnectionError, Fault("connection", sent=False)),  # which urllib3 derives from the timeout
     (ConnectTimeoutError, Fault("timeout", sent=False)),
@@ -62,128 +66,15 @@ FAULTS: list[tuple[type[BaseException], Fault]] = [
 ]
 
 
-def fault_of(error: BaseException) -> Fault:
-    """What an error of urllib3 (or of the socket below) means."""
-    name = type(error).__name__
-    for kind, fault in FAULTS:
-        if isinstance(error, kind):
-            return Fault(fault.name, fault.sent, fault.fatal or is_distrust(error), name)
-    return Fault("error", fatal=True, note=name)
+class RetryPoolManager(PendingOperations, urllib3.PoolManager):
+    """A PoolManager that sends again under one key; `response.oncemore` is the story.
 
-
-def limits(timeout: Any, limit: float) -> tuple[Allowance, Allowance]:
-    """The caller's connect and read timeouts (in any form that requests or urllib3 take), within *limit* seconds."""
-    if isinstance(timeout, Timeout):
-        timeout = (timeout.connect_timeout, timeout.read_timeout)
-    connect, read = timeout if isinstance(timeout, tuple) else (timeout, timeout)
-    steps = (step if isinstance(step, int | float) else None for step in (connect, read))
-    first, second = (Allowance.within(limit, step) for step in steps)
-    return first, second
-
-
-class BlockingWire:
-    """What the wires of urllib3 and requests have in common: one attempt is one call, and the body is rewound before it."""
-
-    ready = False
-    unrewindable: type[Exception] = UnrewindableBodyError
-    _sent: SentBody
-
-    @property
-    def parallel(self) -> bool:
-        return self._sent.at_hand
-
-    def body(self) -> Plan[bytes | None]:
-        content: bytes | None = yield Call(self._sent.data)
-        return content
-
-    def resendable(self) -> bool:
-        return self._sent.resendable()
-
-    def send(self, limit: float, keyed: bool) -> Effect[Reply]:
-        return Call(self._attempt, limit)
-
-    def drop(self, reply: Reply) -> Effect[None]:
-        return Call(reply.response.close)
-
-    def _rewind(self) -> None:
-        """Back to the beginning of the body, also where it is to be sent to somewhere else."""
-        if not self._sent.resendable():
-            raise self.unrewindable(
-                "the body is a generator, which is over, and cannot be sent to where it is redirected"
-            )
-        self._sent.rewind()
-
-    def _attempt(self, limit: float) -> Reply:
-        raise NotImplementedError
-
-
-class Urllib3Wire(BlockingWire):
-    """One request of a pool; *send* is the pool's own urlopen."""
-
-    errors = ERRORS
-
-    def __init__(self, pool: Any, method: str, url: str, headers: MutableMapping[str, str], send: Any, options: Any):
-        self.method = method
-        self.host = host_of(pool.scheme, pool.host, pool.port)
-        self.url = url if "://" in url else f"{pool.scheme}://{self.host}{url}"
-        self.headers = headers
-        self._send = send
-        self._options = options
-        self._sent = SentBody(options.pop("body", None))
-
-    def _attempt(self, limit: float) -> Reply:
-        self._rewind()
-        connect, read = limits(self._options.get("timeout"), limit)
-        options = {**self._options, "retries": False, "timeout": Timeout(connect=connect, read=read)}
-        response = self._send(body=self._sent.value, headers=self.headers, **options)
-        if manner_by(response.status, response.headers) == "endless":
-            read.lift()
-        body = response.data if self._options.get("preload_content", True) else b""
-        return Reply(response.status, response.headers, body, response)
-
-    def fault(self, error: Exception) -> Fault:
-        return fault_of(error)
-
-
-class _Retrying:
-    """A pool that asks once more."""
-
-    def __init__(self, *arguments: Any, engine: Engine, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._engine = engine
-
-    def urlopen(
-        self,
-        method: str,
-        url: str,
-        body: Any = None,
-        headers: Any = None,
-        *,
-        body_pos: int | None = None,
-        **options: Any,
-    ) -> Any:
-        if body_pos is not None:
-            body.seek(body_pos)
-        fields = urllib3.HTTPHeaderDict(self.headers if headers is None else headers)  # type: ignore[attr-defined]
-        send = partial(super().urlopen, method, url)  # type: ignore[misc]
-        wire = Urllib3Wire(self, method, url, fields, send, {"body": body, **options})
-        exchange = self._engine.exchange(wire)
-        reply = run(self._engine.perform(exchange))
-        reply.response.oncemore = exchange.story
-        reply.response.retries = options.get("retries")  # for the redirects, which are the manager's
-        return reply.response
-
-
-class RetryHTTPPool(_Retrying, BoundedHTTPPool):  # type: ignore[misc]
-    """A pool of plain connections that asks once more."""
-
-
-class RetryHTTPSPool(_Retrying, BoundedHTTPSPool):  # type: ignore[misc]
-    """A pool of TLS connections that asks once more."""
-
-
-class RetryPoolManager(Continuing, urllib3.PoolManager):
-    """A PoolManager that asks once more, under one key; `response.oncemore` is the story.  *pool* is for PoolManager."""
+    Args:
+        retry: the policy; `Retry()` by default.
+        keyring: where keys and requests are stored, such as `"sqlite:///keys.db"`.
+        pool: arguments of urllib3's PoolManager.
+        options: those of `Engine`.
+    """
 
     def __init__(
         self,
@@ -202,16 +93,20 @@ class RetryPoolManager(Continuing, urllib3.PoolManager):
         self.pool_classes_by_scheme = pools
 
     def urlopen(self, method: str, url: str, redirect: bool = True, **options: Any) -> Any:  # type: ignore[override]
-        # The key is put on here, above the redirects, so that all of them carry the same one.
+        # The key is added here, before the redirects, so that all of them carry the same one.
         given = options.pop("headers", None)
-        headers = urllib3.HTTPHeaderDict(self.headers if given is None else given)  # none left is not none given
-        self.engine.name(method, headers)
-        if options.get("body_pos") is None:  # and from there is sent whatever else the redirects lead to
+        headers = urllib3.HTTPHeaderDict(self.headers if given is None else given)  # empty headers stay empty
+        self.engine.put_key(method, headers)
+        if options.get("body_pos") is None:  # every redirect sends the body from this position
             options["body_pos"] = position(options.get("body"))
         return super().urlopen(method, url, redirect, headers=headers, **options)
 
     def resume(self, *, opened: bool = False, headers: dict[str, str] | None = None) -> list[Resumed]:
-        """What came of the operations that a dead process left behind; *headers* are the credentials, kept nowhere."""
+        """Send the operations that a dead process left behind again, each under its own key, and return the results.
+
+        *headers* are the credentials, because the keyring stores none.  With *opened*, operations whose callers were told that
+        the outcome is unknown are sent again too.
+        """
 
         def send(entry: Entry) -> Any:
             fields = {**entry.kept_headers, **(headers or {})}
@@ -220,6 +115,213 @@ class RetryPoolManager(Continuing, urllib3.PoolManager):
         return self._resume(send, opened)
 
     def close(self) -> None:
-        """Close the connections, and let go of the keyring."""
+        """Close the connections and the keyring."""
         self.clear()
         self.engine.close()
+
+
+class BlockingRequest:
+    """The common part of requests and urllib3: one attempt is one call, and the body is rewound before it."""
+
+    unrewindable: type[Exception] = UnrewindableBodyError
+    _sent: SentBody
+
+    def body(self) -> Plan[bytes | None]:
+        content: bytes | None = yield Call(self._sent.data)
+        return content
+
+    def resendable(self) -> bool:
+        return self._sent.resendable()
+
+    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
+        return Call(self._attempt, timeout)
+
+    def close(self, reply: Reply) -> Effect[None]:
+        return Call(reply.response.close)
+
+    def _rewind(self) -> None:
+        """Go back to the beginning of the body, also if a redirect sends it to another address."""
+        if not self._sent.resendable():
+            raise self.unrewindable(
+                "the body is a generator that has ended, so it cannot be sent to the redirect's address"
+            )
+        self._sent.rewind()
+
+    def _attempt(self, timeout: float) -> Reply:
+        raise NotImplementedError
+
+
+def deadlines(timeout: Any, seconds: float) -> tuple[Deadline, Deadline]:
+    """Return the caller's connect and read timeouts (in any form of requests or urllib3), both ending after *seconds*."""
+    if isinstance(timeout, Timeout):
+        timeout = (timeout.connect_timeout, timeout.read_timeout)
+    steps = timeout if isinstance(timeout, tuple) else (timeout, timeout)
+    connect, read = (Deadline(seconds, step if isinstance(step, int | float) else None) for step in steps)
+    return connect, read
+
+
+class Urllib3Request(BlockingRequest):
+    """One request of a pool; *urlopen* is the pool's own."""
+
+    errors = ERRORS
+
+    def __init__(
+        self, pool: Any, method: str, url: str, headers: MutableMapping[str, str], urlopen: Any, body: Any, options: Any
+    ) -> None:
+        self.method = method
+        self.host = host_name(pool.scheme, pool.host, pool.port)
+        self.url = url if "://" in url else f"{pool.scheme}://{self.host}{url}"
+        self.headers = headers
+        self._urlopen = urlopen
+        self._sent = SentBody(body)
+        self._options = options
+
+    def _attempt(self, timeout: float) -> Reply:
+        self._rewind()
+        connect, read = deadlines(self._options.get("timeout"), timeout)
+        options = {**self._options, "retries": False, "timeout": Timeout(connect=connect, read=read)}
+        response = self._urlopen(body=self._sent.value, headers=self.headers, **options)
+        if read_mode(response.status, response.headers) == "endless":
+            read.lift()
+        body = response.data if self._options.get("preload_content", True) else b""
+        return Reply(response.status, response.headers, body, response)
+
+    def fault(self, error: Exception) -> Fault:
+        return find_fault(error, FAULTS)
+
+
+class _RetryingPool:
+    """A pool that sends its requests through *engine*."""
+
+    def __init__(self, *arguments: Any, engine: Engine, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._engine = engine
+
+    def urlopen(
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        headers: Any = None,
+        *,
+        body_pos: int | None = None,
+        **options: Any,
+    ) -> Any:
+        if body_pos is not None:
+            body.seek(body_pos)
+        fields = urllib3.HTTPHeaderDict(self.headers if headers is None else headers)  # type: ignore[attr-defined]
+        urlopen = partial(super().urlopen, method, url)  # type: ignore[misc]
+        request = self._engine.request(Urllib3Request(self, method, url, fields, urlopen, body, options))
+        reply = run(self._engine.send(request))
+        reply.response.oncemore = request.story
+        reply.response.retries = options.get("retries")  # the manager needs them for redirects
+        return reply.response
+
+
+# Blocking sockets that keep a deadline: no trickle of bytes and no name lookup outlasts it.
+
+
+class BoundedConnection(ConnectHook):
+    """A connection that keeps the deadline of its timeout, if that is a Deadline, in everything it does."""
+
+    timeout: Any
+    sock: Any
+
+    def open_socket(self, connect: Callable[[], socket.socket]) -> socket.socket:
+        try:
+            sock = call_with_deadline(self.timeout, connect, lambda late: late.close())
+        except TimeoutError as error:
+            message = f"no connection within {float(self.timeout):.3g} s"
+            raise ConnectTimeoutError(self, message) from error
+        self._set_timeout(sock)
+        return sock
+
+    def send(self, data: Any) -> None:
+        self._set_timeout(self.sock)
+        super().send(data)  # type: ignore[misc]
+
+    def response_class(self, sock: Any, **options: Any) -> http.client.HTTPResponse:
+        if not isinstance(self.timeout, Deadline):
+            return http.client.HTTPResponse(sock, **options)
+        return WholeResponse(_BoundedReader(sock, self.timeout), **options)
+
+    def _set_timeout(self, sock: Any) -> None:
+        if sock is not None and isinstance(self.timeout, Deadline):
+            sock.settimeout(self.timeout.next_timeout())
+
+
+class _BoundedReader:
+    """Stands for the socket where http.client makes a file of it."""
+
+    def __init__(self, sock: Any, deadline: Deadline) -> None:
+        self.file = BoundedFile(sock, deadline)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self.file)
+
+
+class BoundedFile(io.RawIOBase):
+    """The file from which http.client reads responses; each wait ends at the deadline."""
+
+    def __init__(self, sock: Any, deadline: Deadline) -> None:
+        self._sock = sock
+        self._file = sock.makefile("rb", buffering=0)
+        self._deadline = deadline
+        self.ended = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(self._deadline.next_timeout())
+        count: int | None = self._file.readinto(buffer)
+        self.ended = count == 0
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class WholeResponse(http.client.HTTPResponse):
+    """A response whose headers must be complete; http.client accepts headers that break off."""
+
+    def __init__(self, sock: _BoundedReader, **options: Any) -> None:
+        super().__init__(sock, **options)  # type: ignore[arg-type]
+        self._bounded_file = sock.file
+
+    def begin(self) -> None:
+        super().begin()
+        if self._bounded_file.ended:
+            raise http.client.BadStatusLine("the answer broke off in its headers")
+
+
+class BoundedHTTPConnection(BoundedConnection, HTTPConnection):  # type: ignore[misc]
+    """A plain connection that keeps deadlines."""
+
+
+class BoundedHTTPSConnection(BoundedConnection, HTTPSConnection):  # type: ignore[misc]
+    """A TLS connection that keeps deadlines, in its handshake too."""
+
+
+class BoundedHTTPPool(HTTPConnectionPool):
+    """A pool of plain connections that keep deadlines."""
+
+    ConnectionCls = BoundedHTTPConnection
+
+
+class BoundedHTTPSPool(HTTPSConnectionPool):
+    """A pool of TLS connections that keep deadlines."""
+
+    ConnectionCls = BoundedHTTPSConnection
+
+
+class RetryHTTPPool(_RetryingPool, BoundedHTTPPool):  # type: ignore[misc]
+    """A pool of plain connections that sends again."""
+
+
+class RetryHTTPSPool(_RetryingPool, BoundedHTTPSPool):  # type: ignore[misc]
+    """A pool of TLS connections that sends again."""
+
+
+BOUNDED_POOLS = {"http": BoundedHTTPPool, "https": BoundedHTTPSPool}

@@ -1,14 +1,20 @@
-"""Pure judgement: is an answer or an error final, or worth another attempt, and what is then known of the outcome?"""
+"""Judgement of answers and errors: are they final or worth another attempt, and what is known of the outcome?
+
+The functions at the end read what a server says about retries: Retry-After, RateLimit, should-retry headers, problem documents.
+"""
 
 from __future__ import annotations
 
+import calendar
 import http
+import re
+import ssl
+import time
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
-
-from .hints import Headers, is_replayed, rate_limit_reset, retry_after, should_retry
 
 Known = Literal["performed", "refused", "not_performed", "unknown"]
 
@@ -16,8 +22,14 @@ Known = Literal["performed", "refused", "not_performed", "unknown"]
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
 
 
+class Headers(Protocol):
+    """The header fields of an answer; names are found in any case."""
+
+    def get(self, name: str, /) -> str | None: ...
+
+
 class Reply(msgspec.Struct, frozen=True):
-    """A server's answer: what judgement needs of it, and the library's own *response*."""
+    """A server's answer as far as a verdict needs it, and the library's own *response*."""
 
     status: int
     headers: Headers
@@ -26,7 +38,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What an error means.  *sent*: the server may have got the request.  *fatal*: the next attempt would fail alike."""
+    """The meaning of an error.  *sent*: the server may have got the request.  *fatal*: the next attempt would fail too."""
 
     name: str
     sent: bool = True
@@ -37,7 +49,8 @@ class Fault(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """Whether to try *again*, and why.
 
-    *after* is the server's wish, *blame* counts against the host, *stored* marks an answer that will never change.
+    *after* is the pause in seconds that the server asks for, *at_once* asks for none.  *blame*: the failure counts against
+    the host's budget and breaker.  *stored*: the server replayed a stored answer, which will never change.
     """
 
     again: bool
@@ -55,13 +68,15 @@ ACCEPTED = Verdict(False, "200", "success")
 
 
 def judge_reply(reply: Reply, *, repeatable: bool, keyed: bool, statuses: frozenset[int], now: float) -> Verdict:
-    """The verdict on an answer; *repeatable* tells whether sending the request again is harmless."""
+    """Return the verdict on an answer; *repeatable* says whether sending the request again is harmless."""
     status = reply.status
     if status < 400:
         return accepted(status)
     replayed = is_replayed(reply.headers)
     said, error_code = should_retry(reply.headers, reply.body)
-    after = server_wish(reply, now)
+    after = retry_after(reply.headers, now)
+    if after is None:
+        after = rate_limit_reset(reply.headers)
     wanted = said if said is not None else status in statuses or (status == 409 and keyed and after is not None)
     in_flight = status == 409 and wanted
     return Verdict(
@@ -79,14 +94,14 @@ def judge_reply(reply: Reply, *, repeatable: bool, keyed: bool, statuses: frozen
 
 @cache
 def accepted(status: int) -> Verdict:
-    """The seeds' log writes every success as 200 and gives the status itself as its code."""
-    if status in (307, 308):
-        return Verdict(False, "3xx", "to be asked elsewhere", str(status), known="refused")
+    """Return the verdict on an answer that is no error; the retry log writes every success as 200, with the status as code."""
+    if status in (307, 308):  # the operation is performed at another address, if at all
+        return Verdict(False, "3xx", "redirected", str(status), known="refused")
     return Verdict(False, "200", "success", str(status))
 
 
 def judge_fault(fault: Fault, *, repeatable: bool) -> Verdict:
-    """The verdict on an error that came instead of an answer."""
+    """Return the verdict on an error that came instead of an answer."""
     again = not fault.fatal and (repeatable or not fault.sent)
     note = fault.note or fault.name
     if not again and not fault.fatal:
@@ -95,10 +110,22 @@ def judge_fault(fault: Fault, *, repeatable: bool) -> Verdict:
     return Verdict(again, fault.name, note, known=known, blame=not fault.fatal)
 
 
-def server_wish(reply: Reply, now: float) -> float | None:
-    """How long the server asks to wait: Retry-After before RateLimit."""
-    after = retry_after(reply.headers, now)
-    return after if after is not None else rate_limit_reset(reply.headers)
+def find_fault(error: BaseException, faults: Sequence[tuple[type[BaseException], Fault]]) -> Fault:
+    """Return the fault of the first class in *faults* that *error* belongs to; any other error is fatal."""
+    name = type(error).__name__
+    for kind, fault in faults:
+        if isinstance(error, kind):
+            return Fault(fault.name, fault.sent, fault.fatal or _is_certificate_refused(error), name)
+    return Fault("error", fatal=True, note=name)
+
+
+def _is_certificate_refused(error: BaseException | None) -> bool:
+    """Whether a refused certificate caused *error*: the next attempt would be refused too."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _note(status: int, error_code: str, *, replayed: bool, barred: bool) -> str:
@@ -113,3 +140,124 @@ def _note(status: int, error_code: str, *, replayed: bool, barred: bool) -> str:
     elif barred:
         note += "; without a key it is not sent again"
     return note
+
+
+# Nine digits are thirty years of seconds: more of them is an attack, or a mistake.
+SECONDS = re.compile(r"[0-9]{1,9}")
+
+MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
+HTTP_DATES = [
+    re.compile(rf"[A-Z][a-z]{{2}}, (?P<day>\d\d) (?P<month>[A-Z][a-z]{{2}}) (?P<year>\d{{4}}) {CLOCK} GMT", re.ASCII),
+    re.compile(rf"[A-Z][a-z]+, (?P<day>\d\d)-(?P<month>[A-Z][a-z]{{2}})-(?P<year>\d\d) {CLOCK} GMT", re.ASCII),
+    re.compile(rf"[A-Z][a-z]{{2}} (?P<month>[A-Z][a-z]{{2}}) (?P<day>[ \d]\d) {CLOCK} (?P<year>\d{{4}})", re.ASCII),
+]
+
+# `"default";r=0;t=30` in the newer drafts, `limit=100, remaining=0, reset=30` in the older ones.
+RATE_LIMITS = [
+    re.compile(r"\br=(?P<left>\d{1,9})\b.*?\bt=(?P<reset>\d{1,9})\b", re.ASCII),
+    re.compile(r"\bremaining=(?P<left>\d{1,9})\b.*?\breset=(?P<reset>\d{1,9})\b", re.ASCII),
+]
+
+# Categories of error codes, and whether to try again; the first prefix that fits decides.
+CODES = (
+    ("CONFLICT.idempotency.in_progress", True),
+    ("RATE_LIMIT.", True),
+    ("DEPENDENCY.", True),
+    ("TRANSIENT.", True),
+    ("VALIDATION.", False),
+    ("AUTH.", False),
+    ("CONFLICT.", False),
+    ("PRECONDITION.", False),
+    ("PROVIDER.duplicate", False),
+    ("idempotency_key_in_use", True),  # Stripe's code for a request that is still running
+)
+
+MAX_PROBLEM = 64 * 1024
+
+
+class Problem(msgspec.Struct):
+    """The members of a problem document (or of Stripe's errors) that concern retries; their types are not trusted."""
+
+    error_code: Any = None
+    retryable: Any = None
+    error: Any = None
+
+
+decode_problem = msgspec.json.Decoder(Problem).decode
+
+
+def http_date(text: str, now: float) -> float | None:
+    """Parse a date in any of HTTP's three forms into seconds since the epoch; return None if it has none of them."""
+    for form in HTTP_DATES:
+        if found := form.fullmatch(text):
+            part = found.groupdict()
+            break
+    else:
+        return None
+    year = int(part["year"]) if len(part["year"]) == 4 else _century(int(part["year"]), now)
+    if part["month"] not in MONTHS or not 1 <= int(part["day"]) <= 31:
+        return None
+    month = MONTHS.index(part["month"]) + 1
+    moment = (year, month, int(part["day"]), int(part["hour"]), int(part["minute"]), int(part["second"]))
+    return float(calendar.timegm(moment)) if year >= 1970 else 0.0
+
+
+def _century(year: int, now: float) -> int:
+    """Complete a two-digit year, to at most fifty years ahead."""
+    this_year = time.gmtime(now).tm_year
+    year += this_year - this_year % 100
+    return year - 100 if year > this_year + 50 else year
+
+
+def retry_after(headers: Headers, now: float) -> float | None:
+    """Return the seconds of Retry-After.  *now* is the wall clock, used only if the server does not send its own Date."""
+    text = headers.get("Retry-After")
+    if text is None:
+        return None
+    if SECONDS.fullmatch(text):
+        return float(text)
+    until = http_date(text, now)
+    if until is None:
+        return None
+    return max(0.0, until - (http_date(headers.get("Date") or "", now) or now))
+
+
+def rate_limit_reset(headers: Headers) -> float | None:
+    """Return the seconds until the quota is refilled, if the server says that it is used up."""
+    for form in RATE_LIMITS:
+        found = form.search((headers.get("RateLimit") or "")[:1024])
+        if found:
+            return float(found["reset"]) if int(found["left"]) == 0 else None
+    left, reset = headers.get("RateLimit-Remaining"), headers.get("RateLimit-Reset")
+    return float(reset) if left == "0" and reset and SECONDS.fullmatch(reset) else None
+
+
+def is_replayed(headers: Headers) -> bool:
+    """Whether the server says that this is a stored answer, so that another attempt can only bring the same."""
+    words = (headers.get("Idempotency-Status"), headers.get("Idempotent-Replayed"))
+    return any((word or "").strip().lower() in ("replayed", "true") for word in words)
+
+
+def should_retry(headers: Headers, body: bytes) -> tuple[bool | None, str]:
+    """Return whether the server asks for a retry (None: it does not say), and its error code."""
+    code, said = _problem(headers, body)
+    header = headers.get("Stripe-Should-Retry") or headers.get("X-Should-Retry")
+    if header in ("true", "false"):
+        said = header == "true"
+    if said is None:
+        said = next((retry for prefix, retry in CODES if code.startswith(prefix)), None)
+    return said, code
+
+
+def _problem(headers: Headers, body: bytes) -> tuple[str, bool | None]:
+    if not body or len(body) > MAX_PROBLEM or "json" not in (headers.get("Content-Type") or "").lower():
+        return "", None
+    try:
+        problem = decode_problem(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return "", None
+    nested = problem.error if isinstance(problem.error, dict) else {}
+    code = problem.error_code if isinstance(problem.error_code, str) else nested.get("code")
+    said = problem.retryable if isinstance(problem.retryable, bool) else None
+    return (code if isinstance(code, str) else ""), said

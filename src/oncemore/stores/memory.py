@@ -22,7 +22,7 @@ from .._ledger.store import Filter, Holder, Page, Stats
 from .._runtime.clock import SYSTEM
 from .._runtime.forks import reset_in_child
 from .._runtime.plan import Plan
-from .._runtime.wakeups import Bell, Id
+from .._runtime.wakeups import Id, Wakeups
 from ..errors import InvalidPayload
 
 P = ParamSpec("P")
@@ -63,7 +63,7 @@ class MemoryStore:
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.shift = 0.0
         self.holder = Holder()
         self._epoch = SYSTEM.time() - SYSTEM.monotonic()  # a clock that nobody sets back
@@ -119,7 +119,7 @@ class MemoryStore:
     @at_once
     def unclaim(self, claims: Sequence[Claim]) -> None:
         for id in (claim.operation.id for claim in claims if self._undo(claim)):
-            self.bell.ring(id)
+            self.wakeups.notify(id)
 
     def _undo(self, claim: Claim) -> bool:
         """Put the record back to what it was before *claim*; False if it is not this claim's any more."""
@@ -146,7 +146,7 @@ class MemoryStore:
             self._own(held, "settle", now, note=note, **settled(outcome, now, retention))
             if audit:
                 self._audited.add(id)
-        self.bell.ring(id)
+        self.wakeups.notify(id)
         return
         yield
 
@@ -180,13 +180,13 @@ class MemoryStore:
         with self._lock:
             now = self._now()
             self._own(held, "release", now, state=RELEASED, expires_at=now + retention)
-        self.bell.ring(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     @at_once
     def hold(self, held: Lease, *, note: str = "") -> None:
         with self._lock:
             self._own(held, "hold", self._now(), state=HELD, note=note)
-        self.bell.ring(held.operation.id)
+        self.wakeups.notify(held.operation.id)
 
     @at_once
     def touch(self, record: Record, *, retention: float) -> None:
@@ -198,7 +198,7 @@ class MemoryStore:
 
     @at_once
     def watch(self, record: Record) -> None:
-        """The bell hears of everything in this process."""
+        """Every change happens in this process, so nothing has to be asked for."""
 
     @at_once
     def find(self, scope: str, key: str) -> Record | None:
@@ -233,7 +233,7 @@ class MemoryStore:
                 else settled(outcome, now, retention)
             )
             record = self._records[record.id] = replace(record, token=next(self._tokens), note=note, now=now, **changes)
-        self.bell.ring(record.id)
+        self.wakeups.notify(record.id)
         return record
 
     @at_once
@@ -247,7 +247,7 @@ class MemoryStore:
             self._records.pop((scope, key), None)
             self._audited.discard((scope, key))
             self._takeovers.discard((scope, key))
-        self.bell.ring((scope, key))
+        self.wakeups.notify((scope, key))
         return state != "absent"
 
     @at_once

@@ -21,12 +21,12 @@ class FailingStore(Around):
     def around(cls, store: Store) -> Store:
         return cast("Store", cls(store))
 
-    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+    def claim(self, operation: Operation, **options: Any) -> Plan[Lease | Record]:
         if operation.name.startswith(CLAIM_FAILS):
             raise StoreUnavailable(f"{SECRET} is down, as it was asked to be")
         if operation.name.startswith(CLAIM_HANGS):
             raise StoreTimeout(f"{SECRET} did not answer, as it was asked to")
-        return (yield from self.inner.claim(operation, lease=lease, request=request))
+        return (yield from self.inner.claim(operation, **options))
 
     def settle(self, held: Lease, outcome: Outcome, **options: Any) -> Plan[None]:
         if held.operation.name.startswith(SETTLE_FAILS):

@@ -16,7 +16,7 @@ from .store_parts import DONE, LEASE, RETENTION, Drive, Part, write
 
 
 class Crowding(Part):
-    """Threads, tasks, groups, cancellations and the bell."""
+    """Threads, tasks, groups, cancellations and wake-ups."""
 
     # Many at once
 
@@ -88,7 +88,7 @@ class Crowding(Part):
         for n, verb in enumerate(["settle", "release", "hold"]):
             one = Operation(operation.scope, str(n))
             lease = drive(store.claim(one, lease=LEASE))
-            with store.bell.waiting(one.id) as waiter:
+            with store.wakeups.waiting(one.id) as waiter:
                 drive(write(store, verb, lease))
                 assert waiter.arm(lambda: None) is False, verb
 

@@ -20,7 +20,7 @@ from .._contract.rule import Rule
 from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import Op
 from .._ledger.decisions import Answer, keeps
-from .._ledger.guard import Guard, check_guard
+from .._ledger.guard import ATTEMPTS, Guard, check_guard
 from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
 from .._ledger.transaction_attempt import TransactionAttempt
 from .._runtime.plan import Plan
@@ -40,7 +40,7 @@ from .fingerprints import Fingerprints
 from .principal import Principal, principal_of
 from .problem import Response, problem, value_response
 from .rates import Admission, Rates, default_rates
-from .redrive import kept_request, redriven, resumed
+from .redrive import REDRIVEN, kept_request, redriven, resumed
 from .request import Headers, Request, is_sent, kept_headers, lines, value_of
 
 log = logging.getLogger("oncemore.web")
@@ -119,6 +119,7 @@ class Door(Generic[App]):
         self.status_path = status_path
         self.problem_base = problem_base
         self._fingerprints = Fingerprints(tuple(secrets))
+        self._attempts: dict[int, tuple[type[LeaseAttempt], Policy, Rule]] = {}  # by the rule's id: it is slow to hash
         self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         self._warned: frozenset[str] = frozenset()
@@ -160,9 +161,10 @@ class Door(Generic[App]):
         """The operation that the request asks for; None if the key is optional and was not sent."""
         rule, headers = match.rule, request.headers
         steps = rule.policy.effect == "steps"
-        unfinished = redriven(request.native)
-        if unfinished is not None:
-            return resumed(unfinished, rule)
+        if steps or type(request.native) is not dict or REDRIVEN in request.native:
+            unfinished = redriven(request.native)
+            if unfinished is not None:
+                return resumed(unfinished, rule)
         principal = principal_of(self.principal, request)
         tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
         named = lines(headers, rule.key.name.lower())
@@ -229,7 +231,12 @@ class Door(Generic[App]):
 
     def attempt(self, rule: Rule, operation: Operation) -> LeaseAttempt:
         """One try at the operation, under the rule's policy."""
-        return self.guard.attempt(operation, self.policy(rule))
+        found = self._attempts.get(id(rule))
+        if found is None:
+            policy = self.policy(rule)
+            found = self._attempts[id(rule)] = (ATTEMPTS[policy.effect], policy, rule)  # with the rule, to keep its id
+        kind, policy, _ = found
+        return kind(self.guard, operation, policy)
 
     def rules_declared(self) -> None:
         """Check what the rules need, once those on endpoints are known as well."""

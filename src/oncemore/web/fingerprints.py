@@ -1,8 +1,7 @@
-"""The fingerprints of requests; those that come again and again are remembered, for the same bytes need not be read anew."""
+"""The fingerprints of requests.  The latest are remembered, because a repeated request need not be parsed again."""
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from hashlib import sha256
 from typing import Any
@@ -12,50 +11,34 @@ from .._fingerprint.fingerprint import Fingerprinter
 
 Parts = tuple[str, str, str, str, bytes]  # method, path, query, media type, body
 
-MOST_REMEMBERED = 2048
-# A request up to this size is remembered as it is, which is faster than its digest; the rest would take too much room.
-SMALL = 1024
-# A request is remembered when it comes a second time: most never do, and to keep those would cost more than it saves.
-# Until then its hash is all there is, in one of so many places.
-PLACES = 4096
+MOST_REMEMBERED = 4096
 
 
 class Fingerprints:
-    """One fingerprinter for each rule, and the fingerprints of the latest requests."""
+    """One fingerprinter for each rule, and the fingerprints of the latest requests by the digest of their bytes."""
 
     def __init__(self, secrets: tuple[bytes, ...]) -> None:
-        Fingerprinter(secrets=secrets)  # so that a bad one is told of now, not with the first request
+        Fingerprinter(secrets=secrets)  # raises the error of a bad secret now, not at the first request
         self._secrets = secrets
         self._rules: dict[int, tuple[Rule, Fingerprinter]] = {}
-        self._latest: OrderedDict[object, str] = OrderedDict()  # a plain dict takes long to find its oldest entry
-        self._seen = array("q", bytes(8 * PLACES))
+        self._latest: OrderedDict[bytes, str] = OrderedDict()  # a plain dict takes long to find its oldest entry
 
     def of(self, rule: Rule, parts: Parts) -> str:
-        """The fingerprint of a request under *rule*."""
-        small = len(parts[1]) + len(parts[2]) + len(parts[3]) + len(parts[4]) <= SMALL
-        request = (id(rule), parts) if small else digest(rule, parts)
-        found = self._latest.get(request)
+        """Return the fingerprint of a request under *rule*."""
+        digest = digest_of(rule, parts)
+        found = self._latest.get(digest)
         if found is None:
-            found = self.fingerprinter(rule).fingerprint(*parts)
-            self._note(request, found)
+            found = self._latest[digest] = self.fingerprinter(rule).fingerprint(*parts)
+            if len(self._latest) > MOST_REMEMBERED:
+                self._latest.popitem(last=False)
         return found
-
-    def _note(self, request: object, fingerprint: str) -> None:
-        """Remember the fingerprint, if the request was seen before."""
-        hashed = hash(request)
-        if self._seen[hashed % PLACES] != hashed:
-            self._seen[hashed % PLACES] = hashed
-            return
-        self._latest[request] = fingerprint
-        if len(self._latest) > MOST_REMEMBERED:
-            self._latest.popitem(last=False)
 
     def matches(self, rule: Rule, parts: Parts, stored: str) -> bool:
         """Whether a *stored* fingerprint is of the same request."""
         return self.fingerprinter(rule).matches(stored, *parts)
 
     def fingerprinter(self, rule: Rule) -> Fingerprinter:
-        """The rule's own; kept by identity, since to hash a rule takes longer than all the rest."""
+        """Return the fingerprinter of *rule*; kept by identity, because hashing a rule takes longer than all the rest."""
         found = self._rules.get(id(rule))
         if found is None:
             settings: Any = rule.fingerprint
@@ -66,7 +49,7 @@ class Fingerprints:
         return found[1]
 
 
-def digest(rule: Rule, parts: Parts) -> bytes:
+def digest_of(rule: Rule, parts: Parts) -> bytes:
     method, path, query, media_type, body = parts
     head = f"{id(rule)} {len(method)} {len(path)} {len(query)} {len(media_type)} {method}{path}{query}{media_type}"
     return sha256(head.encode("utf-8", "surrogatepass") + body).digest()

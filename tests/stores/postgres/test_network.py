@@ -283,7 +283,7 @@ def test_the_ear_listens_again_after_its_connection_was_cut(proxy: FaultProxy, u
     mine, other = PostgresStore(f"{proxy.url(url)}&poll=30s"), PostgresStore(url)
     lease = run(other.claim(Operation("s", "k"), lease=LEASE))
     record = run(mine.claim(Operation("s", "k"), lease=LEASE))
-    with mine.bell.waiting(("s", "k")) as waiter:
+    with mine.wakeups.waiting(("s", "k")) as waiter:
         run(mine.watch(record))
         time.sleep(0.3)
         proxy.cut()

@@ -125,7 +125,7 @@ def test_a_frozen_holder_is_fenced_on_every_verb_when_it_thaws(store: PostgresSt
 def test_a_waiter_is_woken_by_another_process_long_before_it_would_look(url: str) -> None:
     """CASES 17."""
     store = PostgresStore(f"{url}&poll=30s")
-    with children(url, "settle") as (child,), store.bell.waiting(("s", "k")) as waiter:
+    with children(url, "settle") as (child,), store.wakeups.waiting(("s", "k")) as waiter:
         child.hear()
         record = run(store.claim(Operation("s", "k"), lease=LEASE))
         run(store.watch(record))

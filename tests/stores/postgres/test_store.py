@@ -267,7 +267,7 @@ def test_a_flight_that_is_interrupted_leaves_no_lease_that_nobody_has(store: Pos
     """One of two was won, and while the other was looked up, a signal came: both callers were told of a failure."""
     run(store.claim(Operation("s", "taken"), lease=LEASE))
     asks = [next(store.claim(Operation("s", key), lease=LEASE)) for key in ("free", "taken")]
-    flight = store._claims.fly([ask.item for ask in asks])  # type: ignore[attr-defined]
+    flight = store._claims.run_batch([ask.item for ask in asks])  # type: ignore[attr-defined]
     effect = next(flight)
     while not (isinstance(effect, Send) and effect.statement is store.database.sql.find):
         effect = flight.send(effect.run())

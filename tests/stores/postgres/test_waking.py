@@ -30,12 +30,12 @@ from .parts import connections, same, until
 
 
 def test_a_waiter_hears_at_once_of_what_another_process_does(url: str) -> None:
-    mine, other = PostgresStore(url), PostgresStore(url)  # each with a bell of its own, as in two processes
+    mine, other = PostgresStore(url), PostgresStore(url)  # each with wake-ups of its own, as in two processes
     for verb in ("settle", "release", "hold", "lapse", "resolve"):
         operation = Operation("s", verb)
         lease = run(other.claim(operation, lease=LEASE))
         record = run(mine.claim(operation, lease=LEASE))
-        with mine.bell.waiting(operation.id) as waiter:
+        with mine.wakeups.waiting(operation.id) as waiter:
             run(mine.watch(record))
             do = {
                 "settle": lambda lease=lease: other.settle(lease, DONE, retention=RETENTION),
@@ -56,7 +56,7 @@ def resolved(store: PostgresStore, lease: Lease) -> Any:
 
 
 def rings(waiter: Any, act: Callable[[], object]) -> bool:
-    """Whether the bell rings within half a second of the act; not before."""
+    """Whether a notification comes within half a second of the act; not before."""
     time.sleep(0.3)  # the ear has begun to listen, and said so
     waiter.disarm()
     act()
@@ -75,7 +75,7 @@ def test_watching_what_is_over_already_rings_at_once(url: str) -> None:
     lease = run(other.claim(operation, lease=LEASE))
     record = run(mine.claim(operation, lease=LEASE))
     run(other.settle(lease, DONE, retention=RETENTION))
-    with mine.bell.waiting(operation.id) as waiter:
+    with mine.wakeups.waiting(operation.id) as waiter:
         run(mine.watch(record))
         assert waiter.arm(lambda: None) is False
     mine.close()
@@ -122,7 +122,7 @@ def test_a_message_that_is_none_is_ignored(store: PostgresStore, server: psycopg
     other = PostgresStore(same(store))
     lease = run(other.claim(Operation("s", "k"), lease=LEASE))
     record = run(store.claim(Operation("s", "k"), lease=LEASE))
-    with store.bell.waiting(("s", "k")) as waiter:
+    with store.wakeups.waiting(("s", "k")) as waiter:
         run(store.watch(record))
         for text in ("", "{}", "[1]", '["x", 7]'):
             server.execute("SELECT pg_notify(%s, %s)", [store._ear.channel, text])

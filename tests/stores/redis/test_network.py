@@ -307,8 +307,8 @@ def test_to_forget_an_operation_may_be_said_twice(near: RedisStore) -> None:
 def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_granted(near: RedisStore) -> None:
     """A copy that was delayed in the network would lock the key for nobody."""
     items: list[Any] = []
-    fly = near._claims.fly
-    near._claims.fly = lambda group: items.extend(group) or fly(group)  # type: ignore[assignment, func-returns-value]
+    fly = near._claims.run_batch
+    near._claims.run_batch = lambda group: items.extend(group) or fly(group)  # type: ignore[assignment, func-returns-value]
     lease = run(near.claim(operation("key"), lease=HOUR))
     assert isinstance(lease, Lease)
     run(near.release(lease, retention=HOUR))

@@ -198,7 +198,7 @@ async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_p
         record = await arun(one.claim(operation(str(n)), lease=HOUR))
         assert isinstance(lease, Lease)
         assert isinstance(record, Record)
-        with one.bell.waiting(record.id) as waiter:
+        with one.wakeups.waiting(record.id) as waiter:
             await arun(one.watch(record))
             await waiter.wait(0.3).arun()
             await arun(two.settle(lease, DONE, retention=HOUR))

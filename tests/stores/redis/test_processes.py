@@ -37,8 +37,8 @@ pytestmark = pytest.mark.server
 
 
 def wait_for_ring(store: RedisStore, then: Callable[[], object], key: str = "key") -> bool:
-    """Whether the bell rang because of *then*, well before the waiter's patience ended."""
-    with store.bell.waiting(("scope", key)) as waiter, redis.Redis.from_url(store.url.partition("?")[0]) as server:
+    """Whether waiters were notified because of *then*, well before the waiter's patience ended."""
+    with store.wakeups.waiting(("scope", key)) as waiter, redis.Redis.from_url(store.url.partition("?")[0]) as server:
         run(store.watch(blocked(store, key)))
         while not dict(server.pubsub_numsub(store.channel))[store.channel.encode()]:
             time.sleep(0.01)
@@ -78,7 +78,7 @@ def test_a_waiter_is_answered_by_another_process(url: str) -> None:
     process.start()
     assert mine.recv() == "claimed"
     store = connect(url)
-    with store.bell.waiting(OPERATION.id) as waiter:
+    with store.wakeups.waiting(OPERATION.id) as waiter:
         run(store.watch(blocked(store)))
         mine.send("settle")
         deadline = time.monotonic() + 20.0
@@ -263,7 +263,7 @@ def test_many_loops_may_begin_at_once(store: RedisStore) -> None:
             failures.append(error)
 
     async def enqueue() -> None:
-        store._claims.enqueue(Item(LOOK, "none")).cancel()
+        store._claims._loops.get().submit(Item(LOOK, "none")).cancel()
 
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -305,7 +305,7 @@ def test_a_listener_asks_a_silent_server_for_a_sign_of_life(
             time.sleep(0.01)
         time.sleep(0.5)
         assert listeners(server) == first
-        with store.bell.waiting(OPERATION.id) as waiter:
+        with store.wakeups.waiting(OPERATION.id) as waiter:
             proxy.stall()
             time.sleep(0.5)
             proxy.heal()

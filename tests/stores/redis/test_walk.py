@@ -66,12 +66,12 @@ def test_a_record_that_goes_while_all_are_counted_does_not_stop_the_count(
     """They expire in the server at any time, so between a step of SCAN and the look at what it found too."""
     for n in range(3):
         settled(store, str(n))
-    fly = store._walk.lane.fly
+    fly = store._walk.lane.run_batch
 
     def fly_and_lose_one(bundles: Any) -> Plan[Any]:
         answers = yield from fly(bundles)
         server.delete(store._name(("scope", "1")))
         return answers
 
-    store._walk.lane.fly = fly_and_lose_one
+    store._walk.lane.run_batch = fly_and_lose_one
     assert run(getattr(store, walk)()) == (0 if walk == "purge" else Stats(settled=2))

@@ -16,8 +16,7 @@ from oncemore import Guard, Policy
 from oncemore._ledger.model import Lease, Operation
 from oncemore._runtime.plan import arun, run
 from oncemore.errors import Suspected
-from oncemore.stores.sqlite import SqliteStore, connect
-from oncemore.stores.sqlite import connection as sqlite_connection
+from oncemore.stores.sqlite import SqliteStore, connect, writer
 from oncemore.stores.sqlite.items import NO_RECORD
 from oncemore.testing.store_contract import StoreContract
 
@@ -35,7 +34,7 @@ def store(url: str) -> Iterator[SqliteStore]:
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is quick, with room for a machine that is not."""
-    monkeypatch.setattr(sqlite_connection, "BRIEF", 0.2)
+    monkeypatch.setattr(writer, "BRIEF", 0.2)
 
 
 class TestThreaded(StoreContract):
@@ -86,7 +85,6 @@ async def test_a_thread_does_it_where_the_url_says_so(url: str) -> None:
 
 
 async def test_the_loop_goes_on_while_another_process_has_the_file(store: SqliteStore, path: Path) -> None:
-    """And for a while afterwards it lets a thread meet the others."""
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     asyncio.get_running_loop().call_later(0.4, other.execute, "COMMIT")
@@ -96,8 +94,6 @@ async def test_the_loop_goes_on_while_another_process_has_the_file(store: Sqlite
     assert isinstance(claim.result(), Lease)
     assert time.monotonic() - began > 0.35
     assert pause < 0.3
-    assert await place(store) != threading.current_thread().name
-    await asyncio.sleep(sqlite_connection.CROWDED)
     assert await place(store) == threading.current_thread().name
     other.close()
 
@@ -141,7 +137,8 @@ async def test_what_an_owner_says_is_written_though_it_is_cancelled_before_its_t
     await ahead
     with pytest.raises(asyncio.CancelledError):
         await owner
-    await store._lane.drain()
+    await store._claims.drain()
+    await store._writes.drain()
     record = await arun(store.find("scope", "key"))
     assert record is not None
     assert record.state == {"settle": "settled", "release": "released", "hold": "held"}[verb]
@@ -180,7 +177,8 @@ async def test_a_claimer_that_goes_away_does_not_make_a_failure_forgotten_sooner
     await asyncio.sleep(0.05)
     retry.cancel()
     other.execute("COMMIT")
-    await store._lane.drain()
+    await store._claims.drain()
+    await store._writes.drain()
     record = await arun(store.find("scope", "key"))
     assert record is not None
     assert (record.state, record.attempts) == ("released", 2)
@@ -199,7 +197,8 @@ async def test_a_twin_whose_first_claim_was_abandoned_is_still_a_twin(store: Sql
     await asyncio.sleep(0.05)
     gone.cancel()
     other.execute("COMMIT")
-    await store._lane.drain()
+    await store._claims.drain()
+    await store._writes.drain()
     other.close()
     with pytest.raises(Suspected):
         await guard.arun(twins[1], performed.append)

@@ -122,19 +122,11 @@ def without_credentials(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-DEFAULT_PORTS = {"http": 80, "https": 443}
-
-
-def host_of(scheme: str, host: str, port: int | None) -> str:
-    """One name for a host, however a library spells it."""
-    return f"{host.lower()}:{port or DEFAULT_PORTS.get(scheme, 0)}"
-
-
 FINGERPRINTS = Fingerprinter()
 
 
-def asked(method: str, url: str, content_type: str, body: bytes) -> tuple[str, str, str, str, bytes]:
-    """What a fingerprint is made of."""
+def fingerprinted_parts(method: str, url: str, content_type: str, body: bytes) -> tuple[str, str, str, str, bytes]:
+    """Return the parts of a request that its fingerprint covers."""
     parts = urlsplit(url)
     return method, parts.path or "/", parts.query, content_type, body
 
@@ -148,7 +140,9 @@ def check_reuse(known: Entry, entry: Entry) -> None:
     if known.fingerprint == entry.fingerprint or not known.fingerprint or entry.body is None:
         return
     content_type = dict(entry.headers).get("Content-Type", "")
-    if not FINGERPRINTS.matches(known.fingerprint, *asked(entry.method, entry.url, content_type, entry.body)):
+    if not FINGERPRINTS.matches(
+        known.fingerprint, *fingerprinted_parts(entry.method, entry.url, content_type, entry.body)
+    ):
         raise KeyReused(
             f"{entry.scope}: key {entry.key} was used here for another request; a new operation needs a new key"
         )

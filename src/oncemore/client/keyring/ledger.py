@@ -17,7 +17,7 @@ from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Store
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, CorruptRecord, Fenced, Refusal, StoreError
-from ..effects import Unbroken
+from ..effects import FinishDespiteCancel
 from ..errors import KeyringError
 from ..story import log
 from . import RETENTION
@@ -102,7 +102,7 @@ class LedgerKeyring:
         except GeneratorExit:
             raise
         except BaseException:
-            yield Unbroken(self._release_all(adopted))
+            yield FinishDespiteCancel(self._release_all(adopted))
             raise
         return sorted(adopted, key=lambda entry: entry.created_at)
 
@@ -146,7 +146,7 @@ class LedgerKeyring:
         except GeneratorExit:
             raise
         except BaseException:
-            yield Unbroken(self._runs.give_back(turn.lease))
+            yield FinishDespiteCancel(self._runs.give_back(turn.lease))
             raise
         yield from self._runs.begin(turn.lease, turn.letter, entry.token)
         return replace(entry, created_at=turn.letter.created_at)

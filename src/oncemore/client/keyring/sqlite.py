@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ..._runtime.forks import Rest, reset_in_child
 from ..._runtime.plan import Plan
 from ...errors import OncemoreError
-from ..effects import Unbroken
+from ..effects import FinishDespiteCancel
 from ..errors import KeyringError
 from . import RETENTION
 from .entry import Entry, check_reuse, is_sendable
@@ -108,7 +108,7 @@ class SqliteKeyring:
         except (GeneratorExit, OncemoreError):
             raise
         except BaseException:  # cancelled, while its thread goes on: what that adopts is nobody's
-            yield Unbroken(self._release_all(adopted))
+            yield FinishDespiteCancel(self._release_all(adopted))
             raise
         return adopted
 

@@ -13,10 +13,10 @@ from ..._ledger.decisions import fenced, is_over
 from ..._ledger.events import log
 from ..._ledger.model import Lease, Record
 from ..._ledger.states import RUNNING
-from ..._runtime.batching import as_own
+from ..._runtime.batching import own_error
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import OncemoreError, StoreError, StoreTimeout
 from .connection import Rejected, Rows
 from .line import Line
@@ -36,10 +36,10 @@ Fly = Callable[[list[Item], float], Plan[Answers]]
 class Flights:
     """The plans by which the store's lanes fly."""
 
-    def __init__(self, database: Database, bell: Bell, ear: Ear) -> None:
+    def __init__(self, database: Database, wakeups: Wakeups, ear: Ear) -> None:
         self.database = database
         self.sql = database.sql
-        self.bell = bell
+        self.wakeups = wakeups
         self.ear = ear
         # Claims that may have been granted, though their callers were told of a failure; those of all threads and loops.
         self._lost: deque[Item] = deque(maxlen=MOST_LOST)
@@ -64,6 +64,11 @@ class Flights:
             raise
         return [answers[item] for item in items]
 
+    def undo_claims(self, items: list[Item]) -> Plan[None]:
+        """Take back claims whose callers have gone; now, or with the next claims if the server does not answer."""
+        self._lost.extend(items)
+        yield from self._withdraw(SYSTEM.monotonic() + self.database.timeout)
+
     def writes(self, items: list[Item]) -> Plan[list[Any]]:
         """For each item what its kind of row is answered with; those of one kind are one statement."""
         ends, answers = self._ends(items), Answers()
@@ -86,6 +91,11 @@ class Flights:
             return [(yield from self.database.rows(desk, statement, values, ends, patience=OPERATORS_PATIENCE))]
         except Rejected as error:
             return [translated(error)]
+
+    def drop_errand(self, errands: list[Errand]) -> Plan[None]:
+        """An operator's statement is not worth finishing once its caller has gone."""
+        return
+        yield
 
     # What they have in common
 
@@ -117,7 +127,7 @@ class Flights:
             if len(group) == 1:
                 return {group[0]: translated(error)}
         except OncemoreError as error:
-            return {item: as_own(error) for item in group}
+            return {item: own_error(error) for item in group}
         answers = Answers()
         for item in group:
             answers.update((yield from self._fly(fly, [item], ends)))
@@ -188,7 +198,7 @@ class Flights:
         group = in_order(group)
         rows = yield from self._ask(self.database.lanes, self.sql.withdraw, group, ends)
         for (n,) in rows:
-            self.bell.ring(group[n].what.id)
+            self.wakeups.notify(group[n].what.id)
         return dict.fromkeys(group)
 
     def _move(self, group: list[Item], ends: float) -> Plan[Answers]:
@@ -204,7 +214,7 @@ class Flights:
             answers.update((yield from self._said_before(missed, ends)))
         for item, answer in answers.items():
             if item.row.ends and not isinstance(answer, Exception):
-                self.bell.ring(item.what.operation.id)
+                self.wakeups.notify(item.what.operation.id)
         if watched:
             yield from self._tell(watched, ends)
         return answers

@@ -12,11 +12,10 @@ from typing import Any
 
 import psycopg
 
-from ..._runtime.batching import tell
+from ..._runtime.batching import set_result
 from ..._runtime.clock import SYSTEM
-from ..._runtime.drive import AWAITED, TOLD, Drive, Later
 from ..._runtime.forks import reset_in_child
-from .connection import Link, Lost, Rejected, Rows, Steps, TimedOut
+from .connection import Link, Lost, Rejected, Rows, TimedOut
 from .statements import Statement
 
 # libpq's own smallest; a connection that takes longer than the rest of the caller's time is still given up.
@@ -103,9 +102,6 @@ class Open:
         except psycopg.Error as error:
             raise Lost(str(error).strip()) from error
 
-    def begin(self, drive: Drive) -> Link | Later:
-        return self.line.on_loop().take() or AWAITED
-
     async def arun(self) -> Link:
         idle = self.line.on_loop()
         return idle.take() or LoopLink(await self._aconnect(), idle)
@@ -147,10 +143,6 @@ class Send:
             link.drop()
             raise
 
-    def begin(self, drive: Drive) -> Rows | Later:
-        assert isinstance(self.link, LoopLink)
-        return Sending(self.link, self.link.exchange(self.statement, self.values), self.ends, drive).step()
-
     async def arun(self) -> Rows:
         link = self.link
         assert isinstance(link, LoopLink)
@@ -167,43 +159,6 @@ class Send:
         except BaseException:
             link.drop()
             raise
-
-
-class Sending:
-    """An exchange that goes on whenever its socket is ready, and tells a drive how it ended."""
-
-    __slots__ = ("drive", "ends", "link", "steps")
-
-    def __init__(self, link: LoopLink, steps: Steps, ends: float, drive: Drive) -> None:
-        self.link = link
-        self.steps = steps
-        self.ends = ends
-        self.drive = drive
-
-    def step(self) -> Rows | Later:
-        try:
-            writing = next(self.steps)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        except Rejected:
-            raise
-        except BaseException:
-            self.link.drop()
-            raise
-        self.link.reader.call(writing, self.ends - SYSTEM.monotonic(), self._go_on)
-        return TOLD
-
-    def _go_on(self, ready: bool) -> None:
-        try:
-            if not ready:
-                self.link.drop()
-                raise too_long()
-            rows = self.step()
-        except BaseException as error:
-            self.drive.throw(error)
-        else:
-            if rows is not TOLD:
-                self.drive.go_on(rows)
 
 
 def wait(socket: int, writing: bool, seconds: float) -> None:
@@ -258,7 +213,7 @@ class Reader:
     async def wait(self, writing: bool, seconds: float) -> None:
         """Return when there is something to read (or room for more, when *writing*)."""
         waiting: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.call(writing, seconds, partial(tell, waiting))
+        self.call(writing, seconds, partial(set_result, waiting))
         try:
             if not await waiting:
                 raise too_long()

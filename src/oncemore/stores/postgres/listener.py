@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql
 
 from ..._runtime.forks import reset_in_child
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from .rows import plain, safe
 
 LONGEST_MESSAGE = 7900  # PostgreSQL takes less than 8000 bytes
@@ -30,12 +30,12 @@ class Deaf(Exception):
 
 
 class Ear:
-    """Rings *bell* for the records that others have changed.  It is *deaf* behind a pooler."""
+    """Notifies *wakeups* of the records that others have changed.  It is *deaf* behind a pooler."""
 
-    def __init__(self, conninfo: str, channel: str, bell: Bell, *, deaf: bool = False) -> None:
+    def __init__(self, conninfo: str, channel: str, wakeups: Wakeups, *, deaf: bool = False) -> None:
         self.conninfo = conninfo
         self.channel = channel
-        self.bell = bell
+        self.wakeups = wakeups
         self.deaf = deaf
         self._reset()
         reset_in_child(self)
@@ -108,7 +108,7 @@ class Ear:
         if row is None or row[0] != connection.info.backend_pid:
             raise Deaf
         connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
-        self.bell.ring_all()  # something may have changed while nobody listened
+        self.wakeups.notify_all()  # something may have changed while nobody listened
 
     def _hear(self, connection: psycopg.Connection[Any], selector: selectors.BaseSelector) -> bool:
         """Ring for every message that comes; True when it is time to stop."""
@@ -132,4 +132,4 @@ class Ear:
             return  # anyone may send to the channel
         if sign != self._sign:
             for scope, key in ids:
-                self.bell.ring((plain(scope), plain(key)))
+                self.wakeups.notify((plain(scope), plain(key)))

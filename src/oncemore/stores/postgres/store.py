@@ -19,10 +19,10 @@ from ..._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State, read
 from ..._ledger.store import Filter, Holder, Page, Stats, Store
 from ..._ledger.transactions import Lender
-from ..._runtime.batching import Ask, Lane
+from ..._runtime.batching import Batcher, Submit
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
-from ...errors import ConfigurationError, Fenced, InvalidPayload, OncemoreError, StoreError
+from ..._runtime.wakeups import Id, Wakeups
+from ...errors import ConfigurationError, InvalidPayload, OncemoreError, StoreError
 from . import tables
 from .batch import Flights, is_expired
 from .connection import Rows
@@ -68,9 +68,6 @@ STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"}
 
 BLIND_POLL = 0.25
-# Seconds for which a key that had been used before is remembered when its lease was granted to a caller who had gone away: a
-# former attempt may have left it to be remembered.  One that had not is forgotten, or the next would not be the first.
-USED_BEFORE = 86400.0
 MOST_MARKED = 10_000
 # Not all who wait: while the server works on one group, this process works on what the last one was answered.
 TOGETHER = 32
@@ -116,24 +113,24 @@ class PostgresStore:
         names = tables.names(options["schema"], options["prefix"])
         conninfo = libpq_conninfo(place)
         self.url = hide_password(url)
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.holder = Holder()
         self.database = Database(conninfo, names, create=options["create"], timeout=options["timeout"])
         self._sql = self.database.sql
         self._poll: float = options["poll"]
         channel = f"{options['schema']}.{options['prefix']}bell"[:63]  # where two share one, they ring in vain at times
-        self._ear = Ear(conninfo, channel, self.bell, deaf=not options["listen"])
+        self._ear = Ear(conninfo, channel, self.wakeups, deaf=not options["listen"])
         self._marked: dict[Id, int] = {}
-        flights = Flights(self.database, self.bell, self._ear)
-        self._claims = Lane(flights.claims, most=TOGETHER, abandoned=self._give_back)
-        self._writes = Lane(flights.writes, most=TOGETHER)
-        self._desk = Lane(flights.errand, most=1, stays=False)
+        flights = Flights(self.database, self.wakeups, self._ear)
+        self._claims = Batcher(flights.claims, limit=TOGETHER, undo=flights.undo_claims)
+        self._writes = Batcher(flights.writes, limit=TOGETHER)
+        self._desk = Batcher(flights.errand, limit=1, undo=flights.drop_errand)
         self.lender: Lender = PostgresLender(self, conninfo, most=options["pool"])
         weakref.finalize(self, self._ear.close)  # its thread would else outlive a store that nobody closed
 
     @property
     def poll(self) -> float:
-        """The longest that a waiter trusts the bell alone; shorter where no messages arrive."""
+        """The longest that a waiter trusts wake-ups alone; shorter where no messages arrive."""
         return min(self._poll, BLIND_POLL) if self._ear.deaf else self._poll
 
     @poll.setter
@@ -167,17 +164,7 @@ class PostgresStore:
             lease=min(lease, LONGEST_SPAN),
         )
         check_length(row.scope, row.key)
-        return (yield Ask(self._claims, Item(row, operation)))  # type: ignore[no-any-return]
-
-    def _give_back(self, _: Item, answer: Lease | Record) -> Plan[None]:
-        if isinstance(answer, Lease):
-            try:
-                if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
-                    yield from self.renew(answer, lease=0.0)
-                else:
-                    yield from self.release(answer, retention=0.0 if answer.attempt == 1 else USED_BEFORE)
-            except (Fenced, StoreError) as error:
-                log.info("An abandoned claim of %r could not be given back: %s", answer.operation.key, error)
+        return (yield Submit(self._claims, Item(row, operation)))  # type: ignore[no-any-return]
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
         until = yield self._moved(held, RUNNING, lease=min(lease, LONGEST_SPAN))
@@ -203,10 +190,10 @@ class PostgresStore:
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
         yield self._moved(held, HELD, note=safe(note))
 
-    def _moved(self, held: Lease, state: State, outcome: bytes | None = None, **changes: Any) -> Ask[Item]:
+    def _moved(self, held: Lease, state: State, outcome: bytes | None = None, **changes: Any) -> Submit[Item]:
         scope, key = held.operation.id
         row = Moved(scope=safe(scope), key=safe(key), token=held.token, state=state, **changes)
-        return Ask(self._writes, Item(row, held, outcome))
+        return Submit(self._writes, Item(row, held, outcome))
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
         row = Touched(
@@ -215,15 +202,15 @@ class PostgresStore:
             token=record.token,
             retention=min(retention, LONGEST_SPAN),
         )
-        yield Ask(self._writes, Item(row))
+        yield Submit(self._writes, Item(row))
 
     def watch(self, record: Record) -> Plan[None]:
-        """Have the record's owner send a message when it is done; one of this very process rings the bell anyway."""
+        """Have the record's owner send a message when it is done; one of this very process notifies its waiters anyway."""
         if self._ear.deaf or self._marked.get(record.id) == record.token or self._is_mine(record):
             return
         self._ear.listen()
         try:
-            running = yield Ask(
+            running = yield Submit(
                 self._writes,
                 Item(Watched(scope=safe(record.scope), key=safe(record.key), token=record.token)),
             )
@@ -232,7 +219,7 @@ class PostgresStore:
         if running:
             self._mark(record)
         else:
-            self.bell.ring(record.id)
+            self.wakeups.notify(record.id)
 
     def _is_mine(self, record: Record) -> bool:
         return record.holder.rpartition(":")[0] == self.holder.next().rpartition(":")[0]
@@ -243,7 +230,7 @@ class PostgresStore:
         self._marked[record.id] = record.token
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        return (yield Ask(self._writes, Item(Found(scope=safe(scope), key=safe(key)))))  # type: ignore[no-any-return]
+        return (yield Submit(self._writes, Item(Found(scope=safe(scope), key=safe(key)))))  # type: ignore[no-any-return]
 
     # The operators' verbs
 
@@ -301,10 +288,10 @@ class PostgresStore:
         return Stats(**dict(zip(Stats.__struct_fields__, rows[0], strict=True)))
 
     def _errand(self, statement: Statement, values: Sequence[Any]) -> Plan[Rows]:
-        return (yield Ask(self._desk, (statement, values)))  # type: ignore[no-any-return]
+        return (yield Submit(self._desk, (statement, values)))  # type: ignore[no-any-return]
 
     def _tell(self, id: Id) -> Plan[None]:
-        self.bell.ring(id)
+        self.wakeups.notify(id)
         for message in self._ear.messages([id]):
             try:
                 yield from self._errand(self._sql.notify, [self._ear.channel, message])
@@ -320,8 +307,8 @@ class PostgresStore:
 
     async def aclose(self) -> None:
         """As `close`, for the running event loop's connections too."""
-        for lane in (self._claims, self._writes, self._desk):
-            await lane.drain()
+        for batcher in (self._claims, self._writes, self._desk):
+            await batcher.drain()
         await self.lender.aclose()
         await self.database.lanes.aclose()
         await self.database.desk.aclose()

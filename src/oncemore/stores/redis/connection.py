@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import hiredis
 import redis.asyncio
 
-from ..._runtime.drive import AWAITED, TOLD, Drive, Later
 from ...errors import StoreError, StoreTimeout, StoreUnavailable
 
 Address: TypeAlias = tuple[str, int] | None  # None: where the URL says
@@ -261,14 +260,6 @@ class Exchange:
             for parcel in self.parcels:
                 parcel.line.close()
             raise
-
-    def begin(self, drive: Drive) -> Later:
-        """Send at once, and let the drive have the answers; unless the connection has to be opened first."""
-        if len(self.parcels) != 1 or (wire := self.parcels[0].line.loop_wire()) is None:
-            return AWAITED
-        (parcel,) = self.parcels
-        wire.begin(parcel.packet, parcel.count, self.patience, lambda result: drive.go_on([result]))
-        return TOLD
 
     async def arun(self) -> list[Result]:
         if len(self.parcels) == 1:

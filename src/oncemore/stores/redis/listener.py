@@ -14,7 +14,7 @@ import hiredis
 
 from ..._ledger.events import log
 from ..._runtime.plan import run
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import StoreError
 from .connection import INHERITED, TROUBLE, Wire, pack
 from .topology import Places
@@ -25,12 +25,12 @@ PING = pack("PING")
 
 
 class Listener:
-    """Rings *bell* for every message on *channel*; after a loss it rings for all who wait, who then look themselves."""
+    """Notifies *wakeups* of every message on *channel*; after a loss it notifies all waiters, who then look themselves."""
 
-    def __init__(self, places: Places, channel: str, bell: Bell) -> None:
+    def __init__(self, places: Places, channel: str, wakeups: Wakeups) -> None:
         self.places = places
         self.channel = channel
-        self.bell = bell
+        self.wakeups = wakeups
         self._reset()
         LISTENERS.add(self)
 
@@ -104,9 +104,9 @@ class Listener:
             raise message
         kind, *_, payload = message
         if kind == b"message":
-            self.bell.ring(read_id(payload))
+            self.wakeups.notify(read_id(payload))
         elif kind == b"subscribe":  # what was said before has not been heard
-            self.bell.ring_all()
+            self.wakeups.notify_all()
 
 
 def read_id(payload: bytes) -> Id:

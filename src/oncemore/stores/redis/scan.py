@@ -11,7 +11,7 @@ import msgspec
 
 from ..._ledger.model import Record
 from ..._ledger.store import Filter, Page, Stats
-from ..._runtime.batching import Ask, Lane
+from ..._runtime.batching import Batcher, Submit
 from ..._runtime.plan import Plan
 from ...errors import CorruptRecord, InvalidPayload, StoreError
 from .anyones import LOOK, SWEEP, TALLY
@@ -56,17 +56,22 @@ class Walk:
     def __init__(self, flights: Flights, prefix: str) -> None:
         self.flights = flights
         self.prefix = prefix
-        self.lane: Lane[Bundle] = Lane(self._fly, most=4, stays=False)
+        self.lane: Batcher[Bundle] = Batcher(self._fly, limit=4, undo=self._drop)
         self._swept = Trail()
 
     def _fly(self, bundles: list[Bundle]) -> Plan[list[list[Any]]]:
         answers = iter((yield from self.flights.fly([item for bundle in bundles for item in bundle])))
         return [[next(answers) for _ in bundle] for bundle in bundles]
 
+    def _drop(self, bundles: list[Bundle]) -> Plan[None]:
+        """A step of a walk is not worth finishing once its caller has gone."""
+        return
+        yield
+
     def _ask(self, script: Script, keys: Sequence[str]) -> Plan[list[Any]]:
         """One answer per key; a key that holds something else than a record has none."""
         bundle: Bundle = [Item(script, key) for key in keys]
-        answers = (yield Ask(self.lane, bundle)) if keys else []
+        answers = (yield Submit(self.lane, bundle)) if keys else []
         return [told(answer) for answer in answers]
 
     def _step(self, trail: Trail, count: int, pattern: str = RECORD) -> Plan[tuple[list[str], Trail]]:
@@ -76,7 +81,7 @@ class Walk:
             return pending, msgspec.structs.replace(trail, pending=())
         words = ("SCAN", trail.position, "MATCH", f"{self.prefix}:{pattern}", "COUNT", count)
         bundle: Bundle = [Plain(words, trail.server)]
-        position, keys = told((yield Ask(self.lane, bundle))[0])
+        position, keys = told((yield Submit(self.lane, bundle))[0])
         after = Trail(trail.server, int(position))
         if after.position == 0:
             last = trail.server + 1 >= len(self.flights.places.primaries())

@@ -16,15 +16,15 @@ from ..._ledger.decisions import fenced, not_deletable, not_resolvable
 from ..._ledger.events import log
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Holder, Page, Stats
-from ..._runtime.batching import Ask, Lane
+from ..._runtime.batching import Batcher, Submit
 from ..._runtime.forks import reset_in_child
 from ..._runtime.plan import Plan
-from ..._runtime.wakeups import Bell, Id
+from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, StoreError
 from .anyones import DELETE, LOOK, RESOLVE
 from .commands import Flights, Item, Plain, TooFewReplicas
-from .lane import NodeLanes
 from .listener import Listener
+from .nodes import NodeBatchers
 from .records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
 from .scan import Bundle, Walk
 from .scripts import CLAIM, HOLD, RELEASE, RENEW, SETTLE, TOUCH, UNCLAIM
@@ -70,7 +70,7 @@ class RedisStore:
     def __init__(self, url: str) -> None:
         self.url = hide_password(url)
         rest, options = read_options(url)
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.poll: float = options["poll"]
         self.shift = 0.0
         self.holder = Holder()
@@ -82,10 +82,10 @@ class RedisStore:
         self._timeout: float = options["timeout"]
         self._replicas: int = options["wait_replicas"]
         self._flights: list[Flights] = []
-        self._claims = self._lane(self._fly_claims, unclaim, abandoned=self._abandoned)
-        self._writes = self._lane(Flights.fly)
+        self._claims = self._batcher(self._fly_claims, unclaim, undo=self._undo)
+        self._writes = self._batcher(Flights.fly)
         self._walk = Walk(self._new_flights(), self.prefix)
-        self._listener = Listener(self.places, self.channel, self.bell)
+        self._listener = Listener(self.places, self.channel, self.wakeups)
         self._reset()
         reset_in_child(self)
         weakref.finalize(self, self._listener.stop)
@@ -93,17 +93,17 @@ class RedisStore:
     def _reset(self) -> None:
         self._looked = False  # at the server, with the first claim
 
-    def _lane(
+    def _batcher(
         self,
         fly: Callable[[Flights, list[Any]], Plan[list[Any]]],
-        undo: Callable[[Item], Item] | None = None,
+        owes: Callable[[Item], Item] | None = None,
         **options: Any,
-    ) -> Lane[Any]:
-        def one() -> Lane[Any]:
-            flights = self._new_flights(replicas=self._replicas, undo=undo)
-            return Lane(partial(fly, flights), most=GROUP, boards=False, **options)
+    ) -> Batcher[Any]:
+        def one() -> Batcher[Any]:
+            flights = self._new_flights(replicas=self._replicas, undo=owes)
+            return Batcher(partial(fly, flights), limit=GROUP, linger=False, **options)
 
-        return one() if self.places.grouped else NodeLanes(one, self.places.place)
+        return one() if self.places.grouped else NodeBatchers(one, self.places.place)
 
     def _new_flights(self, *, replicas: int = 0, undo: Callable[[Item], Item] | None = None) -> Flights:
         flights = Flights(self.places, self._common, timeout=self._timeout, replicas=replicas, undo=undo)
@@ -125,7 +125,7 @@ class RedisStore:
         id = operation.id
         name = self._name(id)
         about = fields(self.holder.next(), operation.fingerprint, *id, operation.name)
-        answer = yield Ask(self._claims, Item(CLAIM, name, (micros(lease), about)))
+        answer = yield Submit(self._claims, Item(CLAIM, name, (micros(lease), about)))
         if isinstance(answer, int):
             return HeldLease(operation, answer, answer / MICRO + self.shift + lease, record=name)
         if len(answer) == GRANTED:
@@ -141,7 +141,7 @@ class RedisStore:
             bundle: Bundle = [unclaim(item) for item, answer in short if isinstance(answer, TooFewReplicas)]
             if bundle:
                 with suppress(StoreError):  # where that fails, they lapse
-                    yield Ask(self._walk.lane, bundle)
+                    yield Submit(self._walk.lane, bundle)
         return answers
 
     def _fly_and_look(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
@@ -163,16 +163,16 @@ class RedisStore:
                 policy[1].decode(),
             )
 
-    def _abandoned(self, item: Item, answer: Any) -> Plan[None]:
-        """Give back what was granted to a caller who has gone away."""
-        if isinstance(answer, int) or len(answer) == GRANTED:
-            yield Ask(self._writes, unclaim(item))
+    def _undo(self, items: list[Item]) -> Plan[None]:
+        """Give back what was granted to callers that have gone."""
+        bundle: Bundle = [unclaim(item) for item in items]
+        yield Submit(self._walk.lane, bundle)
 
     # The owner's verbs
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
         item = Item(RENEW, self._held(held), (held.token, micros(lease)))
-        until = owned((yield Ask(self._writes, item)), held)
+        until = owned((yield Submit(self._writes, item)), held)
         return msgspec.structs.replace(held, expires_at=until / MICRO)
 
     def settle(
@@ -180,21 +180,21 @@ class RedisStore:
     ) -> Plan[None]:
         extras = fields(note, audit) if note or audit else b""
         args = (held.token, micros(retention), extras, outcome_fields(outcome))
-        owned((yield Ask(self._writes, Item(SETTLE, self._held(held), args))), held)
-        self.bell.ring(held.operation.id)
+        owned((yield Submit(self._writes, Item(SETTLE, self._held(held), args))), held)
+        self.wakeups.notify(held.operation.id)
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        owned((yield Ask(self._writes, Item(RELEASE, self._held(held), (held.token, micros(retention))))), held)
-        self.bell.ring(held.operation.id)
+        owned((yield Submit(self._writes, Item(RELEASE, self._held(held), (held.token, micros(retention))))), held)
+        self.wakeups.notify(held.operation.id)
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
-        owned((yield Ask(self._writes, Item(HOLD, self._held(held), (held.token, clean(note))))), held)
-        self.bell.ring(held.operation.id)
+        owned((yield Submit(self._writes, Item(HOLD, self._held(held), (held.token, clean(note))))), held)
+        self.wakeups.notify(held.operation.id)
 
     # Anyone's
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
-        yield Ask(self._writes, Item(TOUCH, self._name(record.id), (record.token, micros(retention))))
+        yield Submit(self._writes, Item(TOUCH, self._name(record.id), (record.token, micros(retention))))
 
     def watch(self, record: Record) -> Plan[None]:
         """The claim that was stopped has asked for a message; someone listens."""
@@ -202,7 +202,7 @@ class RedisStore:
         yield from ()
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        answer = yield Ask(self._writes, Item(LOOK, self._name((scope, key))))
+        answer = yield Submit(self._writes, Item(LOOK, self._name((scope, key))))
         return read_record((scope, key), *answer) if answer else None
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
@@ -213,18 +213,18 @@ class RedisStore:
     ) -> Plan[Record]:
         kept = ("settled", outcome_fields(outcome)) if outcome else ("released", b"")
         args = (self.holder.next(), micros(retention), clean(note), *kept)
-        answer = yield Ask(self._writes, Item(RESOLVE, self._name((scope, key)), args))
+        answer = yield Submit(self._writes, Item(RESOLVE, self._name((scope, key)), args))
         if isinstance(answer, bytes):
             raise not_resolvable(answer.decode())
-        self.bell.ring((scope, key))
+        self.wakeups.notify((scope, key))
         return read_record((scope, key), *answer)
 
     def delete(self, scope: str, key: str) -> Plan[bool]:
         args = (self.holder.next(), scope, key)
-        answer = yield Ask(self._writes, Item(DELETE, self._name((scope, key)), args))
+        answer = yield Submit(self._writes, Item(DELETE, self._name((scope, key)), args))
         if answer < 0:
             raise not_deletable()
-        self.bell.ring((scope, key))
+        self.wakeups.notify((scope, key))
         return bool(answer)
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
@@ -244,8 +244,8 @@ class RedisStore:
 
     async def aclose(self) -> None:
         """As `close`, for the running event loop too, once nothing is in flight on it."""
-        for lane in (self._claims, self._writes, self._walk.lane):
-            await lane.drain()
+        for batcher in (self._claims, self._writes, self._walk.lane):
+            await batcher.drain()
         for flights in tuple(self._flights):
             await flights.aclose()
         self.close()

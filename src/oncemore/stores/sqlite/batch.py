@@ -1,4 +1,4 @@
-"""One write transaction that carries what many callers ask of the ledger; each gets its own answer."""
+"""One write transaction that carries out the items of many callers; each gets its own result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, r
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey, OncemoreError
-from .connection import BAD_VALUES, as_store_error, is_bad_value, is_busy
-from .items import Change, Claim, Item, Settle, kept
+from .items import Change, Claim, Item, Settle, outcome_columns
 from .statements import Row, Statements, as_record
+from .writer import BAD_VALUES, as_store_error, is_bad_value, is_busy
 
-# What a record forgets when it is claimed again.
+# Columns that a record loses when it is claimed again.  Its request is not among them.
 BLANK: dict[str, Any] = {
     "settled_at": None,
     "expires_at": None,
@@ -26,65 +26,68 @@ BLANK: dict[str, Any] = {
     "response_hash": "",
     "note": "",
     "audit": 0,
+    "lapsed": 0,
 }
 
 
-def fly(connection: sqlite3.Connection, sql: Statements, shift: float, items: list[Item]) -> list[Any]:
-    """The answer to each item, after one commit for all."""
-    flight = Flight(connection, sql, shift)
+def run_batch(connection: sqlite3.Connection, sql: Statements, shift: float, items: list[Item]) -> list[Any]:
+    """Carry out *items* with one commit, and return their results.  If this raises, nothing was committed."""
+    batch = Batch(connection, sql, shift)
     try:
-        if len(items) == 1 and flight.carry_alone(items[0]):
-            return [items[0].answer]
+        if len(items) == 1 and batch.run_single(items[0]):
+            return [items[0].result]
         connection.execute("BEGIN IMMEDIATE")
-        flight.carry_all(items)
+        batch.run(items)
         connection.execute("COMMIT")
     except BaseException as error:
-        if is_busy(error) and not connection.in_transaction and flight.refuse(items):  # so the lock is not needed
-            return [item.answer for item in items]
-        for item in items:
-            item.answer = None  # what was not committed was not given
+        # Replays need no lock, so that they are answered while another process writes.
+        if is_busy(error) and not connection.in_transaction and batch.find_obstacles(items):
+            return [item.result for item in items]
         raise
-    return [item.answer for item in items]
+    return [item.result for item in items]
 
 
-def apart(items: list[Item]) -> Sequence[list[Item]]:
+def split_duplicates(items: list[Item]) -> Sequence[list[Item]]:
     """The items in groups, in order, such that no group has two for the same record."""
     if len(items) == 1 or len({item.id for item in items}) == len(items):
         return (items,)
     groups: list[list[Item]] = []
-    seen: dict[Id, int] = {}
+    counts: dict[Id, int] = {}
     for item in items:
-        turn = seen[item.id] = seen.get(item.id, -1) + 1
-        if turn == len(groups):
+        number = counts[item.id] = counts.get(item.id, -1) + 1
+        if number == len(groups):
             groups.append([])
-        groups[turn].append(item)
+        groups[number].append(item)
     return groups
 
 
-class Flight:
-    """The ledger within one transaction of *connection*.  Nobody else writes meanwhile, so what is read stays true."""
+class Batch:
+    """The ledger's verbs in one transaction of *connection*.
+
+    Precondition: the transaction holds the write lock (BEGIN IMMEDIATE), so records read here stay true until COMMIT.
+    """
 
     def __init__(self, connection: sqlite3.Connection, sql: Statements, shift: float) -> None:
         self.execute = connection.execute
         self.sql = sql
         self.shift = shift
 
-    # Groups
+    # Many items
 
-    def carry_all(self, items: list[Item]) -> None:
-        """Answer the items together; where one of them cannot be carried, one by one."""
+    def run(self, items: list[Item]) -> None:
+        """Carry out the items together; if the values of one are bad, one by one."""
         try:
-            for group in apart(items):
-                self.carry(group)
+            for group in split_duplicates(items):
+                self.run_distinct(group)
         except BAD_VALUES as error:
             if not is_bad_value(error):
                 raise
             self.execute("ROLLBACK")
             self.execute("BEGIN IMMEDIATE")
-            self.carry_one_by_one(items)
+            self.run_one_by_one(items)
 
-    def carry(self, items: list[Item]) -> None:
-        """Answer the items, of which no two are for the same record."""
+    def run_distinct(self, items: list[Item]) -> None:
+        """Carry out items of which no two are for the same record."""
         if claims := [item for item in items if isinstance(item, Claim)]:
             self.claim(claims)
         if settles := [item for item in items if isinstance(item, Settle)]:
@@ -92,14 +95,14 @@ class Flight:
         if len(claims) + len(settles) < len(items):
             for item in items:
                 if isinstance(item, Change):
-                    item.answer = self.apply(item)
+                    item.result = self.apply(item)
 
-    def carry_alone(self, item: Item) -> bool:
-        """Whether the item could be answered by one statement, which is a transaction of its own: most are plain."""
+    def run_single(self, item: Item) -> bool:
+        """Carry out the item by one statement, which is a transaction of its own; False if that is not possible."""
         try:
             if isinstance(item, Claim):
-                item.answer = self.claim_new(item.operation, item.lease, item.holder)
-                return item.answer is not None
+                item.result = None if item.request else self.claim_new(item.operation, item.lease, item.holder)
+                return item.result is not None
             return (
                 isinstance(item, Settle) and self.execute(*self.sql.settle.bind(self.shift, [item.row])).rowcount == 1
             )
@@ -108,26 +111,26 @@ class Flight:
                 raise
             return False
 
-    def carry_one_by_one(self, items: list[Item]) -> None:
-        """Answer the items though some cannot be: those get an error each, and harm no other."""
+    def run_one_by_one(self, items: list[Item]) -> None:
+        """Carry out the items, each in a savepoint; an item with bad values gets an error, and harms no other."""
         for item in items:
             self.execute("SAVEPOINT item")
             try:
-                self.carry([item])
+                self.run_distinct([item])
             except Exception as error:
                 if not is_bad_value(error):
                     raise
                 self.execute("ROLLBACK TO item")
-                item.answer = refusal(item, error)
+                item.result = bad_value_error(item, error)
             self.execute("RELEASE item")
 
-    def refuse(self, items: list[Item]) -> bool:
-        """Whether all items are claims that a record stops; then these records are the answers."""
+    def find_obstacles(self, items: list[Item]) -> bool:
+        """Whether all items are claims that an existing record prevents; these records are then the results."""
         claims = [item for item in items if isinstance(item, Claim)]
-        known = self.look({item.id for item in claims}) if len(claims) == len(items) else {}
-        for item in claims:
-            item.answer = known.get(item.id)
-            if item.answer is None or claimable(item.operation, item.answer):
+        existing = self.find_all({item.id for item in claims}) if len(claims) == len(items) else {}
+        for claim in claims:
+            claim.result = existing.get(claim.id)
+            if claim.result is None or claimable(claim.operation, claim.result):
                 return False
         return len(claims) == len(items)
 
@@ -137,69 +140,84 @@ class Flight:
         except OncemoreError as error:  # raised before anything is written
             return error
 
-    def claim(self, items: list[Claim]) -> None:
-        """Insert the new ones; where a record stands in the way, it is taken over or it is the answer."""
-        token, now = self.next_token()
-        rows: list[Row] = [
-            (n, *item.id, item.operation.name, item.operation.fingerprint, item.holder, item.lease)
-            for n, item in enumerate(items, start=token)
-        ]
-        inserted = self.execute(*self.sql.claim.bind(now, rows)).rowcount
-        known = self.look([item.id for item in items]) if inserted < len(items) else {}
-        for n, item in enumerate(items, start=token):
-            record = known.get(item.id)
-            if record is None or record.token == n:
-                item.answer = Lease(item.operation, n, now + item.lease)
-            else:
-                item.answer = self.take(item, record, n)
+    def claim(self, claims: list[Claim]) -> None:
+        """Give each claim its lease, or the record that prevents it.
 
-    def claim_here(self, operation: Operation, lease: float, holder: str) -> Lease | Record:
-        """As `claim`, for one alone."""
-        found = self.claim_new(operation, lease, holder)
+        Guarantee: each token is greater than any that this operation has had before.
+        """
+        first_token, now = self.next_token()
+        inserted = self.insert_running(claims, first_token, now)
+        existing = self.find_all([claim.id for claim in claims]) if inserted < len(claims) else {}
+        for token, claim in enumerate(claims, start=first_token):
+            record = existing.get(claim.id)
+            if record is None or record.token == token:  # our own row, inserted just now
+                claim.result = Lease(claim.operation, token, now + claim.lease)
+                if claim.request:
+                    self.execute(self.sql.set_request, (claim.request, token))
+            elif claimable(claim.operation, record):  # expired, released, or its lease has lapsed
+                claim.result = self.take_over(record, claim, token)
+            else:  # running, settled or held: the caller decides
+                claim.result = record
+
+    def insert_running(self, claims: list[Claim], first_token: int, now: float) -> int:
+        """Insert a record for each claim that has none, and return their number."""
+        rows: list[Row] = [
+            (token, *claim.id, claim.operation.name, claim.operation.fingerprint, claim.holder, claim.lease)
+            for token, claim in enumerate(claims, start=first_token)
+        ]
+        return self.execute(*self.sql.claim.bind(now, rows)).rowcount
+
+    def claim_one(self, operation: Operation, lease: float, holder: str, request: bytes = b"") -> Lease | Record:
+        """As `claim`, for a single one."""
+        found = None if request else self.claim_new(operation, lease, holder)
         if found is not None:
             return found
-        item = Claim(operation, lease, holder)
-        self.claim([item])
-        return item.answer  # type: ignore[no-any-return]
+        claim = Claim(operation, lease, holder, request)
+        self.claim([claim])
+        return claim.result  # type: ignore[no-any-return]
 
     def claim_new(self, operation: Operation, lease: float, holder: str) -> Lease | None:
-        """The lease where no record stands in the way, by one statement."""
+        """Insert a record by one statement, and return its lease; None if there is a record."""
         names = (*operation.id, operation.name, operation.fingerprint, holder)
         inserted = self.execute(self.sql.claim_one, (self.shift, *names, lease))
         if inserted.rowcount != 1 or inserted.lastrowid is None:
             return None
         return Lease(operation, inserted.lastrowid, SYSTEM.time() + self.shift + lease)
 
-    def take(self, item: Claim, record: Record, token: int) -> Lease | Record:
-        """The lease on a record that exists, or the record."""
-        operation, state = item.operation, state_of(record)
-        if not claimable(operation, record):
-            return record
+    def take_over(self, record: Record, claim: Claim, token: int) -> Lease:
+        """Give an existing record to *claim*."""
+        operation, state = claim.operation, state_of(record)
         attempts, created_at = record.attempts + 1, record.created_at
+        columns = {**BLANK, "lapsed": int(state == "lapsed")}
+        if claim.request or state == "absent":
+            columns["request"] = claim.request or None
         if state == "absent":
             attempts, created_at = 1, record.now
             self.execute(self.sql.archive, (record.token,))
-        until = record.now + item.lease
-        names = {"name": operation.name, "fingerprint": operation.fingerprint, "holder": item.holder}
+        until = record.now + claim.lease
+        names = {"name": operation.name, "fingerprint": operation.fingerprint, "holder": claim.holder}
         times = {"attempts": attempts, "created_at": created_at, "lease_until": until}
-        self.change(record, {"token": token, "state": RUNNING, **names, **times, **BLANK})
+        self.change(record, {"token": token, "state": RUNNING, **names, **times, **columns})
         return Lease(operation, token, until, attempts, lapsed=state == "lapsed")
 
-    def settle(self, items: list[Settle]) -> None:
-        """Write the outcomes; where a lease no longer holds, its owner is told, unless it had settled before."""
-        written = self.execute(*self.sql.settle.bind(self.shift, [item.row for item in items])).rowcount
-        known = self.look([item.id for item in items]) if written < len(items) else None
-        for item in items:
-            item.answer = None
-            if known is not None:
-                record = known.get(item.id)
+    def settle(self, settles: list[Settle]) -> None:
+        """Write the outcomes.  An owner whose lease is lost gets Fenced, unless it has settled before."""
+        written = self.execute(*self.sql.settle.bind(self.shift, [item.row for item in settles])).rowcount
+        existing = self.find_all([item.id for item in settles]) if written < len(settles) else None
+        for item in settles:
+            item.result = None
+            if existing is not None:
+                record = existing.get(item.id)
                 if record is None or record.token != item.held.token or state_of(record) != SETTLED:
-                    item.answer = fenced(item.held)
+                    item.result = fenced(item.held)
 
     # One record
 
     def own(self, held: Lease, verb: Verb, changes: Callable[[float], dict[str, Any]]) -> Record:
-        """The record before its owner's *verb*; anyone else's is refused, and the same said again changes nothing."""
+        """Carry out its owner's *verb* on a record, and return the record as it was before.
+
+        Raises Fenced if the lease is lost.  A verb that was carried out before changes nothing.
+        """
         record = self.find(held.operation.id)
         state = state_of(record)
         after = follows(state, verb)
@@ -218,6 +236,11 @@ class Flight:
 
     def hold(self, held: Lease, note: str) -> None:
         self.own(held, "hold", lambda _: {"state": HELD, "note": note})
+
+    def unclaim(self, id: Id, holder: str) -> None:
+        """Undo the claim that *holder* names, if the record is still running under it."""
+        for statement in self.sql.unclaim:
+            self.execute(statement, (self.shift, *id, holder))
 
     def touch(self, record: Record, retention: float) -> None:
         self.execute(self.sql.touch, (self.shift, retention, record.token, *record.id))
@@ -250,13 +273,13 @@ class Flight:
         self.execute(self.sql.archive_expired, (now, most))
         return self.execute(self.sql.delete_expired, (now, most)).rowcount
 
-    def look(self, ids: Iterable[Id]) -> dict[Id, Record]:
+    def find_all(self, ids: Iterable[Id]) -> dict[Id, Record]:
         """The records of those ids that have one."""
         rows = self.execute(*self.sql.look.bind(self.shift, list(ids)))
         return {row[:2]: as_record(row) for row in rows}
 
     def find(self, id: Id) -> Record | None:
-        return self.look([id]).get(id)
+        return self.find_all([id]).get(id)
 
     def next_token(self) -> tuple[int, float]:
         """The first token that was never given, and the store's clock."""
@@ -281,8 +304,8 @@ def claimable(operation: Operation, record: Record) -> bool:
     return follows(state, "claim") is not None and (state == "absent" or record.fingerprint == operation.fingerprint)
 
 
-def refusal(item: Item, error: Exception) -> OncemoreError:
-    """What the caller of a bad item is told."""
+def bad_value_error(item: Item, error: Exception) -> OncemoreError:
+    """The error of an item whose values SQLite cannot take."""
     if isinstance(item, Claim) and isinstance(error, UnicodeError):
         return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
     return as_store_error(error, "SQLite")
@@ -291,7 +314,7 @@ def refusal(item: Item, error: Exception) -> OncemoreError:
 def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:
     """The changes that make a record settled."""
     times = {"settled_at": now, "accessed_at": now, "expires_at": now + retention}
-    return {"state": SETTLED, **times, **kept(outcome)}
+    return {"state": SETTLED, **times, **outcome_columns(outcome), "request": None}
 
 
 def released(now: float, retention: float) -> dict[str, Any]:

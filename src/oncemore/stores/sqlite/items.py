@@ -1,4 +1,4 @@
-"""What callers ask of the SQLite ledger: each item goes into a flight, and comes back with its answer."""
+"""The items of a batch: what each caller asks of the SQLite ledger, and its result."""
 
 from __future__ import annotations
 
@@ -10,56 +10,57 @@ from ..._runtime.wakeups import Id
 from .statements import Row
 
 if TYPE_CHECKING:
-    from .batch import Flight
+    from .batch import Batch
 
-NO_RECORD: Id = ("", "")  # the id of what concerns none in particular
+NO_RECORD: Id = ("", "")  # the id of an item that concerns no record in particular
 
 
 class Item:
-    """What one caller asks, and its *answer*.  *rings*: it may wake those who wait."""
+    """One caller's part of a batch.  *result* is what the caller gets; an exception is raised there."""
 
-    __slots__ = ("answer", "id", "rings")
+    __slots__ = ("id", "notifies", "result")
 
-    def __init__(self, id: Id, *, rings: bool) -> None:
+    def __init__(self, id: Id, *, notifies: bool) -> None:
         self.id = id
-        self.rings = rings
-        self.answer: Any = None
+        self.notifies = notifies  # waiters of the record are woken
+        self.result: Any = None
 
 
 class Claim(Item):
-    """An ask for *operation*, under the name *holder*."""
+    """Claim *operation*, under the name *holder*, for *lease* seconds."""
 
-    __slots__ = ("holder", "lease", "operation")
+    __slots__ = ("holder", "lease", "operation", "request")
 
-    def __init__(self, operation: Operation, lease: float, holder: str) -> None:
-        super().__init__(operation.id, rings=False)
+    def __init__(self, operation: Operation, lease: float, holder: str, request: bytes = b"") -> None:
+        super().__init__(operation.id, notifies=False)
         self.operation = operation
         self.lease = lease
         self.holder = holder
+        self.request = request
 
 
 class Settle(Item):
-    """An ask to keep the outcome of *held*; *row* is what will be written."""
+    """Store the outcome of *held*; *row* has the values that are written."""
 
     __slots__ = ("held", "row")
 
     def __init__(self, held: Lease, outcome: Outcome, retention: float, audit: bool, note: str) -> None:
-        super().__init__(held.operation.id, rings=True)
+        super().__init__(held.operation.id, notifies=True)
         self.held = held
         status, data, digest = outcome.status, encode_outcome(outcome), outcome.digest()
-        self.row: Row = (held.token, *self.id, retention, status, data, digest, note, audit)
+        self.row: Row = (held.token, *self.id, retention, status, data, digest, note, int(audit))
 
 
 class Change(Item):
-    """Any other ask, about one record or none: *apply* is called within the transaction."""
+    """Any other write, to one record or none: *apply* is called in the transaction."""
 
     __slots__ = ("apply",)
 
-    def __init__(self, id: Id, apply: Callable[[Flight], Any], *, rings: bool = False) -> None:
-        super().__init__(id, rings=rings)
+    def __init__(self, id: Id, apply: Callable[[Batch], Any], *, notifies: bool = False) -> None:
+        super().__init__(id, notifies=notifies)
         self.apply = apply
 
 
-def kept(outcome: Outcome) -> dict[str, Any]:
+def outcome_columns(outcome: Outcome) -> dict[str, Any]:
     """The columns that an outcome fills."""
     return {"status": outcome.status, "outcome": encode_outcome(outcome), "response_hash": outcome.digest()}

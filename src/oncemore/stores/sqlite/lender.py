@@ -20,9 +20,9 @@ from ..._runtime.forks import Rest, reset_in_child
 from ..._runtime.plan import Effect, Plan
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, MissingDriver
-from .connection import MEMORY
 from .desk import Desk, DeskWire, Taken, ThreadDesk, Work
 from .transactions import SqliteTransaction, again, make_plain
+from .writer import MEMORY
 
 if TYPE_CHECKING:
     import aiosqlite

@@ -18,9 +18,9 @@ NOW = "((julianday('now') - 2440587.5) * 86400.0 + ?1)"
 # In the order of Record's fields.
 COLUMNS = (
     f"scope, key, name, fingerprint, state, token, holder, attempts, created_at, lease_until, {NOW},"
-    " settled_at, expires_at, accessed_at, outcome, response_hash, note"
+    " settled_at, expires_at, accessed_at, outcome, response_hash, note, request"
 )
-OUTCOME, HASH, NOTE = 14, 15, 16
+OUTCOME, HASH, NOTE, REQUEST = 14, 15, 16, 17
 
 Row = tuple[Any, ...]
 
@@ -75,7 +75,7 @@ class Statements:
         self.claim = Grouped(
             f"INSERT INTO {records} (token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until)"
             " SELECT {0}, {1}, {2}, {3}, {4}, {5}, 'running', 1, ?1, ?1 + {6} {source} WHERE {0} IS NOT NULL"
-            " ON CONFLICT (scope, key) DO NOTHING",
+            " ON CONFLICT (key, scope) DO NOTHING",
             width=7,
             joined="FROM {values}",
         )
@@ -83,12 +83,22 @@ class Statements:
         self.claim_one = (
             f"INSERT INTO {records} (token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until)"
             f" SELECT max(token, coalesce((SELECT max(token) FROM {records}), 0)) + 1, ?2, ?3, ?4, ?5, ?6, 'running', 1,"
-            f" {NOW}, {NOW} + ?7 FROM {meta} WHERE true ON CONFLICT (scope, key) DO NOTHING"
+            f" {NOW}, {NOW} + ?7 FROM {meta} WHERE true ON CONFLICT (key, scope) DO NOTHING"
+        )
+        self.set_request = f"UPDATE {records} SET request = ? WHERE token = ?"
+        # Undo a claim whose caller has gone.  A record whose former holder's effect is in doubt stays in doubt; a first
+        # attempt is as if it had never been; a later one is released, and remembered for as long as a failure may be.
+        mine = "scope = ?2 AND key = ?3 AND holder = ?4 AND state = 'running'"
+        self.unclaim = (
+            f"UPDATE {records} SET lease_until = {NOW} WHERE {mine} AND lapsed = 1",
+            f"DELETE FROM {records} WHERE {mine} AND lapsed = 0 AND attempts = 1",
+            f"UPDATE {records} SET state = 'released', expires_at = {NOW} + 86400.0"
+            f" WHERE {mine} AND lapsed = 0 AND attempts > 1",
         )
         # Outcomes of leases that still hold; the others are left out, which the row count shows.
         self.settle = Grouped(
             f"UPDATE {records} SET state = 'settled', settled_at = {NOW}, accessed_at = {NOW}, expires_at = {NOW} + {{3}},"
-            " status = {4}, outcome = {5}, response_hash = {6}, note = {7}, audit = {8} {source}"
+            " status = {4}, outcome = {5}, response_hash = {6}, note = {7}, audit = {8}, request = NULL {source}"
             " WHERE token = {0} AND scope = {1} AND key = {2} AND state = 'running'",
             width=9,
             joined="FROM {values}",
@@ -150,5 +160,5 @@ def as_record(row: Row) -> Record:
             outcome = decode_outcome(outcome)
         except (msgspec.MsgspecError, TypeError, ValueError):
             outcome, note = Outcome("tombstone"), "unreadable record"
-    fields: Row = (*row[:OUTCOME], outcome, row[HASH], note)
+    fields: Row = (*row[:OUTCOME], outcome, row[HASH], note, row[REQUEST] or b"")
     return Record(*fields)

@@ -7,27 +7,28 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
+from ..._ledger import model
 from ..._ledger.connect import take_options, with_options
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Holder, Page, Stats
 from ..._ledger.transactions import Lender
-from ..._runtime.batching import Ask, Lane, Tell
+from ..._runtime.batching import Batcher, Submit, own_error
 from ..._runtime.plan import Plan, Sleep
-from ..._runtime.wakeups import Bell, Id
-from ...errors import ConfigurationError, InvalidPayload
-from .batch import Flight, fly, state_of
-from .connection import MEMORY, Connection, Use, Write
+from ..._runtime.wakeups import Id, Wakeups
+from ...errors import ConfigurationError, InvalidPayload, StoreError
+from .batch import Batch, run_batch, state_of
 from .items import NO_RECORD, Change, Claim, Item, Settle
 from .lender import SqliteLender
 from .statements import Statements, as_record
 from .tables import make_ready, script
+from .writer import MEMORY, Connection, Use, Write
 
 OPTIONS = {
     "create": True,
@@ -43,10 +44,6 @@ CURSOR = re.compile("[0-9]{1,18}")
 # A purge goes in slices, so that a claim never waits long for the commit that it shares; and rests after each for so
 # many times as long as it took, so that few claims meet it at all.  That leaves a thousand a second.
 SLICE, REST = 50, 15.0
-
-# How long a key that had been used before is remembered when its lease was granted to a caller who had gone away: a former
-# attempt may have left it to be remembered for that long.  One that had not is forgotten, or the next would not be the first.
-USED_BEFORE = 86400.0
 
 
 def connect(url: str) -> SqliteStore:
@@ -106,7 +103,7 @@ def empty_log(connection: sqlite3.Connection) -> None:
 class SqliteStore:
     """Records in a file.  All writes of a process go in groups through one connection; long reads have another."""
 
-    poll = 0.25  # other processes ring no bell here; but to look again writes nothing, and so costs no sync
+    poll = 0.25  # other processes send no notifications; looking again writes nothing, so it costs no sync
 
     def __init__(
         self,
@@ -121,7 +118,7 @@ class SqliteStore:
         timeout: float = 5.0,
     ) -> None:
         self.url = url or f"sqlite:///{path}"
-        self.bell = Bell()
+        self.wakeups = Wakeups()
         self.shift = 0.0
         self.holder = Holder()
         self.path = path
@@ -134,7 +131,8 @@ class SqliteStore:
         open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
         self._writer = open_file(threaded=thread == "always")
         self._reader = self._writer if path == MEMORY else open_file()
-        self._lane: Lane[Item] = Lane(self._fly, abandoned=self._give_back)
+        self._claims: Batcher[Claim] = Batcher(self._run_claims, undo=self._undo_claims)
+        self._writes: Batcher[Item] = Batcher(self._run_batch)
         self.lender: Lender = SqliteLender(self, prepare)
         self._ready = False
 
@@ -144,66 +142,70 @@ class SqliteStore:
             yield Use(self._writer, lambda connection: None)
             self._ready = True
 
-    def _fly(self, items: list[Item]) -> Plan[list[Any]]:
+    def _run_claims(self, claims: list[Claim]) -> Plan[Sequence[Any]]:
+        return self._run_batch([*claims])
+
+    def _run_batch(self, items: list[Item]) -> Plan[Sequence[Any]]:
         sql, shift = self.sql, self.shift
         try:
-            answers: list[Any] = yield Write(self._writer, lambda connection: fly(connection, sql, shift, items))
-        except asyncio.CancelledError:  # the loop is being shut down; but a commit cannot be stopped, so wait for it
-            yield Use(self._writer, lambda connection: None)
-            for item in items:
-                yield from self._give_back(item, item.answer)
-            raise
+            results: list[Any] = yield Write(self._writer, lambda connection: run_batch(connection, sql, shift, items))
+        except StoreError as error:  # nothing was committed
+            return [own_error(error) for _ in items]
         for item in items:
-            if item.rings and not isinstance(item.answer, BaseException):
-                self.bell.ring(item.id)
-        return answers
+            if item.notifies and not isinstance(item.result, BaseException):
+                self.wakeups.notify(item.id)
+        return results
 
-    def _give_back(self, item: Item, answer: Any) -> Plan[None]:
-        """A caller went away while its claim was in flight: nobody will perform, so the next one may."""
-        if not isinstance(answer, Lease):
-            return
-        retention = 0.0 if answer.attempt == 1 else USED_BEFORE
-        give_back: Callable[[Flight], Any] = partial(Flight.release, held=answer, retention=retention)
-        if answer.lapsed:  # a former holder's effect is in doubt, and so it must stay
-            give_back = partial(Flight.renew, held=answer, lease=0.0)
-        yield from self._fly([Change(item.id, give_back, rings=True)])  # not through the lane, which waits for this
+    def _change(self, id: Id, apply: Callable[[Batch], Any], *, notifies: bool = False) -> Plan[Any]:
+        return (yield Submit(self._writes, Change(id, apply, notifies=notifies)))
 
-    def _change(self, id: Id, apply: Callable[[Flight], Any], *, rings: bool = False) -> Plan[Any]:
-        return (yield Tell(self._lane, Change(id, apply, rings=rings)))
+    # The guard's verbs
 
-    # What the guard asks
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+        found: Lease | Record = yield Submit(self._claims, Claim(operation, lease, self.holder.next(), request))
+        return found
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
-        answer: Lease | Record = yield Ask(self._lane, Claim(operation, lease, self.holder.next()))
-        return answer
+    def unclaim(self, claims: Sequence[model.Claim]) -> Plan[None]:
+        yield from self._undo([(claim.operation.id, claim.holder) for claim in claims])
+
+    def _undo_claims(self, claims: list[Claim]) -> Plan[None]:
+        return self._undo([(claim.id, claim.holder) for claim in claims])
+
+    def _undo(self, claims: list[tuple[Id, str]]) -> Plan[None]:
+        """Undo claims, behind a batch of theirs that may still be under way on the writer's thread."""
+        items: list[Item] = [Change(id, partial(Batch.unclaim, id=id, holder=holder)) for id, holder in claims]
+        if items:
+            yield Use(self._writer, lambda connection: run_batch(connection, self.sql, self.shift, items))
+        for item in items:
+            self.wakeups.notify(item.id)
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
-        until = yield from self._change(held.operation.id, lambda flight: flight.renew(held, lease))
+        until = yield from self._change(held.operation.id, lambda batch: batch.renew(held, lease))
         return msgspec.structs.replace(held, expires_at=until)
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        yield Tell(self._lane, Settle(held, outcome, retention, audit, note))
+        yield Submit(self._writes, Settle(held, outcome, retention, audit, note))
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        yield from self._change(held.operation.id, lambda flight: flight.release(held, retention), rings=True)
+        yield from self._change(held.operation.id, lambda batch: batch.release(held, retention), notifies=True)
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
-        yield from self._change(held.operation.id, lambda flight: flight.hold(held, note), rings=True)
+        yield from self._change(held.operation.id, lambda batch: batch.hold(held, note), notifies=True)
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
-        yield from self._change(record.id, lambda flight: flight.touch(record, retention))
+        yield from self._change(record.id, lambda batch: batch.touch(record, retention))
 
     def watch(self, record: Record) -> Plan[None]:
         """Other processes are heard of by looking."""
         return
         yield
 
-    # What an operator asks
+    # The operator's verbs
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        record = yield Use(self._reader, lambda connection: Flight(connection, self.sql, self.shift).find((scope, key)))
+        record = yield Use(self._reader, lambda connection: Batch(connection, self.sql, self.shift).find((scope, key)))
         return record if state_of(record) != "absent" else None
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
@@ -218,13 +220,13 @@ class SqliteStore:
     ) -> Plan[Record]:
         id = (scope, key)
         record: Record = yield from self._change(
-            id, lambda flight: flight.resolve(id, outcome, retention, note), rings=True
+            id, lambda batch: batch.resolve(id, outcome, retention, note), notifies=True
         )
         return record
 
     def delete(self, scope: str, key: str) -> Plan[bool]:
         id = (scope, key)
-        known: bool = yield from self._change(id, lambda flight: flight.delete(id), rings=True)
+        known: bool = yield from self._change(id, lambda batch: batch.delete(id), notifies=True)
         return known
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
@@ -232,7 +234,7 @@ class SqliteStore:
         while total < batch:
             most = min(SLICE, batch - total)
             start = time.monotonic()
-            gone: int = yield from self._change(NO_RECORD, partial(Flight.purge, most=most))
+            gone: int = yield from self._change(NO_RECORD, partial(Batch.purge, most=most))
             total += gone
             if gone < most:
                 break
@@ -258,6 +260,7 @@ class SqliteStore:
 
     async def aclose(self) -> None:
         """As `close`, when what is in flight on this event loop has landed."""
-        await self._lane.drain()
+        await self._claims.drain()
+        await self._writes.drain()
         await self.lender.aclose()
         await asyncio.to_thread(self.close)

@@ -6,8 +6,8 @@ import sqlite3
 from collections.abc import Mapping
 
 from ...errors import ConfigurationError
-from .connection import MEMORY
 from .statements import Statements
+from .writer import MEMORY
 
 # Kilobytes: enough for the upper levels of a million records' indexes.
 CACHE = 8192
@@ -29,7 +29,8 @@ CREATE TABLE {p}records (
     key           TEXT    NOT NULL,          -- the caller's name for the operation
     name          TEXT    NOT NULL,          -- the kind of operation
     fingerprint   TEXT    NOT NULL,          -- digest of what was asked
-    state         TEXT    NOT NULL CHECK (state IN ('running', 'settled', 'released', 'held')),
+    state         TEXT    NOT NULL           -- with OR, because IN would build a temporary index at every statement
+                  CHECK (state = 'running' OR state = 'settled' OR state = 'released' OR state = 'held'),
     holder        TEXT    NOT NULL,          -- host, process and number of the claim
     attempts      INTEGER NOT NULL,
     created_at    REAL    NOT NULL,
@@ -42,7 +43,9 @@ CREATE TABLE {p}records (
     response_hash TEXT    NOT NULL DEFAULT '',
     note          TEXT    NOT NULL DEFAULT '',
     audit         INTEGER NOT NULL DEFAULT 0, -- 1: archived when it expires, rather than lost
-    UNIQUE (scope, key)
+    lapsed        INTEGER NOT NULL DEFAULT 0, -- 1: the claim took over a lapsed lease, whose effect is in doubt
+    request       BLOB,                      -- what was asked, if it may have to be finished without its caller
+    UNIQUE (key, scope)                      -- keys that grow with time then fill the index from one end
 )""",
         """\
 -- Tokens never come again, whatever is deleted: a late owner of a former life must stay fenced.

@@ -19,10 +19,10 @@ from ..._ledger.transactions import Again, ended, give_back, over
 from ..._runtime.plan import Effect, Plan
 from ..._runtime.wakeups import Id
 from ...errors import OncemoreError, StoreTimeout
-from .batch import Flight, refusal, state_of
-from .connection import BAD_VALUES, UNWRITTEN, as_store_error, code, disown, is_busy
+from .batch import Batch, bad_value_error, state_of
 from .items import Claim, Settle
 from .statements import Statements
+from .writer import BAD_VALUES, UNWRITTEN, as_store_error, code, disown, is_busy
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class SqliteTransaction:
         self._shift = shift
         self._holder = holder
         self._timeout = timeout
-        self._writes: list[Callable[[Flight], None]] = []
+        self._writes: list[Callable[[Batch], None]] = []
         self._open = False  # until the connection is this one's
 
     @property
@@ -78,7 +78,7 @@ class SqliteTransaction:
             raise over()
         return self._wire.session()
 
-    def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
+    def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
         try:
             yield from self._wire.open(operation.id, wait)
         except OncemoreError:
@@ -92,30 +92,32 @@ class SqliteTransaction:
 
         def work(connection: sqlite3.Connection) -> Lease | Record:
             lock(connection, self._sql.lock, self._path, max(wait, self._timeout))
-            found = self._claim(connection, operation, lease)
+            found = self._claim(connection, operation, lease, request)
             connection.execute(MARK)
             return found
 
         return (yield self._wire.call(plainly(work)))  # type: ignore[no-any-return]
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
-        work = plainly(lambda connection: self._claim(connection, operation, lease))
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+        work = plainly(lambda connection: self._claim(connection, operation, lease, request))
         return (yield self._wire.call(work))  # type: ignore[no-any-return]
 
-    def _claim(self, connection: sqlite3.Connection, operation: Operation, lease: float) -> Lease | Record:
+    def _claim(
+        self, connection: sqlite3.Connection, operation: Operation, lease: float, request: bytes
+    ) -> Lease | Record:
         try:
-            return Flight(connection, self._sql, self._shift).claim_here(operation, lease, self._holder)
+            return Batch(connection, self._sql, self._shift).claim_one(operation, lease, self._holder, request)
         except BAD_VALUES as error:
-            raise refusal(Claim(operation, lease, self._holder), error) from error
+            raise bad_value_error(Claim(operation, lease, self._holder), error) from error
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
         item = Settle(held, outcome, retention, audit, note)
 
-        def write(flight: Flight) -> None:
+        def write(flight: Batch) -> None:
             flight.settle([item])
-            if item.answer is not None:  # the row is not as this transaction has left it
+            if item.result is not None:  # the row is not as this transaction has left it
                 raise ended()
 
         self._writes.append(write)
@@ -128,7 +130,7 @@ class SqliteTransaction:
         yield
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        record = yield self._wire.call(plainly(lambda c: Flight(c, self._sql, self._shift).find((scope, key))))
+        record = yield self._wire.call(plainly(lambda c: Batch(c, self._sql, self._shift).find((scope, key))))
         return record if state_of(record) != "absent" else None
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Sequence[Sequence[Any]]]:
@@ -147,7 +149,7 @@ class SqliteTransaction:
             connection.execute(MARKED)
         except (sqlite3.OperationalError, sqlite3.ProgrammingError) as error:  # it is over, or the connection is
             raise ended() from error
-        flight = Flight(connection, self._sql, self._shift)
+        flight = Batch(connection, self._sql, self._shift)
         try:
             for write in self._writes:
                 write(flight)

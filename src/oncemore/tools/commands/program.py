@@ -25,7 +25,6 @@ COMMANDS = {
     "purge": ("ledger", "remove records whose retention is over"),
     "complete": ("complete", "finish the operations in steps that were left unfinished"),
     "capacity": ("capacity", "how much storage, and how many connections, a load needs"),
-    "simulate": ("simulate", "compare retry policies under a brownout, in virtual time"),
     "demo": ("demo", "play the everyday accidents against a ledger on SQLite"),
 }
 SHELLS = ("bash", "zsh", "fish")

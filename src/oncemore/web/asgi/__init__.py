@@ -88,7 +88,7 @@ class IdempotencyMiddleware(Door[App]):
             operation = self.operation(match, request)
         except OncemoreError as error:
             return await respond(send, self.refusal(error, match))
-        if operation is None or is_current(operation, scope):
+        if operation is None or (GUARDED in scope and is_current(operation, scope)):
             return await self.app(scope, body_first(body, receive), send)
         attempt = self.attempt(match.rule, operation)
         response = GuardedResponse(self, match, attempt, request, receive, send)
@@ -120,8 +120,10 @@ def request_of(scope: Scope, headers: Fields, body: bytes = b"") -> Request:
 
 
 async def read_body(receive: Receive, match: Match, door: Door[App], headers: Fields) -> bytes | None:
-    """The whole body; None where the client went away in the middle of it."""
-    door.check_length(match.rule, declared_length(headers))
+    """The whole body; None if the client went away in the middle of it."""
+    most = match.rule.max_request
+    if declared_length(headers) > most:
+        door.check_length(match.rule, declared_length(headers))
     chunks: list[bytes] = []
     length = 0
     while True:
@@ -130,7 +132,8 @@ async def read_body(receive: Receive, match: Match, door: Door[App], headers: Fi
             return None
         chunk = message.get("body", b"")
         length += len(chunk)
-        door.check_length(match.rule, length)
+        if length > most:
+            door.check_length(match.rule, length)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunk if len(chunks) == 1 else b"".join(chunks)

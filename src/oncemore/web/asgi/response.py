@@ -16,6 +16,7 @@ from ..._contract.contract import Match
 from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.decisions import Answer, keeps
 from ..._ledger.model import Outcome
+from ..._ledger.transaction_attempt import TransactionRefused
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
 from ..door import REPEATING_REDIRECTS, Door
@@ -32,6 +33,13 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 log = logging.getLogger("oncemore.web")
 
 
+class TransactionLost(BaseException):
+    """Raised through the app after its transaction was refused, so that its background tasks do not run.
+
+    Not an Exception, because the app is not to report it, nor to answer with an error page: the client has its answer.
+    """
+
+
 class GuardedResponse:
     """Calls the app for an attempt that has begun, and records the attempt's end.
 
@@ -44,6 +52,7 @@ class GuardedResponse:
     performed = False  # the app was called
     passing = False  # a stream, or too large: each message goes straight to the client
     over = False  # the client's leaving can no longer change what is recorded
+    is_refused = False  # the database refused the app's transaction at its commit
     abandoned = False  # nobody waits for the response any more
     body_received = False
     disconnected: Message | None = None
@@ -83,6 +92,8 @@ class GuardedResponse:
             elif not self.attempt.ended:
                 raise RuntimeError("The application ended without a complete response")
         except BaseException as error:
+            if self.is_refused and not isinstance(error, asyncio.CancelledError):
+                return  # also if a task group has wrapped TransactionLost
             if self.attempt.ended or not await self._fail(error):
                 raise
 
@@ -230,6 +241,9 @@ class GuardedResponse:
         except OncemoreError as error:  # too slow, or the database refused the transaction: this response is not sent
             await respond(self.client_send, self.door.refusal(error, self.match, self.attempt.operation))
             self.client_send = nowhere
+            if isinstance(error, TransactionRefused):
+                self.is_refused = True
+                raise TransactionLost from error
         finally:
             self._end()
 

@@ -1,0 +1,159 @@
+"""The classes of results: their names, which of them can be stored, and which ones an annotation names.
+
+A stored object is read back only as a class that the function's return annotation, `types` or `errors` name.  So a record
+cannot choose which code runs, nothing is imported to read it, and each function gets objects of its own classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import inspect
+import os
+import sys
+import types
+import typing
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+# A module's name while it is the program, and in the processes that multiprocessing has spawned from it.
+PROGRAM = ("__main__", "__mp_main__")
+
+BUILT_IN: tuple[type, ...] = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(list, tuple, dict, set, frozenset, uuid.UUID, decimal.Decimal),
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
+)
+
+
+def module_of(thing: Any) -> str:
+    """Return the name of the module that a function or class is from, the same in every process.
+
+    A script is called after its file, and `python -m shop.mails` after its module, just as if others import them.
+    """
+    name: str = thing.__module__
+    if name not in PROGRAM:
+        return name
+    module = getattr(thing, "__globals__", {})
+    if module.get("__name__") != name:  # a class has no globals, and a wrapped function has those of its decorator
+        module = getattr(sys.modules.get(name), "__dict__", {})
+    spec, file = module.get("__spec__"), module.get("__file__")
+    if spec is not None and spec.name not in PROGRAM:  # profilers run a script under a spec that is named `__main__`
+        return str(spec.name)
+    return os.path.splitext(os.path.basename(file))[0] if file and not file.startswith("<") else name  # "<stdin>"
+
+
+def name_of(kind: type) -> str:
+    """Return the name that stands for the class in a stored value."""
+    return f"{module_of(kind)}:{kind.__qualname__}"
+
+
+def is_enum(kind: type) -> bool:
+    return issubclass(kind, enum.Enum)
+
+
+def field_names(kind: Any) -> set[str] | None:
+    """Return the names of the fields of a data class of any make; None if it is no data class."""
+    if is_enum(kind):
+        return None
+    if dataclasses.is_dataclass(kind):
+        return {field.name for field in dataclasses.fields(kind) if field.init}
+    if issubclass(kind, msgspec.Struct):
+        return set(kind.__struct_fields__)
+    if hasattr(kind, "__pydantic_fields__"):
+        return set(kind.__pydantic_fields__)
+    if hasattr(kind, "__attrs_attrs__"):
+        return {attribute.name for attribute in kind.__attrs_attrs__ if attribute.init}
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return set(kind._fields)
+    return None
+
+
+def is_storable(kind: type) -> bool:
+    """Whether objects of the class are no more than the values that they hold."""
+    return is_enum(kind) or field_names(kind) is not None
+
+
+# ── From annotations ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def annotated_classes(function: Any, *names: str) -> tuple[type, ...]:
+    """Return the classes, beside built-in types, that the annotations of these parameters name; `return` is the result.
+
+    An annotation that cannot be evaluated, such as a class imported only for type checking, names none.
+    """
+    function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    if not hasattr(function, "__globals__"):
+        function = type(function).__call__  # an object that can be called
+    annotations, found = getattr(function, "__annotations__", {}), list[type]()
+
+    def holder() -> None: ...  # of one annotation at a time: if one cannot be evaluated, the others can
+
+    for name in (name for name in names if name in annotations):
+        holder.__annotations__ = {name: annotations[name]}
+        found += _classes_in(_hints(holder, function.__globals__).get(name))
+    return tuple(kind for kind in dict.fromkeys(found) if kind not in BUILT_IN)
+
+
+def can_be_returned(kind: type, known: tuple[type, ...]) -> bool:
+    """Whether a value annotated with the class may be one that can be stored; *known* are the classes named so far.
+
+    An abstract class such as Mapping may: the value may be a dict.
+    """
+    try:
+        return is_storable(kind) or any(issubclass(each, kind) for each in (*BUILT_IN, *filter(is_storable, known)))
+    except TypeError:  # a protocol or a TypedDict: the class does not tell what its values are
+        return True
+
+
+@functools.lru_cache(maxsize=256)
+def classes_by_name(kinds: tuple[type, ...]) -> Mapping[str, type]:
+    """Return the storable classes among *kinds* and among the annotations of their fields, all the way down."""
+    found: dict[str, type] = {}
+    seen = list(dict.fromkeys(kinds))
+    for kind in seen:  # grows while it is read
+        if is_storable(kind):
+            found.setdefault(name_of(kind), kind)
+        if field_names(kind) is not None or typing.is_typeddict(kind):
+            seen.extend(each for each in _field_classes(kind) if each not in seen)
+    return found
+
+
+def _field_classes(kind: Any) -> list[type]:
+    models: Mapping[str, Any] = getattr(kind, "__pydantic_fields__", {})  # with the members of generic models filled in
+    annotations = [field.annotation for field in models.values()] or _hints(kind).values()
+    return [each for annotation in annotations for each in _classes_in(annotation)]
+
+
+def _hints(thing: Any, namespace: dict[str, Any] | None = None) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(thing, namespace, include_extras=True)
+    except Exception:  # evaluating an annotation may raise anything
+        return {}
+
+
+def _classes_in(annotation: Any) -> Iterator[type]:
+    """Yield the classes in an annotation: itself, the members of unions, containers and their items."""
+    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        yield from _classes_in(members[0])
+    elif origin is Literal:
+        yield from map(type, members)
+    elif origin is not None:
+        if isinstance(origin, type) and origin is not types.UnionType:
+            yield origin
+        for member in members:
+            yield from _classes_in(member)
+    elif isinstance(annotation, type):
+        if annotation is not Any:  # which is a class, too
+            yield annotation
+    else:  # a NewType, or an alias such as `type Orders = list[Order]`
+        meant = getattr(annotation, "__supertype__", None) or getattr(annotation, "__value__", None)
+        if meant is not None:
+            yield from _classes_in(meant)

@@ -1,0 +1,87 @@
+"""Things that belong to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PerLoop(Generic[T]):
+    """One thing for each event loop, made by *make* on first use and dropped when its loop is closed.
+
+    *dropped* is called with each thing whose loop was found closed: nobody else can end it any more.
+    """
+
+    def __init__(self, make: Callable[[], T], dropped: Callable[[T], object] = lambda thing: None) -> None:
+        self._make = make
+        self._dropped = dropped
+        self._things: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, T] = weakref.WeakKeyDictionary()
+        self._latest: tuple[Callable[[], object], T | None] = (lambda: None, None)
+
+    def get(self) -> T:
+        """The thing of the running loop."""
+        loop = asyncio.get_running_loop()
+        known, thing = self._latest  # nearly always there is one loop, and a look into the dictionary takes longer
+        if thing is None or known() is not loop:
+            thing = self._things.get(loop)
+            if thing is None:
+                self.drop_closed()
+                thing = self._things[loop] = self._make()
+            self._latest = (weakref.ref(loop), thing)
+        return thing
+
+    def find(self) -> T | None:
+        """The thing of the running loop, if it has one."""
+        return self._things.get(asyncio.get_running_loop())
+
+    def pop(self) -> T | None:
+        """Remove and return the thing of the running loop, if it has one."""
+        self._latest = (lambda: None, None)
+        return self._things.pop(asyncio.get_running_loop(), None)
+
+    def drop_closed(self) -> None:
+        """Drop the things of closed loops.  A pending task or future in one of them would keep its loop alive for ever."""
+        for known in self._things.keyrefs():
+            loop = known()
+            if loop is not None and loop.is_closed():
+                self._latest = (lambda: None, None)
+                thing = self._things.pop(loop, None)  # another thread may have been quicker
+                if thing is not None:
+                    self._dropped(thing)
+
+    def __len__(self) -> int:
+        return len(self._things)
+
+
+_tasks: set[asyncio.Task[Any]] = set()
+
+
+def keep_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task on the running loop and keep it until it is done; a loop holds its tasks only weakly."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+    return task
+
+
+async def finish_despite_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run *coroutine* in a task of its own, to its end; a cancellation of the caller is raised after that.
+
+    If `asyncio.run` ends meanwhile, it cancels that task too.
+    """
+    task = keep_task(coroutine)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        if not task.cancelled() and task.exception() is not None:
+            raise asyncio.CancelledError from task.exception()
+        raise asyncio.CancelledError
+    return task.result()

@@ -1,0 +1,35 @@
+"""Private parts of HTTP libraries that hard deadlines need, and the versions that they are known for.
+
+`tests/client/test_compat.py` fails by name if an upgrade moves one of them.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+
+def wrap_network_backend(transport: Any, wrap: Callable[[Any], Any]) -> None:
+    """Let an httpx transport open its future sockets through `wrap(backend)`; one without a pool is left as it is.
+
+    httpx 0.27 and 0.28 keep the pool in `_pool`, httpcore 1.0 keeps the backend in `_network_backend`.  httpcore's pools take
+    a backend as a public argument, but httpx does not pass one on.
+    """
+    pool = getattr(transport, "_pool", None)
+    backend = getattr(pool, "_network_backend", None)
+    if backend is not None:
+        pool._network_backend = wrap(backend)  # type: ignore[union-attr]
+
+
+class ConnectHook:
+    """Mixin for urllib3's connections: `open_socket(connect)` runs in place of the name lookup and the TCP connect.
+
+    urllib3 2.x does both, without proxy tunnel and TLS, in `_new_conn`.
+    """
+
+    def _new_conn(self) -> socket.socket:
+        return self.open_socket(super()._new_conn)  # type: ignore[misc]
+
+    def open_socket(self, connect: Callable[[], socket.socket]) -> socket.socket:
+        return connect()

@@ -1,0 +1,305 @@
+"""The classes of results: what annotations name, and names that are the same if a module is run, imported or spawned."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import (
+    Annotated,  # noqa: F401 - named in an annotation below
+    Any,
+    Generic,
+    Literal,  # noqa: F401
+    NamedTuple,
+    NewType,
+    Optional,  # noqa: F401
+    Protocol,
+    TypedDict,
+    TypeVar,
+)
+
+import pydantic
+import pytest
+
+from oncemore._ledger.classes import _classes_in, annotated_classes, can_be_returned, classes_by_name, module_of
+
+TASKS = """
+import multiprocessing
+from dataclasses import dataclass
+
+from oncemore import Guard, once
+
+guard = Guard("sqlite:///once.db")
+
+
+@dataclass
+class Receipt:
+    order: str
+
+
+@once(guard, key="charge:{order}")
+def charge(order: str) -> Receipt:
+    print("charged", order, flush=True)
+    return Receipt(order)
+
+
+def replayed() -> bool:
+    return charge("A-1") == Receipt("A-1")
+
+
+if __name__ == "__main__":
+    assert replayed()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(replayed)
+"""
+TELLING = """
+import functools
+
+
+def told(function):
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args)
+
+    return call
+"""
+TWICE = """
+if __name__ == "__main__":
+    import main
+
+    assert main.charge("A-1") == main.charge("A-1") == main.Receipt("A-1")
+    assert charge("A-2") == charge("A-2") == Receipt("A-2")
+"""
+WAYS = {
+    "a script": ["tasks.py"],
+    "a module": ["-m", "tasks"],
+    "imported": ["-c", "import tasks; assert tasks.replayed()"],
+}
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("first", WAYS)
+def test_program_that_is_also_imported_charges_once(tmp_path: Path, first: str) -> None:
+    """A worker that is run, the web app that imports it, and what multiprocessing spawns: each had keys of its own."""
+    (tmp_path / "tasks.py").write_text(TASKS)
+    said = [python(tmp_path, *WAYS[way]) for way in (first, *WAYS)]
+    assert said == ["charged A-1\n", "", "", ""]
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("first", WAYS)
+def test_wrapped_function_is_of_its_own_module(tmp_path: Path, first: str) -> None:
+    """A function made by `functools.wraps` has the globals of the decorator's module."""
+    (tmp_path / "telling.py").write_text(TELLING)
+    wrapped = TASKS.replace("def charge", "@telling.told\ndef charge").replace("import multi", "import telling, multi")
+    (tmp_path / "tasks.py").write_text(wrapped)
+    said = [python(tmp_path, *WAYS[way]) for way in (first, *WAYS)]
+    assert said == ["charged A-1\n", "", "", ""]
+
+
+def test_program_that_imports_itself_returns_its_own_classes(tmp_path: Path) -> None:
+    """As `uvicorn.run("main:app")` does in main.py: each of its classes exists twice."""
+    (tmp_path / "main.py").write_text(TASKS.partition("if __name__")[0] + TWICE)
+    assert python(tmp_path, "main.py") == "charged A-1\ncharged A-2\n"
+
+
+def test_command_named_like_its_module_replays(tmp_path: Path) -> None:
+    """As an installer makes it of `[project.scripts] shop = "shop:replayed"`."""
+    (tmp_path / "shop.py").write_text(TASKS)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "shop").write_text("from shop import replayed\nassert replayed() and replayed()\n")
+    assert python(tmp_path, "bin/shop") == "charged A-1\n"
+
+
+def python(folder: Path, *words: str) -> str:
+    """What Python prints, when it is called with these words in the *folder*, whose modules it can import."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    ran = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def as_program(monkeypatch: pytest.MonkeyPatch, name: str = "__main__", **module: Any) -> str:
+    """The name of a class's module, if the program is such a module."""
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**module))
+    return module_of(type("Receipt", (), {"__module__": name}))
+
+
+def test_module_name_of_a_program_is_its_import_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert as_program(monkeypatch, __spec__=SimpleNamespace(name="shop.worker")) == "shop.worker"
+    assert as_program(monkeypatch, __spec__=None, __file__="/srv/shop/worker.py") == "worker"
+    assert as_program(monkeypatch, "__mp_main__", __spec__=None, __file__="/srv/shop/worker.py") == "worker"
+
+
+def test_module_name_of_typed_in_code_is_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert as_program(monkeypatch) == "__main__"
+    assert as_program(monkeypatch, __spec__=None, __file__="<stdin>") == "__main__"
+
+
+@pytest.mark.parametrize(("file", "name"), [("/srv/tasks.py", "tasks"), ("/srv/shop.pyz/__main__.py", "__main__")])
+def test_spec_named_main_is_ignored(monkeypatch: pytest.MonkeyPatch, file: str, name: str) -> None:
+    """cProfile and coverage make one for a script, and Python itself for a zipped application."""
+    assert as_program(monkeypatch, __spec__=SimpleNamespace(name="__main__"), __file__=file) == name
+
+
+def test_module_name_without_a_program_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An embedded interpreter may have no program, and a class may come from another process."""
+    monkeypatch.delitem(sys.modules, "__mp_main__", raising=False)
+    assert module_of(type("Receipt", (), {"__module__": "__mp_main__"})) == "__mp_main__"
+    assert module_of(Path) == Path.__module__
+
+
+def test_module_name_of_a_function_is_from_its_globals() -> None:
+    program = {"__name__": "__main__", "__spec__": None, "__file__": "/srv/tasks.py"}
+    exec("def work(): ...", program)
+    assert module_of(program["work"]) == "tasks"
+
+
+# What annotations name
+
+
+class Colour(enum.Enum):
+    RED = "r"
+
+
+@dataclasses.dataclass
+class Line:
+    colour: Colour
+    parent: Line | None = None
+
+
+@dataclasses.dataclass
+class Order:
+    lines: list[Line]
+
+
+class Refund(NamedTuple):
+    order: Order
+
+
+class Shipped(TypedDict):
+    order: Order
+
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class Page(Generic[T]):
+    items: list[T]
+
+
+class Listing(pydantic.BaseModel, Generic[T]):
+    items: list[T]
+
+
+Number = NewType("Number", Order)
+
+
+class Unreadable:
+    pass
+
+
+class Countable(Protocol):
+    def count(self) -> int: ...
+
+
+def returning(annotation: Any) -> tuple[type, ...]:
+    def function() -> None: ...
+
+    function.__annotations__ = {"return": annotation, "session": "NotImportedAtRunTime"}
+    return annotated_classes(function, "return")
+
+
+@pytest.mark.parametrize(
+    ("annotation", "named"),
+    [
+        ("Order", [Order]),
+        ("Order | None", [Order]),
+        ("Optional[Order]", [Order]),
+        ("list[Order]", [Order]),
+        ("dict[str, tuple[Order, ...]]", [Order]),
+        ("Order | Refund", [Order, Refund]),
+        (list["Order"], [Order]),  # type: ignore[type-arg]
+        ("Annotated[Order, 'metadata']", [Order]),
+        ("Literal[Colour.RED, 'x']", [Colour]),
+        ("Page[Order]", [Page, Order]),
+        ("Number", [Order]),
+        (SimpleNamespace(__value__=Order), [Order]),
+        ("int", []),
+        ("Any", []),
+        ("None", []),
+        ("T", []),
+        ("NotImportedAtRunTime", []),
+        ("not even an annotation", []),
+    ],
+    ids=str,
+)
+def test_annotation_names_its_classes(annotation: Any, named: list[type]) -> None:
+    if isinstance(annotation, SimpleNamespace):
+        assert list(_classes_in(annotation)) == named  # what `type Orders = ...` makes, from Python 3.12 on
+    else:
+        assert list(returning(annotation)) == named
+
+
+def take(order: Order, refund: Refund, session: NotImported) -> int:  # type: ignore[name-defined] # noqa: F821
+    return 1
+
+
+class Taking:
+    def __call__(self) -> Order: ...  # type: ignore[empty-body]
+
+
+def test_annotations_are_found_on_every_kind_of_callable() -> None:
+    assert annotated_classes(take, "order", "session", "refund", "other") == (Order, Refund)
+    assert annotated_classes(functools.partial(take, 1), "order") == (Order,)
+    assert annotated_classes(functools.wraps(take)(lambda *args: None), "order") == (Order,)
+    assert annotated_classes(Taking(), "return") == annotated_classes(Taking().__call__, "return") == (Order,)
+    assert annotated_classes(lambda: None, "return") == annotated_classes(len, "return") == ()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "named"),
+    [
+        ([Refund], {"Refund", "Order", "Line", "Colour"}),
+        ([Shipped], {"Order", "Line", "Colour"}),
+        ([Listing[Line]], {"Listing[Line]", "Line", "Colour"}),
+        ([Page, Colour, Page], {"Page", "Colour"}),
+        ([Unreadable, int], set()),
+    ],
+    ids=["named tuple", "typed dict", "generic model", "generic class", "no data"],
+)
+def test_fields_name_classes_all_the_way_down(kinds: list[type], named: set[str]) -> None:
+    assert set(classes_by_name(tuple(kinds))) == {f"{__name__}:{name}" for name in named}
+
+
+@pytest.mark.parametrize("kind", [Order, Colour, object, Mapping, Sequence, Countable, Shipped])
+def test_class_of_storable_values_can_be_returned(kind: type) -> None:
+    assert can_be_returned(kind, ())
+
+
+@pytest.mark.parametrize("kind", [Unreadable, Iterator, type, Callable, ValueError, threading.Thread])
+def test_class_of_unstorable_values_cannot_be_returned(kind: Any) -> None:
+    assert not can_be_returned(kind, (Order, Unreadable))
+
+
+def test_base_class_can_be_returned_if_a_storable_subclass_is_named() -> None:
+    @dataclasses.dataclass
+    class Readable(Unreadable):
+        number: int
+
+    assert can_be_returned(Unreadable, (Readable,))

@@ -1,0 +1,115 @@
+"""Things that belong to one event loop: made once, dropped with the loop; tasks that are kept, and finished."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from oncemore._runtime.loops import PerLoop, finish_despite_cancel, keep_task
+
+
+class Thing:
+    pass
+
+
+def test_per_loop_makes_one_thing_for_each_loop() -> None:
+    things = PerLoop(Thing)
+
+    async def twice() -> Thing:
+        assert things.find() is None
+        thing = things.get()
+        assert things.get() is thing
+        assert things.find() is thing
+        return thing
+
+    first, second = asyncio.run(twice()), asyncio.run(twice())
+    assert first is not second
+
+
+def test_per_loop_finds_the_thing_after_another_loop_was_served() -> None:
+    things = PerLoop(Thing)
+
+    async def get() -> Thing:
+        return things.get()
+
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    served = [loop.run_until_complete(get()) for loop in (*loops, *loops)]
+    assert served[:2] == served[2:]
+    for loop in loops:
+        loop.close()
+
+
+def test_per_loop_pop_removes_the_thing() -> None:
+    things = PerLoop(Thing)
+
+    async def pop() -> None:
+        thing = things.get()
+        assert things.pop() is thing
+        assert things.pop() is None
+        assert things.get() is not thing
+
+    asyncio.run(pop())
+
+
+def test_per_loop_drops_things_that_keep_their_closed_loop_alive() -> None:
+    dropped: list[asyncio.Future[None]] = []
+
+    def make() -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()
+
+    async def get() -> weakref.ref[asyncio.AbstractEventLoop]:
+        things.get()
+        return weakref.ref(asyncio.get_running_loop())
+
+    things = PerLoop(make, dropped.append)
+    first = asyncio.run(get())
+    assert len(things) == 1
+    second = asyncio.run(get())
+    assert len(dropped) == 1
+    things.drop_closed()
+    assert len(dropped) == 2
+    assert len(things) == 0
+    dropped.clear()
+    gc.collect()
+    assert first() is second() is None
+
+
+async def test_kept_task_survives_the_garbage_collector() -> None:
+    async def work() -> str:
+        await asyncio.sleep(0.01)
+        return "done"
+
+    task = weakref.ref(keep_task(work()))
+    gc.collect()
+    found = task()
+    assert found is not None
+    assert await found == "done"
+
+
+async def test_finish_despite_cancel_returns_the_result() -> None:
+    async def work() -> str:
+        return "done"
+
+    assert await finish_despite_cancel(work()) == "done"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_finish_despite_cancel_finishes_before_it_is_cancelled(fails: bool) -> None:
+    async def work() -> None:
+        await asyncio.sleep(0.05)
+        done.append("done")
+        if fails:
+            raise ValueError
+
+    done: list[str] = []
+    task = asyncio.create_task(finish_despite_cancel(work()))
+    for _ in range(2):  # more than one cancellation changes nothing
+        await asyncio.sleep(0.01)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert done == ["done"]
+    assert isinstance(caught.value.__cause__, ValueError) is fails

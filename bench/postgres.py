@@ -25,7 +25,7 @@ import psycopg
 from oncemore._ledger.context import Op
 from oncemore._ledger.guard import Guard
 from oncemore._ledger.model import Operation, Outcome
-from oncemore.testing.servers import PostgresServer
+from tests.support.servers import PostgresServer
 
 ROUNDS, SECONDS = 8, 0.6
 CALLERS = 64

@@ -23,7 +23,7 @@ import redis.asyncio
 
 from oncemore._ledger.guard import Guard
 from oncemore._ledger.model import Operation, Outcome
-from oncemore.testing.servers import ValkeyServer
+from tests.support.servers import ValkeyServer
 
 CALLERS = 64
 SECONDS = 0.1  # of each measurement, of which there are ROUNDS of each kind; the best counts, as others disturb

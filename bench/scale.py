@@ -24,7 +24,7 @@ from oncemore._ledger.model import Lease, Operation, Outcome
 from oncemore._ledger.store import Store
 from oncemore._runtime.plan import arun, run
 from oncemore.stores import connect
-from oncemore.testing.servers import PostgresServer, ValkeyServer
+from tests.support.servers import PostgresServer, ValkeyServer
 
 FEW = 1000
 SAMPLES = 1500

@@ -19,7 +19,7 @@ import redis
 
 from oncemore._ledger.guard import Guard
 from oncemore._ledger.model import Operation, Outcome
-from oncemore.testing.servers import PostgresServer, ValkeyCluster
+from tests.support.servers import PostgresServer, ValkeyCluster
 
 CALLERS, SECONDS, ROUNDS = 64, 1.0, 9
 RECORDS = 6000

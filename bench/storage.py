@@ -26,7 +26,7 @@ import redis
 from oncemore._contract.policy import Policy
 from oncemore._ledger.guard import Guard
 from oncemore._ledger.model import Operation, Outcome
-from oncemore.testing.servers import PostgresServer, ValkeyServer
+from tests.support.servers import PostgresServer, ValkeyServer
 
 RECORDS, ROUNDS, CALLERS = 10_000, 3, 64
 FINGERPRINT = "c1:" + "a" * 64

@@ -32,7 +32,7 @@ import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from oncemore import Guard, Operation, Policy
-from oncemore.testing.servers import PostgresServer
+from tests.support.servers import PostgresServer
 
 ROUNDS, SECONDS, CALLERS = 11, 0.8, 16
 TABLES = (

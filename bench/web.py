@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from oncemore.testing.servers import PostgresServer, ValkeyServer
+from tests.support.servers import PostgresServer, ValkeyServer
 
 from .load import Round, fresh, load, look, repeated
 from .plot import bars

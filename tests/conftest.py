@@ -17,7 +17,7 @@ import redis
 from hypothesis import settings
 from psycopg import sql
 
-from oncemore.testing.servers import PgBouncer, PostgresServer, ValkeyCluster, ValkeySentinel, ValkeyServer
+from tests.support.servers import PgBouncer, PostgresServer, ValkeyCluster, ValkeySentinel, ValkeyServer
 
 SERVERS = {"postgres_url", "valkey_url", "pgbouncer_url", "cluster_url", "own_postgres", "own_valkey", "own_sentinel"}
 

@@ -22,8 +22,8 @@ from oncemore._ledger.guard import Guard
 from oncemore._ledger.model import Operation, Outcome
 from oncemore._runtime.plan import run
 from tests.client.server import Server, answer
-from tests.nursery import unmeasured
 from tests.pages import BLOCKS, ROOT, Block, commands
+from tests.support.processes import without_coverage
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 LANGUAGES = {"python", "toml", "console", "bash", "json", "sql", "http", "text"}
@@ -96,7 +96,7 @@ def test_a_program_runs(block: Block, here: dict[str, str], tmp_path: Path) -> N
     (tmp_path / "run.py").write_text(RUN)
     (tmp_path / "example.py").write_text(replaced(block.whole, here))
     command = [sys.executable, "run.py", "example.py"]
-    ran = subprocess.run(command, cwd=tmp_path, env=unmeasured(), capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(command, cwd=tmp_path, env=without_coverage(), capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     if "sending invoice 42" in ran.stdout:  # the first example of all: called twice, it sends once
         assert ran.stdout.count("sending invoice 42") == 1
@@ -189,7 +189,7 @@ def call(line: str, folder: Path, store: str) -> None:
     shim.parent.mkdir(exist_ok=True)
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m oncemore.tools.cli "$@"\n')
     shim.chmod(0o755)
-    environment = unmeasured(PATH=f"{shim.parent}:{os.environ['PATH']}", ONCEMORE_STORE=store)
+    environment = without_coverage(PATH=f"{shim.parent}:{os.environ['PATH']}", ONCEMORE_STORE=store)
     line = line.replace("--clients 100000", "--clients 500")  # the page wants a clear picture, the test an answer
     ran = subprocess.run(
         ["bash", "-ec", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=100

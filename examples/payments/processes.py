@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import httpx
 
-from oncemore.testing.process import Server, free_port
+from examples.process import Server, free_port
 from oncemore.webhooks.signature import new_secret
 
 ROOT = Path(__file__).parents[2]

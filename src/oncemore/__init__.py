@@ -4,7 +4,7 @@ from ._contract.contract import Contract
 from ._contract.policy import Policy
 from ._contract.rule import Rule
 from ._ledger.completer import Completer
-from ._ledger.context import Op
+from ._ledger.context import Op, current_operation
 from ._ledger.decisions import Answer
 from ._ledger.guard import Guard
 from ._ledger.model import Operation, Outcome, Record
@@ -32,6 +32,7 @@ __all__ = [
     "Retry",
     "Rule",
     "connect",
+    "current_operation",
     "once",
     "retry",
 ]

@@ -40,7 +40,6 @@ policies = st.builds(
 
 @given(st.lists(steps, min_size=1, max_size=8), policies, st.floats(0, 1, exclude_max=True))
 def test_the_laws_of_any_run(script: list[Step], retry: Retry, chance: float) -> None:
-    """CASES 35, 37."""
     work = Scripted(*script)
     virtual = VirtualRun(work, retry, chance=chance)
     with suppress(RetriesExhausted):
@@ -64,7 +63,6 @@ def test_the_laws_of_any_run(script: list[Step], retry: Retry, chance: float) ->
     ("wish", "waited"), [("2", [2.1]), ("9", [9.0]), ("11", []), ("0", [])], ids=["spread", "squeezed", "beyond", "now"]
 )
 def test_the_servers_wish_is_met_but_never_beyond_the_deadline(wish: str, waited: list[float]) -> None:
-    """CASES 36."""
     work = Scripted(Step(headers={"Retry-After": wish}), OK)
     virtual = VirtualRun(work, Retry(deadline=9.3), chance=0.5)
     assert virtual.run().status == (503 if wish == "11" else 201)
@@ -72,7 +70,6 @@ def test_the_servers_wish_is_met_but_never_beyond_the_deadline(wish: str, waited
 
 
 def test_an_answer_that_is_replaced_is_let_go_of() -> None:
-    """CASES 33."""
     work = Scripted(Step(), Step(fault=TIMEOUT), OK)
     VirtualRun(work, Retry()).run()
     assert work.closed == 1
@@ -89,14 +86,12 @@ def test_an_answer_that_is_replaced_is_let_go_of() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_story_says_why_it_stopped(work: Scripted, reason: str) -> None:
-    """CASES 36."""
     VirtualRun(work, Retry(attempts=3)).run()
     assert work.story is not None
     assert work.story.reason == reason
 
 
 def test_observers_hear_of_retries_of_recovery_and_of_exhaustion() -> None:
-    """CASES 31."""
     virtual = VirtualRun(Scripted(Step(), Step(), OK), Retry())
     virtual.run()
     assert [event.kind for event in virtual.events] == ["retrying", "retrying", "recovered"]
@@ -123,7 +118,6 @@ def load(hosts: Hosts, retry: Retry, script: list[Step], operations: int) -> lis
 
 
 def test_against_a_server_that_fails_everything_retries_add_little_once_the_budget_is_spent() -> None:
-    """CASES 39."""
     hosts = Hosts()
     made = load(hosts, Retry(attempts=5, budget=Budget(tokens=20, ratio=0.1)), [Step()], 200)
     assert made[0] == 5
@@ -133,7 +127,7 @@ def test_against_a_server_that_fails_everything_retries_add_little_once_the_budg
 
 @given(st.lists(st.sampled_from([201, 503]), min_size=1, max_size=200), st.floats(0, 0.2))
 def test_retries_are_never_more_than_the_budget_gives(statuses: list[int], ratio: float) -> None:
-    """CASES 39.  Half of the tokens, and a share of the successes."""
+    """Half of the tokens, and a share of the successes."""
     hosts = Hosts()
     retry = Retry(attempts=2, budget=Budget(tokens=10, ratio=ratio))
     made = [count for status in statuses for count in load(hosts, retry, [Step(status=status)], 1)]
@@ -141,7 +135,6 @@ def test_retries_are_never_more_than_the_budget_gives(statuses: list[int], ratio
 
 
 def test_success_fills_the_budget_again() -> None:
-    """CASES 39."""
     hosts = Hosts()
     retry = Retry(attempts=5, budget=Budget(tokens=10, ratio=0.1))
     load(hosts, retry, [Step()], 10)
@@ -151,7 +144,6 @@ def test_success_fills_the_budget_again() -> None:
 
 
 def test_each_host_has_its_own_budget_shared_by_all_who_use_that_policy() -> None:
-    """CASES 39."""
     hosts, budget = Hosts(), Budget()
     assert hosts.get("a", budget, None) is hosts.get("a", Budget(), None)
     assert hosts.get("a", budget, None) is not hosts.get("b", budget, None)
@@ -162,7 +154,6 @@ def test_each_host_has_its_own_budget_shared_by_all_who_use_that_policy() -> Non
 
 
 def test_refusals_that_are_not_the_hosts_fault_cost_nothing() -> None:
-    """CASES 39."""
     hosts, budget = Hosts(), Budget(tokens=10)
     load(hosts, Retry(budget=budget), [Step(status=404)], 50)
     host = hosts.get("host", budget, None)
@@ -171,7 +162,6 @@ def test_refusals_that_are_not_the_hosts_fault_cost_nothing() -> None:
 
 
 def test_an_open_circuit_sends_nothing_until_it_has_cooled_down() -> None:
-    """CASES 39."""
     hosts = Hosts()
     retry = Retry(attempts=1, breaker=Breaker(failures=3, cooldown=30))
     load(hosts, retry, [Step()], 3)
@@ -183,7 +173,6 @@ def test_an_open_circuit_sends_nothing_until_it_has_cooled_down() -> None:
 
 
 def test_one_probe_decides_whether_the_circuit_closes() -> None:
-    """CASES 39."""
     host = Host(None, Breaker(failures=2, cooldown=10))
     assert host.closed_in(0) == 0
     host.failed(0)
@@ -201,7 +190,6 @@ def test_one_probe_decides_whether_the_circuit_closes() -> None:
 
 
 def test_a_probe_that_is_never_heard_of_again_does_not_bar_the_way() -> None:
-    """CASES 39."""
     host = Host(None, Breaker(failures=1, cooldown=10))
     host.failed(0)
     assert host.closed_in(10) == 0
@@ -209,7 +197,6 @@ def test_a_probe_that_is_never_heard_of_again_does_not_bar_the_way() -> None:
 
 
 def test_a_circuit_that_opens_between_two_attempts_ends_the_run_with_what_is_known() -> None:
-    """CASES 39."""
     work = Scripted(Step(status=502))
     reply = VirtualRun(work, Retry(attempts=5, budget=None, breaker=Breaker(failures=2, cooldown=60))).run()
     assert reply.status == 502
@@ -223,13 +210,12 @@ def test_a_circuit_that_opens_between_two_attempts_ends_the_run_with_what_is_kno
     [lambda: Budget(tokens=0), lambda: Budget(ratio=2), lambda: Breaker(failures=0), lambda: Breaker(cooldown=0)],
 )
 def test_rules_that_cannot_work_are_refused(wrong: Any) -> None:
-    """CASES 39."""
     with pytest.raises(ConfigurationError):
         wrong()
 
 
 def test_a_schedule_that_comes_to_its_end_is_given_up_like_any_other() -> None:
-    """CASES 40.  After the tenth delivery there is no eleventh to wait for."""
+    """After the tenth delivery there is no eleventh to wait for."""
     virtual = VirtualRun(Scripted(Step(fault=Fault("connection"))), Retry.webhook_delivery(budget=None))
     with pytest.raises(RetriesExhausted) as caught:
         virtual.run()

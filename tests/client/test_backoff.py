@@ -38,20 +38,18 @@ def is_uniform(values: list[float], low: float, high: float) -> bool:
     ],
 )
 def test_each_jitter_is_uniform_in_its_band(jitter: Jitter, retry: int, low: float, high: float) -> None:
-    """CASES 35."""
     chance = random.Random(7)
     backoff = Backoff(base=0.1, factor=2, cap=2, jitter=jitter, spread=0.5)
     assert is_uniform([backoff.delay(retry, chance.random(), 0.2) for _ in range(SAMPLES)], low, high)
 
 
 def test_a_lopsided_sample_is_not_taken_for_uniform() -> None:
-    """CASES 35.  The yardstick itself."""
+    """The yardstick itself."""
     chance = random.Random(7)
     assert not is_uniform([chance.random() ** 1.2 for _ in range(SAMPLES)], 0, 1)
 
 
 def test_the_playbooks_schedule() -> None:
-    """CASES 35."""
     retry = Retry.playbook()
     samples = [list(retry.delays()) for _ in range(SAMPLES)]
     bands = [(0.1, 0.2), (0.2, 0.4), (0.4, 0.8), (0.8, 1.6)]
@@ -62,7 +60,6 @@ def test_the_playbooks_schedule() -> None:
 
 
 def test_the_matchmaking_schedule() -> None:
-    """CASES 35."""
     retry = Retry.matchmaking()
     samples = [list(retry.delays()) for _ in range(SAMPLES)]
     for step, delays in enumerate(zip(*samples, strict=True)):
@@ -81,7 +78,6 @@ def test_the_matchmaking_schedule() -> None:
     ],
 )
 def test_presets_by_operation_type(preset: Any, attempts: int, deadline: int) -> None:
-    """CASES 40."""
     retry = preset()
     assert (retry.attempts, retry.deadline) == (attempts, deadline)
     assert sum(retry.delays()) < deadline
@@ -89,7 +85,6 @@ def test_presets_by_operation_type(preset: Any, attempts: int, deadline: int) ->
 
 
 def test_webhook_attempts_keep_their_times_and_the_last_has_time_left() -> None:
-    """CASES 47."""
     retry = Retry.webhook_delivery()
     for _ in range(1000):
         at = 0.0
@@ -102,7 +97,6 @@ def test_webhook_attempts_keep_their_times_and_the_last_has_time_left() -> None:
 
 
 def test_a_schedule_counts_from_the_first_attempt_not_from_the_last() -> None:
-    """CASES 47."""
     retry = Retry.webhook_delivery()
     assert retry.delay(2, 0.0, elapsed=29) < 1
     assert retry.delay(2, 0.0, elapsed=31) == 0
@@ -119,7 +113,6 @@ def test_a_schedule_counts_from_the_first_attempt_not_from_the_last() -> None:
 def test_no_delay_is_negative_or_above_the_cap(
     jitter: Jitter, retry: int, chance: float, base: float, factor: float, previous: float
 ) -> None:
-    """CASES 35."""
     backoff = Backoff(base=base, factor=factor, cap=max(base, 30.0), jitter=jitter, spread=1.0)
     assert 0 <= backoff.delay(retry, chance, previous) <= backoff.cap
 
@@ -144,7 +137,6 @@ def test_no_delay_is_negative_or_above_the_cap(
     ],
 )
 def test_a_policy_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
-    """CASES 35."""
     with pytest.raises(ConfigurationError):
         Retry(**wrong)
     if set(wrong) <= {"factor", "spread", "jitter"}:
@@ -153,14 +145,12 @@ def test_a_policy_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_durations_may_be_written_as_text() -> None:
-    """CASES 40."""
     retry = Retry(deadline="5m", attempt_timeout="250ms", key_lifetime="30d", schedule=("1s", "2s", "3s", "4s"))  # type: ignore[arg-type]
     assert (retry.deadline, retry.attempt_timeout, retry.key_lifetime) == (300, 0.25, 30 * 86400)
     assert retry.schedule == (1, 2, 3, 4)
 
 
 def test_policies_are_values() -> None:
-    """CASES 40."""
     assert Retry.playbook() == Retry()
     assert hash(Retry()) == hash(Retry())
     assert Retry(errors=KeyError).errors == (KeyError,)  # type: ignore[arg-type]

@@ -22,13 +22,11 @@ OPTIONS = [name for name in inspect.signature(Engine).parameters if name not in 
 
 @pytest.mark.parametrize("name", [*SETTINGS, *OPTIONS, *JITTERS])
 def test_every_setting_is_on_the_page(name: str) -> None:
-    """CASES 40."""
     assert f"`{name}`" in HOWTO
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_on_the_page_with_its_figures(preset: str) -> None:
-    """CASES 40."""
     retry = getattr(Retry, preset)()
     [line] = [line for line in HOWTO.splitlines() if line.startswith(f"| `Retry.{preset}()`")]
     _, _, attempts, deadline, *_ = line.split("|")
@@ -38,6 +36,5 @@ def test_every_preset_is_on_the_page_with_its_figures(preset: str) -> None:
 
 
 def test_every_reason_has_a_sentence() -> None:
-    """CASES 36."""
     assert all(REASONS.values())
     assert len(PRESETS) == 6

@@ -54,7 +54,6 @@ def decorated(flaky: Flaky, *args: Any, awaited: bool = False, **settings: Any) 
 
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_function_is_called_again_until_it_succeeds(awaited: bool) -> None:
-    """CASES 33."""
     flaky = Flaky(ConnectionError(), TimeoutError())
     with no_sleeping() as slept:
         assert decorated(flaky, awaited=awaited)(1, two=2) == ((1,), {"two": 2})
@@ -74,7 +73,6 @@ def test_last_error_of_a_function_is_not_its_own_cause() -> None:
 
 @pytest.mark.parametrize("awaited", [False, True])
 def test_the_last_error_is_the_functions_own_and_bears_the_story(awaited: bool) -> None:
-    """CASES 36."""
     errors = [ConnectionError(str(number)) for number in range(3)]
     with no_sleeping(), pytest.raises(ConnectionError, match="2") as caught:
         decorated(Flaky(*errors), attempts=3, awaited=awaited)()
@@ -83,7 +81,6 @@ def test_the_last_error_is_the_functions_own_and_bears_the_story(awaited: bool) 
 
 @pytest.mark.parametrize("error", [KeyError("k"), KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()])
 def test_what_is_not_asked_for_is_raised_at_once(error: BaseException) -> None:
-    """CASES 37."""
     flaky = Flaky(error)
     with no_sleeping() as slept, pytest.raises(type(error)):
         decorated(flaky)()
@@ -92,7 +89,6 @@ def test_what_is_not_asked_for_is_raised_at_once(error: BaseException) -> None:
 
 
 def test_errors_may_be_named_or_judged_or_say_so_themselves() -> None:
-    """CASES 33."""
     with no_sleeping():
         decorated(Flaky(KeyError("k")), errors=KeyError)()
         decorated(Flaky(OSError("busy")), errors=lambda error: "busy" in str(error))()
@@ -102,14 +98,12 @@ def test_errors_may_be_named_or_judged_or_say_so_themselves() -> None:
 
 
 def test_an_errors_own_retry_after_is_honoured() -> None:
-    """CASES 36."""
     with no_sleeping() as slept:
         decorated(Flaky(StoreUnavailable("down", retry_after=2)))()
     assert 2 <= slept[0] <= 2.2
 
 
 def test_the_deadline_cuts_an_async_function() -> None:
-    """CASES 37."""
 
     @retry(Retry(deadline=0.2))
     async def hangs() -> None:
@@ -122,7 +116,6 @@ def test_the_deadline_cuts_an_async_function() -> None:
 
 
 def test_an_attempt_that_is_cut_is_tried_again_but_a_timeout_of_its_own_is_judged() -> None:
-    """CASES 37."""
     begun = []
 
     @retry(Retry(attempts=2, attempt_timeout=0.05, base=0.001, errors=()))
@@ -140,7 +133,6 @@ def test_an_attempt_that_is_cut_is_tried_again_but_a_timeout_of_its_own_is_judge
 
 
 async def test_cancelling_ends_it_at_once() -> None:
-    """CASES 37."""
     calls = []
 
     @retry(Retry(base=10, cap=10, deadline=100))
@@ -157,7 +149,6 @@ async def test_cancelling_ends_it_at_once() -> None:
 
 
 def test_a_sync_function_is_not_begun_again_after_the_deadline() -> None:
-    """CASES 37."""
     flaky = Flaky(*[ConnectionError()] * 50)
     with no_sleeping() as slept, pytest.raises(ConnectionError):
         decorated(flaky, attempts=50, deadline=10, base=1, cap=2)()
@@ -165,7 +156,6 @@ def test_a_sync_function_is_not_begun_again_after_the_deadline() -> None:
 
 
 def test_the_decorated_function_keeps_its_name_and_its_docs() -> None:
-    """CASES 30."""
     assert decorated(Flaky()).__doc__ == "Its docstring."
     assert retry(Flaky.__call__).__name__ == "__call__"
     with pytest.raises(TypeError, match="attempts"):
@@ -173,7 +163,6 @@ def test_the_decorated_function_keeps_its_name_and_its_docs() -> None:
 
 
 def test_one_key_is_made_per_call_and_is_the_same_in_every_attempt() -> None:
-    """CASES 34."""
     flaky = Flaky(ConnectionError(), ConnectionError())
     with no_sleeping():
         call = decorated(flaky, key="idempotency_key")
@@ -187,7 +176,6 @@ def test_one_key_is_made_per_call_and_is_the_same_in_every_attempt() -> None:
 
 
 def test_a_key_of_the_callers_own_is_kept_however_it_is_given() -> None:
-    """CASES 34."""
 
     @retry(key="key")
     def pay(amount: int, key: str | None = None, *rest: int, **more: int) -> Any:
@@ -206,7 +194,6 @@ def test_a_key_that_the_function_does_not_take_is_named() -> None:
 
 
 def test_what_is_called_and_is_no_plain_function_is_tried_again_too() -> None:
-    """CASES 33."""
     flaky = Flaky(ConnectionError())
 
     class Awaited:
@@ -252,7 +239,6 @@ def test_errors_may_be_named_in_any_collection(several: Any) -> None:
 
 
 def test_functions_share_a_budget_only_where_they_name_a_host() -> None:
-    """CASES 39."""
     budget = Budget(tokens=4, ratio=0)
     with no_sleeping():
         for _ in range(5):
@@ -268,7 +254,6 @@ def test_functions_share_a_budget_only_where_they_name_a_host() -> None:
 
 
 def test_observers_hear_of_functions_too() -> None:
-    """CASES 31."""
     seen: list[RetryEvent] = []
     with no_sleeping():
         decorated(Flaky(ConnectionError()), observers=[seen.append])()
@@ -277,7 +262,6 @@ def test_observers_hear_of_functions_too() -> None:
 
 
 def test_a_block_is_tried_again() -> None:
-    """CASES 33."""
     flaky = Flaky(ConnectionError(), ConnectionError())
     numbers = []
     with no_sleeping() as slept:
@@ -303,7 +287,6 @@ def test_the_same_attempts_may_be_made_again() -> None:
 
 
 async def test_an_async_block_is_tried_again() -> None:
-    """CASES 33."""
     flaky = Flaky(ConnectionError())
     with no_sleeping():
         async for attempt in retrying():
@@ -320,20 +303,17 @@ def fail_in_a_block(error: BaseException, policy: Retry | None = None) -> None:
 
 @pytest.mark.parametrize("error", [KeyError("k"), KeyboardInterrupt()])
 def test_a_block_lets_other_errors_through(error: BaseException) -> None:
-    """CASES 37."""
     with pytest.raises(type(error)):
         fail_in_a_block(error)
 
 
 def test_a_block_that_keeps_failing_raises_its_last_error() -> None:
-    """CASES 36."""
     with no_sleeping(), pytest.raises(ConnectionError) as caught:
         fail_in_a_block(ConnectionError(), Retry(attempts=2))
     assert "fetching" in caught.value.__notes__[0]
 
 
 def test_skipped_pauses_pass_on_the_clock() -> None:
-    """CASES 35."""
     before = now()
     with no_sleeping() as slept:
         decorated(Flaky(ConnectionError()), base=50, cap=100, deadline=1000)()
@@ -344,7 +324,6 @@ def test_skipped_pauses_pass_on_the_clock() -> None:
 
 
 def test_tenacity_keeps_our_policy() -> None:
-    """CASES 35."""
     flaky = Flaky(ConnectionError(), ConnectionError())
     slept: list[float] = []
     arguments = tenacity_arguments(Retry())
@@ -363,7 +342,6 @@ def test_tenacity_keeps_our_policy() -> None:
 
 
 def test_a_schedule_is_kept_by_tenacity_and_refused_to_stamina() -> None:
-    """CASES 35."""
     scheduled, flaky = Retry(attempts=3, schedule=("10ms", "30ms")), Flaky(*[ConnectionError("own")] * 9)
     with pytest.raises(ConnectionError, match="own"):
         tenacity.retry(**tenacity_arguments(scheduled))(flaky)()
@@ -373,7 +351,6 @@ def test_a_schedule_is_kept_by_tenacity_and_refused_to_stamina() -> None:
 
 
 def test_stamina_keeps_our_policy() -> None:
-    """CASES 35."""
     flaky = Flaky(ConnectionError())
     pace = stamina_arguments(Retry(base=0.001, cap=0.01, jitter="additive", spread=0.001))
     assert stamina.retry(**pace)(lambda: flaky(1))() == ((1,), {})
@@ -387,7 +364,6 @@ def test_stamina_keeps_our_policy() -> None:
 
 
 def test_new_keys_are_uuids_that_sort_by_time() -> None:
-    """CASES 6."""
     first = new_key()
     time.sleep(0.002)
     assert check_key(first, format="uuid7") < new_key()
@@ -397,7 +373,6 @@ def test_new_keys_are_uuids_that_sort_by_time() -> None:
 
 
 def test_a_derived_key_is_the_same_wherever_it_is_derived() -> None:
-    """CASES 34."""
     assert derived_key("refund", "order-17") == "e022c6f7-e629-8e61-a56e-914f86135d46"
     assert derived_key("a:", "b") != derived_key("a", ":b")
     assert check_key(derived_key("refund", 17), format="uuid")
@@ -405,6 +380,5 @@ def test_a_derived_key_is_the_same_wherever_it_is_derived() -> None:
 
 @pytest.mark.parametrize("parts", [(), ("",), (None,), (1.5,), (True,), (b"x",)])
 def test_a_derived_key_needs_parts_that_mean_something(parts: Any) -> None:
-    """CASES 34."""
     with pytest.raises(ConfigurationError):
         derived_key(*parts)

@@ -49,7 +49,6 @@ def trickle_chunks(visit: Visit) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_an_event_stream_is_passed_on_live_and_outlives_the_deadline(method: str) -> None:
-    """CASES 21."""
     with Server(slow_stream(b"text/event-stream")) as server, client(Retry(deadline=0.3)) as http:
         arrived = []
         with http.stream(method, server.url) as stream:
@@ -60,7 +59,6 @@ def test_an_event_stream_is_passed_on_live_and_outlives_the_deadline(method: str
 
 
 async def test_an_event_stream_is_passed_on_live_to_async_clients() -> None:
-    """CASES 21."""
     transport = AsyncRetryTransport(Retry(deadline=0.3))
     with Server(slow_stream(b"text/event-stream")) as server:
         async with httpx.AsyncClient(transport=transport) as http, http.stream("POST", server.url) as stream:
@@ -70,7 +68,6 @@ async def test_an_event_stream_is_passed_on_live_to_async_clients() -> None:
 
 
 def test_a_download_is_passed_on_live_but_only_until_the_deadline() -> None:
-    """CASES 37."""
     with Server(slow_stream(b"application/octet-stream")) as server, client(Retry(deadline=0.3)) as http:
         with http.stream("GET", server.url) as stream:
             parts = stream.iter_bytes()
@@ -80,7 +77,6 @@ def test_a_download_is_passed_on_live_but_only_until_the_deadline() -> None:
 
 
 async def test_a_download_is_passed_on_live_to_async_clients_but_only_until_the_deadline() -> None:
-    """CASES 37."""
     transport = AsyncRetryTransport(Retry(deadline=0.3))
     with Server(slow_stream(b"application/octet-stream")) as server:
         async with httpx.AsyncClient(transport=transport) as http, http.stream("GET", server.url) as stream:
@@ -92,14 +88,12 @@ async def test_a_download_is_passed_on_live_to_async_clients_but_only_until_the_
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_large_answer_arrives_whole(method: str) -> None:
-    """CASES 22."""
     body = os.urandom(3 * 1024 * 1024)
     with Server(answer(200, body)) as server, client() as http:
         assert http.request(method, server.url).content == body
 
 
 async def test_a_large_answer_arrives_whole_at_async_clients() -> None:
-    """CASES 22."""
     body = os.urandom(3 * 1024 * 1024)
     with Server(answer(200, body)) as server:
         async with httpx.AsyncClient(transport=AsyncRetryTransport(RETRY)) as http:
@@ -107,7 +101,6 @@ async def test_a_large_answer_arrives_whole_at_async_clients() -> None:
 
 
 def test_compressed_answers_are_understood_and_passed_on() -> None:
-    """CASES 33."""
     import gzip
 
     body = gzip.compress(b'{"error_code": "TRANSIENT.x"}')
@@ -122,7 +115,6 @@ def test_compressed_answers_are_understood_and_passed_on() -> None:
 
 
 def test_a_connection_is_used_again_after_each_kind_of_answer() -> None:
-    """CASES 33."""
     with Server(answer(503), answer(404), answer(200, b"x" * 1000)) as server, client() as http:
         for _ in range(3):
             http.post(server.url)
@@ -130,14 +122,12 @@ def test_a_connection_is_used_again_after_each_kind_of_answer() -> None:
 
 
 def test_a_request_brings_its_own_policy() -> None:
-    """CASES 40."""
     with Server(default=answer(503)) as server, client() as http, no_sleeping():
         http.post(server.url, extensions={"retry": Retry(attempts=2, budget=None)})
     assert len(server.visits) == 2
 
 
 def test_a_transport_without_sockets_works_too() -> None:
-    """CASES 33."""
     seen = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -153,7 +143,7 @@ def test_a_transport_without_sockets_works_too() -> None:
 
 
 def test_sockets_of_the_callers_own_transport_are_bounded_too() -> None:
-    """CASES 37.  Whoever changes the names inside httpx learns it here."""
+    """Whoever changes the names inside httpx learns it here."""
     inner = httpx.HTTPTransport(retries=1)
     RetryTransport(transport=inner)
     RetryTransport(transport=inner)
@@ -163,7 +153,7 @@ def test_sockets_of_the_callers_own_transport_are_bounded_too() -> None:
 
 
 def test_a_name_that_does_not_resolve_in_time_is_cut(monkeypatch: pytest.MonkeyPatch, library: Any) -> None:
-    """CASES 37.  No resolver can be interrupted; it is left behind."""
+    """No resolver can be interrupted; it is left behind."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(3) or [])
     with pytest.raises(RetriesExhausted) as caught:
         library(Retry(deadline=0.3, budget=None)).request("POST", "http://name.invalid/")
@@ -173,7 +163,6 @@ def test_a_name_that_does_not_resolve_in_time_is_cut(monkeypatch: pytest.MonkeyP
 
 
 def test_a_connection_that_comes_too_late_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CASES 37."""
     connect = socket.create_connection
     late: list[socket.socket] = []
 
@@ -214,7 +203,6 @@ class TlsServer(Server):
 
 
 def test_an_untrusted_certificate_is_not_asked_again(certificate: Path, library: Any) -> None:
-    """CASES 33."""
     with TlsServer(certificate) as server, no_sleeping() as slept:
         with pytest.raises(Exception, match=r"(?i)certificate"):
             library(RETRY).request("POST", server.url)
@@ -224,7 +212,6 @@ def test_an_untrusted_certificate_is_not_asked_again(certificate: Path, library:
 
 @pytest.mark.parametrize("slow", ["headers", "body"])
 def test_the_deadline_cuts_a_trickle_through_tls(certificate: Path, slow: str) -> None:
-    """CASES 37."""
     whole = response(200, {}, b"x" * 100)
     act = trickle(whole) if slow == "headers" else raw(whole[:-100], trickle(whole[-100:]))
     trusted = httpx.HTTPTransport(verify=ssl.create_default_context(cafile=str(certificate / "cert.pem")))
@@ -236,7 +223,6 @@ def test_the_deadline_cuts_a_trickle_through_tls(certificate: Path, slow: str) -
 
 
 def test_a_handshake_that_hangs_is_cut(library: Any) -> None:
-    """CASES 37."""
     begun = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RetriesExhausted):
         library(Retry(deadline=0.4, budget=None)).request("POST", f"https://127.0.0.1:{silent.getsockname()[1]}/")
@@ -245,7 +231,6 @@ def test_a_handshake_that_hangs_is_cut(library: Any) -> None:
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["in an attempt", "in a pause"])
 def test_an_interrupt_ends_it_at_once(hangs: bool) -> None:
-    """CASES 37."""
 
     def act(visit: Visit) -> None:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -262,7 +247,6 @@ def test_an_interrupt_ends_it_at_once(hangs: bool) -> None:
 
 
 async def test_cancelling_a_pause_ends_it_at_once() -> None:
-    """CASES 37."""
     with Server(default=answer(503)) as server:
         async with httpx.AsyncClient(transport=AsyncRetryTransport(Retry(base=20, cap=20, deadline=60))) as http:
             task = asyncio.create_task(http.post(server.url))
@@ -276,7 +260,6 @@ async def test_cancelling_a_pause_ends_it_at_once() -> None:
 
 
 def test_resuming_goes_through_the_client_with_its_credentials(tmp_path: Path) -> None:
-    """CASES 34."""
     transport = RetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db", remember=["Stripe-Version"])
     with Server(*[reset] * 5) as server, httpx.Client(transport=transport, auth=("me", "secret")) as http:
         with no_sleeping(), pytest.raises(RetriesExhausted):
@@ -289,7 +272,6 @@ def test_resuming_goes_through_the_client_with_its_credentials(tmp_path: Path) -
 
 
 def test_one_that_cannot_be_resumed_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
-    """CASES 34."""
     transport = RetryTransport(Retry(attempts=1, budget=None), f"sqlite:///{tmp_path}/keys.db")
     with Server(*[reset] * 4) as server, httpx.Client(transport=transport) as http:
         for number in range(3):
@@ -300,7 +282,6 @@ def test_one_that_cannot_be_resumed_does_not_keep_the_others_waiting(tmp_path: P
 
 
 def test_it_reads_as_the_design_has_it(tmp_path: Path) -> None:
-    """CASES 34."""
     transport = RetryTransport(retry=Retry.user_facing(), keyring=f"sqlite:///{tmp_path}/keys.db")
     with Server(answer(503)) as server, httpx.Client(base_url=server.url, transport=transport) as http:
         assert http.post("/refunds", json={"amount": 100}).status_code == 201

@@ -65,19 +65,17 @@ def judge(status: int, body: bytes = b"", *, repeatable: bool = True, keyed: boo
     ],
 )
 def test_retry_after_in_all_its_forms(text: str, seconds: float | None) -> None:
-    """CASES 36."""
     assert retry_after(Fields(retry_after=text), NOW) == seconds
 
 
 def test_a_date_is_measured_by_the_servers_own_clock() -> None:
-    """CASES 36.  Ours is wrong by a year."""
+    """Ours is wrong by a year."""
     fields = Fields(retry_after="Sun, 06 Nov 1994 08:50:37 GMT", date="Sun, 06 Nov 1994 08:50:07 GMT")
     assert retry_after(fields, NOW + 365 * 86400) == 30
 
 
 @given(st.integers(0, 4102444800))
 def test_the_three_date_forms_mean_the_same(moment: int) -> None:
-    """CASES 36."""
     when = time.gmtime(moment)
     month = "JanFebMarAprMayJunJulAugSepOctNovDec"[3 * when.tm_mon - 3 : 3 * when.tm_mon]
     clock = f"{when.tm_hour:02}:{when.tm_min:02}:{when.tm_sec:02}"
@@ -88,7 +86,6 @@ def test_the_three_date_forms_mean_the_same(moment: int) -> None:
 
 
 def test_a_two_digit_year_is_never_more_than_fifty_ahead() -> None:
-    """CASES 36."""
     now = calendar.timegm((2026, 1, 1, 0, 0, 0))
     year = {
         text: time.gmtime(http_date(f"Monday, 01-Jan-{text} 00:00:00 GMT", now) or 0).tm_year for text in ("76", "77")
@@ -109,7 +106,6 @@ def test_a_two_digit_year_is_never_more_than_fifty_ahead() -> None:
     ],
 )
 def test_a_used_up_quota_says_when_it_is_refilled(fields: dict[str, str], seconds: float | None) -> None:
-    """CASES 36."""
     assert rate_limit_reset(Fields(**fields)) == seconds
     assert judge(429, **fields).after == seconds
     assert judge(429, retry_after="1", **fields).after == 1
@@ -117,7 +113,6 @@ def test_a_used_up_quota_says_when_it_is_refilled(fields: dict[str, str], second
 
 @pytest.mark.parametrize("status", [429, 408, *range(500, 512)])
 def test_transient_statuses_are_tried_again(status: int) -> None:
-    """CASES 33."""
     verdict = judge(status)
     assert verdict.again
     assert verdict.at_once is (status == 408)
@@ -126,7 +121,6 @@ def test_transient_statuses_are_tried_again(status: int) -> None:
 
 @pytest.mark.parametrize("status", [s for s in range(200, 500) if s not in (408, 429)])
 def test_all_others_are_final(status: int) -> None:
-    """CASES 33."""
     assert not judge(status).again
 
 
@@ -146,20 +140,17 @@ def test_all_others_are_final(status: int) -> None:
 )
 @pytest.mark.parametrize("status", [400, 409, 500, 503])
 def test_the_taxonomy_beats_the_status(code: str, again: bool, status: int) -> None:
-    """CASES 33."""
     body = json.dumps({"error_code": code}).encode()
     assert judge(status, body, content_type="application/problem+json").again is again
 
 
 def test_a_hint_in_the_header_beats_the_document_and_that_its_code() -> None:
-    """CASES 33."""
     body = b'{"retryable": true, "error_code": "VALIDATION.x"}'
     assert judge(400, body, content_type="application/json").again
     assert not judge(400, body, content_type="application/json", stripe_should_retry="false").again
 
 
 def test_stripes_key_in_use_is_told_from_its_mismatch() -> None:
-    """CASES 33."""
     in_use = b'{"error": {"code": "idempotency_key_in_use", "type": "invalid_request_error"}}'
     mismatch = b'{"error": {"type": "idempotency_error"}}'
     assert judge(409, in_use, content_type="application/json").again
@@ -167,7 +158,6 @@ def test_stripes_key_in_use_is_told_from_its_mismatch() -> None:
 
 
 def test_a_bare_409_is_a_conflict_and_one_with_retry_after_a_request_in_flight() -> None:
-    """CASES 33."""
     assert not judge(409).again
     assert judge(409, retry_after="3").again
     assert judge(409, retry_after="3").known == "unknown"
@@ -176,7 +166,6 @@ def test_a_bare_409_is_a_conflict_and_one_with_retry_after_a_request_in_flight()
 
 @pytest.mark.parametrize("fields", [{"idempotency_status": "replayed"}, {"idempotent_replayed": "true"}])
 def test_a_replayed_answer_is_final_whatever_it_says(fields: dict[str, str]) -> None:
-    """CASES 33."""
     verdict = judge(500, stripe_should_retry="true", **fields)
     assert not verdict.again
     assert verdict.stored
@@ -186,7 +175,6 @@ def test_a_replayed_answer_is_final_whatever_it_says(fields: dict[str, str]) -> 
 
 
 def test_what_cannot_be_repeated_is_not_tried_again() -> None:
-    """CASES 38."""
     assert not judge(503, repeatable=False, keyed=False).again
     assert not judge_fault(Fault("timeout"), repeatable=False).again
     assert judge_fault(Fault("connection", sent=False), repeatable=False).again
@@ -210,13 +198,11 @@ def test_what_cannot_be_repeated_is_not_tried_again() -> None:
     ],
 )
 def test_a_hostile_problem_document_says_nothing(body: bytes) -> None:
-    """CASES 11."""
     assert should_retry(Fields(content_type="application/json"), body) == (None, "")
 
 
 @given(st.text(max_size=300), st.binary(max_size=300), st.integers(100, 999))
 def test_no_answer_makes_judgement_fail(text: str, body: bytes, status: int) -> None:
-    """CASES 11."""
     names = ("retry_after", "date", "ratelimit", "idempotency_status", "ratelimit_remaining", "ratelimit_reset")
     verdict = judge(status, body, content_type="application/json", **dict.fromkeys(names, text))
     assert verdict.after is None or 0 <= verdict.after < 2**40

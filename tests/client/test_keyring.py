@@ -21,12 +21,11 @@ from oncemore._runtime.plan import arun, run
 from oncemore.client.errors import KeyReused, KeyringError
 from oncemore.client.keyring import MemoryKeyring, open_keyring
 from oncemore.client.keyring.entry import Entry, Keyring
-from oncemore.client.keyring.owner import is_alive, this_process
-from oncemore.client.keyring.sqlite import SqliteKeyring
+from oncemore.client.keyring.sqlite import SqliteKeyring, is_alive, this_process
 from oncemore.client.retry import Retry
 from oncemore.errors import ConfigurationError
 
-from ..strangers import strangers
+from ..support.processes import separate_processes
 from .clients import Httpx
 from .server import Server
 
@@ -70,20 +69,18 @@ def claim(keyring: Keyring, one: Entry) -> Entry:
 
 
 def test_a_claim_gives_back_what_was_written(keyring: Keyring) -> None:
-    """CASES 34."""
     one = entry()
     held = claim(keyring, one)
     assert replace(held, owner=0) == one
 
 
 def test_a_second_claim_keeps_the_first_date(keyring: Keyring) -> None:
-    """CASES 41."""
     first = claim(keyring, entry(created_at=time.time() - 60))
     assert claim(keyring, entry(token=2)).created_at == first.created_at
 
 
 def test_a_key_is_refused_for_another_payload(keyring: Keyring) -> None:
-    """CASES 14.  In flight, left open, and settled."""
+    """In flight, left open, and settled."""
     held = claim(keyring, entry())
     for step in (None, keyring.leave(held), keyring.settle(held, 201)):
         if step is not None:
@@ -93,13 +90,11 @@ def test_a_key_is_refused_for_another_payload(keyring: Keyring) -> None:
 
 
 def test_the_same_key_elsewhere_is_another_operation(keyring: Keyring) -> None:
-    """CASES 9."""
     claim(keyring, entry())
     claim(keyring, replace(entry(body=b"other"), scope="POST http://h/elsewhere"))
 
 
 def test_a_key_older_than_the_server_remembers_is_left_as_it_is(keyring: Keyring) -> None:
-    """CASES 41."""
     old = claim(keyring, entry(created_at=time.time() - 3599))
     time.sleep(0.01)
     held = run(keyring.claim(entry(token=2), oldest=time.time() - 3599))
@@ -107,13 +102,12 @@ def test_a_key_older_than_the_server_remembers_is_left_as_it_is(keyring: Keyring
 
 
 def test_a_key_from_the_future_has_no_known_age(keyring: Keyring) -> None:
-    """CASES 41.  The clock was set back by an hour."""
+    """The clock was set back by an hour."""
     claim(keyring, entry(created_at=time.time() + 3600))
     assert claim(keyring, entry(token=2)).token == 1
 
 
 def test_only_the_unsettled_is_pending(keyring: Keyring) -> None:
-    """CASES 34."""
     for number, verb in enumerate(["settle", "leave", "forget"]):
         held = claim(keyring, entry(f"k{number}"))
         run(getattr(keyring, verb)(held, *([201] if verb == "settle" else [])))
@@ -122,8 +116,8 @@ def test_only_the_unsettled_is_pending(keyring: Keyring) -> None:
     assert [one.key for one in run(keyring.adopt(opened=True))] == ["k1"]
 
 
-def test_a_run_does_not_disturb_a_newer_one_under_the_same_key(keyring: Keyring) -> None:
-    """CASES 24."""
+@pytest.mark.parametrize("keyring", ["memory", "sqlite"], indirect=True)
+def test_keyring_leave_and_forget_do_not_affect_newer_call(keyring: Keyring) -> None:
     first = claim(keyring, entry())
     claim(keyring, entry(token=2))
     run(keyring.leave(first))
@@ -134,7 +128,6 @@ def test_a_run_does_not_disturb_a_newer_one_under_the_same_key(keyring: Keyring)
 
 
 def test_settled_bodies_are_dropped(tmp_path: Path) -> None:
-    """CASES 34."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     run(ring.settle(claim(ring, entry()), 201))
     rows = sqlite3.connect(tmp_path / "keys.db").execute("SELECT state, status, body FROM oncemore_keys").fetchall()
@@ -142,7 +135,6 @@ def test_settled_bodies_are_dropped(tmp_path: Path) -> None:
 
 
 def test_settled_keys_are_forgotten_after_the_retention_and_pending_ones_never(tmp_path: Path) -> None:
-    """CASES 29."""
     path = str(tmp_path / "keys.db")
     ring = SqliteKeyring(path)
     for key, verb in (("done", "settle"), ("open", "leave")):
@@ -156,7 +148,7 @@ def test_settled_keys_are_forgotten_after_the_retention_and_pending_ones_never(t
 
 
 def test_a_process_that_lives_on_forgets_settled_keys_too(tmp_path: Path) -> None:
-    """CASES 29.  Nobody opens the file again for months."""
+    """Nobody opens the file again for months."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"), retention=50)
     now = time.time()
     for number in range(200):
@@ -168,7 +160,6 @@ def test_a_process_that_lives_on_forgets_settled_keys_too(tmp_path: Path) -> Non
 
 
 def test_memory_drops_settled_keys_too() -> None:
-    """CASES 29."""
     ring = MemoryKeyring(retention=50)
     for number in range(3000):
         run(ring.settle(run(ring.claim(entry(f"k{number}", created_at=number), oldest=0)), 201))
@@ -180,7 +171,6 @@ def test_memory_drops_settled_keys_too() -> None:
     ["sqlite://", "sqlite:///", "keys.db", "sqlite://host/keys.db", "sqlite:///:memory:", Path("keys.db"), 17, None],
 )
 def test_an_unknown_keyring_is_named(place: Any) -> None:
-    """CASES 34."""
     with pytest.raises(ConfigurationError, match="sqlite:///"):
         open_keyring(place)
 
@@ -206,7 +196,6 @@ def test_an_option_that_a_keyring_does_not_have_is_named(url: str, mistake: str)
 
 
 def test_a_keyring_that_cannot_be_written_sends_nothing(tmp_path: Path) -> None:
-    """CASES 27."""
     (tmp_path / "keys.db").write_text("this is not a database, but it is long enough to be taken for one" * 20)
     with Server() as server, pytest.raises(KeyringError, match=r"keys\.db"):
         Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db").request("POST", server.url, BODY)
@@ -215,7 +204,6 @@ def test_a_keyring_that_cannot_be_written_sends_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["claim", "pending", "adopt"])
 def test_a_file_in_a_folder_that_is_not_there_is_named(verb: str, tmp_path: Path) -> None:
-    """CASES 27."""
     ring = SqliteKeyring(str(tmp_path / "nowhere" / "keys.db"))
     plan: Any = ring.claim(entry(), oldest=0) if verb == "claim" else getattr(ring, verb)()
     with pytest.raises(KeyringError, match="nowhere"):
@@ -223,7 +211,7 @@ def test_a_file_in_a_folder_that_is_not_there_is_named(verb: str, tmp_path: Path
 
 
 def test_a_forked_child_is_not_kept_waiting_for_its_parents_thread() -> None:
-    """CASES 54.  Another thread was at the keyring in memory when the process forked."""
+    """Another thread was at the keyring in memory when the process forked."""
     ring = MemoryKeyring()
     with ring._lock:
         child = os.fork()
@@ -235,7 +223,6 @@ def test_a_forked_child_is_not_kept_waiting_for_its_parents_thread() -> None:
 
 
 def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path, caplog: Any) -> None:
-    """CASES 27."""
 
     class Full(SqliteKeyring):
         def _write(self, statement: str, *values: Any) -> None:
@@ -247,7 +234,7 @@ def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path
 
 
 def test_an_interrupt_while_the_file_is_locked_leaves_it_free_for_all(tmp_path: Path) -> None:
-    """CASES 54.  Ctrl-C, while another process has the lock: the signal is noticed when our turn has come."""
+    """Ctrl-C, while another process has the lock: the signal is noticed when our turn has come."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     claim(ring, entry("first"))
     other = sqlite3.connect(ring.path, isolation_level=None, timeout=2, check_same_thread=False)
@@ -267,7 +254,6 @@ def test_an_interrupt_while_the_file_is_locked_leaves_it_free_for_all(tmp_path: 
 
 
 async def test_a_claim_that_is_cancelled_is_taken_back_in_order(tmp_path: Path) -> None:
-    """CASES 37."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     one = entry()
     task = asyncio.create_task(arun(ring.claim(one, oldest=0)))
@@ -282,7 +268,7 @@ async def test_a_claim_that_is_cancelled_is_taken_back_in_order(tmp_path: Path) 
 async def test_what_is_to_be_noted_is_noted_though_its_caller_is_cancelled(
     verb: str, state: str, tmp_path: Path
 ) -> None:
-    """CASES 37.  Otherwise it would be this process's to work on until it ends, and nobody would see it."""
+    """Otherwise it would be this process's to work on until it ends, and nobody would see it."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     held = await arun(ring.claim(entry(), oldest=0))
     other = sqlite3.connect(ring.path, isolation_level=None)
@@ -312,9 +298,8 @@ def work(path: str, name: int, count: int) -> int:
 
 @pytest.mark.longer
 def test_many_processes_and_threads_share_one_file(tmp_path: Path) -> None:
-    """CASES 54."""
     path = str(tmp_path / "keys.db")
-    context = strangers()
+    context = separate_processes()
     with context.Pool(8) as pool:
         assert pool.starmap(work, [(path, name, 40) for name in range(8)]) == [40] * 8
     ring = SqliteKeyring(path)
@@ -325,7 +310,6 @@ def test_many_processes_and_threads_share_one_file(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_uses_the_keyring_of_its_parent_as_its_own(tmp_path: Path) -> None:
-    """CASES 54."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     claim(ring, entry("parent"))
     child = os.fork()
@@ -342,7 +326,6 @@ def test_a_forked_child_uses_the_keyring_of_its_parent_as_its_own(tmp_path: Path
 
 
 def test_what_a_forked_child_has_written_down_stays_after_its_parent_has_closed_the_file(tmp_path: Path) -> None:
-    """CASES 34."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     claim(ring, entry("parent"))
     begun, closed = os.pipe(), os.pipe()
@@ -363,9 +346,8 @@ def test_what_a_forked_child_has_written_down_stays_after_its_parent_has_closed_
 
 
 def test_of_two_who_adopt_at_once_each_entry_goes_to_one(tmp_path: Path) -> None:
-    """CASES 52."""
     path = str(tmp_path / "keys.db")
-    context = strangers()
+    context = separate_processes()
     orphan = context.Process(target=leave_orphans, args=(path, 20))
     orphan.start()
     orphan.join()
@@ -387,11 +369,10 @@ def adopt_and_wait(path: str) -> list[str]:
 
 
 def test_a_process_is_alive_while_it_lives(tmp_path: Path) -> None:
-    """CASES 34."""
     path = str(tmp_path / "owners")
     assert is_alive(path, this_process(path))
     assert not is_alive(path, this_process(path) + 1)
-    with strangers().Pool(1) as pool:
+    with separate_processes().Pool(1) as pool:
         other = pool.apply(this_process, (path,))
         assert is_alive(path, other)
     assert not is_alive(path, other)

@@ -12,7 +12,7 @@ import pytest
 
 from oncemore.client.retry import Retry
 
-from .. import nursery
+from ..support import processes
 from . import clients
 from .clients import CLIENTS
 from .killed import BODY, CREDENTIALS
@@ -44,7 +44,7 @@ ON_THE_WIRE: dict[str, Act] = {
 
 def run_killed(library: str, point: str, url: str, path: Path) -> None:
     command = [sys.executable, "-m", "tests.client.killed", library, point, url, str(path)]
-    ended = nursery.run(command)
+    ended = processes.run_to_end(command)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 
@@ -57,7 +57,6 @@ def resumed(library: str, path: Path) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("library", CLIENTS)
 @pytest.mark.parametrize("point", ["after the claim", "before settling"])
 def test_a_client_killed_beside_its_keyring_is_continued_by_the_next(library: str, point: str, tmp_path: Path) -> None:
-    """CASES 34, 26."""
     with Server() as server:
         run_killed(library, point, server.url, tmp_path / "keys.db")
         assert len(server.effects) == IN_THE_CLIENT[point]
@@ -70,7 +69,6 @@ def test_a_client_killed_beside_its_keyring_is_continued_by_the_next(library: st
 @pytest.mark.parametrize("library", CLIENTS)
 @pytest.mark.parametrize("moment", ["before the effect", "after the effect", "in the middle of the answer"])
 def test_a_client_killed_on_the_wire_is_continued_by_the_next(library: str, moment: str, tmp_path: Path) -> None:
-    """CASES 34, 26."""
     with Server(ON_THE_WIRE[moment], default=performed()) as server:
         run_killed(library, "on the wire", server.url, tmp_path / "keys.db")
         _, results = resumed(library, tmp_path / "keys.db")
@@ -80,7 +78,6 @@ def test_a_client_killed_on_the_wire_is_continued_by_the_next(library: str, mome
 
 
 def test_a_client_killed_between_two_attempts_is_continued_by_the_next(tmp_path: Path) -> None:
-    """CASES 34."""
     with Server(answer(503), then(answer(503), kill), default=performed()) as server:
         run_killed("httpx", "on the wire", server.url, tmp_path / "keys.db")
         resumed("httpx", tmp_path / "keys.db")
@@ -89,7 +86,6 @@ def test_a_client_killed_between_two_attempts_is_continued_by_the_next(tmp_path:
 
 @pytest.mark.parametrize(("point", "effects"), [("before the claim", 0), ("after settling", 1)])
 def test_outside_these_points_nothing_is_left_to_resume(point: str, effects: int, tmp_path: Path) -> None:
-    """CASES 34."""
     with Server() as server:
         run_killed("httpx", point, server.url, tmp_path / "keys.db")
         assert resumed("httpx", tmp_path / "keys.db") == ([], [])
@@ -97,7 +93,7 @@ def test_outside_these_points_nothing_is_left_to_resume(point: str, effects: int
 
 
 def test_credentials_are_not_written_down(tmp_path: Path) -> None:
-    """CASES 34.  Resuming goes through the client, which has its own."""
+    """Resuming goes through the client, which has its own."""
     with Server() as server:
         run_killed("httpx", "after the claim", server.url, tmp_path / "keys.db")
         written = b"".join(file.read_bytes() for file in tmp_path.iterdir())
@@ -109,12 +105,11 @@ def test_credentials_are_not_written_down(tmp_path: Path) -> None:
 
 
 def test_what_a_living_process_is_working_on_is_left_to_it(tmp_path: Path) -> None:
-    """CASES 34."""
     path = tmp_path / "keys.db"
     looked = []
     with Server(then(lambda visit: looked.append(resumed("httpx", path)), performed())) as server:
         command = [sys.executable, "-m", "tests.client.killed", "httpx", "never", server.url, str(path)]
-        nursery.run(command).check_returncode()
+        processes.run_to_end(command).check_returncode()
     assert looked == [([], [])]
     assert len(server.visits) == 1
 

@@ -46,21 +46,18 @@ def session(retry: Retry, **options: Any) -> requests.Session:
 
 
 def test_requests_passes_an_event_stream_on_beyond_the_deadline() -> None:
-    """CASES 21."""
     with Server(raw(EVENTS, events)) as server, session(SHORT) as http:
         response = http.post(server.url, stream=True)
         assert len(list(response.iter_content(None))) == 6
 
 
 def test_urllib3_passes_an_event_stream_on_beyond_the_deadline() -> None:
-    """CASES 21."""
     with Server(raw(EVENTS, events)) as server:
         response = RetryPoolManager(SHORT).request("POST", server.url, preload_content=False)
         assert len(list(response.stream())) == 6
 
 
 async def test_aiohttp_passes_an_event_stream_on_beyond_the_deadline() -> None:
-    """CASES 21."""
     with Server(raw(EVENTS, events)) as server:
         async with aiohttp.ClientSession(middlewares=[RetryMiddleware(SHORT)]) as http:
             response = await http.post(server.url)
@@ -74,7 +71,7 @@ LONG = 2 * 1024 * 1024
 @pytest.mark.parametrize("size", [0, 1000, 200_000, LONG])
 @pytest.mark.parametrize("kind", ["application/json", "text/csv"])
 async def test_aiohttp_streams_what_was_read_ahead_too(method: str, size: int, kind: str) -> None:
-    """CASES 21.  Whoever reads `response.content` gets the body, as without us."""
+    """Whoever reads `response.content` gets the body, as without us."""
     body = bytes(range(256)) * (size // 256)
     async with aiohttp.ClientSession(middlewares=[RetryMiddleware(RETRY)]) as http:
         with Server(default=answer(200, body, content_type=kind)) as server:
@@ -87,7 +84,7 @@ async def test_aiohttp_streams_what_was_read_ahead_too(method: str, size: int, k
 
 
 async def test_aiohttp_does_not_keep_a_long_answer_in_memory() -> None:
-    """CASES 21.  It says that it is long, so it is the caller's to read, until the deadline."""
+    """It says that it is long, so it is the caller's to read, until the deadline."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % LONG
 
     def slowly(visit: Visit) -> None:
@@ -112,7 +109,7 @@ async def test_aiohttp_returns_a_redirect_to_nowhere(location: str) -> None:
 
 
 async def test_aiohttp_gives_another_operation_a_key_of_its_own_though_it_goes_where_one_was_redirected_to() -> None:
-    """CASES 34.  The caller who does not follow redirects posts something else there."""
+    """The caller who does not follow redirects posts something else there."""
     async with aiohttp.ClientSession(middlewares=[RetryMiddleware(RETRY)]) as http:
         with Server(answer(307, Location="/new")) as server:
             await http.post(f"{server.url}/old", data=b"first", allow_redirects=False)
@@ -122,7 +119,6 @@ async def test_aiohttp_gives_another_operation_a_key_of_its_own_though_it_goes_w
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_urllib3_shows_the_pools_credentials_to_no_host_that_it_is_redirected_to(method: str) -> None:
-    """CASES 34."""
     manager = RetryPoolManager(RETRY, pool={"headers": {"Authorization": "Bearer secret"}})
     with Server() as other, Server(answer(307, Location=other.url)) as server:
         assert manager.request(method, server.url).status == 201
@@ -140,7 +136,6 @@ def test_urllib3_sends_no_more_headers_than_the_caller_gave() -> None:
 @pytest.mark.parametrize("body", [bytearray(b"abc"), memoryview(b"abc"), array.array("b", b"abc")], ids=type)
 @pytest.mark.parametrize("library", [Requests, Urllib3])
 def test_whatever_is_like_bytes_is_sent_and_sent_again(library: Any, body: Any, tmp_path: Path) -> None:
-    """CASES 38."""
     with Server(reset) as server:
         library(RETRY, f"sqlite:///{tmp_path}/keys.db").request("POST", server.url, body)
     assert [visit.body for visit in server.visits] == [b"abc"] * 2
@@ -151,7 +146,7 @@ def test_whatever_is_like_bytes_is_sent_and_sent_again(library: Any, body: Any, 
 @pytest.mark.parametrize("ring", [None, "memory://"])
 @pytest.mark.parametrize("library", [Requests, Urllib3])
 def test_a_file_is_sent_whole_to_where_it_is_redirected(library: Any, size: int, begin: int, ring: str | None) -> None:
-    """CASES 34.  urllib3 itself sends nothing there, for the file was read to its end."""
+    """Urllib3 itself sends nothing there, for the file was read to its end."""
     file = io.BytesIO(b"0123456789" * (size // 10))
     file.seek(begin)
     with Server(answer(307, location="/there"), reset) as server:
@@ -162,7 +157,7 @@ def test_a_file_is_sent_whole_to_where_it_is_redirected(library: Any, size: int,
 
 @pytest.mark.parametrize("library", [Requests, Urllib3])
 def test_a_body_that_is_used_up_is_not_redirected(library: Any) -> None:
-    """CASES 34.  Nothing of it is left, and under the same key nothing would be performed in its place."""
+    """Nothing of it is left, and under the same key nothing would be performed in its place."""
     with Server(answer(307, location="/there")) as server:
         with pytest.raises((requests.RequestException, urllib3.exceptions.HTTPError), match="cannot be sent"):
             library(RETRY).request("POST", server.url, (part for part in (b"ab", b"c")))
@@ -172,7 +167,7 @@ def test_a_body_that_is_used_up_is_not_redirected(library: Any) -> None:
 @pytest.mark.parametrize("size", [10, LONG])
 @pytest.mark.parametrize("library", [Requests, Urllib3])
 def test_a_file_that_gives_less_than_it_is_asked_for_is_sent_whole(library: Any, size: int) -> None:
-    """CASES 38.  As raw files may, and those that are read over a network do."""
+    """As raw files may, and those that are read over a network do."""
 
     class Piecemeal(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
@@ -185,7 +180,6 @@ def test_a_file_that_gives_less_than_it_is_asked_for_is_sent_whole(library: Any,
 
 
 def test_requests_cuts_a_streamed_download_at_the_deadline() -> None:
-    """CASES 37."""
     plain = EVENTS.replace(b"text/event-stream", b"application/octet-stream")
     with Server(raw(plain, events)) as server, session(SHORT) as http:
         response = http.get(server.url, stream=True)
@@ -194,7 +188,6 @@ def test_requests_cuts_a_streamed_download_at_the_deadline() -> None:
 
 
 def test_requests_reads_a_short_complaint_even_when_streaming() -> None:
-    """CASES 33."""
     busy = answer(409, b'{"error_code": "CONFLICT.idempotency.in_progress"}', content_type="application/json")
     with Server(busy) as server, session(RETRY) as http:
         assert http.post(server.url, stream=True).status_code == 201
@@ -202,7 +195,6 @@ def test_requests_reads_a_short_complaint_even_when_streaming() -> None:
 
 @pytest.mark.parametrize("library", ["httpx", "requests"])
 def test_a_proxy_is_used_and_bounded(library: str) -> None:
-    """CASES 37."""
     with Server(answer(503)) as proxy:
         if library == "httpx":
             inner = httpx.HTTPTransport(proxy=proxy.url)
@@ -215,7 +207,6 @@ def test_a_proxy_is_used_and_bounded(library: str) -> None:
 
 
 def test_a_caller_s_own_timeouts_hold_within_the_deadline() -> None:
-    """CASES 37."""
     with Server(default=lambda visit: time.sleep(5)) as server, session(RETRY) as http:
         begun = time.monotonic()
         with pytest.raises(RetriesExhausted) as caught:
@@ -229,14 +220,12 @@ def test_a_caller_s_own_timeouts_hold_within_the_deadline() -> None:
 
 @pytest.mark.parametrize("url", ["http://", "nonsense://x/", "http://[::1"])
 def test_what_cannot_be_sent_at_all_is_not_tried_again(library: Any, url: str) -> None:
-    """CASES 33."""
     with no_sleeping() as slept, pytest.raises(Exception):  # noqa: B017  (each library has its own)
         library(RETRY).request("POST", url)
     assert slept == []
 
 
 def test_an_error_that_is_not_of_the_network_is_left_alone() -> None:
-    """CASES 33."""
     assert find_fault(ZeroDivisionError(), FAULTS).fatal
     assert Httpx(RETRY).transport.engine.policy == RETRY
 
@@ -249,7 +238,6 @@ def test_an_error_that_is_not_of_the_network_is_left_alone() -> None:
 
 
 def test_a_pending_operation_can_be_forgotten(tmp_path: Path) -> None:
-    """CASES 34."""
     adapter = RetryAdapter(Retry(attempts=1), f"sqlite:///{tmp_path}/a.db")
     manager = RetryPoolManager(Retry(attempts=1), f"sqlite:///{tmp_path}/m.db")
     http = requests.Session()
@@ -266,7 +254,6 @@ def test_a_pending_operation_can_be_forgotten(tmp_path: Path) -> None:
 
 
 async def test_a_pending_operation_can_be_forgotten_by_async_clients(tmp_path: Path) -> None:
-    """CASES 34."""
     middleware = RetryMiddleware(Retry(attempts=1), f"sqlite:///{tmp_path}/a.db")
     transport = AsyncRetryTransport(Retry(attempts=1), f"sqlite:///{tmp_path}/h.db")
     with Server(reset, reset) as server:
@@ -286,7 +273,6 @@ async def test_a_pending_operation_can_be_forgotten_by_async_clients(tmp_path: P
 
 
 def test_a_file_is_read_from_where_it_stood() -> None:
-    """CASES 38."""
     file = io.BytesIO(b"skipped" + b"rest")
     file.seek(7)
     assert SentBody(file).data() == b"rest"
@@ -306,7 +292,6 @@ def test_a_file_is_read_from_where_it_stood() -> None:
 
 
 async def test_what_aiohttp_compresses_is_retried_but_not_written_down(tmp_path: Path) -> None:
-    """CASES 34."""
     middleware = RetryMiddleware(RETRY, f"sqlite:///{tmp_path}/a.db")
     with Server(answer(503), *[reset] * 4) as server:
         async with aiohttp.ClientSession(middlewares=[middleware]) as http:
@@ -318,13 +303,11 @@ async def test_what_aiohttp_compresses_is_retried_but_not_written_down(tmp_path:
 
 
 def test_all_libraries_mean_the_same_host(library: Any) -> None:
-    """CASES 39."""
     with Server() as server:
         assert library(RETRY).request("POST", server.url).story.name == f"127.0.0.1:{server.port}"
 
 
 def test_requests_takes_keys_in_bytes() -> None:
-    """CASES 34."""
     with Server() as server, session(RETRY) as http:
         http.post(server.url, headers={"Idempotency-Key": b"order-17"})
     assert server.visits[0].key == "order-17"

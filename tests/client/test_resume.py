@@ -81,7 +81,7 @@ class Refusing(httpx.Auth):
 
 
 def test_what_failed_before_it_was_sent_is_resumed_by_the_next(opened: Callable[[], Keyring]) -> None:
-    """CASES 34.  The client had no token yet; the process lives on, and asks again when it has one."""
+    """The client had no token yet; the process lives on, and asks again when it has one."""
     with Server() as server:
         leave_behind(opened, server.url)
         transport = RetryTransport(RETRY, opened())
@@ -94,7 +94,7 @@ def test_what_failed_before_it_was_sent_is_resumed_by_the_next(opened: Callable[
 
 
 def test_what_lacked_its_credentials_is_resumed_once_they_are_there(opened: Callable[[], Keyring]) -> None:
-    """CASES 34.  Nobody was told anything yet, so it takes no `opened=True`."""
+    """Nobody was told anything yet, so it takes no `opened=True`."""
     with Server() as server:
         leave_behind(opened, server.url, "Authorization")
         transport = RetryTransport(RETRY, opened())
@@ -109,7 +109,7 @@ def test_what_lacked_its_credentials_is_resumed_once_they_are_there(opened: Call
 async def test_a_resumption_that_is_cancelled_gives_back_what_it_had_not_come_to(
     opened: Callable[[], Keyring], often: bool
 ) -> None:
-    """CASES 34, 37.  The first was sent and is open, for whoever cancelled knows; the others are as they were."""
+    """The first was sent and is open, for whoever cancelled knows; the others are as they were."""
     reached = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -145,7 +145,6 @@ async def test_a_resumption_that_is_cancelled_gives_back_what_it_had_not_come_to
 
 @pytest.mark.parametrize("steps", range(0, 24, 4))
 async def test_adopting_that_is_cancelled_adopts_nothing(opened: Callable[[], Keyring], steps: int) -> None:
-    """CASES 37."""
     leave_behind(opened, "http://h/p")
     ring = opened()
     await arun(ring.pending())  # opens the file
@@ -164,7 +163,7 @@ async def test_adopting_that_is_cancelled_adopts_nothing(opened: Callable[[], Ke
 async def test_a_scope_that_cancels_again_and_again_leaves_nothing_to_be_resumed_behind_its_back(
     opened: Callable[[], Keyring],
 ) -> None:
-    """CASES 37.  As anyio's do, at every await until the task has left them: whoever called knows, so all is open."""
+    """As anyio's do, at every await until the task has left them: whoever called knows, so all is open."""
     rest = asyncio.Event()
     with Server(default=lambda visit: rest.is_set() or time.sleep(3)) as server:
         transport = AsyncRetryTransport(RETRY, opened())
@@ -182,7 +181,7 @@ async def test_a_scope_that_cancels_again_and_again_leaves_nothing_to_be_resumed
 
 @pytest.mark.parametrize("changes", [{"body": None}, {"created_at": 1e9}], ids=["not kept", "too old"])
 def test_what_cannot_be_sent_again_is_told_once(opened: Callable[[], Keyring], changes: Any) -> None:
-    """CASES 34, 41.  Its body was too large to be kept, or the server has forgotten its key."""
+    """Its body was too large to be kept, or the server has forgotten its key."""
     leave_behind(opened, "http://h/p", **changes)
     transport = RetryTransport(RETRY, opened())
     assert [isinstance(done.error, OutcomeUnknown) for done in transport.resume()] == [True] * 3
@@ -191,7 +190,6 @@ def test_what_cannot_be_sent_again_is_told_once(opened: Callable[[], Keyring], c
 
 
 def test_what_was_open_and_could_not_be_resumed_is_open_again(opened: Callable[[], Keyring]) -> None:
-    """CASES 34."""
     ring = opened()
     run(ring.leave(claim(ring, entry())))
     transport = RetryTransport(RETRY, ring)
@@ -202,7 +200,7 @@ def test_what_was_open_and_could_not_be_resumed_is_open_again(opened: Callable[[
 
 
 def test_a_ledger_that_fails_while_it_is_searched_loses_nothing() -> None:
-    """CASES 27.  What was adopted before it failed is there again when it is back."""
+    """What was adopted before it failed is there again when it is back."""
     inner: Any = connect("memory://")
     ring = LedgerKeyring(inner)
     for number, key in enumerate(KEYS):
@@ -215,8 +213,7 @@ def test_a_ledger_that_fails_while_it_is_searched_loses_nothing() -> None:
     assert sorted(one.key for one in run(ring.adopt(opened=True))) == KEYS
 
 
-def test_one_letter_that_cannot_be_read_does_not_keep_the_others_from_being_sent(caplog: Any) -> None:
-    """CASES 32.  It was sealed with a key that is lost."""
+def test_adopt_skips_request_sealed_with_a_lost_key(caplog: Any) -> None:
     guard = Guard("memory://")
     old, new = (Guard(guard.store, seal=Seal([bytes([n]) * 32])) for n in (1, 2))
     for number, (sealed, key) in enumerate([(old, "lost"), (new, "kept")]):

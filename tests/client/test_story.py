@@ -21,15 +21,13 @@ def story(*verdicts: Verdict, delays: tuple[float, ...] = (0, 0.137, 0.281)) -> 
     return Story("api:443", "key-1", attempts)
 
 
-def test_the_log_has_the_shape_of_the_seeds() -> None:
-    """CASES 33."""
+def test_story_csv_has_the_columns_of_the_retry_log() -> None:
     assert story(TIMEOUT, PROXY, DONE).csv() == (
         "attempt,delay_ms,status,code,notes\n1,0,timeout,,initial timeout\n2,137,5xx,502,proxy error\n3,281,200,201,success\n"
     )
 
 
 def test_what_is_known_is_never_more_than_was_seen() -> None:
-    """CASES 41."""
     assert story().known == "not_performed"
     assert story(UNSENT, UNSENT).known == "not_performed"
     assert story(TIMEOUT).known == "unknown"
@@ -42,7 +40,6 @@ def test_what_is_known_is_never_more_than_was_seen() -> None:
 
 
 def test_the_text_says_what_was_tried_why_it_stopped_and_what_is_known() -> None:
-    """CASES 36."""
     told = story(TIMEOUT, PROXY)
     told.reason = "deadline"
     text = str(told)
@@ -54,7 +51,6 @@ def test_the_text_says_what_was_tried_why_it_stopped_and_what_is_known() -> None
 
 
 def test_errors_carry_the_story_through_pickling() -> None:
-    """CASES 36."""
     error = pickle.loads(pickle.dumps(RequestTimedOut("late", story=story(TIMEOUT))))
     assert isinstance(error, RetriesExhausted)
     assert error.story == story(TIMEOUT)
@@ -63,7 +59,6 @@ def test_errors_carry_the_story_through_pickling() -> None:
 
 
 def test_an_observer_that_fails_is_logged_and_harms_nobody(caplog: object) -> None:
-    """CASES 28."""
     seen: list[RetryEvent] = []
     event = RetryEvent("retrying", story(TIMEOUT), 0.1)
 

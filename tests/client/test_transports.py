@@ -65,7 +65,6 @@ FAILURES: dict[str, Act] = {
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 def test_a_keyed_post_is_sent_again_under_its_key_and_takes_effect_once(library: Any, failure: Act) -> None:
-    """CASES 33, 34."""
     with Server(failure, failure) as server:
         reply = library(QUICK).request("POST", f"{server.url}/refunds", BODY, JSON)
     assert reply.status == 201
@@ -78,7 +77,6 @@ def test_a_keyed_post_is_sent_again_under_its_key_and_takes_effect_once(library:
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 409, 410, 412, 413, 415, 422, 425])
 def test_other_4xx_are_final(library: Any, status: int) -> None:
-    """CASES 33."""
     with Server(answer(status)) as server:
         assert library(QUICK).request("POST", server.url, BODY).status == status
     assert len(server.visits) == 1
@@ -97,7 +95,6 @@ FINAL: dict[str, Act] = {
 
 @pytest.mark.parametrize("last_word", FINAL.values(), ids=FINAL)
 def test_the_servers_own_word_beats_the_status(library: Any, last_word: Act) -> None:
-    """CASES 33."""
     with Server(last_word) as server:
         assert library(QUICK).request("POST", server.url, BODY).status >= 400
     assert len(server.visits) == 1
@@ -110,14 +107,12 @@ def test_a_policy_that_is_none_is_refused_before_the_first_request(given: Any) -
 
 
 def test_the_callers_own_key_is_kept(library: Any) -> None:
-    """CASES 34."""
     with Server(answer(503)) as server:
         library(QUICK).request("POST", server.url, BODY, {"Idempotency-Key": "order-17"})
     assert [visit.key for visit in server.visits] == ["order-17"] * 2
 
 
 def test_two_calls_are_two_operations(library: Any) -> None:
-    """CASES 34."""
     client = library(QUICK)
     with Server() as server:
         client.request("POST", server.url, BODY)
@@ -127,21 +122,18 @@ def test_two_calls_are_two_operations(library: Any) -> None:
 
 @pytest.mark.parametrize(("method", "keyed"), [("GET", False), ("POST", True), ("PATCH", True), ("DELETE", True)])
 def test_unsafe_methods_get_a_key(library: Any, method: str, keyed: bool) -> None:
-    """CASES 34."""
     with Server() as server:
         library(QUICK).request(method, server.url)
     assert (server.visits[0].key is not None) is keyed
 
 
 def test_an_empty_key_is_refused_before_anything_is_sent(library: Any) -> None:
-    """CASES 3."""
     with Server() as server, pytest.raises(InvalidKey):
         library(QUICK).request("POST", server.url, BODY, {"Idempotency-Key": ""})
     assert not server.visits
 
 
 def test_a_key_can_be_quoted_as_the_ietf_draft_wants_it(library: Any) -> None:
-    """CASES 1."""
     with Server() as server:
         library(QUICK, quoted=True, make_key=lambda: "8e03").request("POST", server.url, BODY)
     assert server.visits[0].key == '"8e03"'
@@ -149,14 +141,12 @@ def test_a_key_can_be_quoted_as_the_ietf_draft_wants_it(library: Any) -> None:
 
 @pytest.mark.parametrize("failure", [reset, then(effect, reset), answer(503)], ids=["reset", "late reset", "503"])
 def test_a_post_without_a_key_is_not_sent_twice(library: Any, failure: Act) -> None:
-    """CASES 38."""
     with Server(failure, default=performed()) as server, suppress(OSError, HTTPError, TransportError, ClientError):
         assert library(QUICK, make_key=None).request("POST", server.url, BODY).status == 503
     assert len(server.visits) == 1
 
 
 def test_a_post_without_a_key_is_tried_again_if_it_cannot_have_been_sent(library: Any) -> None:
-    """CASES 38."""
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with no_sleeping(), pytest.raises(RetriesExhausted) as caught:
@@ -172,7 +162,6 @@ def large_parts() -> Iterator[bytes]:
 
 
 def test_a_body_that_cannot_be_sent_twice_is_not_retried(library: Any) -> None:
-    """CASES 38."""
     with Server(answer(503)) as server:
         reply = library(QUICK).request("POST", server.url, large_parts())
     assert reply.status == 503
@@ -182,7 +171,6 @@ def test_a_body_that_cannot_be_sent_twice_is_not_retried(library: Any) -> None:
 
 @pytest.mark.parametrize("size", [10, 3 * 1024 * 1024], ids=["small", "large"])
 def test_a_file_is_sent_again_whole_or_not_at_all(library: Any, size: int) -> None:
-    """CASES 38."""
     with Server(answer(503)) as server:
         reply = library(QUICK).request("POST", server.url, io.BytesIO(b"x" * size))
     assert all(visit.body == b"x" * size for visit in server.visits)
@@ -200,7 +188,7 @@ SLOW: dict[str, Act] = {
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("slow", SLOW.values(), ids=SLOW)
 def test_the_deadline_cuts_a_hanging_attempt(library: Any, slow: Act, method: str) -> None:
-    """CASES 37.  A byte every 100 ms keeps every read timeout happy for 10 s and more."""
+    """A byte every 100 ms keeps every read timeout happy for 10 s and more."""
     begun = time.monotonic()
     with Server(default=slow) as server, pytest.raises(Exception, match=r"time|deadline|Time"):
         library(Retry(deadline=0.5, budget=None)).request(method, server.url)
@@ -208,7 +196,6 @@ def test_the_deadline_cuts_a_hanging_attempt(library: Any, slow: Act, method: st
 
 
 def test_an_attempt_that_hangs_is_cut_and_tried_again(library: Any) -> None:
-    """CASES 37."""
     with Server(then(effect, hang)) as server:
         reply = library(Retry(attempt_timeout=0.3, base=0.01, budget=None)).request("POST", server.url, BODY)
     assert reply.status == 201
@@ -218,7 +205,7 @@ def test_an_attempt_that_hangs_is_cut_and_tried_again(library: Any) -> None:
 
 @pytest.mark.parametrize("failure", [answer(503), reset], ids=["503", "reset"])
 def test_after_a_pause_that_outlasted_the_deadline_nothing_is_sent(library: Any, failure: Act) -> None:
-    """CASES 37.  The machine was busy, and the pause took longer than it should."""
+    """The machine was busy, and the pause took longer than it should."""
 
     def dawdle(event: RetryEvent) -> None:
         time.sleep(0.5 if event.kind == "retrying" else 0)
@@ -232,7 +219,7 @@ def test_after_a_pause_that_outlasted_the_deadline_nothing_is_sent(library: Any,
 
 
 def test_a_server_that_does_not_read_is_cut(library: Any) -> None:
-    """CASES 37.  The body does not fit into the socket's buffers, and nobody takes it out of them."""
+    """The body does not fit into the socket's buffers, and nobody takes it out of them."""
     with socket.create_server(("127.0.0.1", 0), backlog=5) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         begun = time.monotonic()
@@ -242,7 +229,6 @@ def test_a_server_that_does_not_read_is_cut(library: Any) -> None:
 
 
 def test_the_time_left_is_told_to_the_server(library: Any) -> None:
-    """CASES 18."""
     with Server(answer(503)) as server:
         library(Retry(deadline=5, attempt_timeout=3, base=0.01)).request("POST", server.url, BODY)
     first, second = (float(visit.headers["x-request-timeout"]) for visit in server.visits)
@@ -254,7 +240,6 @@ def test_the_time_left_is_told_to_the_server(library: Any) -> None:
 
 @pytest.mark.parametrize("wish", ["1", "Sun, 06 Nov 1994 08:49:38 GMT"])
 def test_retry_after_beats_the_backoff(library: Any, wish: str) -> None:
-    """CASES 36."""
     date = "Sun, 06 Nov 1994 08:49:37 GMT"
     with no_sleeping() as slept, Server(answer(503, retry_after=wish, date=date)) as server:
         library(Retry(base=0.001, budget=None)).request("POST", server.url, BODY)
@@ -264,14 +249,12 @@ def test_retry_after_beats_the_backoff(library: Any, wish: str) -> None:
 
 @pytest.mark.parametrize("nonsense", ["-1", "1.5", "+5", "soon", ""])
 def test_a_retry_after_that_is_none_is_ignored(library: Any, nonsense: str) -> None:
-    """CASES 36."""
     with no_sleeping() as slept, Server(answer(503, retry_after=nonsense)) as server:
         library(Retry(base=0.001, cap=0.01, budget=None)).request("POST", server.url, BODY)
     assert slept[0] <= 0.01
 
 
 def test_a_retry_after_beyond_the_deadline_ends_it_now(library: Any) -> None:
-    """CASES 36."""
     begun = time.monotonic()
     with Server(answer(429, retry_after="60")) as server:
         reply = library(Retry(deadline=10)).request("POST", server.url, BODY)
@@ -282,7 +265,6 @@ def test_a_retry_after_beyond_the_deadline_ends_it_now(library: Any) -> None:
 
 
 def test_408_is_tried_again_at_once_but_only_the_first_time(library: Any) -> None:
-    """CASES 33."""
     with no_sleeping() as slept, Server(answer(408), answer(408)) as server:
         assert library(Retry(budget=None)).request("POST", server.url, BODY).status == 201
     assert len(slept) == 1  # the first pause was none
@@ -290,7 +272,6 @@ def test_408_is_tried_again_at_once_but_only_the_first_time(library: Any) -> Non
 
 
 def test_the_last_answer_is_returned_with_the_story(library: Any) -> None:
-    """CASES 33."""
     with no_sleeping() as slept, Server(default=answer(503)) as server:
         reply = library(Retry.playbook(budget=None)).request("POST", server.url, BODY)
     assert reply.status == 503
@@ -304,7 +285,6 @@ def test_the_last_answer_is_returned_with_the_story(library: Any) -> None:
 
 @pytest.mark.parametrize("status", [307, 308])
 def test_a_redirected_operation_keeps_its_key(library: Any, status: int) -> None:
-    """CASES 34."""
     with Server(answer(503), answer(status, location="/elsewhere"), answer(503)) as server:
         reply = library(QUICK).request("POST", f"{server.url}/here", BODY, JSON)
     assert reply.status == 201
@@ -314,7 +294,6 @@ def test_a_redirected_operation_keeps_its_key(library: Any, status: int) -> None
 
 
 def test_a_get_is_tried_again_when_its_document_breaks_off(library: Any) -> None:
-    """CASES 33."""
     whole = json.dumps({"items": list(range(100))}).encode()
     broken = raw(response(200, JSON, whole[:50], length=len(whole)))
     with Server(broken, default=answer(200, whole)) as server:
@@ -324,7 +303,6 @@ def test_a_get_is_tried_again_when_its_document_breaks_off(library: Any) -> None
 
 
 def test_a_connection_that_the_server_closed_meanwhile_is_no_failure_of_the_operation(library: Any) -> None:
-    """CASES 33."""
     client = library(QUICK)
     with Server(then(performed(), close), default=performed()) as server:
         assert client.request("POST", server.url, BODY).status == 201
@@ -333,7 +311,6 @@ def test_a_connection_that_the_server_closed_meanwhile_is_no_failure_of_the_oper
 
 
 def test_errors_are_also_those_of_the_library(library: Any) -> None:
-    """CASES 37."""
     with no_sleeping(), Server(default=reset) as server, pytest.raises(RetriesExhausted) as caught:
         library(QUICK).request("POST", server.url, BODY)
     parents = {kind.__module__.partition(".")[0] for kind in type(caught.value).__mro__}

@@ -30,7 +30,6 @@ JSON = {"Content-Type": "application/json"}
 
 
 def test_key_and_bytes_are_on_disk_before_the_first_byte_is_sent(tmp_path: Path) -> None:
-    """CASES 34."""
     seen = []
 
     def look(visit: Any) -> None:
@@ -43,7 +42,6 @@ def test_key_and_bytes_are_on_disk_before_the_first_byte_is_sent(tmp_path: Path)
 
 
 def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library: Any, tmp_path: Path) -> None:
-    """CASES 34."""
     client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
         with pytest.raises(RetriesExhausted) as caught:
@@ -58,7 +56,6 @@ def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library
 
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
 def test_what_had_no_body_is_continued_as_it_was(library: Any, method: str, tmp_path: Path) -> None:
-    """CASES 34."""
     client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with no_sleeping(), Server(*[reset] * 5) as server:
         with pytest.raises(RetriesExhausted):
@@ -71,7 +68,7 @@ def test_what_had_no_body_is_continued_as_it_was(library: Any, method: str, tmp_
 
 
 def test_a_client_s_own_parameters_are_not_added_to_what_it_continues(tmp_path: Path) -> None:
-    """CASES 34.  The URL that was written down has them, or what the request said instead."""
+    """The URL that was written down has them, or what the request said instead."""
     transport = RetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with no_sleeping(), Server(*[reset] * 5) as server, httpx.Client(transport=transport, params={"v": "1"}) as client:
         with pytest.raises(RetriesExhausted):
@@ -81,7 +78,6 @@ def test_a_client_s_own_parameters_are_not_added_to_what_it_continues(tmp_path: 
 
 
 def test_a_session_s_own_parameters_are_not_added_to_what_it_continues(tmp_path: Path) -> None:
-    """CASES 34."""
     client = Requests(RETRY, f"sqlite:///{tmp_path}/keys.db")
     client.session.params = {"v": "1"}
     with no_sleeping(), Server(*[reset] * 5) as server:
@@ -92,7 +88,6 @@ def test_a_session_s_own_parameters_are_not_added_to_what_it_continues(tmp_path:
 
 
 def test_an_operation_that_was_never_sent_is_not_remembered(tmp_path: Path) -> None:
-    """CASES 34."""
     client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with no_sleeping(), pytest.raises(RetriesExhausted):
         client.request("POST", "http://127.0.0.1:9", BODY)
@@ -100,7 +95,6 @@ def test_an_operation_that_was_never_sent_is_not_remembered(tmp_path: Path) -> N
 
 
 def test_one_that_was_once_sent_is_remembered_though_it_cannot_be_sent_now(tmp_path: Path) -> None:
-    """CASES 34."""
     client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with Server(*[reset] * 5) as server, no_sleeping(), pytest.raises(RetriesExhausted):
         client.request("POST", server.url, BODY)
@@ -112,7 +106,6 @@ def test_one_that_was_once_sent_is_remembered_though_it_cannot_be_sent_now(tmp_p
 
 @pytest.mark.parametrize("status", [201, 400, 404, 422])
 def test_a_final_answer_settles(library: Any, status: int, tmp_path: Path) -> None:
-    """CASES 34."""
     client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with Server(answer(status)) as server:
         client.request("POST", server.url, BODY)
@@ -120,7 +113,7 @@ def test_a_final_answer_settles(library: Any, status: int, tmp_path: Path) -> No
 
 
 def test_a_refusal_after_a_doubtful_attempt_settles_nothing(tmp_path: Path) -> None:
-    """CASES 34.  The token expired between the attempts; the first may have been performed."""
+    """The token expired between the attempts; the first may have been performed."""
     client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with Server(then(effect, reset), answer(401)) as server:
         reply = client.request("POST", server.url, BODY)
@@ -130,7 +123,6 @@ def test_a_refusal_after_a_doubtful_attempt_settles_nothing(tmp_path: Path) -> N
 
 
 def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(library: Any, tmp_path: Path) -> None:
-    """CASES 41."""
     url = f"sqlite:///{tmp_path}/keys.db"
     short = Retry(base=0.001, attempts=2, deadline=0.5, key_lifetime=1.0, budget=None)
     with Server(*[then(effect, reset)] * 2) as server:
@@ -147,7 +139,6 @@ def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(library: Any,
 
 
 def test_in_one_long_call_too_the_key_is_not_sent_past_the_servers_memory(library: Any) -> None:
-    """CASES 41."""
     pace = {"attempts": 10, "deadline": 3600, "attempt_timeout": 60, "base": 60, "cap": 60, "jitter": "none"}
     patient = Retry(**pace, key_lifetime=300, budget=None)
     with no_sleeping(), Server(default=answer(503)) as server, pytest.raises(OutcomeUnknown):
@@ -157,7 +148,6 @@ def test_in_one_long_call_too_the_key_is_not_sent_past_the_servers_memory(librar
 
 
 def test_a_key_reused_for_another_request_is_refused_before_it_is_sent(library: Any, tmp_path: Path) -> None:
-    """CASES 14."""
     client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
     own = {"Idempotency-Key": "order-17", **JSON}
     with Server() as server:
@@ -169,7 +159,6 @@ def test_a_key_reused_for_another_request_is_refused_before_it_is_sent(library: 
 
 
 def test_a_body_too_large_to_keep_can_be_seen_but_not_resumed(tmp_path: Path) -> None:
-    """CASES 34."""
     client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with Server(then(effect, reset)) as server:
         with pytest.raises(RetriesExhausted):
@@ -183,7 +172,6 @@ def test_a_body_too_large_to_keep_can_be_seen_but_not_resumed(tmp_path: Path) ->
 
 
 async def test_a_cancelled_request_ends_at_once_and_stays_open(tmp_path: Path) -> None:
-    """CASES 37."""
     transport = AsyncRetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with Server(then(effect, hang)) as server:
         async with httpx.AsyncClient(transport=transport, timeout=30) as client:
@@ -199,13 +187,12 @@ async def test_a_cancelled_request_ends_at_once_and_stays_open(tmp_path: Path) -
 
 
 def test_without_a_keyring_there_is_nothing_to_ask() -> None:
-    """CASES 34."""
     with pytest.raises(ConfigurationError, match="no keyring"):
         RetryTransport(RETRY).pending()
 
 
 def test_the_deadline_counts_the_claim_too(tmp_path: Path) -> None:
-    """CASES 37.  The file was locked for longer than the caller would wait."""
+    """The file was locked for longer than the caller would wait."""
 
     class Slow(SqliteKeyring):
         def _claim(self, *arguments: Any) -> Any:
@@ -222,7 +209,6 @@ def test_the_deadline_counts_the_claim_too(tmp_path: Path) -> None:
 
 
 def test_a_password_in_the_url_is_not_written_down(tmp_path: Path) -> None:
-    """CASES 34."""
     client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with Server(default=reset) as server, no_sleeping(), pytest.raises(RetriesExhausted):
         client.request("POST", server.url.replace("://", "://me:hidden@"), BODY)
@@ -231,7 +217,7 @@ def test_a_password_in_the_url_is_not_written_down(tmp_path: Path) -> None:
 
 
 async def test_what_is_cancelled_in_a_later_attempt_is_not_taken_for_unsent(tmp_path: Path) -> None:
-    """CASES 37.  The first attempt found no connection; the second may have been received."""
+    """The first attempt found no connection; the second may have been received."""
     hanging = asyncio.Event()
 
     class Inner(httpx.AsyncBaseTransport):
@@ -257,7 +243,7 @@ async def test_what_is_cancelled_in_a_later_attempt_is_not_taken_for_unsent(tmp_
 
 @pytest.mark.parametrize("ring", ["sqlite:///{0}/keys.db", "ledger"])
 def test_what_had_credentials_is_not_resumed_without(library: Any, tmp_path: Path, ring: str) -> None:
-    """CASES 34: to a server that knows callers by their credentials, the key would be a stranger's, and new."""
+    """To a server that knows callers by their credentials, the key would be a stranger's, and new."""
     store = SqliteStore(str(tmp_path / "ledger.db"))
     client = library(RETRY, store if ring == "ledger" else ring.format(tmp_path))
     with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
@@ -281,7 +267,6 @@ def test_what_had_credentials_is_not_resumed_without(library: Any, tmp_path: Pat
 
 
 def test_all_that_a_door_knows_callers_by_are_credentials() -> None:
-    """CASES 34."""
     assert {name.lower() for name in CREDENTIALS} == KNOWN_BY
 
 

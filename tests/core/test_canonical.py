@@ -87,14 +87,12 @@ def same_json(a: Any, b: Any) -> bool:
 
 @given(values, st.randoms(use_true_random=False))
 def test_every_spelling_of_a_value_has_one_form(value: Any, chance: random.Random) -> None:
-    """CASES 10."""
     forms = {canonical_json(spell(value, chance).encode()) for _ in range(3)}
     assert len(forms) == 1
 
 
 @given(values, values, st.randoms(use_true_random=False))
 def test_two_values_share_a_form_only_if_they_are_equal(a: Any, b: Any, chance: random.Random) -> None:
-    """CASES 10."""
     equal = canonical_json(spell(a, chance).encode()) == canonical_json(spell(b, chance).encode())
     assert equal == same_json(a, b)
 
@@ -123,14 +121,12 @@ def changed(value: Any, chance: random.Random) -> Any:
 
 @given(values, st.randoms(use_true_random=False))
 def test_any_one_changed_leaf_changes_the_form(value: Any, chance: random.Random) -> None:
-    """CASES 14."""
     other = changed(value, chance)
     assert canonical_json(spell(value, chance).encode()) != canonical_json(spell(other, chance).encode())
 
 
 @given(values, st.randoms(use_true_random=False))
 def test_the_form_is_json_of_the_same_value_and_is_its_own_form(value: Any, chance: random.Random) -> None:
-    """CASES 15."""
     form = canonical_json(spell(value, chance).encode())
     assert same_json(json.loads(form, parse_float=Decimal, parse_int=Decimal), value)
     assert canonical_json(form) == form
@@ -138,7 +134,6 @@ def test_the_form_is_json_of_the_same_value_and_is_its_own_form(value: Any, chan
 
 @given(st.binary() | st.text().map(str.encode) | st.text('[]{}",:0.1eE-+ \\u2dn', max_size=60).map(str.encode))
 def test_arbitrary_bytes_have_a_form_or_a_refusal(data: bytes) -> None:
-    """CASES 11."""
     try:
         form = canonical_json(data)
     except InvalidPayload:
@@ -177,7 +172,6 @@ def test_arbitrary_bytes_have_a_form_or_a_refusal(data: bytes) -> None:
     ],
 )
 def test_a_number_is_written_by_its_exact_value(text: str, form: str) -> None:
-    """CASES 10, 11, 15."""
     assert canonical_json(text.encode()) == form.encode()
 
 
@@ -212,7 +206,6 @@ RFC_NUMBERS = {
 
 @pytest.mark.parametrize(("bits", "form"), RFC_NUMBERS.items())
 def test_a_double_is_written_as_rfc_8785_writes_it(bits: str, form: str) -> None:
-    """CASES 15."""
     (double,) = struct.unpack(">d", bytes.fromhex(bits))
     assert canonical_json(repr(double).encode()) == form.encode()
 
@@ -251,13 +244,11 @@ RFC_FILES = {
 
 @pytest.mark.parametrize(("text", "form"), RFC_FILES.values(), ids=RFC_FILES)
 def test_the_files_of_rfc_8785_have_their_form(text: str, form: str) -> None:
-    """CASES 15."""
     assert canonical_json(text.encode()) == form.encode()
 
 
 @given(st.lists(st.text(st.characters(min_codepoint=0xD000, exclude_categories=["Cs"]), min_size=1), unique=True))
 def test_members_are_sorted_by_utf_16_units(names: list[str]) -> None:
-    """CASES 15."""
     form = canonical_json(json.dumps({"outer": [dict.fromkeys(names, 1)]}).encode())
     assert list(json.loads(form)["outer"][0]) == sorted(names, key=lambda name: name.encode("utf-16-be"))
 
@@ -266,7 +257,7 @@ def test_members_are_sorted_by_utf_16_units(names: list[str]) -> None:
     "places", ["top", "deep", "far apart", "by escape", "with quotes", "empty name", "equal values"]
 )
 def test_a_member_named_twice_has_no_form(places: str) -> None:
-    """CASES 11: readers disagree on which of the two counts."""
+    """Readers disagree on which of the two counts."""
     text = {
         "top": '{"a":1,"a":2}',
         "deep": '[[{"b":{"a":1,"c":[],"a":2}}]]',
@@ -281,7 +272,6 @@ def test_a_member_named_twice_has_no_form(places: str) -> None:
 
 
 def test_quotes_hidden_in_escapes_are_no_second_member() -> None:
-    """CASES 11."""
     form = canonical_json(b'{"\\u0022":"\\\\u0022 \\\\\\u0022","a\\"":"\\\\"}')
     assert form == b'{"\\"":"\\\\u0022 \\\\\\"","a\\"":"\\\\"}'
 
@@ -326,14 +316,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
 def test_what_has_no_single_meaning_has_no_form(data: bytes) -> None:
-    """CASES 11."""
     with pytest.raises(InvalidPayload):
         canonical_json(data)
 
 
 @pytest.mark.parametrize("sign", [b"", b"-"])
 def test_an_integer_of_a_million_digits_is_exact(sign: bytes) -> None:
-    """CASES 11: no digit is lost, and no limit of int() is met."""
+    """No digit is lost, and no limit of int() is met."""
     digits = b"1" * MEGABYTE
     form = canonical_json(b'["\\"1", %b%b]' % (sign, digits))
     assert form == b'["\\"1",%b1.%be+999999]' % (sign, digits[1:])
@@ -341,14 +330,12 @@ def test_an_integer_of_a_million_digits_is_exact(sign: bytes) -> None:
 
 
 def test_digits_in_strings_stay_as_they_are() -> None:
-    """CASES 10."""
     text = b'{"1111111111111111111111111":"-2222222222222222222222222 \\"3333333333333333333333333"}'
     assert canonical_json(text) == text
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":', '["[{\\"",'])
 def test_nesting_is_limited_by_the_brackets_outside_strings(opening: str) -> None:
-    """CASES 11."""
     closing = "}" if opening.startswith("{") else "]"
     at_limit, beyond = (opening * depth + "1" + closing * depth for depth in (MAX_DEPTH, MAX_DEPTH + 1))
     assert canonical_json(at_limit.encode()) == at_limit.encode()
@@ -357,13 +344,12 @@ def test_nesting_is_limited_by_the_brackets_outside_strings(opening: str) -> Non
 
 
 def test_many_brackets_side_by_side_are_not_deep() -> None:
-    """CASES 11."""
     data = b"[" + b",".join([b'{"a":[]}'] * 1000) + b"]"
     assert canonical_json(data, max_depth=3) == data
 
 
 def test_the_answer_does_not_depend_on_the_limit_for_integers() -> None:
-    """CASES 11: two processes of one service may be set up differently."""
+    """Two processes of one service may be set up differently."""
     data = b"[" + b"7" * 5000 + b"]"
     before, expected = sys.get_int_max_str_digits(), canonical_json(data)
     try:
@@ -374,7 +360,6 @@ def test_the_answer_does_not_depend_on_the_limit_for_integers() -> None:
 
 
 def test_threads_may_share_it() -> None:
-    """CASES 11."""
     deep, plain, wrong = b"[" * 100_000, b'{"b":[1.50],"a":"\\u0022"}', set()
 
     def work() -> None:

@@ -256,6 +256,13 @@ def test_annotation_names_its_classes(annotation: Any, named: list[type]) -> Non
         assert list(returning(annotation)) == named
 
 
+def test_alias_that_contains_itself_names_its_classes() -> None:
+    """As `type Tree = Order | list[Tree]` does, from Python 3.12 on."""
+    alias = SimpleNamespace()
+    alias.__value__ = tuple[Order, list[alias]]  # type: ignore[valid-type]
+    assert list(_classes_in(alias)) == [tuple, Order, list]
+
+
 def take(order: Order, refund: Refund, session: NotImported) -> int:  # type: ignore[name-defined] # noqa: F821
     return 1
 
@@ -270,6 +277,22 @@ def test_annotations_are_found_on_every_kind_of_callable() -> None:
     assert annotated_classes(functools.wraps(take)(lambda *args: None), "order") == (Order,)
     assert annotated_classes(Taking(), "return") == annotated_classes(Taking().__call__, "return") == (Order,)
     assert annotated_classes(lambda: None, "return") == annotated_classes(len, "return") == ()
+
+
+class Failing:
+    """A function whose annotations cannot be evaluated, as in Python 3.14."""
+
+    __globals__: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def __annotations__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise NameError("NotImportedAtRunTime")
+
+    def __call__(self) -> Order: ...  # type: ignore[empty-body]
+
+
+def test_annotations_that_fail_to_evaluate_name_no_class() -> None:
+    assert annotated_classes(Failing(), "return") == ()
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_toml_and_python_say_the_same():
     ],
 )
 def test_a_rule_beats_the_defaults_which_beat_the_profile(written, ttl, strict, required):
-    """CASES 30: each rule keeps its own settings."""
+    """Each rule keeps its own settings."""
     contract = Contract.parse(written + "\n[[rule]]\nmatch = 'POST /a'\nttl = '1m'\n[[rule]]\nmatch = 'POST /b'\n")
     own, other = contract.rules
     assert own.policy.ttl == 60
@@ -249,7 +249,6 @@ def test_what_was_fine_alone_may_contradict_the_defaults():
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "TRACE", "get"])
 @pytest.mark.parametrize("undeclared", ["guard if keyed", "warn", "refuse", "pass"])
 def test_safe_methods_are_never_guarded(method, undeclared):
-    """CASES 5."""
     assert Contract(Rule("* /a"), undeclared=undeclared).match(method, "/a") is None
 
 
@@ -284,7 +283,6 @@ def test_what_happens_to_undeclared_requests_is_said(undeclared, method, guarded
 
 
 def test_undeclared_requests_on_different_routes_are_different_operations():
-    """CASES 9."""
     contract = Contract()
     found = [contract.match("POST", path) for path in ("/t/1", "/t/2")]
     scopes = {match.rule.scope_of(principal="alice", route=match.route) for match in found}
@@ -301,7 +299,7 @@ def test_undeclared_requests_on_different_routes_are_different_operations():
     ],
 )
 def test_a_key_never_gets_the_outcome_of_another_path(settings, shared):
-    """CASES 9: another method or path is another operation, unless a template says that they are one."""
+    """Another method or path is another operation, unless a template says that they are one."""
     contract = Contract(Rule("POST|PUT /t/{id}", **settings))
     requests = [("POST", "/t/1"), ("POST", "/t/2"), ("PUT", "/t/1")]
     routes = {contract.match(method, path).route for method, path in requests}
@@ -322,7 +320,6 @@ def test_rules_are_found_by_name_or_a_near_name_is_told():
 
 
 def test_a_contract_tells_which_rules_have_no_scope():
-    """CASES 8."""
     assert Contract(Rule("POST /a")).unscoped == ()
     assert Contract(Rule("POST /a", scope="global"), Rule("POST /b")).unscoped == ("POST /a",)
     assert Contract(scope="global").unscoped == ("POST|PATCH *",)

@@ -77,6 +77,21 @@ def test_per_loop_drops_things_that_keep_their_closed_loop_alive() -> None:
     assert first() is second() is None
 
 
+def test_per_loop_lets_go_of_a_collected_loops_thing() -> None:
+    async def get() -> weakref.ref[Collected]:
+        return weakref.ref(things.get())
+
+    class Collected:
+        pass
+
+    things = PerLoop(Collected)
+    thing = asyncio.run(get())
+    gc.collect()
+    things.drop_closed()
+    gc.collect()
+    assert thing() is None
+
+
 async def test_kept_task_survives_the_garbage_collector() -> None:
     async def work() -> str:
         await asyncio.sleep(0.01)

@@ -167,7 +167,7 @@ def test_two_patterns_for_the_same_requests_are_found_out(one, other):
 
 
 def test_a_path_with_very_many_segments_is_answered():
-    """CASES 11: neither deep recursion nor more work than the contract is large."""
+    """Neither deep recursion nor more work than the contract is large."""
     matcher = matcher_of("POST /{a}/{b}/{c}", "POST /a/{rest:path}")
     assert matcher.find("POST", "/a" * 100_000).params["rest"].count("/") == 99_998
 

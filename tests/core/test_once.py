@@ -37,8 +37,6 @@ FALSY = [[], {}, 0, 0.0, False, "", None, (), b""]
 
 @pytest.mark.parametrize("value", [*FALSY, Receipt(1, Decimal("9.50")), "text", [1, {"a": (2,)}]], ids=repr)
 def test_the_second_call_gets_the_firsts_result_as_itself(guard: Guard, runs: list[Any], value: Any) -> None:
-    """CASES 30, 16."""
-
     @once(guard, key="invoice:{number}", types=(Receipt,))
     def send(number: int) -> Any:
         runs.append(number)
@@ -54,8 +52,6 @@ def test_the_second_call_gets_the_firsts_result_as_itself(guard: Guard, runs: li
 
 @pytest.mark.parametrize("value", [*FALSY, Receipt(1, Decimal("9.50"))], ids=repr)
 async def test_an_async_function_happens_once(guard: Guard, runs: list[Any], value: Any) -> None:
-    """CASES 30."""
-
     @once(guard, key="invoice:{number}", types=(Receipt,))
     async def send(number: int) -> Any:
         await asyncio.sleep(0)
@@ -87,7 +83,6 @@ class Later:
 
 
 def test_ten_threads_at_once_get_one_result(guard: Guard, runs: list[Any]) -> None:
-    """CASES 17."""
     together = threading.Barrier(10)
 
     @once(guard, key="{number}")
@@ -105,8 +100,6 @@ def test_ten_threads_at_once_get_one_result(guard: Guard, runs: list[Any]) -> No
 
 
 async def test_ten_tasks_at_once_get_one_result(guard: Guard, runs: list[Any]) -> None:
-    """CASES 17."""
-
     @once(guard, key="{number}")
     async def send(number: int) -> int:
         await asyncio.sleep(0.01)
@@ -121,8 +114,6 @@ async def test_ten_tasks_at_once_get_one_result(guard: Guard, runs: list[Any]) -
 
 
 def test_positional_and_keyword_calls_and_defaults_are_the_same_call(guard: Guard, runs: list[Any]) -> None:
-    """CASES 30."""
-
     @once(guard, key="{order}:{currency}")
     def pay(order: int, amount: Decimal, currency: str = "EUR", *, express: bool = False) -> int:
         runs.append(order)
@@ -156,8 +147,6 @@ def test_any_number_of_arguments_are_compared(guard: Guard, runs: list[Any]) -> 
 
 
 def test_a_different_payload_under_the_same_key_never_runs(guard: Guard, runs: list[Any]) -> None:
-    """CASES 14."""
-
     @once(guard, key="{order}")
     def pay(order: int, amount: int) -> str:
         runs.append(amount)
@@ -230,8 +219,6 @@ def test_a_key_may_be_made_by_a_function_of_the_same_arguments(guard: Guard, run
 
 @pytest.mark.parametrize("bad", ["", " ", None, 7, "x" * 256, "a\nb", "\ud800"], ids=repr)
 def test_a_function_that_makes_a_bad_key_is_told_and_nothing_happens(guard: Guard, runs: list[Any], bad: Any) -> None:
-    """CASES 3."""
-
     @once(guard, key=lambda: bad)
     def work() -> None:
         runs.append(1)
@@ -285,8 +272,6 @@ def test_a_time_window_in_the_key_is_by_the_guards_clock(runs: list[Any]) -> Non
 
 
 def test_a_call_can_be_looked_up_without_making_it(guard: Guard, runs: list[Any]) -> None:
-    """CASES 32."""
-
     @once(guard, key="invoice:{number}")
     def send(number: int) -> None:
         runs.append(number)

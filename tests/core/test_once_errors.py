@@ -33,8 +33,6 @@ class Declined(Exception):
 
 
 def test_a_chosen_error_is_raised_again_as_itself(guard: Guard, runs: list[Any]) -> None:
-    """CASES 30."""
-
     @once(guard, key="{order}", errors=(Declined,))
     def pay(order: int) -> None:
         runs.append(order)
@@ -60,8 +58,6 @@ async def test_a_chosen_error_of_an_async_function_is_raised_again(guard: Guard,
 
 
 def test_any_other_error_leaves_the_key_free(guard: Guard, runs: list[Any]) -> None:
-    """CASES 20."""
-
     @once(guard, key="{order}", errors=(Declined,))
     def pay(order: int) -> str:
         runs.append(order)
@@ -94,7 +90,7 @@ def test_a_chosen_error_may_be_left_out_by_keep(guard: Guard, runs: list[Any]) -
 def test_an_unstorable_result_is_the_first_callers_and_never_leads_to_a_second_run(
     guard: Guard, runs: list[Any], keep: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CASES 22, 30: and why is told at once, not when somebody asks again."""
+    """And why is told at once, not when somebody asks again."""
     handle = object()
 
     @once(guard, key="{n}", keep=keep)
@@ -149,6 +145,16 @@ def test_annotated_class_that_cannot_be_stored_is_refused_before_the_effect(guar
     assert not guard.list().records
 
 
+def test_unstorable_class_in_types_is_refused_before_the_effect(guard: Guard, runs: list[Any]) -> None:
+    @once(guard, key="{n}", types=(Session,))
+    def connect(n: int) -> Any:
+        runs.append(n)
+
+    with pytest.raises(ConfigurationError, match=r"connect returns a Session, which cannot be stored and replayed"):
+        connect(1)
+    assert runs == []
+
+
 def test_an_error_that_cannot_be_stored_is_the_first_callers_and_the_function_does_not_run_again(
     guard: Guard, runs: list[Any]
 ) -> None:
@@ -170,8 +176,6 @@ def test_an_error_that_cannot_be_stored_is_the_first_callers_and_the_function_do
 def test_an_unreadable_result_is_told_to_the_caller_and_the_observers(
     guard: Guard, events: list[Event], runs: list[Any]
 ) -> None:
-    """CASES 28."""
-
     @once(guard, key="{n}")
     def work(n: int) -> None:
         runs.append(n)
@@ -185,8 +189,6 @@ def test_an_unreadable_result_is_told_to_the_caller_and_the_observers(
 
 
 def test_a_result_that_a_resolver_knew_is_returned_also_where_it_could_not_be_stored() -> None:
-    """CASES 25, 27."""
-
     class Failing(MemoryStore):
         def settle(self, *args: Any, **options: Any) -> Any:
             raise StoreUnavailable("gone")

@@ -25,8 +25,6 @@ def runs() -> list[Any]:
 
 
 def test_two_rules_on_one_store_keep_their_own_settings(guard: Guard, runs: list[Any]) -> None:
-    """CASES 30."""
-
     @once(guard, key="{n}", ttl="1h")
     def short(n: int) -> None:
         runs.append("short")

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore._contract.policy import Policy, check_choice, duration
+from oncemore._contract.rule import Rule
 from oncemore._ledger.model import Outcome
 from oncemore.errors import ConfigurationError
 
@@ -78,6 +79,14 @@ def test_errors_are_a_tuple_of_exceptions(errors):
         Policy(errors=errors)
 
 
+@pytest.mark.parametrize("reruns", [-1, 1.5, True, "3"])
+def test_reruns_must_be_a_whole_number(reruns):
+    with pytest.raises(ConfigurationError, match=r"is not a number of times: write 0, 1, 2"):
+        Policy(reruns=reruns)
+    with pytest.raises(ConfigurationError, match=r"reruns: .* is not a number of times: write 0, 1, 2"):
+        Rule("POST /x", effect="steps", reruns=reruns)
+
+
 @pytest.mark.parametrize("types", [[dict], dict, ("Order",), (list[int],)])
 def test_types_must_be_a_tuple_of_classes(types):
     with pytest.raises(ConfigurationError, match=r"is not a tuple of classes: write one such as \(Order,\)"):
@@ -106,7 +115,6 @@ def test_resolving_needs_someone_to_ask():
     ],
 )
 def test_which_responses_are_final(keep, kept):
-    """CASES 20."""
     statuses = {200, 201, 204, 301, 400, 401, 403, 404, 408, 409, 410, 422, 425, 429, 500, 502, 503, 504}
     policy = Policy(keep=keep)
     assert {status for status in statuses if policy.keeps(Outcome("response", status))} == kept
@@ -114,7 +122,6 @@ def test_which_responses_are_final(keep, kept):
 
 @pytest.mark.parametrize("status", [200, 404, 500, 503])
 def test_with_keep_all_failures_are_final_too(status):
-    """CASES 20."""
     assert Policy(keep="all").keeps(Outcome("response", status))
 
 

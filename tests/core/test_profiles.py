@@ -6,8 +6,8 @@ import pytest
 
 from oncemore._contract.contract import Contract
 from oncemore._contract.profiles import DEFAULT, PROFILES
-from oncemore._contract.rule import SETTINGS, Rule
-from oncemore._contract.settings import StatusHeader
+from oncemore._contract.rule import Rule
+from oncemore._contract.settings import SETTINGS, StatusHeader
 from oncemore.errors import InvalidKey, MissingKey
 
 V4 = "8e03978e-40d5-43e8-bc93-6894a57f9324"
@@ -51,14 +51,12 @@ def test_a_rule_alone_is_under_the_default_profile():
     ],
 )
 def test_what_repeats_and_conflicts_get(profile, on_mismatch, in_flight, keep, hours):
-    """CASES 14, 17, 20."""
     policy = default_of(profile).policy
     assert (policy.on_mismatch, policy.in_flight, policy.keep) == (on_mismatch, in_flight, keep)
     assert policy.ttl == hours * 3600
 
 
 def test_ietf_wants_a_structured_field():
-    """CASES 1."""
     key = default_of("ietf").key
     assert key.read(['"8e03"']) == "8e03"
     with pytest.raises(InvalidKey, match="double quotes"):
@@ -66,7 +64,6 @@ def test_ietf_wants_a_structured_field():
 
 
 def test_matchmaking_wants_a_uuid_of_version_4():
-    """CASES 4, 6."""
     key = default_of("matchmaking").key
     assert key.read([V4]) == V4
     with pytest.raises(InvalidKey, match="version 4"):
@@ -76,7 +73,6 @@ def test_matchmaking_wants_a_uuid_of_version_4():
 
 
 def test_azure_has_its_own_headers():
-    """CASES 6, 29."""
     rule = default_of("azure")
     assert rule.key.name == "Repeatability-Request-ID"
     assert (rule.first_sent, rule.policy.late) == ("Repeatability-First-Sent", "refuse")
@@ -90,13 +86,11 @@ def test_azure_has_its_own_headers():
 
 
 def test_stripe_marks_replays_only():
-    """CASES 16."""
     assert default_of("stripe").status_header == StatusHeader("Idempotent-Replayed", replayed="true")
     assert default_of("default").status_header == StatusHeader("Idempotency-Status", "stored", "replayed", "unstored")
 
 
 def test_spring_tells_when_to_come_back():
-    """CASES 17."""
     assert default_of("spring").retry_after == 3.0
     with pytest.raises(InvalidKey, match="at most 100"):
         default_of("spring").key.read(["k" * 101])
@@ -112,7 +106,7 @@ def test_patterns_log_a_suspicious_repeat():
     [("default", False), ("stripe", True), ("stripe-v2", False), ("matchmaking", True)],
 )
 def test_a_key_on_another_route_is_another_operation_or_a_conflict(profile, conflicts):
-    """CASES 9: a conflict is found by the fingerprint, once both routes' keys share a scope."""
+    """A conflict is found by the fingerprint, once both routes' keys share a scope."""
     contract = Contract(Rule("POST /a"), Rule("POST /b"), profile=profile)
     one, other = (contract.match("POST", path).rule.scope_of(principal="alice") for path in ("/a", "/b"))
     assert (one == other) is conflicts
@@ -123,7 +117,6 @@ def test_a_key_on_another_route_is_another_operation_or_a_conflict(profile, conf
     [("default", "POST PATCH"), ("stripe", "POST"), ("stripe-v2", "POST DELETE"), ("azure", "POST PUT PATCH DELETE")],
 )
 def test_which_undeclared_methods_are_guarded(profile, guarded):
-    """CASES 5."""
     contract = Contract(profile=profile)
     methods = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
     assert [method for method in methods if contract.match(method, "/any")] == guarded.split()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore._contract.keys import MAX_LENGTH
-from oncemore._contract.rule import SETTINGS, Rule, idempotent, rule_of
-from oncemore._contract.settings import FingerprintSettings, Rate, StatusHeader
+from oncemore._contract.rule import Rule, idempotent, rule_of
+from oncemore._contract.settings import SETTINGS, FingerprintSettings, Rate, StatusHeader
 from oncemore._contract.templates import Template
 from oncemore.errors import ConfigurationError, InvalidKey, InvalidPrincipal, MissingKey
 
@@ -53,7 +53,6 @@ def test_short_and_long_forms_of_a_key_mean_the_same(short, table, shown):
 
 
 def test_an_optional_key_may_be_missing_and_a_required_one_not():
-    """CASES 4."""
     assert Rule().key.read([]) is None
     with pytest.raises(MissingKey, match="Idempotency-Key"):
         Rule(key="required").key.read([])
@@ -61,13 +60,11 @@ def test_an_optional_key_may_be_missing_and_a_required_one_not():
 
 @pytest.mark.parametrize("key", ["optional", "required"])
 def test_an_empty_key_is_not_a_missing_one(key):
-    """CASES 3."""
     with pytest.raises(InvalidKey):
         Rule(key=key).key.read([""])
 
 
 def test_a_custom_header_replaces_the_default_one():
-    """CASES 6."""
     key = Rule(key={"name": "X-Request-Id", "required": True}).key
     assert key.name == "X-Request-Id"
     with pytest.raises(MissingKey, match="X-Request-Id"):
@@ -79,25 +76,21 @@ def test_a_custom_header_replaces_the_default_one():
     [({"id": "m1"}, "m1"), ({"id": 42}, "42"), ({"id": None}, None), ({}, None), ([], None), (None, None)],
 )
 def test_a_key_from_the_body_may_be_optional(document, expected):
-    """CASES 4."""
     assert Rule(key={"at": "/id", "required": False}).key.read(body=document) == expected
 
 
 def test_a_key_from_the_body_is_required_unless_said_otherwise():
-    """CASES 4."""
     with pytest.raises(MissingKey, match="/clientMessageId"):
         Rule(key="body:/clientMessageId").key.read(body={})
 
 
 @pytest.mark.parametrize("value", ["", True, {}, ["m1"], "a\x00b", "k" * 256])
 def test_a_bad_key_in_the_body_is_refused(value):
-    """CASES 3, 11."""
     with pytest.raises(InvalidKey):
         Rule(key="body:/id").key.read(body={"id": value})
 
 
 def test_a_key_from_the_body_has_a_format():
-    """CASES 6."""
     key = Rule(key={"from": "body", "at": "/id", "format": "uuid4"}).key
     assert key.read(body={"id": V4.upper()}) == V4
     assert str(key) == "body /id (uuid4)"
@@ -111,7 +104,6 @@ def test_a_key_from_a_template_is_made_from_the_request():
 
 
 def test_no_key_is_read_where_none_is_wanted():
-    """CASES 5."""
     assert Rule(key="none").key.read(["8e03"], body={"id": 1}) is None
 
 
@@ -350,20 +342,17 @@ def test_a_single_fault_is_told_in_one_line():
     ],
 )
 def test_a_key_belongs_to_its_owner_and_route(settings, owners, scope):
-    """CASES 8, 9."""
     assert Rule("POST /x", **settings).scope_of(**owners) == scope
 
 
 @pytest.mark.parametrize("scope", ["principal", "tenant", did_it_happen])
 def test_an_owner_without_a_name_is_refused(scope):
-    """CASES 8."""
     with pytest.raises(InvalidPrincipal, match="is empty"):
         Rule(scope=scope).scope_of()
 
 
 @given(st.tuples(OWNERS, OWNERS), st.tuples(OWNERS, OWNERS))
 def test_two_owners_never_share_a_scope(one, other):
-    """CASES 7, 8."""
     scopes = [Rule("POST /x").scope_of(tenant=tenant, principal=principal) for tenant, principal in (one, other)]
     assert (scopes[0] == scopes[1]) == (one == other)
 
@@ -377,7 +366,6 @@ def test_a_scope_is_bounded_however_long_its_owner():
     [("principal", False), ("tenant", False), (did_it_happen, False), ("resource", True), ("global", True)],
 )
 def test_a_rule_tells_when_principals_share_keys(scope, unscoped):
-    """CASES 8."""
     assert Rule(scope=scope).unscoped is unscoped
 
 

@@ -24,9 +24,9 @@ from oncemore._ledger.context import Op
 from oncemore._ledger.store import Filter
 from oncemore.errors import StoreError, UnknownOutcome
 from oncemore.testing.crashes import POINTS
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
-from .. import nursery
+from ..support import processes
 from .conftest import emptied
 from .crashing import LEASE, LEVELS, REFUND, opened, perform, policy
 from .shops import ON_POSTGRES, ON_SQLITE, Shop
@@ -57,7 +57,7 @@ def url(driver: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 async def killed(level: str, driver: str, url: str, point: str) -> None:
     command = [sys.executable, "-m", "tests.effects.crashing", level, driver, url, point]
-    ended = await asyncio.to_thread(nursery.run, command)
+    ended = await asyncio.to_thread(processes.run_to_end, command)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from oncemore.testing.crashes import POINTS
 
-from ..nursery import Raised
+from ..support.processes import ForkedServer
 from .conftest import emptied
 from .crashing import LEASE, opened
 from .test_crash_matrix import IN_DOUBT, note
@@ -24,7 +24,7 @@ EVERYWHERE = (*POINTS, "during response")
 BODY = {"payment": "p1", "amount": "10.00"}
 
 
-class Service(Raised):
+class Service(ForkedServer):
     """The refund service, in a process of its own; *point* is where it dies."""
 
     def __init__(self, level: str, driver: str, store: str, point: str) -> None:

@@ -17,7 +17,7 @@ from oncemore import Guard
 from oncemore._ledger.context import Op
 from oncemore._ledger.transactions import Do
 from oncemore.errors import PayloadMismatch, StoreTimeout
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 from .conftest import emptied, opened
 from .shops import ON_POSTGRES, POLICY, OnDjango, Performer, Shop

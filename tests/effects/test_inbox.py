@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from oncemore import Guard, Inbox, Operation, Policy
+from oncemore import Guard, Inbox, Operation, Outcome, Policy
 from oncemore._ledger.context import Op
 from oncemore._ledger.model import Lease
 from oncemore._ledger.store import Filter
+from oncemore._ledger.values import replayed
 from oncemore._runtime.plan import Sleep, arun, run
 from oncemore.errors import (
     ConfigurationError,
@@ -24,7 +25,7 @@ from oncemore.errors import (
     UnknownOutcome,
     WrongState,
 )
-from oncemore.messages.inbox import packed, DEAD, Received
+from oncemore.messages.inbox import DEAD, Received, packed
 
 from .conftest import on_each_kind
 from .shops import Shop

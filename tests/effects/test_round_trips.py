@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 from .conftest import emptied, opened
 from .shops import ON_POSTGRES, Shop

@@ -17,7 +17,7 @@ import pytest
 
 from oncemore._ledger.values import replayed
 
-from ..nursery import Child
+from ..support.processes import Program
 from .conftest import emptied
 from .shops import Postgres, Shop, Sqlite
 
@@ -38,7 +38,7 @@ POINTS = [
 def running_provider() -> Iterator[str]:
     """The address of a provider that is there for all tests."""
     command = [sys.executable, str(HERE / "provider.py")]
-    with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdin is not None
         yield process.stdout.readline().strip()
@@ -63,10 +63,10 @@ class Orders:
         self.shop = shop
         self.provider = provider
 
-    def child(self, what: str, *point: str, mode: str = "") -> Child:
+    def child(self, what: str, *point: str, mode: str = "") -> Program:
         command = [sys.executable, str(HERE / "steps_child.py"), self.kind, self.shop.url, self.provider, what, *point]
         env = {**os.environ, "PROVIDER_MODE": mode}
-        return Child(command, stdout=subprocess.PIPE, env=env)
+        return Program(command, stdout=subprocess.PIPE, env=env)
 
     def told(self, what: str = "attempt", *, mode: str = "") -> Any:
         """What a child answers that nothing happens to."""

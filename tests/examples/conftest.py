@@ -16,18 +16,18 @@ from psycopg import sql
 from examples.payments.processes import Provider, Service, World
 from oncemore.client.deadlines import no_sleeping
 
-from ..nursery import Raised
+from ..support.processes import ForkedServer
 from .gateway import Road, road_to
 
 STORES = ["sqlite", pytest.param("postgres", marks=pytest.mark.server)]
 
 
-class RaisedProvider(Raised, Provider):
-    """One that the nursery runs, as the tests of a killed service start it again and again."""
+class RaisedProvider(ForkedServer, Provider):
+    """A service from the forkserver, because the tests of a killed service start it again and again."""
 
 
-class RaisedService(Raised, Service):
-    """One that the nursery runs."""
+class RaisedService(ForkedServer, Service):
+    """A provider from the forkserver."""
 
 
 class Shop(World):

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from examples.payments.processes import World, http
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 # Of one connection, not of the message.
 HOP_BY_HOP = ("host", "connection", "transfer-encoding", "content-length", "date", "server")

@@ -1,4 +1,4 @@
-"""CASES D, but for its tables (test_client_rows.py): our client against the real service, and the ledger to judge by."""
+"""The client against the real payments service, judged by its ledger: crashes, presets, Retry-After and duplicates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oncemore.client.keyring.entry import Resumed
 from oncemore.client.story import Story
 from tests.client.clients import Answer
 
-from ..nursery import Child
+from ..support.processes import Program
 from .callers import (
     BOTH,
     Caller,
@@ -48,12 +48,12 @@ def answered(resumed: Resumed) -> Answer:
 def test_a_caller_killed_in_mid_refund_is_continued_by_the_next_under_the_same_key(
     shop: Shop, road: Road, tmp_path: Path, library: str
 ) -> None:
-    """CASES 34, 23.  kill -9 while the provider is at it; whoever resumes gets that refund, not another."""
+    """Kill -9 while the provider is at it; whoever resumes gets that refund, not another."""
     keyring, charge = f"sqlite:///{tmp_path}/keys.db", shop.captured(f"killed-{library}")
     asked = len(shop.calls())
     shop.provider.order({"latency_after": 0.7})
     command = [sys.executable, "-m", "tests.examples.killed_caller", library, road.url, keyring, charge]
-    with Child(command) as process:
+    with Program(command) as process:
         until(lambda: len(shop.calls()) > asked)
         process.kill()
         assert process.wait(20) == -signal.SIGKILL
@@ -72,7 +72,6 @@ def test_a_caller_killed_in_mid_refund_is_continued_by_the_next_under_the_same_k
 def test_the_callers_own_key_is_kept_and_reusing_it_for_something_else_is_not_even_sent(
     shop: Shop, road: Road, tmp_path: Path, library: str
 ) -> None:
-    """CASES 34, 14."""
     charge, key = shop.captured(f"own-{library}"), f"own-{library}"
     caller = Caller(library, road.url, keyring=f"sqlite:///{tmp_path}/keys.db")
     first = caller.refund(charge, key=key)
@@ -95,10 +94,10 @@ def test_the_callers_own_key_is_kept_and_reusing_it_for_something_else_is_not_ev
     ],
     ids=["playbook", "matchmaking"],
 )
-def test_the_schedules_are_those_of_the_seeds(
+def test_delays_of_presets_are_in_their_documented_bands(
     shop: Shop, road: Road, quiet: list[float], library: str, retry: Retry, bands: list[tuple[float, float]]
 ) -> None:
-    """CASES 35: `1 | 0`, `2 | 100–200`, `3 | 200–400`, `4 | 400–800`, `5 | 800–1600`; and 1000·2ⁿ + U(0, 1000) ms."""
+    """`1 | 0`, `2 | 100–200`, `3 | 200–400`, `4 | 400–800`, `5 | 800–1600`; and 1000·2ⁿ + U(0, 1000) ms."""
     charge = shop.captured(f"schedule-{library}-{len(bands)}")
     road.proxy.refuse()
     story = given_up(Caller(library, road.url, retry), charge)
@@ -120,7 +119,7 @@ PRESETS = {
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_limits_are_those_of_the_operation(shop: Shop, road: Road, quiet: list[float], preset: str) -> None:
-    """CASES 40: the rows of "Maximum Retry Limits".  The service is down throughout, and back for the next caller."""
+    """The rows of "Maximum Retry Limits".  The service is down throughout, and back for the next caller."""
     attempts, seconds = PRESETS[preset]
     charge = shop.captured(f"preset-{preset}")
     road.proxy.refuse()
@@ -144,7 +143,7 @@ DATES = {
 def test_retry_after_is_understood_in_all_its_forms_and_in_no_others(
     shop: Shop, road: Road, quiet: list[float], form: str
 ) -> None:
-    """CASES 36: `Use Retry-After if provided by the server`.  The service itself says seconds; the rest is the gateway's."""
+    """`Use Retry-After if provided by the server`.  The service itself says seconds; the rest is the gateway's."""
     charge = shop.captured(f"after-{form}")
     after = time.strftime(DATES.get(form, form), time.gmtime(time.time() + 40))
     limits = {"RateLimit-Remaining": "0", "RateLimit-Reset": "7"} if form == "4" else {}  # which it beats
@@ -165,7 +164,7 @@ def test_retry_after_is_understood_in_all_its_forms_and_in_no_others(
 def test_a_wait_that_is_longer_than_the_deadline_is_not_begun(
     shop: Shop, road: Road, quiet: list[float], library: str
 ) -> None:
-    """CASES 36.  The service asks for a second, and there is half of one."""
+    """The service asks for a second, and there is half of one."""
     charge = shop.captured(f"wish-{library}")
     shop.provider.order({"error_before": 0}, {"error_before": 0})
     answer = Caller(library, road.url, Retry(deadline=0.9, budget=None)).refund(charge)
@@ -177,7 +176,7 @@ def test_a_wait_that_is_longer_than_the_deadline_is_not_begun(
 
 @pytest.mark.parametrize("library", BOTH)
 def test_a_twin_that_is_still_at_it_is_waited_for_and_its_refund_is_ours(shop: Shop, road: Road, library: str) -> None:
-    """CASES 18, 33: 409 `in_progress` is no conflict to resolve.  The service waits as long as X-Request-Timeout allows."""
+    """409 `in_progress` is no conflict to resolve.  The service waits as long as X-Request-Timeout allows."""
     charge, key, asked = shop.captured(f"twin-{library}"), f"twin-{library}", len(shop.calls())
     shop.provider.order({"latency": 1.0})
     first: list[Answer] = []

@@ -1,4 +1,4 @@
-"""CASES D, where it must end: at the deadline, at the end of a key's life, and before anything is sent that must not be."""
+"""Where the client must stop: at the deadline, at the end of a key's life, and before it sends anything that it must not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oncemore import Retry
 from oncemore.client.errors import OutcomeUnknown, RetriesExhausted
 from oncemore.client.hosts import Budget
 from oncemore.client.httpx import AsyncRetryTransport
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 from .callers import (
     ALL,
@@ -44,7 +44,7 @@ shop = shop_with(PAYMENTS_PROVIDER_TIMEOUT="3")
 def test_the_deadline_cuts_an_attempt_that_hangs_and_what_came_of_it_can_still_be_learned(
     shop: Shop, road: Road, library: str
 ) -> None:
-    """CASES 37, 26.  The refund is made, and its answer is lost: unknown to the caller until asked once more."""
+    """The refund is made, and its answer is lost: unknown to the caller until asked once more."""
     charge = shop.captured(f"deadline-{library}")
     road.proxy.drop_answers()
     began = time.monotonic()
@@ -59,7 +59,6 @@ def test_the_deadline_cuts_an_attempt_that_hangs_and_what_came_of_it_can_still_b
 
 
 def test_a_cancelled_caller_is_gone_at_once_and_the_refund_is_made_all_the_same(shop: Shop, road: Road) -> None:
-    """CASES 37, 23."""
     charge, asked = shop.captured("cancelled"), len(shop.calls())
     shop.provider.order({"latency": 0.7})
 
@@ -80,7 +79,6 @@ def test_a_cancelled_caller_is_gone_at_once_and_the_refund_is_made_all_the_same(
 
 
 def test_an_interrupted_caller_is_gone_at_once_too(shop: Shop, road: Road) -> None:
-    """CASES 37."""
     charge, asked = shop.captured("interrupted"), len(shop.calls())
     shop.provider.order({"latency": 0.7})
 
@@ -100,7 +98,6 @@ def test_an_interrupted_caller_is_gone_at_once_too(shop: Shop, road: Road) -> No
 def test_a_key_that_the_service_may_have_forgotten_is_not_sent_and_no_other_is_made(
     shop: Shop, road: Road, tmp_path: Path, library: str
 ) -> None:
-    """CASES 41."""
     keyring, charge = f"sqlite:///{tmp_path}/keys.db", shop.captured(f"old-{library}")
     retry = Retry(deadline=0.7, key_lifetime=1.0, budget=None)
     caller = Caller(library, road.url, retry, keyring)
@@ -124,7 +121,7 @@ def test_a_key_that_the_service_may_have_forgotten_is_not_sent_and_no_other_is_m
 
 @pytest.mark.parametrize("library", ALL)
 def test_without_a_key_nothing_is_sent_again_that_may_have_arrived(shop: Shop, road: Road, library: str) -> None:
-    """CASES 38.  To the provider itself, which does as it is told, every time; and the service is not asked in vain."""
+    """To the provider itself, which does as it is told, every time; and the service is not asked in vain."""
     caller = Caller(library, road.url, make_key=None)
     road.gateway.target = shop.provider.url
     order = {"amount": 100, "currency": "EUR", "reference": f"bare-{library}"}
@@ -147,7 +144,6 @@ def test_without_a_key_nothing_is_sent_again_that_may_have_arrived(shop: Shop, r
 
 @pytest.mark.parametrize("library", BOTH)
 def test_a_body_that_can_be_sent_only_once_is_sent_once(shop: Shop, library: str) -> None:
-    """CASES 38."""
     charge, key = shop.captured(f"body-{library}"), f"body-{library}"
     data = json.dumps({"charge_id": charge, "amount": 1000}).encode()
     with FaultProxy.before(shop.service.url) as proxy:
@@ -167,7 +163,7 @@ def test_a_body_that_can_be_sent_only_once_is_sent_once(shop: Shop, library: str
 def test_a_service_that_is_down_is_not_stormed_and_the_budget_comes_back_with_it(
     shop: Shop, road: Road, quiet: list[float]
 ) -> None:
-    """CASES 39.  It was killed; the gateway counts what it is asked meanwhile."""
+    """It was killed; the gateway counts what it is asked meanwhile."""
     charge = shop.captured("storm", amount=10**6)
     caller = Caller("httpx", road.url, Retry(budget=Budget(tokens=10, ratio=1.0)))
     shop.service.crash()

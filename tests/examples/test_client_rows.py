@@ -1,4 +1,4 @@
-"""The seeds' tables of what to retry, row by row: our client, the real service and its provider, and the ledger to judge by.
+"""Which answers are retried, row by row: the client, the real payments service and its provider, judged by the ledger.
 
 What the service or its provider can cause, they cause; a network that fails is a TCP proxy that fails; a service that is
 gone was killed.  Only what none of them ever says (408, 429, 403, 425) is said by the gateway before them.
@@ -130,7 +130,7 @@ RETRIED = {
 def test_what_may_pass_is_asked_once_more_and_refunded_once(
     shop: Shop, road: Road, quiet: list[float], library: str, name: str
 ) -> None:
-    """CASES 33, 34, 36: the rows of "Retryable Errors", of "When to retry" and of the error taxonomy that say yes.
+    """The rows of "Retryable Errors", of "When to retry" and of the error taxonomy that say yes.
 
     408, 429 and the transient one are the gateway's words; all others are the service's, its provider's or the network's.
     """
@@ -153,7 +153,6 @@ def test_what_may_pass_is_asked_once_more_and_refunded_once(
 @pytest.mark.parametrize("library", ["requests", "aiohttp"])
 @pytest.mark.parametrize("name", ["408", "503", "reset within"])
 def test_the_other_libraries_do_so_too(shop: Shop, road: Road, quiet: list[float], library: str, name: str) -> None:
-    """CASES 33, 34, 36."""
     test_what_may_pass_is_asked_once_more_and_refunded_once(shop, road, quiet, library, name)
 
 
@@ -177,7 +176,7 @@ def test_a_provider_that_did_it_already_is_not_asked_to_do_it_again(shop: Shop, 
 
 @pytest.mark.parametrize("library", BOTH)
 class TestWhatWillNotChangeIsAskedOnce:
-    """CASES 33: the rows that say no.  One attempt, one answer, and no effect."""
+    """The rows that say no.  One attempt, one answer, and no effect."""
 
     def check(self, answer: Any, status: int, code: str = "") -> None:
         assert codes(answer.story) == [str(status)]
@@ -217,7 +216,7 @@ class TestWhatWillNotChangeIsAskedOnce:
         assert shop.rows("SELECT count(*) FROM refunds") == before
 
     def test_409_a_key_that_names_something_else(self, shop: Shop, road: Road, library: str) -> None:
-        """`409 | Conflict | No`; `CONFLICT.idempotency.payload_mismatch`.  CASES 14."""
+        """`409 | Conflict | No`; `CONFLICT.idempotency.payload_mismatch`."""
         charge, caller, key = shop.captured(f"409-{library}"), Caller(library, road.url), f"mine-{library}"
         first, other = caller.refund(charge, key=key), caller.refund(charge, amount=2000, key=key)
         self.check(other, 409, "CONFLICT.idempotency.payload_mismatch")
@@ -256,7 +255,7 @@ class TestWhatWillNotChangeIsAskedOnce:
 def test_what_the_server_says_of_retries_beats_the_table(
     shop: Shop, road: Road, quiet: list[float], library: str
 ) -> None:
-    """CASES 33.  The gateway's words: a 400 that shall be repeated, a 503 that shall not, and a 503 from its store."""
+    """The gateway's words: a 400 that shall be repeated, a 503 that shall not, and a 503 from its store."""
     charge = shop.captured(f"hints-{library}")
     caller = Caller(library, road.url)
     road.gateway.script.append(Said(503, {}, {"error_code": "X.broken", "retryable": False}))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from ..nursery import unmeasured
+from ..support.processes import without_coverage
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo.py"
@@ -31,7 +31,9 @@ pytestmark = pytest.mark.chaos
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in unmeasured().items() if name not in ("ONCE", "PAYMENTS_GUARD", "NO_COLOR")}
+    kept = {
+        name: value for name, value in without_coverage().items() if name not in ("ONCE", "PAYMENTS_GUARD", "NO_COLOR")
+    }
     return {**kept, **more}
 
 

@@ -7,8 +7,8 @@ from oncemore._runtime.plan import run
 from oncemore.errors import InvalidPayload
 from oncemore.stores import connect, schema
 from oncemore.stores.memory import MemoryStore
-from oncemore.testing.store_contract import StoreContract
-from oncemore.testing.store_machine import store_machine
+from oncemore.testing.machine import store_machine
+from oncemore.testing.stores import StoreContract
 
 
 class TestMemory(StoreContract):

@@ -12,7 +12,7 @@ import pytest
 
 from oncemore import Guard, Operation, Policy
 from oncemore._ledger.context import Op
-from oncemore.testing.proxy import FaultProxy
+from tests.support.proxy import FaultProxy
 
 ROUNDS, AT_ONCE = 40, 12
 TRANSACTION = Policy(effect="transaction")

@@ -13,10 +13,10 @@ from oncemore.errors import StoreUnavailable
 from oncemore.stores.memory import connect
 from oncemore.testing.clock import Clock
 from oncemore.testing.crashes import POINTS, Crashing
-from oncemore.testing.failing import CLAIM_FAILS, FailingStore
+from oncemore.testing.faulty_store import CLAIM_FAILS, FaultyStore
 
 
-@pytest.mark.parametrize("around", [FailingStore, lambda store: Crashing(store, at="after effect")])
+@pytest.mark.parametrize("around", [FaultyStore, lambda store: Crashing(store, at="after effect")])
 def test_time_passes_for_the_inner_store(around: Any) -> None:
     inner = connect("memory://")
     outer = around(inner)
@@ -41,7 +41,7 @@ def test_what_is_no_point_is_refused() -> None:
 
 
 def test_only_those_fail_whose_names_say_so() -> None:
-    guard = Guard(FailingStore.around(connect("memory://")))
+    guard = Guard(FaultyStore.around(connect("memory://")))
     assert guard.run(Operation("s", "k"), lambda op: "done").value == "done"
     with pytest.raises(StoreUnavailable, match="is down"):
         guard.run(Operation("s", "k2", name=CLAIM_FAILS), lambda op: "done")

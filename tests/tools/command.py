@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import nursery
+from ..support import processes
 
 
 class Ran(NamedTuple):
@@ -25,7 +25,7 @@ class Ran(NamedTuple):
 
 def oncemore(*words: object, said: str = "", folder: Path | None = None, **environment: str) -> Ran:
     """`oncemore` with these words; *said* is typed at it.  No traceback ever comes out."""
-    ran = nursery.run(
+    ran = processes.run_to_end(
         [sys.executable, "-m", "oncemore.tools.cli", *map(str, words)],
         said=said,
         cwd=folder,

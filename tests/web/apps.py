@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from oncemore._runtime.plan import arun
-from oncemore.testing.http_app import ContractApp, Reply
 from oncemore.web.asgi import IdempotencyMiddleware
+from tests.doors.app import ContractApp, Reply
 
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
 

@@ -11,7 +11,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, StreamingHt
 from django.urls import re_path
 
 from oncemore._runtime.plan import arun, run
-from oncemore.testing.http_app import ContractApp, Reply
+from tests.doors.app import ContractApp, Reply
 
 app = ContractApp(os.environ["STORE"])
 

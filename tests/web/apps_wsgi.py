@@ -9,8 +9,8 @@ from typing import Any
 from flask import Flask, Response, request
 
 from oncemore._runtime.plan import run
-from oncemore.testing.http_app import ContractApp
 from oncemore.web.wsgi import IdempotencyMiddleware
+from tests.doors.app import ContractApp
 
 METHODS = ["GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"]
 

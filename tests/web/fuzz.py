@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 
-from oncemore.testing.door_requests import ODD
-from oncemore.testing.raw_http import chunked, head
+from tests.doors.raw_http import chunked, head
+from tests.doors.requests import ODD
 
 PRINCIPALS = ["alice", "bob", "carol", "dave"]
 V4 = "8e03978e-40d5-43e8-bc93-6894a57f93{:02d}"

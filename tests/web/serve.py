@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from oncemore.testing.http_app import ContractApp
+from tests.doors.app import ContractApp
 from tests.web.apps import FRAMEWORKS
 
 

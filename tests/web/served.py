@@ -23,14 +23,13 @@ from psycopg import sql
 from waitress.wasyncore import close_all
 from werkzeug.serving import make_server as make_werkzeug
 
-from oncemore.testing.process import Server
+from examples.process import Server
 
-from ..nurse import MEASURED
-from ..nursery import Raised
+from ..support.processes import COVERAGE, ForkedServer
 
 ROOT = Path(__file__).parents[2]
 App = Callable[..., Any]
-UNMEASURED = [part for name in MEASURED for part in ("-u", name)]  # a server is killed in the end, and could not tell
+UNMEASURED = [part for name in COVERAGE for part in ("-u", name)]  # a server is killed in the end, and could not tell
 
 
 class Threading(ThreadingMixIn, WSGIServer):
@@ -114,7 +113,7 @@ class Process(Server):
         return False
 
 
-class RaisedProcess(Raised, Process):
+class RaisedProcess(ForkedServer, Process):
     """One whose own start is not what the tests are about."""
 
 

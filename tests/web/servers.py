@@ -7,12 +7,12 @@ import socket
 import sys
 from pathlib import Path
 
-from ..nursery import Raised
+from ..support.processes import ForkedServer
 
 SERVE = Path(__file__).with_name("serve.py")
 
 
-class AsgiServer(Raised):
+class AsgiServer(ForkedServer):
     """The contract's app in *framework*, on *server*; without a store's URL, on a SQLite file of its own."""
 
     def __init__(self, server: str, framework: str = "starlette", store: str = "") -> None:

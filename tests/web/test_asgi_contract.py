@@ -9,7 +9,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from oncemore.testing.door_contract import BodyCases, Caller, DoorContract, FaultCases, LifecycleCases
+from tests.doors.contract import BodyCases, Caller, DoorContract, FaultCases, LifecycleCases
 
 from ..conftest import unique_name
 from .servers import AsgiServer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oncemore.testing.door_contract import CrashCases
+from tests.doors.contract import CrashCases
 
 from .servers import AsgiServer
 

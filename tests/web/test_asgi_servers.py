@@ -11,8 +11,8 @@ import aiohttp
 import httpx
 import pytest
 
-from oncemore.testing.door_contract import Caller
-from oncemore.testing.raw_http import head
+from tests.doors.contract import Caller
+from tests.doors.raw_http import head
 
 from . import apps
 from .servers import AsgiServer

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from oncemore.testing.process import Server
-from oncemore.testing.raw_http import RawConnection, chunked, head
+from examples.process import Server
+from tests.doors.raw_http import RawConnection, chunked, head
 
 from .served import gunicorn, until, uvicorn, wsgiref
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oncemore.testing.door_contract import DoorContract
+from tests.doors.contract import DoorContract
 
 from .served import door_schema, gunicorn, uvicorn
 

@@ -23,7 +23,7 @@ from oncemore._contract.contract import Contract
 from oncemore._contract.policy import Policy
 from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, StoreUnavailable
-from oncemore.testing.failing import FailingStore
+from oncemore.testing.faulty_store import FaultyStore
 from oncemore.web.aws_lambda import IdempotencyMiddleware, current_operation, guarded, idempotent
 from oncemore.web.aws_lambda.events import GRACE, HttpApi, longest_wait, time_left, within
 
@@ -519,7 +519,7 @@ class TestStoreDown:
     def test_at_the_claim(self, store_down: Any, status: int) -> None:
         """CASES 27."""
         function, rule = Function(), Rule("POST /refunds", name="down.claim", store_down=store_down)
-        with closing(Guard(FailingStore.around(Guard("memory://").store))) as guard:
+        with closing(Guard(FaultyStore.around(Guard("memory://").store))) as guard:
             door = IdempotencyMiddleware(function, guard=guard, contract=Contract(rule))
             answer = door(http_api(idempotency_key="k"), CONTEXT)
         assert answer["statusCode"] == status
@@ -528,7 +528,7 @@ class TestStoreDown:
     def test_at_the_settling(self) -> None:
         """CASES 27."""
         function = Function()
-        with closing(Guard(FailingStore.around(Guard("memory://").store))) as guard:
+        with closing(Guard(FaultyStore.around(Guard("memory://").store))) as guard:
             contract = Contract(Rule("POST /refunds", name="down.settle", in_flight="conflict"))
             door = IdempotencyMiddleware(function, guard=guard, contract=contract)
             first, second = (door(http_api(idempotency_key="k"), CONTEXT) for _ in range(2))

@@ -24,7 +24,7 @@ from oncemore._runtime.plan import arun
 from oncemore.web import asgi, fastapi, wsgi
 from oncemore.web.redrive import RedriveAsgi, RedriveWsgi, kept_request
 from oncemore.web.request import CURRENT
-from tests.nursery import Child
+from tests.support.processes import Program
 
 from .live import keyed, live
 
@@ -298,5 +298,5 @@ def test_an_async_app_needs_the_awaited_forms(shop: Shop, caplog: pytest.LogCapt
 @KINDS
 def test_a_django_project_is_gone_on_with_too(kind: str) -> None:
     command = [sys.executable, "-m", "tests.web.redriven_django", kind]
-    with Child(command, stdout=subprocess.PIPE) as process:
+    with Program(command, stdout=subprocess.PIPE) as process:
         assert json.loads(process.communicate(timeout=60)[0]) == [500, 1, ["reserve", "charge"]]

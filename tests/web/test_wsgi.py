@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from oncemore.testing.raw_http import RawConnection, chunked, head
+from tests.doors.raw_http import RawConnection, chunked, head
 
 from .apps_quirks import guarded
 from .served import IN_A_THREAD, asked, client, gunicorn, until, uvicorn

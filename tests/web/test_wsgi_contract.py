@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from oncemore.testing.door_contract import DoorContract
-from oncemore.testing.http_app import ContractApp
+from tests.doors.app import ContractApp
+from tests.doors.contract import DoorContract
 
 from .apps_wsgi import FRAMEWORKS
 from .served import IN_A_THREAD, door_schema, gunicorn

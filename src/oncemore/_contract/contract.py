@@ -1,7 +1,7 @@
-"""The contract: the table of rules that doors enforce, tools check and documents show.
+"""The contract: the table of rules that middlewares enforce, tools check and documents show.
 
-What a rule does not say, `[defaults]` say; what they do not, the profile says.  Reading a contract finds every fault in it,
-and tells them all in one error, each with its rule, its line where there is a file, and the way to mend it.
+A setting that a rule does not give comes from `[defaults]`, and else from the profile.  Reading a contract finds every
+problem in it and reports them in one error, each with its rule, its line if there is a file, and its remedy.
 """
 
 from __future__ import annotations
@@ -15,24 +15,33 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeVar, Unpack
 
 from ..errors import ConfigurationError
-from .loading import Said, Undeclared, python_rules, read_defaults, read_rules, reversal_faults, table_of, written_rules
+from .loading import (
+    Undeclared,
+    WrittenRule,
+    read_defaults,
+    read_rules,
+    reversal_problems,
+    rules_in_file,
+    rules_in_python,
+    table_of,
+)
 from .paths import SAFE_METHODS, Matcher
-from .problems import Faults, did_you_mean, listing
+from .problems import Problems, did_you_mean, listing
 from .rule import Rule, attach, read_rule
 from .settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# A longer path is somebody's attempt to fill our memory.
+# Longer paths are not remembered: clients could fill the memory with them.
 LONGEST_REMEMBERED = 255
 
 
 class Match(NamedTuple):
-    """The rule that a request falls under, and what the parameters in its path stand for.
+    """The rule of a request, and the values of the parameters in its path.
 
-    *route* is what a key is scoped to: the name of a rule for one route, else the request's own method and path, so that
-    `/t/1` and `/t/2` are two operations.
+    *route* is the scope of the key: the name of the rule if it has one route, else the request's own method and path, so
+    that `/t/1` and `/t/2` are two operations.
     """
 
     rule: Rule
@@ -55,53 +64,53 @@ class Contract:
         match: str | None = None,
         **defaults: Unpack[Settings],
     ) -> None:
-        said = {"profile": profile, "undeclared": undeclared, **defaults} | ({"match": match} if match else {})
-        self._begin("Contract", said, python_rules(rules), Faults())
+        given = {"profile": profile, "undeclared": undeclared, **defaults} | ({"match": match} if match else {})
+        self._read("Contract", given, rules_in_python(rules), Problems())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Contract:
-        """The contract in a TOML file."""
+        """Return the contract in a TOML file."""
         try:
-            written = Path(path).read_text(encoding="utf-8-sig")  # some editors put a mark first
+            text = Path(path).read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{os.fspath(path)} cannot be read: {error}") from error
-        return cls.parse(written, os.fspath(path))
+        return cls.parse(text, os.fspath(path))
 
     @classmethod
-    def parse(cls, written: str, source: str = "contract") -> Contract:
-        """The contract in a TOML text; *source* is what errors call it."""
+    def parse(cls, text: str, source: str = "contract") -> Contract:
+        """Return the contract in a TOML text; errors call it *source*."""
         try:
-            document = tomllib.loads(written)
+            document = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigurationError(f"{source} is not TOML: {error}") from error
-        faults, contract = Faults(), cls.__new__(cls)
+        problems, contract = Problems(), cls.__new__(cls)
         for name in sorted(document.keys() - {"defaults", "rule"}):
-            faults.found.append(f"[{name}] means nothing here{did_you_mean(name, ('defaults', 'rule'))}: drop it")
-        said = list(written_rules(document.get("rule", []), written, faults))
-        contract._begin(source, document.get("defaults", {}), said, faults)
+            problems.found.append(f"[{name}] means nothing here{did_you_mean(name, ('defaults', 'rule'))}: drop it")
+        rules = list(rules_in_file(document.get("rule", []), text, problems))
+        contract._read(source, document.get("defaults", {}), rules, problems)
         return contract
 
-    def _begin(self, source: str, defaults: Mapping[str, Any], said: Sequence[Said], faults: Faults) -> None:
+    def _read(self, source: str, defaults: Mapping[str, Any], rules: Sequence[WrittenRule], problems: Problems) -> None:
         self._source, self._lock = source, Lock()
-        self.profile, self.undeclared, self._base = read_defaults(defaults, faults)
-        self._table = table_of(list(read_rules(said, self._base, faults)), faults)
-        faults.found += reversal_faults(self._table, (one.name for one in said))
-        if faults.found:
-            raise listing(source, faults.found)
+        self.profile, self.undeclared, self._base = read_defaults(defaults, problems)
+        self._table = table_of(list(read_rules(rules, self._base, problems)), problems)
+        problems.found += reversal_problems(self._table, (rule.name for rule in rules))
+        if problems.found:
+            raise listing(source, problems.found)
         self.default = Rule.of(read_rule(None, {}, self._base)[0])
         self._fallback: Matcher[Rule] = Matcher()
         self._fallback.add(self.default.pattern, self.default)
         self._remember()
 
     def _remember(self) -> None:
-        """Keep the latest matches: most requests go to few paths.  Begun anew whenever the rules change."""
+        """Remember the latest matches, because most requests go to few paths.  Called again if the rules change."""
         self._recent = lru_cache(maxsize=1024)(self._find)
 
     def match(self, method: str, path: str) -> Match | None:
-        """The rule for a request, by its method and decoded path; None where there is nothing to guard.
+        """Return the rule of a request, by its method and decoded path; None if the request is not guarded.
 
-        Safe methods have no rule.  For a request that no rule declares, the answer is the default rule or None, by
-        *undeclared*; with `refuse`, the door refuses what is not declared.
+        Safe methods have no rule.  If no rule declares the request, *undeclared* decides: the default rule, or None.  With
+        `refuse`, the middleware refuses requests that are not declared.
         """
         return self._recent(method, path) if len(path) <= LONGEST_REMEMBERED else self._find(method, path)
 
@@ -123,39 +132,40 @@ class Contract:
 
     @property
     def unscoped(self) -> tuple[str, ...]:
-        """The names of the rules under which principals share keys; a door warns of each."""
+        """The names of the rules under which principals share keys; middlewares warn of each."""
         return tuple(rule.name for rule in (*self.rules, self.default) if rule.unscoped)
 
     def rule(self, name: str) -> Rule:
-        """The rule of that name."""
+        """Return the rule of that name."""
         names = self._table.names
         if name not in names:
             raise ConfigurationError(f"{self._source} has no rule named {name!r}{did_you_mean(name, names)}")
         return names[name]
 
     def add(self, *rules: Rule) -> None:
-        """Add rules, all or none of them; what they do not say, this contract's defaults say.
+        """Add rules, all or none of them.  The settings that they do not give come from this contract's defaults.
 
-        A rule that is there already, word for word, is not added again: a door may find it on its function, too.
+        A rule that the contract has already, word for word, is not added again: a middleware may also find it on its
+        function.
         """
         with self._lock:
-            faults, known = Faults(), self._table.rules
-            there = [(rule.match, rule.given) for rule in known]
-            new = [rule for rule in rules if (rule.match, rule.given) not in there]
-            table = table_of([*known, *read_rules(python_rules(new, len(known)), self._base, faults)], faults)
-            if faults.found:
-                raise listing(self._source, faults.found)
+            problems, known = Problems(), self._table.rules
+            same = [(rule.match, rule.given) for rule in known]
+            new = [rule for rule in rules if (rule.match, rule.given) not in same]
+            table = table_of([*known, *read_rules(rules_in_python(new, len(known)), self._base, problems)], problems)
+            if problems.found:
+                raise listing(self._source, problems.found)
             self._table = table
             self._remember()
 
     def check(self) -> None:
-        """Raise a ConfigurationError where rules name others that are not there; for doors, after all rules are added."""
-        faults = reversal_faults(self._table)
-        if faults:
-            raise listing(self._source, faults)
+        """Raise a ConfigurationError if a rule names another that does not exist; called after all rules are added."""
+        problems = reversal_problems(self._table)
+        if problems:
+            raise listing(self._source, problems)
 
     def idempotent(self, match: str, **settings: Unpack[Settings]) -> Callable[[F], F]:
-        """A decorator that adds a rule, and attaches it to the function that serves it."""
+        """Return a decorator that adds a rule, and attaches it to the function that serves it."""
         rule = Rule(match, **settings)
 
         def declare(function: F) -> F:
@@ -165,5 +175,5 @@ class Contract:
         return declare
 
     def table(self) -> list[dict[str, Any]]:
-        """One row for each rule, with every setting that holds, for documents and tools."""
+        """Return a row for each rule, with every setting that holds, for documents and tools."""
         return [rule.row() for rule in self.rules]

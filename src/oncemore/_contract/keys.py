@@ -1,4 +1,4 @@
-"""Keys: the caller's name for an operation, read from its header, checked, and joined with others unambiguously."""
+"""Keys: reads the caller's name for an operation from its header, checks it, and joins names unambiguously."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ ESCAPED = re.compile(r"\\(.)")
 BARE = re.compile(r"[ !#-+\--~]*", re.ASCII)
 ROOM_FOR_PARAMETERS = 256
 
-# What nearly all keys look like; where any format will do, there is nothing more to ask of one.
+# Nearly all keys look like this.  If any format is accepted, they need no further check.
 SIMPLE = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
 
 
 def parse_key(
     values: Sequence[str | bytes], *, strict: bool = False, max_length: int = MAX_LENGTH, format: KeyFormat = "any"
 ) -> str:
-    """The key in the header's field lines, unquoted; the error raised otherwise tells the caller what to mend."""
+    """Return the key in the header's field lines, unquoted; the error otherwise tells the caller what to change."""
     if not values:
         raise MissingKey("No idempotency key was sent; send a unique one, and the same one when you retry.")
     if len(values) > 1:
@@ -64,7 +64,7 @@ def parse_key(
 
 
 def field_text(value: str | bytes, max_length: int) -> str:
-    """The field line as text, refused first of all when no key in it could be short enough."""
+    """Return the field line as text; refuse it first if no key in it could be short enough."""
     if len(value) > 2 * max_length + 2 + ROOM_FOR_PARAMETERS:
         raise too_long(max_length)
     if not value.isascii():
@@ -101,7 +101,7 @@ def too_long(max_length: int) -> InvalidKey:
 
 
 def check_key(key: str, *, max_length: int = MAX_LENGTH, format: KeyFormat = "any") -> str:
-    """The key in its one spelling (a UUID in lower case), or an InvalidKey that says what is wrong with it."""
+    """Return the key in its one spelling (a UUID in lower case); raises an InvalidKey that says what is wrong with it."""
     if not key.strip():
         raise InvalidKey("The idempotency key is empty; send a unique value.")
     if len(key) > max_length:
@@ -112,7 +112,7 @@ def check_key(key: str, *, max_length: int = MAX_LENGTH, format: KeyFormat = "an
 
 
 def check_name(key: object, what: str) -> str:
-    """The key that code has made, if it is one; *what* is what the error calls it."""
+    """Return a key that was made by code; the error calls it *what*."""
     if not isinstance(key, str):
         raise InvalidKey(f"{what} is {key!r}; it must be a text")
     return check_key(key)
@@ -134,7 +134,7 @@ UUIDS = {
 
 @lru_cache(maxsize=256)
 def key_format(format: KeyFormat) -> Callable[[str], str]:
-    """The function that returns a key of *format* in its one spelling, or raises an InvalidKey."""
+    """Return the function that returns a key of *format* in its one spelling, or raises an InvalidKey."""
     kind, colon, pattern = format.partition(":")
     if format == "any":
         return str
@@ -172,7 +172,7 @@ def regex_format(pattern: str) -> Callable[[str], str]:
 
 
 def uuid7_time(key: str) -> float | None:
-    """When a version 7 UUID says that it was made (seconds since the epoch), or None for any other key."""
+    """Return the time in a version 7 UUID (seconds since the epoch), or None for any other key."""
     if not UUID7.fullmatch(key):
         return None
     return int(key[:8] + key[9:13], 16) / 1000
@@ -180,7 +180,7 @@ def uuid7_time(key: str) -> float | None:
 
 # ── Names made of parts ───────────────────────────────────────────────────────────────────────────────────────────────
 
-# ':' delimits, '%' escapes, '~' marks a shortened name; control characters and lone surrogates are what stores reject.
+# ':' delimits, '%' escapes, '~' marks a shortened name; stores reject control characters and lone surrogates.
 UNSAFE = re.compile("[%:~\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 DIGEST_LENGTH = 64
 SHORTEST_LIMIT = DIGEST_LENGTH + 1
@@ -188,7 +188,7 @@ LONGEST_REMEMBERED = 1024  # callers choose some of the names, and longer ones w
 
 
 def join(first: str, *rest: str, limit: int = MAX_LENGTH) -> str:
-    """One name for a list of names: `a:b` when they are simple; different lists never give the same name."""
+    """Return one name for a list of names: `a:b` if they are simple.  Different lists never give the same name."""
     parts = (first, *rest)
     return (joined if sum(map(len, parts)) <= LONGEST_REMEMBERED else joined.__wrapped__)(parts, limit)
 
@@ -199,7 +199,7 @@ def joined(parts: tuple[str, ...], limit: int) -> str:
 
 
 def escaped(part: str) -> str:
-    """*part* with the characters that would make a joined name ambiguous written as `%XX`."""
+    """Return *part* with each character that would make a joined name ambiguous written as `%XX`."""
     return UNSAFE.sub(percent_encoded, part)
 
 
@@ -208,7 +208,7 @@ def percent_encoded(found: re.Match[str]) -> str:
 
 
 def bounded(name: str, limit: int = MAX_LENGTH) -> str:
-    """*name* if it fits in *limit* characters, else its beginning, a `~` (which no escaped part has) and its digest."""
+    """Return *name* if it fits in *limit*, else its beginning, a `~` (which no escaped part has) and its digest."""
     if len(name) <= limit:
         return name
     return f"{name[: limit - SHORTEST_LIMIT]}~{sha256(name.encode()).hexdigest()}"

@@ -1,4 +1,4 @@
-"""Where a rule's key comes from: a header, a field of the body, a template, or nowhere."""
+"""The source of a rule's key: a header, a field of the body, a template, or none."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Any, Literal, get_args
 
 from .._fingerprint.pointer import parse_pointer, value_at
 from ..errors import ConfigurationError, InvalidKey, MissingKey
-from .fields import text_of
 from .keys import MAX_LENGTH, KeyFormat, check_key, key_format, parse_key
-from .problems import Faults, did_you_mean
-from .templates import Template
+from .problems import Problems, did_you_mean
+from .templates import Template, text_of
 
 Source = Literal["header", "body", "template", "none"]
 
 HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+", re.ASCII)
 LONGEST = 1024
 
-# What may be said of a key from each source, and what holds unless it is.  A body's key is required: the contract says
+# The members of a key's table, for each source, with their defaults.  A key in the body is required: the contract says
 # that it names the operation, and an operation without a name would pass unguarded.
-SAID_OF: dict[str, dict[str, Any]] = {
+MEMBERS: dict[str, dict[str, Any]] = {
     "header": {
         "name": "Idempotency-Key",
         "required": False,
@@ -54,9 +53,9 @@ class KeySource:
     max_length: int = MAX_LENGTH
 
     def read(self, lines: Sequence[str | bytes] = (), **context: Any) -> str | None:
-        """The key, or None when an optional one was not sent.  A required one is a MissingKey, a bad one an InvalidKey.
+        """Return the key, or None if an optional one was not sent; raises MissingKey or InvalidKey.
 
-        *lines* are the header's field lines; *context* is what `Template.render` takes.
+        *lines* are the header's field lines; *context* are the arguments of `Template.render`.
         """
         if self.source == "header":
             return self.from_header(lines) if lines or self.required else None
@@ -88,7 +87,7 @@ class KeySource:
 
 
 def key_table(value: object) -> dict[str, Any]:
-    """The table that a short form stands for; a table stays as it is, with its source spelt out where it tells it."""
+    """Return the table that a short form stands for; a table stays as it is, with its source if its members imply it."""
     if isinstance(value, str):
         kind, colon, rest = value.partition(":")
         if colon and kind in ("body", "template"):
@@ -107,33 +106,33 @@ def key_table(value: object) -> dict[str, Any]:
 
 
 def merged_key(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
-    """What holds when *stronger* is said over *weaker*: details are kept only as long as the source stays the same."""
+    """Return *stronger* over *weaker*: the members of *weaker* count only if the source stays the same."""
     source = stronger.get("from", weaker["from"])
     return {**(weaker if weaker["from"] == source else {}), **stronger, "from": source}
 
 
 def key_source(table: Mapping[str, Any], path_params: tuple[str, ...] | None) -> KeySource:
-    """The source that a whole table describes; one ConfigurationError tells all that is wrong with it."""
+    """Return the source that a whole table describes; one ConfigurationError names all that is wrong with it."""
     source = table["from"]
     if source not in get_args(Source):
         hint = did_you_mean(str(source), get_args(Source))
         raise ConfigurationError(f"from = {source!r} is unknown{hint}: choose one of {', '.join(get_args(Source))}")
-    faults, values = Faults(), {}
-    for name in sorted(table.keys() - SAID_OF[source].keys() - {"from"}):
-        hint = did_you_mean(name, SAID_OF[source])
-        faults.found.append(f"{name!r} has no meaning for a key from {source}{hint}: drop it")
-    for name, usual in SAID_OF[source].items():
-        with faults.caught():
+    problems, values = Problems(), {}
+    for name in sorted(table.keys() - MEMBERS[source].keys() - {"from"}):
+        hint = did_you_mean(name, MEMBERS[source])
+        problems.found.append(f"{name!r} has no meaning for a key from {source}{hint}: drop it")
+    for name, usual in MEMBERS[source].items():
+        with problems.collecting():
             values[name] = CHECKS[name](table.get(name, usual))
-    if source == "template" and not faults.found:
-        with faults.caught():
+    if source == "template" and not problems.found:
+        with problems.collecting():
             values["template"] = Template(values["template"], path_params, max_length=values["max_length"])
-    if faults.found:
-        raise ConfigurationError("; ".join(faults.found))
+    if problems.found:
+        raise ConfigurationError("; ".join(problems.found))
     return KeySource(source, **values)
 
 
-# ── What may stand in the table ───────────────────────────────────────────────────────────────────────────────────────
+# ── Members of the table ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def header_name(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Matching: which of the contract's patterns a request falls under, the most specific one first.
+"""Finds the contract's pattern for a request, the most specific one first.
 
 Paths are compared decoded, as a framework's router sees them, and never decoded again; a trailing slash makes no
 difference, letter case does.  Segment by segment from the left, plain text beats text around a parameter (as in
@@ -18,9 +18,9 @@ from ..errors import ConfigurationError
 
 T = TypeVar("T")
 
-# Never claimed, whatever they carry: repeating them has no effect of its own.
+# Never claimed, even with a key: repeating them has no effect of its own.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})
-# The others that everyone has; what is nearly one of these is a slip, and what is not may be anyone's own.
+# The other standard methods.  A name that is nearly one of these is a mistake; any other may be an application's own.
 UNSAFE_METHODS = ("POST", "PUT", "PATCH", "DELETE")
 NEARLY = 0.75
 ANY = "*"
@@ -35,7 +35,7 @@ ENCODED = re.compile(r"%[0-9A-Fa-f]{2}|[?#]")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One part of a path between slashes: text, text around a parameter, a parameter, or (rest) all that follows."""
+    """One part of a path between slashes: text, text around a parameter, a parameter, or (*rest*) all that follows."""
 
     prefix: str
     param: str = ""
@@ -51,7 +51,7 @@ class Segment:
         return (3 if self.rest else 1 if around else 2, -around, self.prefix, self.suffix)
 
     def value(self, text: str) -> str | None:
-        """What the parameter stands for in *text*; it is never empty."""
+        """Return the value of the parameter in *text*, which is never empty; None if the segment does not match."""
         end = len(text) - len(self.suffix)
         fits = len(self.prefix) < end and text.startswith(self.prefix) and text.endswith(self.suffix)
         return text[len(self.prefix) : end] if fits else None
@@ -59,7 +59,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a rule matches: `POST /refunds`, `POST|PATCH /users/{id}`, `* /files/{rest:path}`, `POST *`, `*`."""
+    """The methods and the path of a rule: `POST /refunds`, `POST|PATCH /users/{id}`, `* /files/{rest:path}`, `POST *`, `*`."""
 
     text: str
     methods: tuple[str, ...] = field(init=False)
@@ -88,7 +88,7 @@ class Pattern:
 
 
 def split_match(text: str) -> tuple[tuple[str, ...], str]:
-    """The methods and the path of a match, each checked."""
+    """Return the methods and the path of a match, each checked."""
     if not isinstance(text, str):
         raise ConfigurationError(f"match {text!r} is not a text: write a method and a path, as in 'POST /refunds'")
     methods, _, path = text.strip().rpartition(" ")
@@ -118,7 +118,7 @@ def check_method(text: str, name: str) -> None:
 
 
 def is_slip(name: str, meant: str) -> bool:
-    """Whether it is *meant*, but for a letter or their order; BATCH and UNDELETE are other words."""
+    """Whether *name* is *meant* with a wrong letter or order; BATCH and UNDELETE are other words."""
     return name != meant and (
         sorted(name) == sorted(meant) or (name[0] == meant[0] and abs(len(name) - len(meant)) <= 1)
     )
@@ -155,7 +155,7 @@ class Entry(Generic[T]):
 
 @dataclass(slots=True)
 class Node(Generic[T]):
-    """One depth of the tree: what may follow, in the order in which it is tried."""
+    """One depth of the tree: the segments that may follow, in the order in which they are tried."""
 
     texts: dict[str, Node[T]] = field(default_factory=dict)
     params: list[tuple[Segment, Node[T]]] = field(default_factory=list)
@@ -164,21 +164,21 @@ class Node(Generic[T]):
 
 
 class Found(NamedTuple, Generic[T]):
-    """A value, and what the pattern's parameters stand for."""
+    """The value of a pattern, and the values of its parameters."""
 
     value: T
     params: dict[str, str]
 
 
 class Matcher(Generic[T]):
-    """Finds the value of the most specific pattern: in one look-up for plain paths, else by a walk of the tree."""
+    """Finds the value of the most specific pattern: by one look-up for plain paths, else by searching the tree."""
 
     def __init__(self) -> None:
         self.root: Node[T] = Node()
         self.plain: dict[str, Entry[T]] = {}
 
     def add(self, pattern: Pattern, value: T) -> T | None:
-        """Add a pattern; the value of one that matches the very same requests is returned, and stays."""
+        """Add a pattern; if another matches the very same requests, keep that and return its value."""
         entry = self.entry(pattern)
         for method in pattern.methods:
             if method in entry.values:
@@ -197,14 +197,14 @@ class Matcher(Generic[T]):
         return node.end
 
     def find(self, method: str, path: str) -> Found[T] | None:
-        """The value for a request, by its method (in upper case) and its decoded path."""
+        """Return the value for a request, by its method (in upper case) and its decoded path."""
         path = path.rstrip("/") or "/"
         plain = self.plain.get(path)
         held = plain.get(method) if plain else None
         if held:
             return Found(held[1], {})
         texts = path.removeprefix("/").split("/") if path != "/" else []
-        return walk(self.root, texts, 0, method, [])
+        return search(self.root, texts, 0, method, [])
 
 
 def child(node: Node[T], segment: Segment) -> Node[T]:
@@ -219,19 +219,19 @@ def child(node: Node[T], segment: Segment) -> Node[T]:
     return after
 
 
-def walk(node: Node[T], texts: list[str], at: int, method: str, values: list[str]) -> Found[T] | None:
-    """Depth first, the most specific branch first.  A node is visited at most once, so the contract bounds the work."""
+def search(node: Node[T], texts: list[str], at: int, method: str, values: list[str]) -> Found[T] | None:
+    """Search depth first, the most specific branch first.  Each node is visited at most once, so the work is bounded."""
     if at == len(texts):
         return named(node.end.get(method), values) or named(node.rest.get(method), [*values, ""])
     for after, value in branches(node, texts[at]):
-        found = walk(after, texts, at + 1, method, values + value)
+        found = search(after, texts, at + 1, method, values + value)
         if found:
             return found
     return named(node.rest.get(method), [*values, "/".join(texts[at:])])
 
 
 def branches(node: Node[T], text: str) -> Iterator[tuple[Node[T], list[str]]]:
-    """Where *text* leads, and what a parameter stands for on the way."""
+    """Yield the nodes that *text* leads to, and the value of the parameter on the way."""
     if text in node.texts:
         yield node.texts[text], []
     for segment, after in node.params:

@@ -1,11 +1,11 @@
-"""What the guard may do with one operation: its two clocks, and what to answer when the operation was seen before."""
+"""The policy of an operation: how long it is leased and kept, and the answer to a repeated one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_origin, get_type_hints, overload
 
 from ..errors import ConfigurationError
 from .problems import did_you_mean
@@ -13,7 +13,7 @@ from .problems import did_you_mean
 if TYPE_CHECKING:
 
     class Seconds:
-        """For type checkers: a field that is given seconds or a text such as `"30d"`, and is seconds from then on."""
+        """For type checkers: a field that is set to seconds or a text such as `"30d"`, and read as seconds."""
 
         @overload
         def __get__(self, instance: None, owner: type) -> Seconds: ...
@@ -26,7 +26,7 @@ else:
 
 
 class Ended(Protocol):
-    """What a policy judges of an outcome: its kind and its HTTP status (0 if it has none)."""
+    """The part of an outcome that a policy looks at: its kind and its HTTP status (0 if it has none)."""
 
     @property
     def kind(self) -> str: ...
@@ -44,18 +44,19 @@ Expired = Literal["delete", "keep"]
 Late = Literal["run", "refuse"]
 Suspect = Literal["off", "log", "flag", "reject", "replay"]
 OnUnique = Literal["replay", "reject", "serialize"]
+OnMismatch = Literal[409, 422, 400]
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 LONGEST = 100
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
 
-# Not final: the caller can mend these without changing the request, or the server may answer otherwise in a moment.
+# Not final: the caller can remove the cause without changing the request, or the server may answer otherwise soon.
 UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
 
 
 def duration(value: float | str) -> float:
-    """Seconds, from a number of seconds or from text such as `"30d"`, `"1h30m"` or `"250ms"`."""
-    seconds: object = spelt_out(value) if isinstance(value, str) else value
+    """Return seconds, from a number of seconds or from text such as `"30d"`, `"1h30m"` or `"250ms"`."""
+    seconds: object = parse_duration(value) if isinstance(value, str) else value
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise ConfigurationError(
             f"{value!r} is not a duration: write seconds, or text such as '250ms', '30s', '1h30m', '30d'"
@@ -63,9 +64,9 @@ def duration(value: float | str) -> float:
     return float(seconds)
 
 
-def spelt_out(text: str) -> float | None:
-    """The seconds that a text such as `"1h30m"` stands for; None where it stands for none."""
-    if len(text) > LONGEST:  # to look for parts in a long one takes long
+def parse_duration(text: str) -> float | None:
+    """Return the seconds that a text such as `"1h30m"` stands for; None if it is no duration."""
+    if len(text) > LONGEST:  # searching a long text for parts takes long
         return None
     parts = DURATION.findall(text.strip())
     if not parts or "".join(number + unit for number, unit in parts) != text.strip():
@@ -78,8 +79,8 @@ class Policy:
     """How one operation is guarded.  Durations are seconds or text such as `"30d"`; after construction, seconds.
 
     *lease* is how long a silent holder keeps the right to perform (it is renewed while the holder works); *ttl* is how
-    long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are those exceptions
-    of the performer that are its outcome, kept like any other; after all others the operation may be tried again.
+    long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are the exceptions
+    that are an outcome, kept and raised again; after any other exception the operation may be tried again.
     *types* are the classes that a result may be of, beside the built-in types; `once` adds those of the return annotation.
     *reruns* is how often a transaction is run again that the database refused (a serialization failure, a deadlock).
     """
@@ -91,7 +92,7 @@ class Policy:
     in_flight: InFlight = "wait"
     wait: Seconds = 10.0  # type: ignore[assignment]
     on_duplicate: OnDuplicate = "replay"
-    on_mismatch: int = 409
+    on_mismatch: OnMismatch = 409
     keep: Keep | Callable[[Any], bool] = "final"
     errors: tuple[type[Exception], ...] = ()
     types: tuple[type, ...] = ()
@@ -125,14 +126,14 @@ class Policy:
             )
 
     def but(self, **settings: Any) -> Policy:
-        """This policy, but with these *settings*."""
+        """Return this policy with these *settings* in place of its own."""
         known = [field.name for field in fields(self)]
         for name in settings.keys() - set(known):
             raise ConfigurationError(f"there is no setting {name!r}{did_you_mean(name, known)}")
         return replace(self, **settings)
 
     def keeps(self, outcome: Ended) -> bool:
-        """Whether *outcome* is final: kept and replayed, rather than released for another try."""
+        """Whether *outcome* is final: kept and replayed, rather than released for another attempt."""
         if callable(self.keep):
             return self.keep(outcome)
         if outcome.status == 0:  # of a function: its errors are failures, its values are not
@@ -147,22 +148,16 @@ def is_error(kind: object) -> bool:
 
 
 def check_choice(name: str, value: object) -> None:
-    """Raise a ConfigurationError that lists the choices, unless *value* is one that the setting *name* can take."""
+    """Raise a ConfigurationError that lists the choices of the setting *name*, unless *value* is one of them."""
     choices = CHOICES.get(name)
     if choices and value not in choices and not (name == "keep" and callable(value)):
         raise ConfigurationError(f"{name} = {value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
 
 
-CHOICES: dict[str, tuple[object, ...]] = {
-    "ttl_from": get_args(TtlFrom),
-    "expired": get_args(Expired),
-    "in_flight": get_args(InFlight),
-    "on_duplicate": get_args(OnDuplicate),
-    "on_mismatch": (409, 422, 400),
-    "keep": get_args(Keep),
-    "effect": get_args(EffectLevel),
-    "on_unknown": get_args(OnUnknown),
-    "on_unique": get_args(OnUnique),
-    "suspect": get_args(Suspect),
-    "late": get_args(Late),
-}
+def choices_of(annotation: object) -> tuple[object, ...]:
+    """Return the choices that an annotation names: those of a Literal, also of one beside other types."""
+    literal = next((each for each in (annotation, *get_args(annotation)) if get_origin(each) is Literal), None)
+    return get_args(literal)
+
+
+CHOICES = {name: choices for name, hint in get_type_hints(Policy).items() if (choices := choices_of(hint))}

@@ -1,4 +1,4 @@
-"""Faults in what a programmer wrote: gathered first, told together, each with the way to mend it."""
+"""Problems in a configuration: collected first, then reported together, each with its remedy."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from ..errors import ConfigurationError
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """A hint such as ` (did you mean 'ttl'?)`, or nothing when no choice is near."""
+    """Return a hint such as ` (did you mean 'ttl'?)`, or nothing if no choice is near."""
     folded = {choice.lower(): choice for choice in choices}
     near = get_close_matches(word.lower(), folded, n=1, cutoff=0.6)
     return f" (did you mean {folded[near[0]]!r}?)" if near else ""
 
 
-def listing(place: str, faults: Sequence[str]) -> ConfigurationError:
-    """One error for all *faults*; a single one stays on one line."""
-    if len(faults) == 1:
-        return ConfigurationError(f"{place}: {faults[0]}")
-    lines = "".join(f"\n  - {fault}" for fault in faults)
-    return ConfigurationError(f"{place}: {len(faults)} faults{lines}")
+def listing(place: str, problems: Sequence[str]) -> ConfigurationError:
+    """Return one error for all *problems*; a single one stays on one line."""
+    if len(problems) == 1:
+        return ConfigurationError(f"{place}: {problems[0]}")
+    lines = "".join(f"\n  - {problem}" for problem in problems)
+    return ConfigurationError(f"{place}: {len(problems)} faults{lines}")
 
 
-class Faults:
-    """A list that catches configuration errors, so that reading can go on to the next one."""
+class Problems:
+    """Collects configuration errors, so that reading can go on to the next one."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
     @contextmanager
-    def caught(self, place: str = "") -> Iterator[None]:
-        """Note a ConfigurationError raised inside, prefixed with *place*, instead of letting it out."""
+    def collecting(self, place: str = "") -> Iterator[None]:
+        """Add a ConfigurationError raised inside, prefixed with *place*, instead of raising it."""
         try:
             yield
         except ConfigurationError as error:

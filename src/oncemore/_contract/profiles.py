@@ -1,50 +1,17 @@
-"""Profiles: the settings that a published set of rules asks for, by name, each with the facts that it follows."""
+"""Profiles: named sets of settings, each with the published rules that it follows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from .settings import SETTINGS
+
 # The playbook.  Key scoped to route and principal, 24–72 h; a replay has the first status and body and says
 # `Idempotency-Status: replayed`; 409 on another payload; a duplicate waits for the running one, or gets 409.
 DEFAULT: dict[str, Any] = {
     "match": "POST|PATCH *",
-    "idempotent": True,
-    "key": {
-        "from": "header",
-        "name": "Idempotency-Key",
-        "required": False,
-        "strict": False,
-        "format": "any",
-        "max_length": 255,
-    },
-    "scope": "principal",
-    "across_routes": "separate",
-    "fingerprint": "canonical",
-    "ttl": "24h",
-    "ttl_from": "creation",
-    "expired": "delete",
-    "lease": "30s",
-    "in_flight": "wait",
-    "wait": "10s",
-    "retry_after": "1s",
-    "on_duplicate": "replay",
-    "on_mismatch": 409,
-    "keep": "final",
-    "effect": "lease",
-    "on_unknown": "hold",
-    "reruns": 3,
-    "on_unique": "replay",
-    "suspect": "off",
-    "late": "run",
-    "first_sent": "",
-    "if_match": False,
-    "status_header": "Idempotency-Status",
-    "replay_status": "same",
-    "streams": "refuse",
-    "store_down": "refuse",
-    "max_request": "10MiB",
-    "max_response": "1MiB",
+    **{name: setting.default for name, setting in SETTINGS.items() if setting.default is not None},
 }
 
 PROFILES: Mapping[str, Mapping[str, Any]] = {

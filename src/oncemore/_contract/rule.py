@@ -1,4 +1,4 @@
-"""A rule: one line of the contract, which says of an operation whether, and how, it may be repeated."""
+"""A rule: one line of the contract.  It says whether and how an operation may be repeated."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ from .keys import join
 from .keysource import KeySource, key_source, key_table, merged_key
 from .paths import Pattern
 from .policy import Policy
-from .problems import Faults, did_you_mean, listing
+from .problems import Problems, did_you_mean, listing
 from .profiles import DEFAULT
-from .readers import POLICY, READERS, text
-from .settings import FingerprintSettings, Function, Rate, Settings, StatusHeader
+from .settings import POLICY, SETTINGS, FingerprintSettings, Function, Rate, Settings, StatusHeader, text
 from .templates import Template
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SETTINGS = tuple(Settings.__annotations__)
-# What a rule may say beside `idempotent = false`; everything else would promise a guard that is not there.
-SAID_OF_UNGUARDED = frozenset({"name", "reverses", "idempotent", "retry"})
 MARK = "__oncemore__"
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Rule:
-    """What the contract says of the requests that match, as in `Rule("POST /refunds", key="required", ttl="30d")`.
+    """The settings of the requests that match, as in `Rule("POST /refunds", key="required", ttl="30d")`.
 
-    The attributes are what holds, defaults included; what the guard needs of it is the policy.  *given* is what was said.
+    The attributes are the settings that hold, defaults included; those of the guard are in *policy*.  *given* are the
+    settings as they were written.
     """
 
     match: str
@@ -58,9 +55,9 @@ class Rule:
     given: Mapping[str, Any] = field(compare=False)
 
     def __init__(self, match: str | None = None, **settings: Unpack[Settings]) -> None:
-        values, faults = read_rule(match, settings, DEFAULT)
-        if faults:
-            raise listing(f"Rule({match!r})" if match else "Rule()", faults)
+        values, problems = read_rule(match, settings, DEFAULT)
+        if problems:
+            raise listing(f"Rule({match!r})" if match else "Rule()", problems)
         self._hold(values)
 
     def _hold(self, values: Mapping[str, Any]) -> None:
@@ -69,7 +66,7 @@ class Rule:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Rule:
-        """The rule with the attributes that read_rule found."""
+        """Return the rule with the attributes that `read_rule` found."""
         rule = cls.__new__(cls)
         rule._hold(values)
         return rule
@@ -78,24 +75,24 @@ class Rule:
         return f"Rule({', '.join([repr(self.match), *(f'{name}={value!r}' for name, value in self.given.items())])})"
 
     def at(self, match: str) -> Rule:
-        """The same rule for the requests that match *match*."""
+        """Return the same rule for the requests that match *match*."""
         return Rule(match, **self.given)
 
     @property
     def unscoped(self) -> bool:
-        """Whether principals share keys, and so could be answered with each other's outcomes; doors warn of it."""
+        """Whether principals share keys, and so may get each other's outcomes; middlewares warn of it."""
         return self.scope in ("resource", "global")
 
     @property
     def one_route(self) -> bool:
-        """Whether its requests share their keys: one method and path, or a template that says what makes them one."""
+        """Whether its requests share their keys: they have one method and path, or a template names the operation."""
         single = len(self.pattern.methods) == 1 and "*" not in self.pattern.methods and not self.pattern.params
         return single or self.key.template is not None
 
     def scope_of(self, *, principal: str = "", tenant: str = "", custom: str = "", route: str = "") -> str:
-        """Who owns the key: the name of the route and of the owner; InvalidPrincipal when the owner has no name.
+        """Return the owner of the key, with the route in it; raises InvalidPrincipal if the owner is empty.
 
-        *custom* is what the rule's own scope function returned.  *route* is the rule's name, unless given.
+        *custom* is the value of the rule's own scope function.  *route* is the rule's name, unless given.
         """
         kind = self.scope if isinstance(self.scope, str) else "custom"
         owner = {"principal": principal, "tenant": tenant, "custom": custom}.get(kind, "*")
@@ -105,9 +102,9 @@ class Rule:
         return join(route, kind, tenant, owner) if kind == "principal" and tenant else join(route, kind, owner)
 
     def row(self) -> dict[str, Any]:
-        """Every setting that holds, in plain values, as one row of the contract's table."""
-        of = {name: getattr(self.policy if name in POLICY else self, name) for name in SETTINGS}
-        return {"match": self.match, **{name: plain(value) for name, value in of.items()}}
+        """Return every setting that holds, in plain values, as one row of the contract's table."""
+        values = {name: getattr(self.policy if name in POLICY else self, name) for name in SETTINGS}
+        return {"match": self.match, **{name: plain(value) for name, value in values.items()}}
 
 
 def plain(value: object) -> object:
@@ -128,43 +125,41 @@ def plain(value: object) -> object:
 def read_rule(
     match: str | None, given: Mapping[str, Any], base: Mapping[str, Any], beside: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """The attributes of a rule that says *given* over *base*, and every fault found; with faults, not all are there.
+    """Read the settings *given* over those of *base*; return the attributes of the rule, and every problem found.
 
-    Without a match, the rule is not bound to a path yet, and takes the requests that *base* matches.  *beside* are
-    names that may stand where the rule stands without being settings of it.
+    If there are problems, some attributes are missing.  Without a match, the rule is not bound to a path yet, and matches
+    the requests that *base* matches.  *beside* are names that may be meant instead of an unknown setting.
     """
-    faults = Faults()
+    problems = Problems()
     for name in given:
         if name not in SETTINGS:
-            faults.found.append(f"{name}: there is no such setting{did_you_mean(name, (*SETTINGS, *beside))}")
-    said: dict[str, Any] = {**base, **given}
+            problems.found.append(f"{name}: there is no such setting{did_you_mean(name, (*SETTINGS, *beside))}")
+    written: dict[str, Any] = {**base, **given}
     values: dict[str, Any] = {}
-    for name, read in READERS.items():
-        if name in said:
-            with faults.caught(name):
-                values[name] = read(said[name])
-    with faults.caught():
+    for name, setting in SETTINGS.items():
+        if name in written and setting.read is not None:
+            with problems.collecting(name):
+                values[name] = setting.read(written[name])
+    with problems.collecting():
         values["pattern"] = Pattern(base["match"] if match is None else match)
     params = values["pattern"].params if match is not None and "pattern" in values else None
-    with faults.caught("key"):
+    with problems.collecting("key"):
         values["key"] = key_source(merged_key(base["key"], key_table(given.get("key", {}))), params)
-    with faults.caught("unique_by"):
-        values["unique_by"] = Template(text(said["unique_by"]), params) if "unique_by" in said else None
-    if not faults.found:
-        faults.found += combinations(values, given)
-    return (values if faults.found else attributes(values, given)), faults.found
+    with problems.collecting("unique_by"):
+        values["unique_by"] = Template(text(written["unique_by"]), params) if "unique_by" in written else None
+    if not problems.found:
+        problems.found += combinations(values, given)
+    return (values if problems.found else attributes(values, given)), problems.found
 
 
 def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The readings, sorted into what the guard needs (the policy) and what the doors need."""
+    """Return the attributes of the rule: the settings of the guard in a policy, and the others as they are."""
     suspect, window = values.pop("suspect")
     policy = {name: values.pop(name) for name in POLICY & values.keys()}
     match = values["pattern"].text
     return {
+        **dict.fromkeys(SETTINGS.keys() - POLICY),
         "name": match,
-        "reverses": None,
-        "rate": None,
-        "retry": None,
         **values,
         "match": match,
         "policy": Policy(**policy, suspect=suspect, suspect_window=window),
@@ -173,15 +168,15 @@ def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Settings that are right one by one, and wrong together."""
+    """Yield a problem for settings that are right one by one, and wrong together."""
     if not values["idempotent"]:
-        extra = [name for name in given if name not in SAID_OF_UNGUARDED]
+        extra = [name for name in given if not SETTINGS[name].if_unguarded]
         if extra:
             yield f"idempotent: false leaves nothing to guard; drop {', '.join(extra)}, or the false"
         return
     for name, template in (("key", values["key"].template), ("unique_by", values["unique_by"])):
-        if template and (fault := template.forgotten(values["ttl"])):
-            yield f"{name}: {fault}"
+        if template and (problem := template.forgotten(values["ttl"])):
+            yield f"{name}: {problem}"
     if values["on_unknown"] == "resolve" and "resolver" not in values:
         yield "on_unknown: 'resolve' needs a resolver, the function that tells whether it happened"
     if "resolver" in given and values["on_unknown"] != "resolve":
@@ -230,14 +225,14 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
 
 
 def idempotent(match: str | None = None, **settings: Unpack[Settings]) -> Callable[[F], F]:
-    """A decorator that only attaches a rule to a function, for a door that knows the function's route to find."""
+    """Return a decorator that attaches a rule to a function.  The middleware that knows the function's route finds it."""
     called(match)
     rule = Rule(match, **settings)
     return lambda function: attach(rule, function)
 
 
 def called(match: object) -> None:
-    """Refuse the function itself, which is what a decorator without its parentheses is given."""
+    """Refuse the function itself: a decorator without its parentheses is given that."""
     if callable(match):
         raise ConfigurationError(
             "idempotent is called before it decorates: write @idempotent(), or @idempotent(key='required')"
@@ -250,6 +245,6 @@ def attach(rule: Rule, function: F) -> F:
 
 
 def rule_of(function: object) -> Rule | None:
-    """The rule that a decorator attached to *function*, if any."""
+    """Return the rule that a decorator attached to *function*, if any."""
     rule = getattr(function, MARK, None)
     return rule if isinstance(rule, Rule) else None

@@ -1,60 +1,49 @@
-"""The settings of a rule: the names that may be written, and the values that some of them become."""
+"""The settings of a rule.  Each is declared once, in `Settings`: its type, reader, default and sentence of the reference.
+
+A reader turns a written value into its meaning, or raises a ConfigurationError that says what to write.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
+from .._fingerprint.fingerprint import Mode, check_selection, parse_fields
+from ..errors import ConfigurationError
+from .keysource import MEMBERS, header_name
+from .policy import (
+    EffectLevel,
+    Expired,
+    InFlight,
+    Keep,
+    Late,
+    OnDuplicate,
+    OnMismatch,
+    OnUnique,
+    OnUnknown,
+    Policy,
+    Suspect,
+    TtlFrom,
+    choices_of,
+    duration,
+)
+from .problems import did_you_mean
+
+Scope = Literal["principal", "tenant", "resource", "global"]
 Across = Literal["separate", "conflict"]
+RetryPreset = Literal["user_facing", "background_job", "webhook_delivery", "scheduled_task", "never"]
+ReplayStatus = Literal["same", 200]
 Streams = Literal["refuse", "store", "release"]
 StoreDown = Literal["refuse", "run"]
 Function = Callable[..., Any]
 
 
-class Settings(TypedDict, total=False):
-    """What a rule, `[defaults]` or a decorator may say.  Durations are seconds or text; functions also `"module:name"`."""
-
-    name: str
-    reverses: str
-    idempotent: bool
-    key: str | Mapping[str, Any]
-    scope: str | Function
-    across_routes: Across
-    fingerprint: str | Mapping[str, Any]
-    ttl: float | str
-    ttl_from: str
-    expired: str
-    lease: float | str
-    in_flight: str
-    wait: float | str
-    retry_after: float | str
-    on_duplicate: str
-    on_mismatch: int
-    keep: str | Function
-    effect: str
-    on_unknown: str
-    reruns: int
-    resolver: str | Function
-    unique_by: str
-    on_unique: str
-    suspect: str | Mapping[str, Any]
-    late: str
-    first_sent: str
-    if_match: bool
-    rate: str
-    retry: str
-    status_header: str | Mapping[str, str]
-    replay_status: str | int
-    streams: Streams
-    store_down: StoreDown
-    max_request: int | str
-    max_response: int | str
-
-
 @dataclass(frozen=True, slots=True)
 class FingerprintSettings:
-    """What counts as the same request: how bodies are compared, and by which fields."""
+    """How bodies are compared, and by which fields: what counts as the same request."""
 
     mode: str = "canonical"
     include: tuple[str, ...] = ()
@@ -63,7 +52,7 @@ class FingerprintSettings:
 
 @dataclass(frozen=True, slots=True)
 class StatusHeader:
-    """The response header that tells how the answer came; an empty value, or name, is not sent."""
+    """The response header that says how the answer was made; an empty value, or name, is not sent."""
 
     name: str = ""
     stored: str = ""
@@ -78,3 +67,251 @@ class Rate:
 
     count: int
     window: float
+
+
+# ── Readers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", re.ASCII)
+RATE = re.compile(r"([1-9]\d{0,8})/(.+)", re.ASCII)
+SIZE = re.compile(r"(\d{1,12}) ?(B|kB|KB|MB|KiB|MiB)", re.ASCII)
+SIZES = {"B": 1, "kB": 1000, "KB": 1000, "MB": 1000**2, "KiB": 1024, "MiB": 1024**2}
+STATUS_VALUES = {"stored": "stored", "replayed": "replayed", "unstored": "unstored"}
+CENTURY = 100 * 366 * 86400.0
+
+
+def text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ConfigurationError(f"{value!r} is not a line of text")
+    return value
+
+
+def flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{value!r} is neither true nor false")
+    return value
+
+
+def span(value: Any) -> float:
+    seconds = duration(value)
+    if seconds > CENTURY:
+        raise ConfigurationError(f"{value!r} is longer than a century")
+    return seconds
+
+
+def positive_span(value: Any) -> float:
+    seconds = span(value)
+    if seconds <= 0:
+        raise ConfigurationError(f"{value!r} is no time at all: write a duration such as '30s'")
+    return seconds
+
+
+class OneOf:
+    """The reader of a setting that has *choices*; with *or_function*, a function may be given instead of a choice."""
+
+    def __init__(self, *choices: object, or_function: bool = False) -> None:
+        self.choices = choices
+        self.or_function = or_function
+
+    def __call__(self, value: object) -> Any:
+        if self.or_function and not (isinstance(value, str) and ":" not in value):
+            return function(value)
+        if value not in self.choices or isinstance(value, bool | float):
+            raise unknown(value, self.choices, ", or a function as 'module:name'" if self.or_function else "")
+        return value
+
+
+def unknown(value: object, choices: Iterable[object], more: str = "") -> ConfigurationError:
+    shown = {str(choice): repr(choice) for choice in choices}
+    same = shown.get(str(value))  # 409 if '409' was written
+    hint = f" (did you mean {same}?)" if same else did_you_mean(str(value), shown)
+    return ConfigurationError(f"{value!r} is unknown{hint}: choose one of {', '.join(map(repr, choices))}{more}")
+
+
+def function(value: object) -> Function:
+    """Return a function, given as itself or as `"module:name"`."""
+    if callable(value):
+        return value
+    if not isinstance(value, str) or not FUNCTION.fullmatch(value):
+        raise ConfigurationError(f"{value!r} is not a function: write it as 'module:name'")
+    module, _, path = value.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{value!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ConfigurationError(f"{value!r} is not a function but {type(found).__name__!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def members(value: object, known: Iterable[str], what: str) -> dict[str, Any]:
+    """Return a table that has only *known* members."""
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{value!r} is not {what}: write a text or a table")
+    for name in value:
+        if name not in known:
+            raise unknown(name, known)
+    return dict(value)
+
+
+def fingerprint(value: object) -> FingerprintSettings:
+    table = members(
+        {"mode": value} if isinstance(value, str) else value, ("mode", "include", "exclude"), "a fingerprint"
+    )
+    mode = OneOf(*get_args(Mode))(table.get("mode", "canonical"))
+    include, exclude = table.get("include", ()), table.get("exclude", ())
+    check_selection(parse_fields("include", include), parse_fields("exclude", exclude))
+    if mode != "canonical" and (include or exclude):
+        raise ConfigurationError(f"mode {mode!r} compares no fields: drop include and exclude, or the mode")
+    return FingerprintSettings(mode, tuple(include), tuple(exclude))
+
+
+def suspect(value: object) -> tuple[str, float]:
+    """Return the action and its window in seconds."""
+    table = members({"action": value} if isinstance(value, str) else value, ("action", "window"), "a suspicion")
+    return OneOf(*get_args(Suspect))(table.get("action", "log")), positive_span(table.get("window", 30.0))
+
+
+def status_header(value: object) -> StatusHeader:
+    if value == "":
+        return StatusHeader()
+    known = tuple(field.name for field in fields(StatusHeader))
+    table = members({"name": value, **STATUS_VALUES} if isinstance(value, str) else value, known, "a status header")
+    header_name(table.get("name"))
+    return StatusHeader(**{name: text(value) for name, value in table.items()})
+
+
+def rate(value: object) -> Rate:
+    found = RATE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigurationError(f"{value!r} is not a rate: write a number of new keys and a duration, as in '100/1m'")
+    return Rate(int(found[1]), positive_span(found[2]))
+
+
+def size(value: object) -> int:
+    """Return bytes, from a number or from text such as `"10MiB"`."""
+    found = SIZE.fullmatch(value) if isinstance(value, str) else None
+    if found:
+        return int(found[1]) * SIZES[found[2]]
+    if type(value) is not int or value < 0:
+        raise ConfigurationError(f"{value!r} is not a size: write a number of bytes, or text such as '512KiB', '10MiB'")
+    return value
+
+
+def count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ConfigurationError(f"{value!r} is not a number of times: write 0, 1, 2, ...")
+    return value
+
+
+def optional_header_name(value: object) -> str:
+    return "" if value == "" else header_name(value)
+
+
+# ── The table ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting.
+
+    Args:
+        read: Its reader.  A setting whose type has choices needs none; `read_rule` reads `key` and `unique_by`, because
+            they depend on the rule's path.
+        default: The value that holds if neither the rule, `[defaults]` nor the profile gives one; None if there is none.
+        only_in_rules: Whether `[defaults]` must not give it, because it tells rules apart or is too grave for all at once.
+        if_unguarded: Whether a rule may give it beside `idempotent = false`.
+        doc: Its meaning, as the reference page says it.
+        choices: Those of its type.
+    """
+
+    read: Callable[[Any], Any] | None = None
+    default: Any = None
+    only_in_rules: bool = False
+    if_unguarded: bool = False
+    doc: str
+    choices: tuple[object, ...] = ()
+
+
+# fmt: off
+class Settings(TypedDict, total=False):
+    """What a rule, `[defaults]` or a decorator may give.  Durations are seconds or text; functions also `"module:name"`."""
+
+    name: Annotated[str, Setting(read=text, only_in_rules=True, if_unguarded=True,
+        doc="the name of the operation in the ledger, in events and in the status lookup; its `match`, unless given")]
+    reverses: Annotated[str, Setting(read=text, only_in_rules=True, if_unguarded=True,
+        doc="which operation this one undoes; both must be in the contract")]
+    idempotent: Annotated[bool, Setting(read=flag, default=True, only_in_rules=True, if_unguarded=True,
+        doc="false: never guarded, on purpose")]
+    key: Annotated[str | Mapping[str, Any], Setting(default={"from": "header", **MEMBERS["header"]},
+        doc="the source of the operation's key")]
+    scope: Annotated[Scope | str | Function, Setting(default="principal",
+        doc="who owns the key; or a function. All callers share `resource` and `global`, and middlewares warn of them")]
+    across_routes: Annotated[Across, Setting(default="separate",
+        doc="the same key on another route: another operation, or refused")]
+    fingerprint: Annotated[Mode | Mapping[str, Any], Setting(read=fingerprint, default="canonical",
+        doc="how requests are compared; or a table with `include` or `exclude`, lists of members of the body")]
+    ttl: Annotated[float | str, Setting(read=positive_span, default="24h",
+        doc="how long the outcome is kept: longer than anyone retries")]
+    ttl_from: Annotated[TtlFrom, Setting(default="creation", doc="counted from the creation, or from the last replay")]
+    expired: Annotated[Expired, Setting(default="delete", doc="expired records are deleted, or archived for the audit")]
+    lease: Annotated[float | str, Setting(read=positive_span, default="30s",
+        doc="how long a silent holder keeps the right to perform; renewed while it works")]
+    in_flight: Annotated[InFlight, Setting(default="wait",
+        doc="a duplicate of a running operation waits, gets 409, or 202 with a status URL")]
+    wait: Annotated[float | str, Setting(read=span, default="10s", doc="how long it waits, at most")]
+    retry_after: Annotated[float | str, Setting(read=span, default="1s", doc="the `Retry-After` of a 409 or 202")]
+    on_duplicate: Annotated[OnDuplicate, Setting(default="replay",
+        doc="a repeat gets the first outcome, 409, or an empty 200")]
+    on_mismatch: Annotated[OnMismatch, Setting(default=409, doc="the status for another payload under a used key")]
+    keep: Annotated[Keep | str | Function, Setting(default="final",
+        doc="which outcomes are final: 2xx and deterministic 4xx, only 2xx, or all but 401, 403, 408, 425 and 429; or "
+        "a function of the outcome")]
+    effect: Annotated[EffectLevel, Setting(default="lease",
+        doc="the [level](../explain/guarantees.md) of the guarantee")]
+    on_unknown: Annotated[OnUnknown, Setting(default="hold",
+        doc="what follows if a process died in mid-operation: see [Unknown outcomes](../howto/unknown.md)")]
+    reruns: Annotated[int, Setting(read=count, default=3,
+        doc='with `effect = "steps"`: how often a step that the database refused (a deadlock, a serialization '
+        'failure) is run again; a request with `effect = "transaction"` is not, but gets 503')]
+    resolver: Annotated[str | Function, Setting(read=function,
+        doc='with `on_unknown = "resolve"`: asks whether it happened')]
+    unique_by: Annotated[str, Setting(doc="a name that must be unique whatever the key: one payment per order")]
+    on_unique: Annotated[OnUnique, Setting(default="replay",
+        doc="what the second gets: the first outcome, 409; or `serialize`: they run one after the other")]
+    suspect: Annotated[Suspect | Mapping[str, Any], Setting(read=suspect, default="off",
+        doc="the same request under another key within 30 s; or a table with `action` and `window`")]
+    late: Annotated[Late, Setting(default="run",
+        doc="a key whose age is known and that is older than `ttl`: runs as new, or 412")]
+    first_sent: Annotated[str, Setting(read=optional_header_name, default="",
+        doc="the header with the time of the first sending")]
+    if_match: Annotated[bool, Setting(read=flag, default=False,
+        doc="true: 428 without `If-Match`, 412 on a stale ETag, 400 without a key, one update of a resource at a time")]
+    rate: Annotated[str, Setting(read=rate, doc="how many new keys a principal may use in that time; 429 above")]
+    retry: Annotated[RetryPreset, Setting(if_unguarded=True, doc="the retry preset for callers; shown in OpenAPI")]
+    status_header: Annotated[str | Mapping[str, str], Setting(read=status_header, default="Idempotency-Status",
+        doc="tells `stored`, `replayed` or `unstored`; or a table with a text for each; empty: none")]
+    replay_status: Annotated[ReplayStatus, Setting(default="same", doc="the status of a replay")]
+    streams: Annotated[Streams, Setting(default="refuse",
+        doc="a response without a length: a retry is refused, gets it again, or runs it again")]
+    store_down: Annotated[StoreDown, Setting(default="refuse",
+        doc="if the ledger cannot be reached: 503, or run unguarded, with a warning")]
+    max_request: Annotated[int | str, Setting(read=size, default="10MiB", doc="a longer request is refused with 413")]
+    max_response: Annotated[int | str, Setting(read=size, default="1MiB",
+        doc="a longer response is sent but not kept; a retry is refused")]
+# fmt: on
+
+
+def declared(hint: Any) -> Setting:
+    """Return the setting in an annotation of `Settings`, with the choices that its type has."""
+    written: Any = hint.__origin__
+    setting: Setting = hint.__metadata__[0]
+    choices = choices_of(written)
+    usual = OneOf(*choices, or_function=Function in get_args(written)) if choices else None
+    return replace(setting, read=setting.read or usual, choices=choices)
+
+
+SETTINGS = {name: declared(hint) for name, hint in get_type_hints(Settings, include_extras=True).items()}
+# These are settings of the guard's policy; the others are of the rule itself.
+POLICY = frozenset(field.name for field in fields(Policy))

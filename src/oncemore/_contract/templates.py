@@ -1,24 +1,56 @@
-"""Templates: the contract's way of naming an operation from its request, its function's arguments and the time.
+"""Templates: name an operation from its request, its function's arguments and the time.
 
 A name is text: `42` and `"42"` are the same, and so are `100`, `100.0` and `1e2`.  Values are escaped, and two fields
-must have a `:` between them, so different texts never make the same name; a name too long is cut, and ends in a digest.
+must have a `:` between them, so different texts never make the same name.  A name that is too long is cut, and ends in a
+digest.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, date, datetime
+from decimal import Context as Arithmetic
+from decimal import Decimal
+from enum import Enum
+from typing import Any
+from uuid import UUID
+from zoneinfo import ZoneInfo, available_timezones
 
-from ..errors import ConfigurationError
-from .fields import COMPILE, TIME_FIELDS, Context, Field, argument_field
+import msgspec
+
+from .._fingerprint.pointer import parse_pointer, value_at
+from ..errors import ConfigurationError, InvalidKey
 from .keys import MAX_LENGTH, SHORTEST_LIMIT, bounded, escaped
+from .policy import duration
 from .problems import did_you_mean
 
 TOKEN = re.compile(r"(?P<brace>\{\{|\}\})|\{(?P<field>[^{}]*)\}|(?P<text>[^{}]+)|(?P<stray>[{}])")
 FIELD = re.compile(r"(?P<head>[A-Za-z_][A-Za-z0-9_]*)(?:(?P<mark>[.:])(?P<rest>.+))?", re.ASCII)
+PUBLIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
+DAY = 86400.0
+LONGEST_DAY = 25 * 3600.0  # where the clocks go back
+# A number with more digits than this is an attack, not a name.
+MOST_DIGITS = 1000
+# A number too large even for Decimal becomes infinite, rather than an error.
+LENIENT = Arithmetic(traps=[])
+
+Context = Mapping[str, Any]
 NOTHING: Context = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One `{...}`: *read* finds its value, *window* is how many seconds a value of it stays the same (0: for ever)."""
+
+    text: str
+    read: Callable[[Context], object]
+    window: float = 0.0
+
+    def render(self, context: Context) -> str:
+        """Return the field's value as an unambiguous part of a name."""
+        return escaped(text_of(self.text, self.read(context)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +80,7 @@ class Template:
         return max((part.window for part in self.parts if isinstance(part, Field)), default=0.0)
 
     def forgotten(self, ttl: float) -> str:
-        """What to say where outcomes are kept for less than a name stays in use; nothing where they are not."""
+        """Return the problem if outcomes are kept for a shorter time than a name stays in use; else an empty text."""
         if self.window <= ttl:
             return ""
         return (
@@ -73,7 +105,7 @@ class Template:
         arguments: Context = NOTHING,
         now: float | datetime | None = None,
     ) -> str:
-        """The name; an InvalidKey tells which field is missing, empty or not a single value.
+        """Return the name; raises an InvalidKey that says which field is missing, empty or not a single value.
 
         Names of headers are in lower case; *body* is the decoded document; *now* is epoch seconds or an aware datetime.
         """
@@ -84,15 +116,15 @@ class Template:
 
 
 def remembered(template: Template, ttl: float) -> Template:
-    """The template, unless it stays in use for longer than outcomes are kept."""
-    fault = template.forgotten(ttl)
-    if fault:
-        raise ConfigurationError(f"key {template.text!r}: {fault}")
+    """Return the template; refuse it if a name stays in use for longer than outcomes are kept."""
+    problem = template.forgotten(ttl)
+    if problem:
+        raise ConfigurationError(f"key {template.text!r}: {problem}")
     return template
 
 
 def compiled(text: str, path_params: Collection[str] | None, names: Collection[str] | None) -> list[str | Field]:
-    """The literals and fields of *text*, in turn."""
+    """Return the literals and fields of *text*, in their order."""
     if not isinstance(text, str):
         raise ConfigurationError(f"{text!r} is not a template: write a text, as in 'invoice:{{invoice_id}}'")
     if not text:
@@ -110,7 +142,7 @@ def compiled(text: str, path_params: Collection[str] | None, names: Collection[s
 
 
 def literal(text: str) -> str:
-    """The template's own text: its ':' delimits, all else that could be mistaken is escaped."""
+    """Return the template's own text: its ':' delimits, and all other special characters are escaped."""
     return ":".join(map(escaped, text.split(":")))
 
 
@@ -139,3 +171,164 @@ def check_separated(text: str, parts: Sequence[str | Field]) -> None:
             raise ConfigurationError(
                 f"template {text!r} needs a ':' before {{{part.text}}}, or different values could make the same key"
             )
+
+
+# ── Fields of a request ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def owner_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
+    return Field(text, lambda context: context[text])
+
+
+def path_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
+    if path_params is not None and rest not in path_params:
+        known = ", ".join(f"{{path.{name}}}" for name in path_params) or "none"
+        hint = did_you_mean(rest, path_params)
+        raise ConfigurationError(f"{{{text}}} is not in the rule's path{hint}: its parameters are {known}")
+    return Field(text, lambda context: context["path"].get(rest))
+
+
+def query_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
+    return Field(text, lambda context: only(text, context["query"].get(rest)))
+
+
+def header_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
+    name = rest.lower()
+    return Field(text, lambda context: only(text, context["headers"].get(name)))
+
+
+def member_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
+    steps = rest.split(".")
+    return Field(text, lambda context: value_at(context["body"], steps))
+
+
+def pointer_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
+    steps = parse_pointer(rest)
+    return Field(text, lambda context: value_at(context["body"], steps))
+
+
+def only(text: str, value: object) -> object:
+    """Return a query parameter or header, which the framework gives as a text, or as a list that must hold just one."""
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) > 1:
+        raise unusable(text, f"was given {len(value)} times; give it once")
+    return value[0] if value else None
+
+
+# ── Fields of the time ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def window_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
+    """The start of the epoch-aligned bucket that holds *now*: `20260219T120000Z`."""
+    seconds = duration(rest)
+    if seconds < 1 or seconds != int(seconds):
+        raise ConfigurationError(f"{{{text}}} is not a window: write one or more whole seconds, as in {{window:1h}}")
+
+    def read(context: Context) -> str:
+        start = instant(context).timestamp() // seconds * seconds
+        return datetime.fromtimestamp(start, UTC).strftime("%Y%m%dT%H%M%SZ")
+
+    return Field(text, read, seconds)
+
+
+def date_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
+    """The calendar day of *now* in a time zone: `2026-02-19`."""
+    zone = time_zone(rest) if rest else UTC
+    day = DAY if rest in ("", "UTC") else LONGEST_DAY
+    return Field(text, lambda context: instant(context).astimezone(zone).date(), day)
+
+
+def time_zone(name: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(name)
+    except (KeyError, ValueError, OSError):  # unknown, not a plain name, and a directory such as 'America'
+        hint = did_you_mean(name, available_timezones())
+        raise ConfigurationError(
+            f"time zone {name!r} is unknown{hint}: write an IANA name such as 'Europe/Berlin' "
+            "(a system without a zone database needs the tzdata package)"
+        ) from None
+
+
+def instant(context: Context) -> datetime:
+    now = context["now"]
+    if isinstance(now, int | float):
+        return datetime.fromtimestamp(now // 1, UTC)  # it rounds: the last moment of a day would be of the next
+    if now is None or now.tzinfo is None:
+        raise ConfigurationError("a template with a time field needs now: epoch seconds or an aware datetime")
+    return now  # type: ignore[no-any-return]
+
+
+# ── Fields of a function ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def argument_field(text: str, name: str, steps: Sequence[str]) -> Field:
+    """An argument, or a public attribute or member of it."""
+    for step in steps:
+        if not PUBLIC_NAME.fullmatch(step):
+            raise ConfigurationError(f"{{{text}}} cannot be read: {step!r} is not a public attribute or member")
+
+    def read(context: Context) -> object:
+        value = context["arguments"].get(name)
+        for step in steps:
+            value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+        return value
+
+    return Field(text, read)
+
+
+COMPILE: dict[str, Callable[[str, str, Collection[str] | None], Field]] = {
+    "principal": owner_field,
+    "tenant": owner_field,
+    "path.": path_field,
+    "query.": query_field,
+    "header.": header_field,
+    "body.": member_field,
+    "body:": pointer_field,
+    "window:": window_field,
+    "date": date_field,
+    "date:": date_field,
+}
+TIME_FIELDS = ("window:", "date", "date:")
+
+
+# ── The text of a value ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def text_of(field: str, value: object) -> str:
+    """Return the one text for *value*; raises InvalidKey if there is none, because an operation needs a name."""
+    match value:
+        case None:
+            raise unusable(field, "is missing; send it")
+        case "":
+            raise unusable(field, "is empty; send a value")
+        case Enum():
+            return text_of(field, value.value)
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return value
+        case int() | float() | Decimal():
+            return number_text(field, value)
+        case msgspec.Raw():  # a number that was decoded without loss
+            return number_text(field, Decimal(bytes(value).decode(), LENIENT))
+        case datetime() if value.tzinfo is not None:
+            return value.astimezone(UTC).isoformat()
+        case date() | UUID():
+            return str(value) if isinstance(value, UUID) else value.isoformat()
+    raise unusable(field, "is not a single value; send a text or a number")
+
+
+def unusable(field: str, what: str) -> InvalidKey:
+    return InvalidKey(f"{{{field}}} {what}: the idempotency key of this operation is made from it.")
+
+
+def number_text(field: str, value: float | Decimal) -> str:
+    """Return plain digits without an exponent or trailing zeros, so that equal numbers have equal names."""
+    small = not isinstance(value, int) or value.bit_length() < 3 * MOST_DIGITS
+    exact = Decimal(repr(value) if isinstance(value, float) else value) if small else Decimal("Infinity")
+    if not exact.is_finite() or abs(exact.adjusted()) > MOST_DIGITS:
+        raise unusable(field, "is not a finite number of a sensible size; send another")
+    text = format(exact, "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text

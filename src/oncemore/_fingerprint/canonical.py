@@ -1,4 +1,4 @@
-"""The one spelling of a JSON value: RFC 8785, made lossless.
+"""The canonical form of JSON texts and of Python values: RFC 8785, made lossless.
 
 White space is gone, members are sorted by UTF-16 code units, strings are escaped as little as possible.  A number is
 written by its exact decimal value, in ECMAScript's layout, with as many digits as the value has: `100.00`, `1e2` and
@@ -6,21 +6,26 @@ written by its exact decimal value, in ECMAScript's layout, with as many digits 
 the form of RFC 8785; one that a double would round (`9007199254740993`, `0.10000000000000000001`) keeps its digits and
 stays itself.
 
-What can be read in more than one way has no canonical form, and InvalidPayload says so: text that is not JSON in UTF-8
-(NaN, Infinity, lone surrogates, a byte order mark), an object that names a member twice, nesting deeper than the limit,
-an exponent of more than 18 digits.  Every answer takes time and memory in proportion to the text, however large its
-numbers are.
+A text that can be read in more than one way has no canonical form, and raises InvalidPayload: text that is not JSON in
+UTF-8 (NaN, Infinity, lone surrogates, a byte order mark), an object that names a member twice, nesting deeper than the
+limit, an exponent of more than 18 digits.  Time and memory are in proportion to the text, however large its numbers are.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import enum
 import re
+import uuid
+from collections.abc import Callable, Mapping
+from decimal import Decimal
 from itertools import accumulate
 from typing import Any
 
 import msgspec
 
-from ..errors import InvalidPayload
+from ..errors import ConfigurationError, InvalidPayload
 
 MAX_DEPTH = 100
 
@@ -39,12 +44,12 @@ LONG_RUN = b"0" * (LONGEST_INTEGER + 1)
 
 
 def canonical_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> bytes:
-    """The canonical form of the JSON text *data*; raises InvalidPayload where it has none."""
+    """Return the canonical form of the JSON text *data*; raises InvalidPayload if it has none."""
     return read_json(data, max_depth=max_depth)[1]
 
 
 def read_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> tuple[Any, bytes]:
-    """The value of the JSON text *data*, its numbers exact, and its form; raises InvalidPayload where it has none."""
+    """Return the value of the JSON text *data*, with exact numbers, and its canonical form; raises InvalidPayload."""
     if data.count(b"[") + data.count(b"{") > max_depth and deeper_than(max_depth, data):
         raise InvalidPayload(f"The JSON is nested deeper than {max_depth} levels")
     try:
@@ -61,18 +66,18 @@ def read_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> tuple[Any, bytes]:
 
 
 def write_json(value: Any) -> bytes:
-    """The canonical form of what read_json, or exact_number, made."""
+    """Return the canonical form of a value that `read_json` or `exact_value` made."""
     text = SORTED.encode(value)
     return text if text.isascii() or not needs_utf16_order(text) else AS_IS.encode(sort_by_utf16(value))
 
 
 def needs_utf16_order(text: bytes) -> bool:
-    """Whether *text* has what UTF-16 sorts before U+E000–U+FFFF and the encoder, which goes by code points, after."""
+    """Whether *text* has characters that UTF-16 sorts before U+E000–U+FFFF, and the encoder, by code points, after."""
     return (b"\xee" in text or b"\xef" in text) and any(lead in text for lead in FOUR_BYTE_LEADS)
 
 
 def exact_number(text: str) -> msgspec.Raw:
-    """The canonical form of the decimal number *text*, ready to be written."""
+    """Return the canonical form of the decimal number *text*, ready to be written."""
     if len(text) <= LONGEST_INTEGER and "." in text and "e" not in text and "E" not in text:
         short = text.rstrip("0").rstrip(".")
         if short != "-0" and not short.startswith(("0.000000", "-0.000000")):
@@ -81,7 +86,7 @@ def exact_number(text: str) -> msgspec.Raw:
 
 
 def decimal_parts(text: str) -> tuple[str, str, int]:
-    """Sign, digits d and power n of the number sign 0.d × 10ⁿ; d has no zeros at its ends, and zero has no d."""
+    """Return sign, digits d and power n of the number sign 0.d × 10ⁿ; d has no zeros at its ends, and zero has no d."""
     match = NUMBER.fullmatch(text)
     if match is None or len(match[5] or "") > 18:
         raise InvalidPayload("The JSON has a number whose exponent has more than 18 digits")
@@ -92,7 +97,7 @@ def decimal_parts(text: str) -> tuple[str, str, int]:
 
 
 def layout(sign: str, digits: str, power: int) -> str:
-    """The number in the layout of ECMAScript's Number::toString, which RFC 8785 prescribes."""
+    """Return the number in the layout of ECMAScript's Number::toString, which RFC 8785 prescribes."""
     if not digits:
         return "0"
     if len(digits) <= power <= LONGEST_INTEGER:
@@ -106,14 +111,14 @@ def layout(sign: str, digits: str, power: int) -> str:
 
 
 def deeper_than(limit: int, data: bytes) -> bool:
-    """Whether the brackets of *data* nest deeper than *limit*; asked before decoding, which would recurse."""
+    """Whether the brackets of *data* nest deeper than *limit*; checked before decoding, which would recurse."""
     outside_strings = b"".join(STRING_ESCAPE.sub(b"", data).split(b'"')[::2])
     brackets = outside_strings.translate(None, NOT_BRACKETS)
     return max(accumulate(map(STEP.__getitem__, brackets)), default=0) > limit
 
 
 def count_quotes(data: bytes) -> int:
-    """How many quotes the form has if no member is lost: those of *data*, and those that it spells by number."""
+    """Return how many quotes the form has if no member is lost: those of *data*, also those written by number."""
     count = data.count(b'"')
     if b"\\u0022" in data:
         count += STRING_ESCAPE.findall(data).count(b"\\u0022")
@@ -121,7 +126,7 @@ def count_quotes(data: bytes) -> int:
 
 
 def with_long_integers_as_decimals(data: bytes) -> bytes:
-    """*data* with `.0` after each long integer, so that it is read by its digits and not by int(), which has limits."""
+    """Return *data* with `.0` after each long integer, so that it is read by its digits and not by int(), which has limits."""
     return STRING_OR_NUMBER.sub(_long_integer_as_decimal, data)
 
 
@@ -131,7 +136,7 @@ def _long_integer_as_decimal(match: re.Match[bytes]) -> bytes:
 
 
 def sort_by_utf16(value: Any) -> Any:
-    """*value* with the members of every object in the order of their names' UTF-16 code units."""
+    """Return *value* with the members of every object in the order of their names' UTF-16 code units."""
     if isinstance(value, dict):
         return {name: sort_by_utf16(value[name]) for name in sorted(value, key=_utf16)}
     return [sort_by_utf16(item) for item in value] if isinstance(value, list) else value
@@ -144,3 +149,83 @@ def _utf16(name: str) -> bytes:
 DECODER = msgspec.json.Decoder(float_hook=exact_number)
 SORTED = msgspec.json.Encoder(order="deterministic")
 AS_IS = msgspec.json.Encoder()
+
+
+# ── Python values ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def exact_value(value: Any) -> Any:
+    """Return *value* as `write_json` takes it: numbers by their exact value, objects by their fields.
+
+    Raises ConfigurationError for a type that has no such form.
+    """
+    try:
+        return _exact(value)
+    except UnicodeEncodeError as error:
+        raise InvalidPayload(f"The value has text with half a character: {error.reason}") from error
+    except RecursionError:
+        raise InvalidPayload("The value is nested too deeply, or contains itself") from None
+
+
+def _exact(value: Any) -> Any:
+    for kinds, form in FORMS:
+        if isinstance(value, kinds):
+            return form(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _members({part.name: getattr(value, part.name) for part in dataclasses.fields(value)})
+    if hasattr(type(value), "__pydantic_fields__"):
+        return _members(dict(value))
+    raise ConfigurationError(
+        f"A {type(value).__qualname__} has no fingerprint: pass built-in types, dates, UUIDs, enums, dataclasses, "
+        "msgspec structs or pydantic models"
+    )
+
+
+def _text(value: str) -> str:
+    value.encode()  # half a surrogate pair is refused here, while the cause is known
+    return str.__str__(value)
+
+
+def _integer(value: int) -> Any:
+    # Through Decimal, because str() refuses integers of more than some thousand digits.
+    return int(value) if abs(value) < 10**LONGEST_INTEGER else exact_number(str(Decimal(value)))
+
+
+def _number(text: str) -> msgspec.Raw:
+    """Return the number; NaN and the infinities stand unquoted, so that they equal no other value."""
+    lower = text.lower()
+    if "nan" in lower:
+        return msgspec.Raw("NaN")
+    if "inf" in lower:
+        return msgspec.Raw("-Infinity" if lower.startswith("-") else "Infinity")
+    return exact_number(text)
+
+
+def _members(value: Mapping[Any, Any]) -> dict[str, Any]:
+    members = {_name(key): _exact(item) for key, item in value.items()}
+    if len(members) != len(value):
+        raise ConfigurationError("A dictionary has two keys that JSON would write as the same name, such as 1 and '1'")
+    return members
+
+
+def _name(key: Any) -> str:
+    form = _exact(key)
+    return form if isinstance(form, str) else write_json(form).decode()
+
+
+FORMS: tuple[
+    tuple[type | tuple[type, ...], Callable[[Any], Any]], ...
+] = (  # the first that fits: a bool is an int, too
+    (enum.Enum, lambda value: _exact(value.value)),
+    ((bool, type(None)), lambda value: value),
+    (str, _text),
+    (int, _integer),
+    (float, lambda value: _number(float.__repr__(value))),
+    (Decimal, lambda value: _number(str(value))),
+    ((list, tuple), lambda value: [_exact(item) for item in value]),
+    ((set, frozenset), lambda value: sorted(map(_exact, value), key=write_json)),
+    (Mapping, _members),
+    (msgspec.Struct, lambda value: _members(msgspec.structs.asdict(value))),
+    ((bytes, bytearray, memoryview, uuid.UUID), msgspec.to_builtins),
+    ((datetime.date, datetime.time, datetime.timedelta), msgspec.to_builtins),
+)

@@ -1,7 +1,7 @@
-"""The digest of what was asked: equal for a repeated request, different for any other, and verifiable after an upgrade.
+"""The digest of a request: equal for a repeated request, different for any other, and verifiable after an upgrade.
 
-A fingerprint reads `c1:<hex>` or `c1.<key id>:<hex>`.  The part before the colon says how it was made, so a stored one
-is always compared by its own algorithm and secret:
+A fingerprint reads `c1:<hex>` or `c1.<key id>:<hex>`.  The part before the colon names its algorithm and secret, so a
+stored one is always compared by its own:
 
 | id | the body as |
 |---|---|
@@ -11,14 +11,14 @@ is always compared by its own algorithm and secret:
 | `r1` | its bytes: every other media type, and each body that cannot be read as what it says it is |
 | `v1` | not a body, but the canonical JSON of a Python value: see fingerprint_of |
 
-Method, path, query and media type count too, each after its length, so that none can pass for part of another.  The
+Method, path, query and media type count too, each after its length, so that none can be taken for part of another.  The
 query is read as a form: its order counts, its percent-encoding does not.  The media type counts without its parameters:
 a client or proxy that adds `; charset=utf-8` between two attempts repeats the same request, while JSON sent as plain
-text does not.  No other header counts.  include and exclude apply to JSON; every other body is compared whole.  A rule
-that changes them asks a new question, and refuses retries of requests that it stored before.
+text does not.  No other header counts.  include and exclude apply to JSON; every other body is compared whole.  If a rule
+changes them, retries of requests that it stored before are refused.
 
-The digest is SHA-256, which processors compute faster than BLAKE2, or HMAC-SHA-256 under a secret, which keeps whoever
-reads the ledger from guessing short payloads.
+The digest is SHA-256, which processors compute faster than BLAKE2, or HMAC-SHA-256 under a secret, so that nobody who
+reads the ledger can guess short payloads.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigurationError, InvalidPayload
-from .canonical import MAX_DEPTH, read_json, write_json
-from .exact import exact_value
+from .canonical import MAX_DEPTH, exact_value, read_json, write_json
 from .forms import read_multipart, read_urlencoded, respell
-from .selection import Pointer, check_selection, parse_fields, select
+from .pointer import INDEX, parse_pointer
 
 Mode = Literal["canonical", "raw", "none"]
+Pointer = tuple[str, ...]
 
 # A body within this is read again for as long as its record lives, also when max_depth has been lowered since.
 DEEPEST = 200
@@ -51,8 +51,8 @@ class Fingerprinter:
 
     *include* and *exclude* are JSON pointers (`/order/id`) or bare names of top-level members (`timestamp`): only those
     count, or all but those.  *mode* `raw` compares bodies byte by byte, `none` not at all.  The first of *secrets* signs;
-    all of them verify, as does none for what was never signed.  To rotate, append the new secret in every process, then
-    move it to the front, and drop the old one when the last record that it signed has expired.
+    all of them verify, and fingerprints without a secret stay valid.  To rotate, append the new secret in every process,
+    then move it to the front, and drop the old one when the last record that it signed has expired.
     """
 
     include: Sequence[str] = ()
@@ -83,22 +83,22 @@ class Fingerprinter:
             object.__setattr__(self, name, value)
 
     def fingerprint(self, method: str, path: str, query: str, content_type: str, body: bytes) -> str:
-        """The fingerprint of the request, to be kept in its record; empty in mode `none`."""
+        """Return the fingerprint of the request, to be kept in its record; empty in mode `none`."""
         if self.mode == "none":
             return ""
         media_type = media_type_of(content_type)
         algorithm = "r1" if self.mode == "raw" else algorithm_for(media_type)
         try:
-            said = self._read(algorithm, content_type, body, self.max_depth)
+            content = self._read(algorithm, content_type, body, self.max_depth)
         except InvalidPayload:
-            algorithm, said = "r1", body
+            algorithm, content = "r1", body
         key_id = next(iter(self._keys))
-        return sign(algorithm, key_id, self._keys[key_id], head(method, path, query, media_type), said)
+        return sign(algorithm, key_id, self._keys[key_id], head(method, path, query, media_type), content)
 
     def matches(self, stored: str, method: str, path: str, query: str, content_type: str, body: bytes) -> bool:
-        """Whether *stored* is of this same request, whichever algorithm and secret it was made with; an empty one always is.
+        """Whether *stored* is of this same request, by its own algorithm and secret; an empty one always is.
 
-        One made by an algorithm or secret that is not known here is of another request: refusing is safe, running is not.
+        A fingerprint of an unknown algorithm or secret is of another request: refusing is safe, running is not.
         """
         if self.mode == "none" or not stored:
             return True
@@ -106,16 +106,16 @@ class Fingerprinter:
         if key_id not in self._keys:
             return False
         try:
-            said = self._read(algorithm, content_type, body, DEEPEST)
+            content = self._read(algorithm, content_type, body, DEEPEST)
         except InvalidPayload:
             return False
         expected = sign(
-            algorithm, key_id, self._keys[key_id], head(method, path, query, media_type_of(content_type)), said
+            algorithm, key_id, self._keys[key_id], head(method, path, query, media_type_of(content_type)), content
         )
         return hmac.compare_digest(expected.encode(), stored.encode("utf-8", "surrogatepass"))
 
     def _read(self, algorithm: str, content_type: str, body: bytes, max_depth: int) -> bytes:
-        """What *body* says to the *algorithm*; raises InvalidPayload where it cannot be read so."""
+        """Return the bytes of *body* that the *algorithm* digests; raises InvalidPayload if it cannot read the body."""
         match algorithm:
             case "c1":
                 value, text = read_json(body, max_depth=max_depth)
@@ -132,10 +132,10 @@ class Fingerprinter:
 
 
 def fingerprint_of(value: Any) -> str:
-    """The fingerprint of a Python value, such as a function's arguments: equal for what JSON would write as equal.
+    """Return the fingerprint of a Python value, such as a function's arguments: equal if JSON would write them as equal.
 
     Numbers count by value, whatever their type (`Decimal("100.00")` is `100`; `True` is not `1`).  UUIDs, dates and
-    times, enums, bytes, dataclasses, msgspec structs and pydantic models count as what they hold; sets in any order.
+    times, enums, bytes, dataclasses, msgspec structs and pydantic models count by their contents; sets in any order.
     """
     return sign("v1", "", b"", b"", write_json(exact_value(value)))
 
@@ -147,7 +147,7 @@ def media_type_of(content_type: str) -> str:
 
 @lru_cache(maxsize=256)
 def algorithm_for(media_type: str) -> str:
-    """The id of the algorithm that reads bodies of *media_type* today."""
+    """Return the id of the algorithm that reads bodies of *media_type* today."""
     if media_type.startswith("application/") and media_type.endswith("+json"):
         return "c1"
     if media_type.startswith("multipart/"):
@@ -156,22 +156,22 @@ def algorithm_for(media_type: str) -> str:
 
 
 def head(method: str, path: str, query: str, media_type: str) -> bytes:
-    """All that counts besides the body, each part after its length."""
+    """Return all that counts besides the body, each part after its length."""
     query = respell(query) if query else ""
     parts = f"{len(method)}:{method}{len(path)}:{path}{len(query)}:{query}{len(media_type)}:{media_type}"
     return parts.encode("utf-8", "surrogatepass")
 
 
-def sign(algorithm: str, key_id: str, key: bytes, head: bytes, said: bytes) -> str:
-    """The fingerprint, with how it was made."""
-    message = b"%b\n%b\n%b" % (algorithm.encode(), head, said)
+def sign(algorithm: str, key_id: str, key: bytes, head: bytes, content: bytes) -> str:
+    """Return the fingerprint, with the names of its algorithm and secret."""
+    message = b"%b\n%b\n%b" % (algorithm.encode(), head, content)
     if not key_id:
         return f"{algorithm}:{hashlib.sha256(message).hexdigest()}"
     return f"{algorithm}.{key_id}:{hmac.digest(key, message, 'sha256').hex()}"
 
 
 def keys_by_id(secrets: Sequence[bytes]) -> dict[str, bytes]:
-    """The secrets by the short ids that fingerprints carry, the signing one first; the empty id means none."""
+    """Return the secrets by the short ids that fingerprints carry, the signing one first; the empty id means none."""
     if isinstance(secrets, str | bytes) or not isinstance(secrets, Sequence) or {*map(type, secrets)} - {bytes}:
         raise ConfigurationError("secrets is not a list of bytes: write [secret], or [newest, older] while they rotate")
     if any(len(secret) < SHORTEST_SECRET for secret in secrets):
@@ -180,3 +180,67 @@ def keys_by_id(secrets: Sequence[bytes]) -> dict[str, bytes]:
         )
     keys = {hmac.digest(secret, b"oncemore fingerprint key id", "sha256").hex()[:12]: secret for secret in secrets}
     return {**keys, "": b""}
+
+
+# ── Which fields of a JSON body count ─────────────────────────────────────────────────────────────────────────────────
+
+ABSENT = object()
+
+
+def parse_fields(setting: str, fields: Sequence[str]) -> tuple[Pointer, ...]:
+    """Return the pointers to the *fields* of a setting: JSON pointers, or bare names of top-level members."""
+    if isinstance(fields, str) or not isinstance(fields, Sequence):
+        raise ConfigurationError(f"{setting} = {fields!r} is not a list of fields: write [{fields!r}]")
+    return tuple(_parse_field(setting, field) for field in fields)
+
+
+def _parse_field(setting: str, field: str) -> Pointer:
+    if not isinstance(field, str) or not field:
+        raise ConfigurationError(
+            f"{setting} has {field!r}: write a member's name, or a JSON pointer such as '/order/id'"
+        )
+    if field.startswith("/"):
+        return parse_pointer(field)
+    if any(mark in field for mark in "./~#"):  # taken literally, `order.id` would silently select nothing
+        raise ConfigurationError(f"{setting} has {field!r}: write a JSON pointer, such as '/order/id' or '/order.id'")
+    return (field,)
+
+
+def check_selection(include: Sequence[Pointer], exclude: Sequence[Pointer]) -> None:
+    """Raise a ConfigurationError if an included field is excluded, because then every body would be the same."""
+    for pointer in include:
+        if any(pointer[: len(other)] == other for other in exclude):
+            raise ConfigurationError(
+                f"include has '/{'/'.join(pointer)}', which exclude leaves out: drop it from one of them"
+            )
+
+
+def select(value: Any, include: Sequence[Pointer], exclude: Sequence[Pointer]) -> Any:
+    """Return the parts of *value* that count: all but *exclude*, and of them only *include*, if given.  Changes *value*."""
+    for pointer in exclude:
+        _leave_out(value, pointer)
+    if not include:
+        return value
+    found = ((pointer, _find(value, pointer)) for pointer in sorted(set(include)))
+    return [[list(pointer), part] for pointer, part in found if part is not ABSENT]
+
+
+def _find(value: Any, pointer: Pointer) -> Any:
+    """Return the value that *pointer* points at, or ABSENT, which differs from null: a client has to write that."""
+    for step in pointer:
+        if isinstance(value, dict) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and INDEX.fullmatch(step) and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return ABSENT
+    return value
+
+
+def _leave_out(value: Any, pointer: Pointer) -> None:
+    """Remove a member from its object; an element of an array becomes null, so that the others keep their places."""
+    parent, last = _find(value, pointer[:-1]), pointer[-1]
+    if isinstance(parent, dict):
+        parent.pop(last, None)
+    elif isinstance(parent, list) and _find(parent, (last,)) is not ABSENT:
+        parent[int(last)] = None

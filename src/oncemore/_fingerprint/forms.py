@@ -1,4 +1,4 @@
-"""What the body of an HTML form says, however it is spelled: without its percent-encoding or its boundary."""
+"""The contents of HTML forms in one spelling: without differences of percent-encoding or boundary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from ..errors import InvalidPayload
 
-# What a client may or may not percent-encode without a change of meaning: not the separators & ; = and +.
+# Characters that clients may percent-encode without a change of meaning: not the separators & ; = and +.
 PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!*'(),/:@?$[]")
 ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
 URLENCODED = re.compile(rb"(?:[A-Za-z0-9\-._~!*'(),/:@?$\[\]&;=+]|%[0-9A-Fa-f]{2})*+")
@@ -18,7 +18,7 @@ MAX_PARTS = 10_000
 
 
 def respell(text: str) -> str:
-    """A query or form in one spelling: escaped only what must be, in upper case, and a space as `%20`."""
+    """Return a query or form in one spelling: escaped only if it must be, in upper case, and a space as `%20`."""
     if "%" not in text and "+" not in text:
         return text
     return ESCAPE.sub(_respell, text.replace("+", "%20"))
@@ -30,14 +30,14 @@ def _respell(match: re.Match[str]) -> str:
 
 
 def read_urlencoded(body: bytes) -> bytes:
-    """The fields in their order and one spelling; raises InvalidPayload for what is no form, such as JSON."""
+    """Return the fields in their order and one spelling; raises InvalidPayload if it is no form, such as JSON."""
     if not URLENCODED.fullmatch(body):
         raise InvalidPayload("The body is not an URL-encoded form")
     return respell(body.decode("ascii")).encode("ascii")
 
 
 def read_multipart(content_type: str, body: bytes) -> bytes:
-    """The parts in their order, each with its headers; raises InvalidPayload for what is not clearly multipart."""
+    """Return the parts in their order, each with its headers; raises InvalidPayload if it is not clearly multipart."""
     delimiter = b"--" + boundary_of(content_type)
     if not body.startswith(delimiter):
         raise InvalidPayload("The multipart body does not begin with its boundary")
@@ -48,7 +48,7 @@ def read_multipart(content_type: str, body: bytes) -> bytes:
 
 
 def _part(part: bytes) -> bytes:
-    """Headers and content, each after its length, so that neither can pass for the other."""
+    """Return headers and content, each after its length, so that neither can be taken for the other."""
     padding, _, rest = part.partition(b"\r\n")
     headers, blank, content = (b"\r\n" + rest).partition(b"\r\n\r\n")
     if padding.strip(b" \t") or not blank:
@@ -57,7 +57,7 @@ def _part(part: bytes) -> bytes:
 
 
 def boundary_of(content_type: str) -> bytes:
-    """The boundary that the Content-Type names; raises InvalidPayload unless it names exactly one."""
+    """Return the boundary that the Content-Type names; raises InvalidPayload unless it names exactly one."""
     media_type, semicolon, parameters = content_type.partition(";")
     pairs: list[tuple[str, str]] = [
         (name.lower(), quoted or token) for name, quoted, token in PARAMETER.findall(semicolon + parameters)

@@ -1,4 +1,4 @@
-"""JSON pointers (RFC 6901): where in a decoded document a value stands."""
+"""JSON pointers (RFC 6901): the place of a value in a decoded document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 def parse_pointer(text: str) -> tuple[str, ...]:
-    """The steps of a pointer such as `/items/0/id`; the empty pointer, which is the whole document, is refused."""
+    """Return the steps of a pointer such as `/items/0/id`; the empty pointer, which is the whole document, is refused."""
     if not text.startswith("/"):
         raise ConfigurationError(f"{text!r} is not a JSON pointer: begin it with '/', as in '/clientMessageId'")
     if BAD_ESCAPE.search(text):
@@ -21,7 +21,7 @@ def parse_pointer(text: str) -> tuple[str, ...]:
 
 
 def value_at(document: object, steps: Sequence[str]) -> object:
-    """What stands at *steps* in *document*, or None when there is nothing (JSON's null counts as nothing)."""
+    """Return the value at *steps* in *document*, or None if there is none (JSON's null counts as none)."""
     for step in steps:
         if isinstance(document, Mapping):
             document = document.get(step)

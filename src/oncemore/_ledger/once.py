@@ -86,7 +86,7 @@ class Once(Generic[P, T]):
 
         Made at the first call, because an annotation may name a class that is defined below the function.
         """
-        returned = annotated_classes(self.function, "return")
+        returned = (*self.settings.types, *annotated_classes(self.function, "return"))
         for kind in returned:
             if not can_be_returned(kind, self.settings.types):
                 raise ConfigurationError(
@@ -95,7 +95,7 @@ class Once(Generic[P, T]):
                     "subclasses that it returns by types="
                 )
         kept = annotated_classes(self.function, *self.compared) if self.settings.effect == "steps" else ()
-        return dataclasses.replace(self.settings, types=(*self.settings.types, *returned, *kept))
+        return dataclasses.replace(self.settings, types=(*returned, *kept))
 
     def types(self) -> tuple[type, ...]:
         """The classes that results and kept arguments may be of."""

@@ -45,6 +45,8 @@ class PerLoop(Generic[T]):
 
     def drop_closed(self) -> None:
         """Drop the things of closed loops.  A pending task or future in one of them would keep its loop alive for ever."""
+        if self._latest[0]() is None:  # the loop was collected, and its thing with it, but for this reference
+            self._latest = (lambda: None, None)
         for known in self._things.keyrefs():
             loop = known()
             if loop is not None and loop.is_closed():

@@ -212,7 +212,7 @@ class RetryRun:
         failure = self.request.failure(story, error)
         if failure is None:
             return reply
-        if failure is error:  # an error that is its own cause has no end for those who look for the first one
+        if failure is error:  # an error must not be its own cause: code that walks along the causes would never end
             raise failure
         raise failure from error
 

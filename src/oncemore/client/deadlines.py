@@ -75,7 +75,7 @@ class Deadline(float):
     _step: float | None
 
     def __new__(cls, seconds: float, step: float | None = None) -> Deadline:
-        self = super().__new__(cls, seconds if step is None else min(seconds, step))
+        self = float.__new__(cls, step if step is not None and step < seconds else seconds)
         self._ends = time.monotonic() + seconds
         self._step = step
         return self

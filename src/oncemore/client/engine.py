@@ -194,8 +194,8 @@ class Engine:
         """Return the key of an unsafe request: the caller's own, or a new one, which is added to *headers*."""
         if method not in UNSAFE_METHODS:
             return None
-        key = headers.get(self.header)
-        if key is not None:
+        if self.header in headers:
+            key = headers[self.header]
             if not key.strip('" \t'):
                 raise InvalidKey(f"{self.header} is empty: leave it out, or give the operation a name")
             return key
@@ -222,7 +222,7 @@ class Engine:
         if held.token != entry.token:
             raise request.too_old(held)
         request.lasts = policy.sendable - (entry.created_at - held.created_at)
-        new = held.created_at == entry.created_at
+        new, entry = held.created_at == entry.created_at, held
         try:
             reply: Reply = yield from send_with_retries(request, policy, self.environment, started)
         except GeneratorExit:

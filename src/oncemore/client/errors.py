@@ -1,4 +1,4 @@
-"""What the retry client raises: each error carries the story, and says what is known about the outcome."""
+"""Errors of the retry client.  Each carries the story of the attempts, which says what is known of the outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RetryError(OncemoreError):
-    """The operation was not seen to end well; *story* tells what was tried, *key* continues it later."""
+    """The request did not succeed.  *story* has all attempts; *key* continues the operation later."""
 
     code = "CLIENT.retry"
     title = "The request did not succeed"
@@ -22,12 +22,12 @@ class RetryError(OncemoreError):
 
     @property
     def key(self) -> str | None:
-        """The key under which the operation can be asked for again."""
+        """The key under which the request can be sent again."""
         return self.story.key if self.story else None
 
 
 class RetriesExhausted(RetryError):
-    """Every attempt that the policy allows has failed."""
+    """All attempts that the policy allows have failed."""
 
     code = "CLIENT.retries_exhausted"
     title = "All attempts failed"
@@ -35,7 +35,7 @@ class RetriesExhausted(RetryError):
 
 
 class CircuitOpen(RetryError):
-    """The host failed too often just now, so nothing was sent."""
+    """The host has failed too often just now, so nothing was sent."""
 
     code = "CLIENT.circuit_open"
     title = "The circuit to this host is open"
@@ -43,14 +43,14 @@ class CircuitOpen(RetryError):
 
 
 class OutcomeUnknown(RetryError):
-    """It may have been performed, and asking again is no longer safe: the server may have forgotten the key."""
+    """The operation may have been performed, and the server may have forgotten its key: do not send it again, look it up."""
 
     code = "CLIENT.outcome_unknown"
     title = "Whether the operation was performed is not known"
 
 
 class AttemptTimeout(OncemoreError, TimeoutError):
-    """One attempt took longer than it may, and was cut."""
+    """One attempt took too long and was cut."""
 
     code = "CLIENT.attempt_timeout"
     title = "The attempt took too long and was cut"
@@ -58,21 +58,21 @@ class AttemptTimeout(OncemoreError, TimeoutError):
 
 
 class KeyReused(PayloadMismatch):
-    """The key was used for another request from here; nothing was sent."""
+    """The keyring knows the key from another request; nothing was sent."""
 
     code = "CLIENT.key_reused"
     title = "The idempotency key already names a different request"
 
 
 class CredentialsMissing(OncemoreError):
-    """An operation was to be resumed without the credentials that it had; nothing was sent, and it stays pending."""
+    """The client that resumes an operation lacks the credentials that it was sent with; it stays pending."""
 
     code = "CLIENT.credentials_missing"
     title = "The resumed operation lacks its credentials"
 
 
 class KeyringError(OncemoreError):
-    """The key could not be written down, so nothing was sent."""
+    """The keyring failed to store the key, so nothing was sent."""
 
     code = "CLIENT.keyring"
     title = "The keyring failed"

@@ -209,7 +209,8 @@ class SendOnce:
 
     def run(self) -> Reply:
         request = self._sent.request
-        request.extensions = self._extensions()
+        self._ends = time.monotonic() + self._timeout
+        request.extensions = self._bounded_extensions()
         try:
             response = self._sent.transport.handle_request(request)
         finally:
@@ -226,12 +227,8 @@ class SendOnce:
         return with_deadline(self._send(), self._timeout, httpx.ReadTimeout)
 
     async def _send(self) -> Reply:
-        request = self._sent.request
-        request.extensions = self._extensions()
-        try:
-            response = await self._sent.transport.handle_async_request(request)
-        finally:
-            request.extensions = self._sent.extensions
+        self._ends = time.monotonic() + self._timeout
+        response = await self._sent.transport.handle_async_request(self._sent.request)
         try:
             body = self._body(response)
             content = None if body is None else await body.aread_ahead()
@@ -240,9 +237,8 @@ class SendOnce:
             raise
         return _reply(response, content)
 
-    def _extensions(self) -> dict[str, Any]:
-        """Return the request's extensions with timeouts that know when the attempt must end."""
-        self._ends = time.monotonic() + self._timeout
+    def _bounded_extensions(self) -> dict[str, Any]:
+        """Return the request's extensions with timeouts that know when the attempt must end: no task can be cancelled."""
         timeouts: dict[str, float | None] = self._sent.extensions.get("timeout") or {}
         self._deadlines = {phase: Deadline(self._timeout, timeouts.get(phase)) for phase in PHASES}
         return {**self._sent.extensions, "timeout": self._deadlines}

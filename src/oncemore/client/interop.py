@@ -1,4 +1,4 @@
-"""A policy handed over to those who already retry with tenacity or stamina."""
+"""A policy as arguments for tenacity or stamina, for code that already uses them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from .retry import Retry
 
 
 def tenacity_arguments(retry: Retry) -> dict[str, Any]:
-    """Keyword arguments for `tenacity.retry(**…)`: the same errors, delays, attempts and deadline."""
+    """Return keyword arguments for `tenacity.retry(**…)`: the same errors, delays, attempts and deadline."""
 
     def wait(state: Any) -> float:
-        if state.attempt_number >= retry.attempts:  # it asks after the last one, too, for which a schedule has no time
+        if (
+            state.attempt_number >= retry.attempts
+        ):  # tenacity also asks after the last attempt, for which a schedule has no time
             return 0.0
         previous = state.next_action.sleep if state.next_action else 0.0
         elapsed = state.seconds_since_start or 0.0
@@ -32,7 +34,7 @@ def tenacity_arguments(retry: Retry) -> dict[str, Any]:
 
 
 def stamina_arguments(retry: Retry) -> dict[str, Any]:
-    """Keyword arguments for `stamina.retry(**…)`: its formula has one jitter, so only `additive` and `none` are exact."""
+    """Return keyword arguments for `stamina.retry(**…)`; it has one kind of jitter, so only `additive` and `none` are exact."""
     if retry.schedule:
         raise ConfigurationError("stamina knows no schedule of its own: use oncemore's retry, or tenacity")
     jitter = {"additive": retry.spread, "none": 0.0}.get(retry.jitter, retry.base)

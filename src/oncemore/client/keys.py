@@ -1,4 +1,4 @@
-"""Keys for operations: made once per intention, by time and chance or from the business entity itself."""
+"""Keys for operations: new ones, made of time and random bits, and keys derived from business data."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ VARIANT = {f"{digit:x}": f"{8 | digit & 3:x}" for digit in range(16)}
 
 
 def new_key() -> str:
-    """A fresh key: a UUID of version 7, so that keys sort by the time they were made."""
-    # Put together from digits: uuid.UUID, and arithmetic on so large a number, take several times as long.
+    """Return a new key: a UUID of version 7, so that keys sort by the time they were made."""
+    # Built from digits, because uuid.UUID takes several times as long.
     at, chance = f"{time.time_ns() // 1_000_000:012x}", os.urandom(10).hex()
     return f"{at[:8]}-{at[8:]}-7{chance[:3]}-{VARIANT[chance[3]]}{chance[4:7]}-{chance[7:19]}"
 
 
 def random_key() -> str:
-    """A fresh key for servers that insist on UUIDs of version 4."""
+    """Return a new key for servers that accept only UUIDs of version 4."""
     return str(uuid.uuid4())
 
 
 def derived_key(*parts: str | int) -> str:
-    """The key of a business operation: the same parts always give the same key, in any process, without any memory.
+    """Return the key of a business operation: the same parts always give the same key, in any process.
 
-    Name the operation too (`derived_key("refund", order_id)`), and use it only where the operation may happen once.
+    Name the operation too (`derived_key("refund", order_id)`), and use it only if the operation may happen once.
     """
     if not parts or any(isinstance(part, bool) or not isinstance(part, str | int) or part == "" for part in parts):
         raise ConfigurationError(f"derived_key{parts!r}: give texts or whole numbers, none of them empty")

@@ -1,5 +1,6 @@
 """Where ledgers live: one module per URL scheme."""
 
 from .._ledger.connect import connect, schema
+from .._ledger.store import Filter
 
-__all__ = ["connect", "schema"]
+__all__ = ["Filter", "connect", "schema"]

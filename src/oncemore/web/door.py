@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, quote
 
 from .._contract.contract import Contract, Match
-from .._contract.fields import Field
 from .._contract.keys import join, uuid7_time
 from .._contract.policy import Policy, duration
 from .._contract.rule import Rule
+from .._contract.templates import Field
 from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import Op
 from .._ledger.decisions import Answer, keeps

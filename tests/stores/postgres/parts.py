@@ -13,7 +13,7 @@ from oncemore.stores.postgres import PostgresStore
 
 def same(store: PostgresStore) -> str:
     """A URL for the same ledger."""
-    settings = psycopg.conninfo.conninfo_to_dict(store.database.lanes.conninfo)
+    settings = psycopg.conninfo.conninfo_to_dict(store.database.conninfo)
     place = f"{settings['user']}:{settings['password']}@{settings['host']}:{settings['port']}/{settings['dbname']}"
     return f"postgresql://{place}?schema={store.database.names['schema'].strip(chr(34))}"
 

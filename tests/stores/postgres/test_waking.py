@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import secrets
 import threading
@@ -18,18 +19,19 @@ from psycopg import sql
 
 from oncemore._contract.policy import Policy
 from oncemore._ledger.guard import Guard
-from oncemore._ledger.model import Lease, Operation, Outcome
+from oncemore._ledger.model import Claim, Lease, Operation, Outcome
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import arun, run
 from oncemore.stores.postgres import PostgresStore
-from oncemore.testing.store_contract import DONE, LEASE, RETENTION
+from oncemore.stores.postgres.pipeline import state_of
+from oncemore.testing.stores import DONE, LEASE, RETENTION
 
 from .parts import connections, same, until
 
 # Waking up
 
 
-def test_a_waiter_hears_at_once_of_what_another_process_does(url: str) -> None:
+def test_waiter_is_woken_by_each_verb_of_another_process(url: str) -> None:
     mine, other = PostgresStore(url), PostgresStore(url)  # each with wake-ups of its own, as in two processes
     for verb in ("settle", "release", "hold", "lapse", "resolve"):
         operation = Operation("s", verb)
@@ -44,7 +46,7 @@ def test_a_waiter_hears_at_once_of_what_another_process_does(url: str) -> None:
                 "lapse": lambda lease=lease: other.renew(lease, lease=0.0),
                 "resolve": lambda lease=lease: resolved(other, lease),
             }[verb]
-            assert rings(waiter, lambda do=do: run(do())), verb
+            assert wakes(waiter, lambda do=do: run(do())), verb
     mine.close()
     other.close()
 
@@ -55,9 +57,9 @@ def resolved(store: PostgresStore, lease: Lease) -> Any:
     return record
 
 
-def rings(waiter: Any, act: Callable[[], object]) -> bool:
-    """Whether a notification comes within half a second of the act; not before."""
-    time.sleep(0.3)  # the ear has begun to listen, and said so
+def wakes(waiter: Any, act: Callable[[], object]) -> bool:
+    """Whether the waiter is woken within seconds of the act; not before."""
+    time.sleep(0.3)  # the listener has connected, and woken everyone
     waiter.disarm()
     act()
     begun = time.monotonic()
@@ -69,7 +71,7 @@ def forward(effect: Any) -> Any:
     return (yield effect)
 
 
-def test_watching_what_is_over_already_rings_at_once(url: str) -> None:
+def test_watch_of_finished_record_wakes_at_once(url: str) -> None:
     mine, other = PostgresStore(url), PostgresStore(url)
     operation = Operation("s", "k")
     lease = run(other.claim(operation, lease=LEASE))
@@ -82,19 +84,32 @@ def test_watching_what_is_over_already_rings_at_once(url: str) -> None:
     other.close()
 
 
-def test_nothing_is_sent_where_nobody_in_another_process_waits(url: str, postgres_url: str) -> None:
+def test_no_message_is_sent_if_no_other_process_waits(url: str, postgres_url: str) -> None:
     store = PostgresStore(url)
     operation = Operation("s", "k")
     lease = run(store.claim(operation, lease=LEASE))
     run(store.watch(run(store.claim(operation, lease=LEASE))))  # its owner is in this process
-    with psycopg.connect(postgres_url, autocommit=True) as ear:
-        ear.execute(sql.SQL("LISTEN {}").format(sql.Identifier(store._ear.channel)))
+    with psycopg.connect(postgres_url, autocommit=True) as other:
+        other.execute(sql.SQL("LISTEN {}").format(sql.Identifier(store._listener.channel)))
         run(store.settle(lease, DONE, retention=RETENTION))
-        assert list(ear.notifies(timeout=0.5)) == []
+        assert list(other.notifies(timeout=0.5)) == []
     store.close()
 
 
-async def test_a_deletion_in_another_process_empties_the_cache(url: str) -> None:
+def test_unclaim_wakes_waiters_of_another_process(url: str) -> None:
+    mine, other = PostgresStore(url), PostgresStore(url)
+    operation = Operation("s", "k")
+    run(other.claim(operation, lease=LEASE))
+    record = run(mine.claim(operation, lease=LEASE))
+    with mine.wakeups.waiting(operation.id) as waiter:
+        run(mine.watch(record))
+        assert wakes(waiter, lambda: run(other.unclaim([Claim(operation, record.holder, LEASE)])))
+    assert isinstance(run(mine.claim(operation, lease=LEASE)), Lease)
+    mine.close()
+    other.close()
+
+
+async def test_deletion_in_another_process_empties_the_cache(url: str) -> None:
     mine, other = Guard(url), PostgresStore(url)
     operation = Operation("s", "k", "fp")
     performed = 0
@@ -118,21 +133,21 @@ async def test_a_deletion_in_another_process_empties_the_cache(url: str) -> None
     await other.aclose()
 
 
-def test_a_message_that_is_none_is_ignored(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+def test_invalid_message_is_ignored(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     other = PostgresStore(same(store))
     lease = run(other.claim(Operation("s", "k"), lease=LEASE))
     record = run(store.claim(Operation("s", "k"), lease=LEASE))
     with store.wakeups.waiting(("s", "k")) as waiter:
         run(store.watch(record))
         for text in ("", "{}", "[1]", '["x", 7]'):
-            server.execute("SELECT pg_notify(%s, %s)", [store._ear.channel, text])
-        assert rings(waiter, lambda: run(other.settle(lease, DONE, retention=RETENTION)))
+            server.execute("SELECT pg_notify(%s, %s)", [store._listener.channel, text])
+        assert wakes(waiter, lambda: run(other.settle(lease, DONE, retention=RETENTION)))
     other.close()
 
 
 def test_long_messages_are_split(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     ids = [("s" * 1000, f"{n}" * 500) for n in range(100, 130)]
-    messages = list(store._ear.messages(ids))
+    messages = list(store._listener.messages(ids))
     assert 1 < len(messages) < 30
     for message in messages:
         server.execute("SELECT pg_notify('anything', %s)", [message])
@@ -141,8 +156,8 @@ def test_long_messages_are_split(store: PostgresStore, server: psycopg.Connectio
 # Poolers
 
 
-def test_behind_a_pooler_waiters_look_for_themselves(pgbouncer_url: str, postgres_schema: str) -> None:
-    """CASES 54: messages would not arrive, so a waiter polls, and gets its answer all the same."""
+def test_waiters_behind_a_pooler_look_for_themselves(pgbouncer_url: str, postgres_schema: str) -> None:
+    """Messages would not arrive, so a waiter polls, and gets its answer all the same."""
     guards = [Guard(f"{pgbouncer_url}?schema={postgres_schema}") for _ in range(2)]
     operation, begun = Operation("s", "k"), threading.Event()
 
@@ -165,17 +180,20 @@ def test_behind_a_pooler_waiters_look_for_themselves(pgbouncer_url: str, postgre
 
 
 @pytest.mark.parametrize("verb", ["DEALLOCATE ALL", "SELECT 1"])
-def test_a_pooler_that_hides_itself_is_found_out(store: PostgresStore, verb: str) -> None:
-    """CASES 54: a prepared statement that is missing, or there already, is no failure; the statement is sent again."""
+def test_hidden_pooler_is_detected(store: PostgresStore, verb: str) -> None:
+    """A prepared statement that is missing, or there already, is no failure; the statement is sent again."""
     run(store.claim(Operation("s", "before"), lease=LEASE))
-    (link,) = store.database.lanes.threads.links
-    assert link.alone
-    link.pgconn.exec_(verb.encode())  # as if another server process had the statements that we think we prepared,
-    if verb == "SELECT 1":
-        link._prepared.clear()  # or this one had them from another client of the pooler
+    (connection,) = store.database.connections.threads.connections
+    state = state_of(connection)
+    assert state.prepared
+    connection.pgconn.exec_(verb.encode())  # as if another server process had the statements that we think we prepared,
+    if verb == "SELECT 1":  # or this one had them from another client of the pooler
+        state.prepared.clear()
+        state._count = itertools.count()
     assert isinstance(run(store.claim(Operation("s", "after"), lease=LEASE)), Lease)
-    assert store.database.lanes.threads.links == [link]
-    assert link.alone is (verb == "SELECT 1")
+    assert store.database.connections.threads.connections == [connection]
+    assert connection.prepare_threshold is None
+    assert store.database.pooled
 
 
 # Coming and going
@@ -187,24 +205,24 @@ async def test_closing_ends_every_connection_and_thread(url: str, server: psycop
     lease = await arun(store.claim(Operation("s", "k"), lease=LEASE))
     await asyncio.to_thread(run, store.settle(lease, DONE, retention=RETENTION))
     await arun(store.stats())
-    assert until(lambda: connections(server, name) == 4)  # two of the loop's, one of the threads', and the ear's
-    ear = store._ear._thread
-    assert ear is not None
+    assert until(lambda: connections(server, name) == 4)  # two of the loop's, one of the threads', and the listener's
+    listening = store._listener._thread
+    assert listening is not None
     await store.aclose()
     assert until(lambda: connections(server, name) == 0)
-    assert until(lambda: not ear.is_alive())
+    assert until(lambda: not listening.is_alive())
     await arun(store.stats())  # and it can be used again
     await store.aclose()
 
 
-def test_event_loops_that_are_gone_leave_nothing_behind(url: str, server: psycopg.Connection[Any]) -> None:
+def test_ended_event_loops_leave_no_connections(url: str, server: psycopg.Connection[Any]) -> None:
     name = f"loops{secrets.token_hex(4)}"
     store = PostgresStore(f"{url}&application_name={name}&listen=false")
     for n in range(5):
         lease = asyncio.run(arun(store.claim(Operation("s", str(n)), lease=LEASE)))
         assert isinstance(lease, Lease)
     gc.collect()
-    assert len(store.database.lanes.loops) <= 1
+    assert len(store.database.connections.loops) <= 1
     store.close()
     gc.collect()
     assert until(lambda: connections(server, name) == 0)
@@ -212,7 +230,7 @@ def test_event_loops_that_are_gone_leave_nothing_behind(url: str, server: psycop
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_connections_of_its_own(store: PostgresStore) -> None:
+def test_forked_child_has_its_own_connections(store: PostgresStore) -> None:
     """As under gunicorn with preload: parent and child go on, each with its own answers."""
     run(store.claim(Operation("s", "before"), lease=LEASE))
     child = os.fork()
@@ -231,8 +249,8 @@ def test_a_forked_child_has_connections_of_its_own(store: PostgresStore) -> None
     assert len(found) == len({record.token for record in found}) == 101
 
 
-def test_a_guard_waits_for_another_process_without_polling_it_to_death(url: str) -> None:
-    """CASES 17: a duplicate in another process gets the outcome."""
+def test_guard_waits_for_another_process_and_replays(url: str) -> None:
+    """A duplicate in another process gets the outcome."""
     guards = [Guard(url, policy=Policy(wait=20)) for _ in range(2)]
     begun = threading.Event()
 

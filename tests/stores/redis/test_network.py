@@ -11,14 +11,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import redis
 
-from oncemore._ledger.model import Lease, Record
+from oncemore._ledger.model import Claim, Lease, Record
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
-from oncemore.stores.redis.connection import Address, Exchange, Line, Parcel, pack
-from oncemore.testing.proxy import FaultProxy
+from oncemore.stores.redis.commands import Item
+from oncemore.stores.redis.connection import RoundTrip, pack
+from oncemore.stores.redis.records import fields, micros
+from oncemore.stores.redis.scripts import CLAIM
+from tests.support.proxy import FaultProxy
 
 from ..parts import DONE, HOUR, operation
 
@@ -79,7 +83,7 @@ def healed_soon(proxy: FaultProxy) -> Iterator[None]:
 def test_a_claim_whose_answer_was_lost_gets_its_own_lease(
     far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, after: int
 ) -> None:
-    """CASES 25: the claim is made, the connection breaks, and the caller is not kept out by itself."""
+    """The claim is made, the connection breaks, and the caller is not kept out by itself."""
     drive(far.find("scope", "none"))
     proxy.cut_answers(after=after)
     with healed_soon(proxy):
@@ -95,7 +99,7 @@ def test_a_claim_whose_answer_was_lost_gets_its_own_lease(
 def test_a_takeover_whose_answer_was_lost_is_still_a_takeover(
     far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive
 ) -> None:
-    """CASES 24: or the caller would perform what its predecessor may have done."""
+    """Or the caller would perform what its predecessor may have done."""
     drive(far.find("scope", "none"))
     run(near.claim(operation("key"), lease=0.0))
     proxy.cut_answers()
@@ -179,7 +183,6 @@ def test_a_connection_that_was_closed_while_idle_is_replaced_at_once(
 def test_a_server_that_is_down_is_unavailable_and_then_available(
     impatient: RedisStore, proxy: FaultProxy, drive: Drive
 ) -> None:
-    """CASES 27."""
     lease = drive(impatient.claim(operation("key"), lease=HOUR))
     proxy.refuse()
     with pytest.raises(StoreUnavailable):
@@ -196,7 +199,7 @@ def test_a_server_that_is_down_is_unavailable_and_then_available(
 def test_a_server_that_does_not_answer_is_a_timeout(
     impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, connected: bool
 ) -> None:
-    """CASES 27: and what it may have granted is anyone's when its lease is over."""
+    """What it may have granted is anyone's when its lease is over."""
     if connected:
         drive(impatient.claim(operation("before"), lease=HOUR))
     proxy.drop_answers()
@@ -261,34 +264,55 @@ def interrupt(plan: Plan[Any]) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-async def test_an_answer_that_comes_after_another_parcels_failure_is_not_taken_for_another(
-    far: RedisStore, proxy: FaultProxy
+def test_close_during_a_verb_lets_it_finish_and_closes_its_connection(
+    url: str, proxy: FaultProxy, server: redis.Redis, redis_prefix: str
 ) -> None:
-    """Were the rest of the group not waited for, the next group would get its answers: a stranger's lease, or outcome."""
-
-    def no_thread_left(address: Address, on_loop: bool) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    line, broken = Line(far.places.dial, None), Line(no_thread_left, None)
-    await Exchange([Parcel(line, pack("PING"), 1)], 5).arun()
+    far = connect(f"{proxy.url(url)}&client_name={redis_prefix}")
+    run(far.claim(operation("key"), lease=HOUR))
+    run(far.find("scope", "key"))  # the server has the script now, so the next call is one round trip
+    assert connections(server, redis_prefix)
     proxy.stall()
-    with healed_soon(proxy), pytest.raises(RuntimeError):
-        await Exchange([Parcel(line, pack("ECHO", "one"), 1), Parcel(broken, b"", 1)], 5).arun()
-    assert await Exchange([Parcel(line, pack("ECHO", "two"), 1)], 5).arun() == [[b"two"]]
-    await line.aclose()
-
-
-def test_a_verb_whose_connections_are_closed_meanwhile_is_sent_again_at_once(
-    far: RedisStore, proxy: FaultProxy
-) -> None:
-    """What was sent over the old connection is not waited for on a new one."""
-    run(far.find("scope", "key"))
-    line = far._flights[1].line(None)
-    assert line.send(pack("PING"), 5) is None
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(run(far.find("scope", "key"))))
+    thread.start()
+    time.sleep(0.1)
     far.close()
+    proxy.heal()
+    thread.join()
+    assert [record.key for record in found] == ["key"]
+    until = time.monotonic() + 5
+    while connections(server, redis_prefix) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert connections(server, redis_prefix) == 0
+
+
+def connections(server: redis.Redis, name: str) -> int:
+    clients: Any = server.client_list()
+    return sum(client["name"] == name for client in clients)
+
+
+@pytest.mark.parametrize("timeout", [0.1, 5.0])
+def test_server_that_does_not_reply_is_waited_for_as_long_as_asked(
+    far: RedisStore, proxy: FaultProxy, drive: Drive, timeout: float
+) -> None:
+    """Also on a connection that was opened with more time; and a late reply is not taken for the next one's."""
+    pool = far._runner.pool
+
+    def echo(word: str, seconds: float) -> Plan[Any]:
+        return (yield RoundTrip(pool, None, pack("ECHO", word), 1, seconds))
+
+    assert drive(echo("first", 5.0)) == [b"first"]
+    proxy.stall()
+    if timeout > 1:
+        threading.Timer(0.2, proxy.heal).start()
+        assert drive(echo("slow", timeout)) == [b"slow"]
+        return
     began = time.monotonic()
-    assert isinstance(line.receive(1), StoreUnavailable)
+    with pytest.raises(StoreTimeout):
+        drive(echo("lost", timeout))
     assert time.monotonic() - began < 2
+    proxy.heal()
+    assert drive(echo("next", 5.0)) == [b"next"]
 
 
 def test_to_forget_an_operation_may_be_said_twice(near: RedisStore) -> None:
@@ -304,19 +328,25 @@ def test_to_forget_an_operation_may_be_said_twice(near: RedisStore) -> None:
         run(near.release(lease, retention=0.0))
 
 
-def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_granted(near: RedisStore) -> None:
+@pytest.mark.parametrize("undone", [True, False])
+def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_granted(
+    near: RedisStore, undone: bool
+) -> None:
     """A copy that was delayed in the network would lock the key for nobody."""
-    items: list[Any] = []
-    fly = near._claims.run_batch
-    near._claims.run_batch = lambda group: items.extend(group) or fly(group)  # type: ignore[assignment, func-returns-value]
     lease = run(near.claim(operation("key"), lease=HOUR))
     assert isinstance(lease, Lease)
-    run(near.release(lease, retention=HOUR))
-    now, _ = run(fly(items))[0]
+    holder = run(near.find("scope", "key")).holder  # type: ignore[union-attr]
+    if undone:
+        run(near.unclaim([Claim(lease.operation, holder, HOUR)]))
+    else:
+        run(near.release(lease, retention=HOUR))
+    about = fields(holder, lease.operation.fingerprint, *lease.operation.id, lease.operation.name)
+    copy = Item(CLAIM, near._name(lease.operation.id), (micros(HOUR), about, b""), holder)
+    ((now, _),) = run(near._runner.run([copy]))
     assert now > 0
     record = run(near.find("scope", "key"))
-    assert record is not None
-    assert record.state == "released"
+    assert (record.state if record else None) == (None if undone else "released")
+    assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Lease)
 
 
 def test_nothing_but_our_own_errors_comes_out(proxy: FaultProxy) -> None:

@@ -20,9 +20,9 @@ from oncemore._runtime.plan import arun, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, CorruptRecord, InvalidKey, NotResolvable, StoreError
 from oncemore.stores.redis import RedisStore, connect
-from oncemore.testing.servers import ValkeySentinel
-from oncemore.testing.store_contract import StoreContract
-from oncemore.testing.store_machine import store_machine
+from oncemore.testing.machine import store_machine
+from oncemore.testing.stores import StoreContract
+from tests.support.servers import ValkeySentinel
 
 from ...conftest import unique_name
 from ..parts import DONE, HOUR, OPERATION, blocked, claimed, left_in_doubt, settled
@@ -37,11 +37,11 @@ def sentinel_url() -> Iterator[str]:
 
 
 class TestOneServer(StoreContract):
-    """CASES 52."""
+    pass
 
 
 class TestCluster(StoreContract):
-    """CASES 52: each record on its own node."""
+    """Each record on its own node."""
 
     @pytest.fixture
     def store(self, cluster_url: str) -> RedisStore:
@@ -49,7 +49,7 @@ class TestCluster(StoreContract):
 
 
 class TestSentinel(StoreContract):
-    """CASES 52: on the primary that the sentinel names."""
+    """On the primary that the sentinel names."""
 
     @pytest.fixture
     def store(self, sentinel_url: str) -> RedisStore:
@@ -130,7 +130,6 @@ def names(store: RedisStore, server: Any) -> list[str]:
 
 
 def test_what_is_unfinished_never_expires_by_itself_and_what_is_finished_does(store: RedisStore, server: Any) -> None:
-    """CASES 29."""
     run(store.hold(claimed(store, "held")))
     claimed(store, "running")
     settled(store, "audited", audit=True)
@@ -156,7 +155,7 @@ def test_an_expired_record_leaves_the_server_by_itself(store: RedisStore, server
 
 
 def test_an_audited_record_is_archived_whole_and_in_its_own_slot(store: RedisStore, server: Any) -> None:
-    """CASES 29; and in a cluster, a record must not have to cross to another node."""
+    """In a cluster, a record must not have to cross to another node."""
     first = settled(store, audit=True, note="seen")
     (name,) = names(store, server)
     before = server.get(name)
@@ -169,7 +168,7 @@ def test_an_audited_record_is_archived_whole_and_in_its_own_slot(store: RedisSto
 
 
 def test_tokens_grow_though_the_record_was_deleted_and_the_clock_was_set_back(store: RedisStore, server: Any) -> None:
-    """CASES 53: a deleted record leaves its token behind; here that of a clock which was an hour ahead."""
+    """A deleted record leaves its token behind; here that of a clock which was an hour ahead."""
     ahead = settled(store)
     (name,) = names(store, server)
     far = ahead.token + int(HOUR * 1_000_000)
@@ -183,7 +182,6 @@ def test_tokens_grow_though_the_record_was_deleted_and_the_clock_was_set_back(st
 def test_a_client_whose_clock_is_wrong_does_not_matter(
     store: RedisStore, other: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CASES 53."""
     right = time.time
     claimed(store)
     monkeypatch.setattr(time, "time", lambda: right() + 10 * HOUR)
@@ -205,7 +203,7 @@ def test_a_client_whose_clock_is_wrong_does_not_matter(
 def test_an_unreadable_record_is_answered_and_can_be_deleted(
     store: RedisStore, server: Any, spoil: Callable[[bytes], bytes]
 ) -> None:
-    """CASES 28: it neither fails nor wedges, and is never performed again unasked."""
+    """It neither fails nor wedges, and is never performed again unasked."""
     lease = settled(store)
     (name,) = names(store, server)
     server.set(name, spoil(server.get(name)))
@@ -234,7 +232,7 @@ def test_a_record_that_was_moved_under_another_operations_key_shows_nothing(stor
 
 
 async def test_something_else_under_the_key_fails_alone(store: RedisStore, server: Any) -> None:
-    """CASES 28: a clear error for that operation, and nothing for its neighbours."""
+    """A clear error for that operation, and nothing for its neighbours."""
     await arun(store.claim(OPERATION, lease=HOUR))
     (name,) = names(store, server)
     server.delete(name)
@@ -249,7 +247,7 @@ async def test_something_else_under_the_key_fails_alone(store: RedisStore, serve
 
 
 async def test_a_record_that_breaks_the_script_fails_alone(store: RedisStore, server: Any) -> None:
-    """CASES 28: half a record, that someone waits for: its owner gets an error, and all others in the group their answers."""
+    """Half a record, that someone waits for: its owner gets an error, and all others in the group their answers."""
     leases: list[Any] = [await arun(store.claim(Operation("scope", str(n)), lease=HOUR)) for n in range(5)]
     half = ["running", leases[2].token, 1, 1, 1, None, None, None, "", False, True, False, None]
     server.set(store._name(("scope", "2")), b"\xdc\x00\x0d" + msgspec.msgpack.encode(half)[1:])
@@ -305,7 +303,7 @@ async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(st
 
 
 async def test_what_failed_before_is_still_remembered_when_its_claimer_goes_away(store: RedisStore) -> None:
-    """CASES 14: another payload under the same key is refused, whoever has gone away meanwhile."""
+    """Another payload under the same key is refused, whoever has gone away meanwhile."""
     lease: Any = await arun(store.claim(OPERATION, lease=HOUR))
     await arun(store.release(lease, retention=24 * HOUR))
     task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))

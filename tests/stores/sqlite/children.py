@@ -20,13 +20,13 @@ from oncemore._runtime.plan import run
 from oncemore.errors import OncemoreError
 from oncemore.stores.sqlite import connect
 
-from ... import nursery
+from ...support import processes
 from ..parts import DONE, HOUR
 
 # ── In the test's process
 
 
-class Child(nursery.Child):
+class Child(processes.Program):
     """A process that does one of the functions below."""
 
     def __init__(self, function: Callable[..., None], *args: object) -> None:

@@ -18,7 +18,7 @@ from oncemore._runtime.plan import arun, run
 from oncemore.errors import Suspected
 from oncemore.stores.sqlite import SqliteStore, connect, writer
 from oncemore.stores.sqlite.items import NO_RECORD
-from oncemore.testing.store_contract import StoreContract
+from oncemore.testing.stores import StoreContract
 
 from ..parts import DONE, HOUR
 

@@ -17,8 +17,8 @@ from oncemore._runtime.plan import arun, run
 from oncemore.errors import ConfigurationError, InvalidKey, InvalidPayload, StoreError
 from oncemore.stores import schema
 from oncemore.stores.sqlite import SqliteStore, connect
-from oncemore.testing.store_contract import StoreContract
-from oncemore.testing.store_machine import store_machine
+from oncemore.testing.machine import store_machine
+from oncemore.testing.stores import StoreContract
 
 from ..parts import DONE, HOUR, claimed, left_in_doubt, settled
 

@@ -1,4 +1,4 @@
-"""What the keyring remembers of an operation: its key, what was asked, and how far it came."""
+"""Entries of a keyring: the key of an operation, its request, and its state; and what every keyring does with them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from ..errors import KeyReused
 
 State = Literal["sending", "open", "settled"]
 
-# sending   persisted before the first byte; if its process is gone, nobody was told what came of it
+# sending   stored before the first byte is sent; if its process is gone, nobody was told the outcome
 # open      the caller was told that the outcome is not known, and may continue under the same key
-# settled   the server's final answer was seen
+# settled   the server's final answer has arrived
 
+# Settled keys are remembered for longer than a server would, so that their reuse is noticed; then they are dropped.
+RETENTION = 7 * 86400.0
 
-# They let their bearer in, so they are not written down.  Servers tell callers apart by them: without, the same key would be
-# a stranger's, and the operation happen again.
+# They are secret, so they are not stored.  Servers tell callers apart by them: without them the same key would be another
+# caller's, and the operation would happen again.
 CREDENTIALS = ("Authorization", "Proxy-Authorization", "X-API-Key", "API-Key")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation on the ring.  *body* is None once it is settled, and where it was too large to keep.
+    """One operation in a keyring.
 
-    *headers* are those that are sent again; of credentials only the names are there, with nothing behind them.
-    *created_at* is wall-clock time, before the first attempt.  *owner* is the process at work, *token* its one run.
+    *headers* are sent again; of credentials only the names are there, with empty values.  *body* is None once the operation is
+    settled, or if it was too large to store.  *created_at* is wall-clock time, before the first attempt.  *owner* is the process
+    that sends it, *token* identifies one call of the transport.
     """
 
     scope: str
@@ -45,17 +48,17 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kept_headers(self) -> dict[str, str]:
-        """What is sent again as it was."""
+        """The headers that are sent again unchanged."""
         return {name: value for name, value in self.headers if value or name not in CREDENTIALS}
 
     @property
     def credentials(self) -> list[str]:
-        """The names of those headers that whoever resumes it must bring."""
+        """The names of the headers that the client must add when it resumes the operation."""
         return [name for name, value in self.headers if name in CREDENTIALS and not value]
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """What came of continuing an interrupted operation: the library's response, or the error."""
+    """The result of resuming an operation: the library's response, or the error."""
 
     entry: Entry
     response: Any = None
@@ -63,61 +66,61 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class Keyring(Protocol):
-    """A place that keeps keys and request bytes; each verb is atomic, and `claim` is durable when it returns."""
+    """A store of keys and requests; each method is atomic, and `claim` is durable when it returns."""
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
-        """The entry now on the ring under (scope, key): a new one, or the known one with its first *created_at*.
+        """Store *entry* and return it; if its (scope, key) is known, with the *created_at* of the first time.
 
-        It bears this *token* unless it was created before *oldest*, or lies in the future: those are left as they are.
-        A known one with another fingerprint raises KeyReused.
+        A known entry that was created before *oldest*, or in the future, is returned as it is, with its own token: it must not
+        be sent.  Raise KeyReused if the known entry is another request.
         """
         ...
 
     def settle(self, entry: Entry, status: int) -> Plan[None]:
-        """Remember the final answer; the body is dropped."""
+        """Store the status of the final answer, and drop the body."""
         ...
 
     def leave(self, entry: Entry) -> Plan[None]:
-        """The caller has been told that the outcome is unknown; a newer run under the same key is not disturbed."""
+        """Note that the caller was told that the outcome is unknown; a newer call under the same key is not affected."""
         ...
 
     def forget(self, entry: Entry) -> Plan[None]:
-        """Nothing was ever sent, or a person has decided: remove the entry."""
+        """Remove the entry: nothing was ever sent, or a person has decided."""
         ...
 
     def pending(self) -> Plan[list[Entry]]:
-        """Entries without a final answer that no living process is working on, oldest first."""
+        """Return the entries without a final answer that no living process is sending, oldest first."""
         ...
 
     def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
-        """Those of the pending that were interrupted (`sending`), now owned by this process and by no other.
+        """Return the pending entries that were interrupted (`sending`), now owned by this process and by no other.
 
-        With *opened*, also those whose callers were told that the outcome is unknown.  The next claim of the same key sends
-        one of them; whatever is not sent must be released.
+        With *opened*, also entries whose callers were told that the outcome is unknown.  The next claim of the same key sends
+        the entry; one that is not sent must be released.
         """
         ...
 
     def release(self, entry: Entry) -> Plan[None]:
-        """An adopted entry was not sent after all: it is pending as before.  One that was claimed since is left alone."""
+        """Make an adopted entry that was not sent pending again; one that was claimed since is left alone."""
         ...
 
     def close(self) -> None:
-        """Let go of files, threads and connections; what was claimed stays."""
+        """Close files, threads and connections; entries stay."""
         ...
 
     async def aclose(self) -> None:
-        """As `close`, for what belongs to the running event loop too."""
+        """As `close`, and also close what belongs to the running event loop."""
         ...
 
 
 def scope_of(method: str, url: str) -> str:
-    """Who owns the key: the method, origin and path.  The same key elsewhere is another operation."""
+    """Return the scope of a key: method, origin and path.  The same key in another scope is another operation."""
     parts = urlsplit(without_credentials(url))
     return f"{method} {parts.scheme}://{parts.netloc}{parts.path or '/'}"
 
 
 def without_credentials(url: str) -> str:
-    """The URL without a user's name and password."""
+    """Return the URL without user name and password."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -131,12 +134,12 @@ def fingerprinted_parts(method: str, url: str, content_type: str, body: bytes) -
     return method, parts.path or "/", parts.query, content_type, body
 
 
-# Between two processes of one machine, the wall clock may be corrected by so much without raising doubt.
+# The wall clock may be set back by so many seconds between two processes without making an entry's age unknown.
 CLOCK_TOLERANCE = 60.0
 
 
 def check_reuse(known: Entry, entry: Entry) -> None:
-    """Refuse a key that names another request; an empty fingerprint (of a body that cannot be read) fits any."""
+    """Raise KeyReused if the key names another request; an empty fingerprint (the body could not be read) fits any."""
     if known.fingerprint == entry.fingerprint or not known.fingerprint or entry.body is None:
         return
     content_type = dict(entry.headers).get("Content-Type", "")
@@ -149,5 +152,5 @@ def check_reuse(known: Entry, entry: Entry) -> None:
 
 
 def is_sendable(known: Entry, entry: Entry, oldest: float) -> bool:
-    """Whether the server still knows the key; an entry from the future has an unknown age, and counts as too old."""
+    """Whether the server still knows the key; an entry from the future has no known age, and counts as too old."""
     return oldest <= known.created_at <= entry.created_at + CLOCK_TOLERANCE

@@ -1,104 +1,107 @@
-"""The keyring in a ledger: any store keeps keys and request bytes, for many machines, and a lease tells who is at work.
-
-Two records stand for one operation.  The *run* is claimed for as long as it is under way: its lease is renewed while the
-process lives, and lapses when it dies.  The *letter* keeps the request.  The first byte is sent when both are durable.
-"""
+"""The keyring in a ledger: any store keeps keys and requests, for many machines, and a lease tells which process sends."""
 
 from __future__ import annotations
 
 import secrets
+import time
 from contextlib import suppress
 from typing import TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from ..._ledger.decisions import is_over
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Store
+from ..._runtime.clock import SYSTEM
+from ..._runtime.forks import reset_in_child
+from ..._runtime.heartbeat import Heartbeat, Renewal
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, CorruptRecord, Fenced, Refusal, StoreError
 from ..effects import FinishDespiteCancel
 from ..errors import KeyringError
 from ..story import log
-from . import RETENTION
-from .entry import Entry, State, check_reuse, is_sendable
-from .letters import FOREVER, RUN, Letters, encode, give_back, opened, run_of
-from .runs import Runs
+from .entry import CLOCK_TOLERANCE, RETENTION, Entry, State, check_reuse, is_sendable
 
-# So long after its process died, an operation can be resumed; it is renewed three times in that span.
+# The name of our operations in the ledger, and the beginning of their scopes.
+NAME = "oncemore.keyring"
+
+# After its process died, an operation can be resumed when so many seconds have passed.
 LEASE = 15.0
+
+# An operation without a final answer stays until a person decides: a hundred years.
+FOREVER = 100 * 365 * 86400.0
 
 TOLD = "its caller was told that the outcome is unknown"
 TOO_OLD = "the server may have forgotten the key"
-UNREADABLE = "what is to be sent cannot be read"
 
 T = TypeVar("T")
 
-
-class Turn:
-    """A run that may begin: its lease, and its letter, which may still have to be *written*."""
-
-    __slots__ = ("lease", "letter", "written")
-
-    def __init__(self, lease: Lease, letter: Entry, *, written: bool) -> None:
-        self.lease = lease
-        self.letter = letter
-        self.written = written
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Entry).decode
 
 
 class LedgerKeyring:
-    """A keyring in *store*.  One that was opened for the keyring alone (*own_store*) is also purged and closed by it."""
+    """Keys and requests in a ledger's store, shared by many machines.
+
+    One record per key.  Its `request` is the entry to send; its lease tells which process sends it.  If that process dies, the
+    lease lapses, and `adopt` lets another process send the same bytes under the same key.  A running record is `sending`, a held
+    or released one is `open`.  A second sender of a key that is being sent, or has its answer, just sends: the key keeps that to
+    one effect.
+
+    Args:
+        store: where the records are.
+        lease: seconds; renewed while the process lives.
+        retention: seconds for which a settled key is remembered.
+        own_store: the store was opened for this keyring alone, which then purges and closes it.
+    """
 
     def __init__(
         self, store: Store, *, lease: float = LEASE, retention: float = RETENTION, own_store: bool = False
     ) -> None:
         if lease <= 0:
-            raise ConfigurationError(f"lease={lease:g}s of the keyring: a living process would lose what it is at")
+            raise ConfigurationError(f"lease={lease:g}s of the keyring: a living process would lose its operations")
         self.store = store
         self.lease = lease
         self.retention = retention
         self._own_store = own_store
-        self._letters = Letters(store)
-        self._runs = Runs(store, lease)
+        self.heartbeat = Heartbeat(self._renew, SYSTEM)
+        self._reset()
+        reset_in_child(self)
 
-    # The verbs
+    def _reset(self) -> None:
+        self._sending: dict[int, Renewal] = {}  # by the token of the entry
+        self._adopted: dict[tuple[str, str], Entry] = {}  # by scope and key, until the next claim sends it
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
-        return (yield from self._told(self._claim(entry, oldest)))
+        return (yield from self._translate_errors(self._claim(entry, oldest)))
 
     def settle(self, entry: Entry, status: int) -> Plan[None]:
-        run = yield from self._runs.end(entry)
-        if run is not None:
-            done = encode(replace(run.letter, state="settled", status=status, body=None))
-            settling = self.store.settle(run.lease, Outcome("value", status, body=done), retention=self.retention)
-            if (yield from self._unless_taken(settling)):
-                yield from self._letters.drop(run.lease.operation)
+        lease = self._stop(entry)
+        if lease is not None:
+            final = encode(replace(entry, state="settled", status=status, body=None))
+            settling = self.store.settle(lease, Outcome("value", status, body=final), retention=self.retention)
+            yield from self._unless_taken_over(settling)
 
     def leave(self, entry: Entry) -> Plan[None]:
-        run = yield from self._runs.end(entry)
-        if run is not None:
-            yield from self._unless_taken(self.store.hold(run.lease, note=TOLD))
+        lease = self._stop(entry)
+        if lease is not None:
+            yield from self._unless_taken_over(self.store.hold(lease, note=TOLD))
 
     def forget(self, entry: Entry) -> Plan[None]:
-        run = yield from self._runs.end(entry)
-        if run is None:
-            yield from self._told(self._forget_idle(entry))
-        elif (yield from self._unless_taken(self.store.release(run.lease, retention=0.0))):
-            yield from self._letters.drop(run.lease.operation)
-
-    def _forget_idle(self, entry: Entry) -> Plan[None]:
-        for operation in (run_of(entry), run_of(entry, beside=True)):
-            letter = yield from self._letters.read(operation)
-            if letter is not None and letter.token == entry.token and (yield from self._letters.delete(operation)):
-                yield from self._letters.drop(operation)
+        lease = self._stop(entry)
+        if lease is not None:
+            yield from self._unless_taken_over(self.store.release(lease, retention=0.0))
+        else:
+            yield from self._translate_errors(self._delete(entry))
 
     def pending(self) -> Plan[list[Entry]]:
-        return (yield from self._told(self._pending()))
+        return (yield from self._translate_errors(self._pending()))
 
     def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
         adopted: list[Entry] = []
         try:
-            yield from self._told(self._adopt_all(opened, adopted))
+            yield from self._translate_errors(self._adopt_all(opened, adopted))
         except GeneratorExit:
             raise
         except BaseException:
@@ -107,131 +110,165 @@ class LedgerKeyring:
         return sorted(adopted, key=lambda entry: entry.created_at)
 
     def release(self, entry: Entry) -> Plan[None]:
-        try:  # one that was interrupted lapses, as it did before
-            yield from self.leave(entry) if entry.state == "open" else self._runs.end(entry)
-        except StoreError as error:
-            log.info("A claim on the keyring could not be given back, and lapses: %s", error)
-
-    def _release_all(self, adopted: list[Entry]) -> Plan[None]:
-        for entry in adopted:
-            yield from self.release(entry)
+        if entry.state == "open":
+            try:
+                yield from self.leave(entry)
+            except StoreError as error:
+                log.info("An operation on the keyring could not be put back, and lapses: %s", error)
+        else:
+            self._stop(entry)  # its lease lapses, as it had before
 
     def close(self) -> None:
-        """End the threads and connections; what is at work here lapses."""
-        self._runs.close()
+        """End threads and connections; the leases of operations that are being sent lapse."""
+        self.heartbeat.close()
         if self._own_store:
             self.store.close()
 
     async def aclose(self) -> None:
-        """As `close`, for what belongs to the running event loop too."""
-        self._runs.close()
+        """As `close`, and also close what belongs to the running event loop."""
+        self.heartbeat.close()
         if self._own_store:
             await self.store.aclose()
 
-    # Claiming
+    # Sending
 
     def _claim(self, entry: Entry, oldest: float) -> Plan[Entry]:
-        run = self._runs.take_adopted(entry)
-        if run is not None:
-            if is_sendable(run.letter, entry, oldest):
-                return replace(entry, created_at=run.letter.created_at)
-            yield from self.leave(entry)
-            return run.letter
-        turn = yield from self._turn(entry, oldest)
-        if isinstance(turn, Entry):
-            return turn
-        try:
-            if not turn.written:
-                yield from self._letters.write(turn.lease.operation, turn.letter)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            yield FinishDespiteCancel(self._runs.give_back(turn.lease))
-            raise
-        yield from self._runs.begin(turn.lease, turn.letter, entry.token)
-        return replace(entry, created_at=turn.letter.created_at)
-
-    def _turn(self, entry: Entry, oldest: float) -> Plan[Turn | Entry]:
-        """The right to send; or the known entry, where that is too old to be sent."""
-        operation = run_of(entry)
+        adopted = self._adopted.get((entry.scope, entry.key))
+        if adopted is not None and adopted.token in self._sending:
+            return (yield from self._send_adopted(adopted, entry, oldest))
+        operation, request = operation_of(entry), entry
         while True:
-            found = yield from self.store.claim(operation, lease=self.lease)
+            found = yield from self._store_request(operation, request)
             if isinstance(found, Lease):
-                return (yield from self._continued(found, entry, oldest))
+                return (yield from self._begin(found, entry, oldest))
             check_reuse(replace(entry, fingerprint=found.fingerprint), entry)
-            if is_over(found):  # free, but under another fingerprint of the same request
+            known = stored_entry(found) or entry
+            known = replace(known, created_at=first_date(found, known))
+            request = replace(entry, created_at=known.created_at)
+            if is_over(found):  # free, but stored under another form of the same fingerprint
                 operation = replace(operation, fingerprint=found.fingerprint)
-                continue
-            known = opened(found) or (yield from self._letters.read(operation)) or entry
-            if not is_sendable(known, entry, oldest):
+            elif not is_sendable(known, entry, oldest):
                 return known
-            if found.state != "held":
-                return (yield from self._beside(entry, known))
-            yield from self._reopen(found)
+            elif found.state == "held":
+                yield from self._reopen(found)
+            else:
+                return request
 
-    def _continued(self, lease: Lease, entry: Entry, oldest: float) -> Plan[Turn | Entry]:
-        """A new run, or one that goes on where another was interrupted."""
-        known = None
-        if lease.lapsed or lease.attempt > 1:
-            known = yield from self._letters.read(lease.operation)
-        if known is None:
-            return Turn(lease, entry, written=False)
-        if is_sendable(known, entry, oldest):
-            return Turn(lease, known, written=True)
-        yield from self._unless_taken(self.store.hold(lease, note=TOO_OLD))
-        return known
-
-    def _beside(self, entry: Entry, known: Entry) -> Plan[Turn]:
-        """A run beside one that is at work elsewhere or has its answer, with a record and a letter of its own."""
-        lease = yield from self.store.claim(run_of(entry, beside=True), lease=self.lease)
-        if isinstance(lease, Record):
-            raise KeyringError(f"{entry.scope}: this run of key {entry.key} is under way already; nothing was sent")
-        return Turn(lease, replace(entry, created_at=known.created_at), written=False)
-
-    def _told(self, plan: Plan[T]) -> Plan[T]:
-        """What *plan* gives; a store that fails is told of as the keyring."""
+    def _store_request(self, operation: Operation, entry: Entry) -> Plan[Lease | Record]:
+        """Claim *operation*, with *entry* as its request."""
         try:
-            return (yield from plan)
+            return (yield from self.store.claim(operation, lease=self.lease, request=encode(entry)))
+        except StoreError:
+            # The caller is told that nothing was sent, and may make a new key.  But the claim may have been written: it must
+            # be withdrawn, or another process would send it once its lease has lapsed.
+            yield self.heartbeat.renewal(entry, self.lease)
+            raise
+
+    def _begin(self, lease: Lease, entry: Entry, oldest: float) -> Plan[Entry]:
+        """Keep the lease alive while the entry is sent; or return the known entry, if it is too old."""
+        created_at = entry.created_at
+        if lease.attempt > 1:  # an earlier attempt was interrupted: its date counts
+            record = yield from self.store.find(*lease.operation.id)
+            created_at = entry.created_at if record is None else first_date(record, entry)
+            known = replace(entry, created_at=created_at, token=0, state="open")
+            if not is_sendable(known, entry, oldest):
+                yield from self._unless_taken_over(self.store.hold(lease, note=TOO_OLD))
+                return known
+        yield from self._keep_alive(lease, entry.token)
+        return replace(entry, created_at=created_at)
+
+    def _send_adopted(self, adopted: Entry, entry: Entry, oldest: float) -> Plan[Entry]:
+        check_reuse(adopted, entry)
+        if not is_sendable(adopted, entry, oldest):
+            yield from self.leave(adopted)
+            return adopted
+        self._adopted.pop((entry.scope, entry.key), None)
+        renewal = self._sending.pop(adopted.token, None)
+        if renewal is not None:  # otherwise another thread was quicker, and this one sends beside it
+            self._sending[entry.token] = renewal
+        return replace(entry, created_at=adopted.created_at)
+
+    def _keep_alive(self, lease: Lease, token: int) -> Plan[None]:
+        self._sending[token] = renewal = self.heartbeat.renewal(lease, self.lease)
+        yield renewal
+
+    def _stop(self, entry: Entry) -> Lease | None:
+        """Return the lease of an entry that is being sent by this process, and renew it no more."""
+        if self._adopted.get((entry.scope, entry.key), entry).token == entry.token:
+            self._adopted.pop((entry.scope, entry.key), None)
+        renewal = self._sending.pop(entry.token, None)
+        if renewal is None:
+            return None
+        renewal.stop()
+        lease: Lease = renewal.lease
+        return lease
+
+    def _renew(self, renewal: Renewal) -> Plan[None]:
+        """Renew the lease of an entry that is being sent, or withdraw an entry whose claim failed."""
+        try:
+            if isinstance(renewal.lease, Entry):
+                yield from self._withdraw(renewal.lease)
+                renewal.stop()
+            else:
+                yield from self.store.renew(renewal.lease, lease=renewal.seconds)
         except StoreError as error:
-            raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
+            renewal.due = 0.0
+            log.info("A lease on the keyring could not be renewed; the next tick tries again: %s", error)
+        except Fenced:
+            renewal.lost = True
 
-    def _unless_taken(self, plan: Plan[None]) -> Plan[bool]:
-        """Carry out *plan*, unless another process took over meanwhile: then the rest is its business."""
-        try:
-            yield from plan
-        except Fenced as error:
-            log.info("Another process has taken over: %s", error)
-            return False
-        return True
+    def _withdraw(self, entry: Entry) -> Plan[None]:
+        """Remove the record of a claim that was written although the store said that it failed."""
+        record = yield from self.store.find(*operation_of(entry).id)
+        if record is None or record.state != "running" or record.attempts > 1:  # an earlier attempt stays pending
+            return
+        stored = stored_entry(record)
+        if stored is not None and stored.token == entry.token:
+            operation = replace(operation_of(entry), fingerprint=record.fingerprint)
+            yield from self.store.release(Lease(operation, record.token, record.lease_until), retention=0.0)
 
-    # Being left behind
-
-    def _idle(self, *, opened: bool) -> Plan[list[Record]]:
-        """The runs whose process is gone and, with *opened*, those whose callers were told."""
-        found = yield from self._letters.all(Filter(name=RUN, state="running", lapsed=True))
-        if opened:  # "released" lasts from being reopened to being claimed again
-            found += yield from self._letters.all(Filter(name=RUN, state="held"))
-            found += yield from self._letters.all(Filter(name=RUN, state="released"))
-        return found
+    # Pending operations
 
     def _pending(self) -> Plan[list[Entry]]:
         found = []
         for record in (yield from self._idle(opened=True)):
-            letter = yield from self._letter(Operation(*record.id))
-            if isinstance(letter, Entry):
-                found.append(replace(letter, state=state_of(record)))
+            entry = yield from self._read(record)
+            if entry is not None:
+                found.append(entry)
         return sorted(found, key=lambda entry: entry.created_at)
 
-    def _letter(self, run: Operation) -> Plan[Entry | CorruptRecord | None]:
-        """The run's letter; one that cannot be read is told of, and must not keep the others from being sent."""
+    def _idle(self, *, opened: bool) -> Plan[list[Record]]:
+        """Return the records whose process is gone and, with *opened*, the records whose callers were told."""
+        found = yield from self._list(Filter(name=NAME, state="running", lapsed=True))
+        if opened:  # a record is "released" between being reopened and being claimed again
+            found += yield from self._list(Filter(name=NAME, state="held"))
+            found += yield from self._list(Filter(name=NAME, state="released"))
+        return found
+
+    def _list(self, where: Filter) -> Plan[list[Record]]:
+        page = yield from self.store.list(where)
+        found = list(page.records)
+        while page.cursor is not None:
+            page = yield from self.store.list(where, cursor=page.cursor)
+            found.extend(page.records)
+        return found
+
+    def _read(self, record: Record) -> Plan[Entry | None]:
+        """Return the entry of a listed record; one that cannot be read is logged, and does not affect the others."""
         try:
-            return (yield from self._letters.read(run))
+            found = yield from self.store.find(*record.id)  # because lists do not decrypt
+            if found is None or (found.state, found.token) != (record.state, record.token):
+                return None  # another process was quicker
+            entry = stored_entry(found)
         except CorruptRecord as error:
-            log.error("%s, key %s, cannot be resumed: %s", run.scope, run.key, error)
-            return error
+            log.error("%s, key %s, cannot be resumed: %s", record.scope, record.key, error)
+            return None
+        if entry is None:
+            return None
+        state: State = "sending" if found.state == "running" else "open"
+        return replace(entry, created_at=first_date(found, entry), state=state)
 
     def _adopt_all(self, opened: bool, adopted: list[Entry]) -> Plan[None]:
-        yield from self._letters.sweep(self.retention)
         if self._own_store:
             yield from self.store.purge()
         for record in (yield from self._idle(opened=opened)):
@@ -240,29 +277,77 @@ class LedgerKeyring:
                 adopted.append(entry)
 
     def _adopt(self, record: Record) -> Plan[Entry | None]:
+        entry = yield from self._read(record)
+        if entry is None:
+            return None
         if record.state == "held":
             yield from self._reopen(record)
-        operation = Operation(record.scope, record.key, record.fingerprint, RUN)
-        lease = yield from self.store.claim(operation, lease=self.lease)
+        operation = Operation(record.scope, record.key, record.fingerprint, NAME)
+        lease = yield from self.store.claim(operation, lease=self.lease)  # without a request: the stored one stays
         if isinstance(lease, Record):
             return None  # another process was quicker
-        letter = yield from self._letter(operation)
-        if isinstance(letter, CorruptRecord):
-            yield from self._unless_taken(self.store.hold(lease, note=UNREADABLE))
+        if lease.attempt == 1:  # the entry was forgotten meanwhile, and this is a new record
+            yield from self._unless_taken_over(self.store.release(lease, retention=0.0))
             return None
-        if letter is None:
-            yield from give_back(self.store, lease)
-            return None
-        token = secrets.randbits(62)
-        yield from self._runs.begin(lease, letter, token, adopted=True)
-        return replace(letter, state=state_of(record), token=token)
+        adopted = self._adopted[entry.scope, entry.key] = replace(entry, token=secrets.randbits(62))
+        yield from self._keep_alive(lease, adopted.token)
+        return adopted
+
+    def _release_all(self, adopted: list[Entry]) -> Plan[None]:
+        for entry in adopted:
+            yield from self.release(entry)
 
     def _reopen(self, record: Record) -> Plan[None]:
-        """Make a held run claimable, unless another process was quicker."""
+        """Make a held record claimable, unless another process was quicker."""
         with suppress(Refusal):
             yield from self.store.resolve(*record.id, None, retention=FOREVER, note="continued")
 
+    def _delete(self, entry: Entry) -> Plan[None]:
+        """Delete the record of a pending entry, unless a process has begun to send it."""
+        record = yield from self.store.find(*operation_of(entry).id)
+        stored = None if record is None else stored_entry(record)
+        if stored is not None and stored.token == entry.token:
+            with suppress(Refusal):
+                yield from self.store.delete(*operation_of(entry).id)
 
-def state_of(run: Record) -> State:
-    """How far an idle run came."""
-    return "sending" if run.state == "running" else "open"
+    # Errors of the store
+
+    def _translate_errors(self, plan: Plan[T]) -> Plan[T]:
+        try:
+            return (yield from plan)
+        except StoreError as error:
+            raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
+
+    def _unless_taken_over(self, plan: Plan[None]) -> Plan[None]:
+        """Carry out *plan*; if another process has taken over meanwhile, leave the rest to it."""
+        try:
+            yield from plan
+        except Fenced as error:
+            log.info("Another process has taken over: %s", error)
+
+
+def operation_of(entry: Entry) -> Operation:
+    """Return the operation in the ledger that stands for the entry's key."""
+    return Operation(f"{NAME} {entry.scope}", entry.key, entry.fingerprint, NAME)
+
+
+def stored_entry(record: Record) -> Entry | None:
+    """Return the entry in a record: its request or, once it is settled, its outcome."""
+    data = record.outcome.body if record.state == "settled" and record.outcome else record.request
+    if not data:
+        return None
+    try:
+        return decode(data)
+    except msgspec.MsgspecError as error:
+        raise CorruptRecord(f"The request under key {record.key!r} cannot be read; was it encrypted?") from error
+
+
+def first_date(record: Record, entry: Entry) -> float:
+    """Return when the operation was first stored: a claim after a crash replaces the entry, but not the record's own date.
+
+    A date in the future stays as it is: the clock was set back, so the operation's age is not known.
+    """
+    now = time.time()
+    if entry.created_at > now + CLOCK_TOLERANCE:
+        return entry.created_at
+    return min(entry.created_at, now - (record.now - record.created_at))

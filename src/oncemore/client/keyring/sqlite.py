@@ -1,4 +1,4 @@
-"""The keyring in a SQLite file: many processes share it, a claim is on disk before it returns, and a kill loses nothing."""
+"""The keyring in a SQLite file, for many processes of one machine: a claim is on the disk before it returns."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ..._runtime.forks import Rest, reset_in_child
+from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
 from ..._runtime.plan import Plan
 from ...errors import OncemoreError
 from ..effects import FinishDespiteCancel
 from ..errors import KeyringError
-from . import RETENTION
-from .entry import Entry, check_reuse, is_sendable
-from .owner import is_alive, this_process
+from .entry import RETENTION, Entry, check_reuse, is_sendable
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks: there, every other process counts as gone
+    fcntl = None  # type: ignore[assignment]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS oncemore_keys (
@@ -46,20 +49,16 @@ FORGET = "DELETE FROM oncemore_keys WHERE scope = ? AND key = ? AND token = ?"
 TAKE = "UPDATE oncemore_keys SET owner = ?, token = ?, state = 'sending' WHERE scope = ? AND key = ?"
 RELEASE = """UPDATE oncemore_keys SET owner = 0, state = ?
 WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"""
-# Each claim drops two of those that are too old, so that a process need not be started anew for the file to stay small.
+# Each claim drops two entries that are too old, so that the file stays small without a restart.
 OLD = "SELECT rowid FROM oncemore_keys WHERE state = 'settled' AND created_at < ? LIMIT 2"
 PURGE = f"DELETE FROM oncemore_keys WHERE rowid IN ({OLD})"
 
 # How long to wait for other processes' commits, each of which takes milliseconds.
 PATIENCE = 10.0
 
-# A file that is open while its process forks is open in neither as it should be: the child believes in locks that only its
-# parent holds, and when that one closes the file, what the child writes to it afterwards is lost.
-RINGS = Rest()
-
 
 class SqliteKeyring:
-    """A keyring in the file at *path*, which only its owner may read: it holds request bodies."""
+    """A keyring in the file at *path*, which only its owner may read because it holds request bodies."""
 
     def __init__(self, path: str, *, retention: float = RETENTION) -> None:
         self.path = os.path.realpath(path)
@@ -67,71 +66,75 @@ class SqliteKeyring:
         self._owners = f"{self.path}-owners"
         self._reset()
         reset_in_child(self)
-        RINGS.things.add(self)
+        close_before_fork(self)
 
     def _reset(self) -> None:
         self._database: sqlite3.Connection | None = None
         self._lock = threading.Lock()
-        # One thread, so that what is asked for after a cancelled claim also happens after it.
+        # One thread, so that a call after a cancelled claim also runs after it.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
-    def _rest(self) -> bool:
-        return self._lock.acquire(timeout=PATIENCE)  # a signal's handler may fork while this very thread has it
+    def _close_for_fork(self) -> bool:
+        if not self._lock.acquire(timeout=PATIENCE):  # a signal handler may fork while this very thread has it
+            return False
+        try:
+            self._shut()
+        except BaseException:
+            self._lock.release()
+            raise
+        return True
 
-    def _put_away(self) -> None:
-        self._shut()
-
-    def _go_on(self) -> None:
+    def _end_fork(self) -> None:
         self._lock.release()
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
-        held: Entry = yield InOrder(self, self._claim, entry, oldest)
+        held: Entry = yield RunInOrder(self, self._claim, entry, oldest)
         return held
 
     def settle(self, entry: Entry, status: int) -> Plan[None]:
-        yield InOrder(self, self._write, SETTLE, status, entry.scope, entry.key)
+        yield RunInOrder(self, self._write, SETTLE, status, entry.scope, entry.key)
 
     def leave(self, entry: Entry) -> Plan[None]:
-        yield InOrder(self, self._write, LEAVE, entry.scope, entry.key, entry.token)
+        yield RunInOrder(self, self._write, LEAVE, entry.scope, entry.key, entry.token)
 
     def forget(self, entry: Entry) -> Plan[None]:
-        yield InOrder(self, self._write, FORGET, entry.scope, entry.key, entry.token)
+        yield RunInOrder(self, self._write, FORGET, entry.scope, entry.key, entry.token)
 
     def pending(self) -> Plan[list[Entry]]:
-        entries: list[Entry] = yield InOrder(self, self._pending)
+        entries: list[Entry] = yield RunInOrder(self, self._pending)
         return entries
 
     def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
         adopted: list[Entry] = []
         try:
-            yield InOrder(self, self._adopt, opened, adopted)
+            yield RunInOrder(self, self._adopt, opened, adopted)
         except (GeneratorExit, OncemoreError):
             raise
-        except BaseException:  # cancelled, while its thread goes on: what that adopts is nobody's
+        except BaseException:  # cancelled, but the thread goes on: nobody would send the entries that it adopts
             yield FinishDespiteCancel(self._release_all(adopted))
             raise
         return adopted
 
     def _release_all(self, adopted: list[Entry]) -> Plan[None]:
-        for entry in (yield InOrder(self, adopted.copy)):  # when its thread is done
+        for entry in (yield RunInOrder(self, adopted.copy)):  # which waits for that thread
             yield from self.release(entry)
 
     def release(self, entry: Entry) -> Plan[None]:
-        yield InOrder(self, self._write, RELEASE, entry.state, entry.scope, entry.key, entry.token)
+        yield RunInOrder(self, self._write, RELEASE, entry.state, entry.scope, entry.key, entry.token)
 
     def close(self) -> None:
-        """Close the file; the next use opens it again."""
+        """Close the file; the next call opens it again."""
         self._executor.shutdown()
         with self._lock:
             self._shut()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
     async def aclose(self) -> None:
-        """As `close`: nothing here belongs to an event loop."""
+        """As `close`, because nothing here belongs to an event loop."""
         self.close()
 
     def _claim(self, entry: Entry, oldest: float) -> Entry:
-        # FULL: the key is on the disk before the first byte is on the wire.
+        # FULL: the key is on the disk before the first byte is sent.
         with self._transaction("FULL") as database:
             entry = replace(entry, owner=this_process(self._owners))
             database.execute(PURGE, (entry.created_at - self.retention,))
@@ -146,7 +149,7 @@ class SqliteKeyring:
         return entry
 
     def _write(self, statement: str, *values: Any) -> None:
-        # NORMAL: should the machine lose power, the operation is merely asked for once more under its key.
+        # NORMAL: if the machine loses power, the operation is merely sent once more under its key.
         with self._transaction("NORMAL") as database:
             database.execute(statement, values)
 
@@ -171,7 +174,7 @@ class SqliteKeyring:
         try:
             with self._lock:
                 database = self._database or self._connect()
-                # Also around the beginning: an interrupt that came while others had the lock is noticed just after it.
+                # Around BEGIN too: an interrupt that came during the wait for the lock is raised just after it.
                 with database:
                     database.execute(f"PRAGMA synchronous = {synchronous}")
                     database.execute("BEGIN IMMEDIATE")
@@ -180,21 +183,22 @@ class SqliteKeyring:
             raise KeyringError(f"The keyring {self.path} failed: {error}") from error
 
     def _shut(self) -> None:
-        database, self._database = self._database, None  # first, for an interrupt may come once it is closed
+        database, self._database = self._database, None  # first, because an interrupt may come once it is closed
         if database is not None:
             database.close()
 
     def _connect(self) -> sqlite3.Connection:
+        check_usable(self.path)
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
-        _patiently(lambda: database.execute("PRAGMA journal_mode = WAL"))
-        _patiently(lambda: database.executescript(SCHEMA))
+        _retry_while_locked(lambda: database.execute("PRAGMA journal_mode = WAL"))
+        _retry_while_locked(lambda: database.executescript(SCHEMA))
         self._database = database
         return database
 
 
-def _patiently(step: Callable[[], object]) -> None:
-    """Do *step*, however many processes open the file at once: switching to WAL does not wait for them by itself."""
+def _retry_while_locked(step: Callable[[], object]) -> None:
+    """Repeat *step* while other processes lock the file: switching to WAL does not wait for them by itself."""
     give_up = time.monotonic() + PATIENCE
     while True:
         try:
@@ -206,8 +210,8 @@ def _patiently(step: Callable[[], object]) -> None:
             time.sleep(0.01)
 
 
-class InOrder:
-    """A keyring verb: done here by threads that may block, in the keyring's own thread for those who await."""
+class RunInOrder:
+    """Effect: call a blocking function in this thread, or await it in the keyring's own thread."""
 
     __slots__ = ("arguments", "function", "keyring")
 
@@ -221,7 +225,7 @@ class InOrder:
 
     async def arun(self) -> Any:
         loop = asyncio.get_running_loop()
-        # Shielded, for what is cancelled before its turn has come would not be done at all.
+        # Shielded, because a call that is cancelled before its turn would not run at all.
         return await asyncio.shield(loop.run_in_executor(self.keyring._executor, self.run))
 
 
@@ -235,3 +239,53 @@ def _entry(row: tuple[Any, ...]) -> Entry:
     fields = dict(zip(COLUMNS.split(", "), row, strict=True))
     fields["headers"] = msgspec.json.decode(fields["headers"], type=tuple[tuple[str, str], ...])
     return Entry(**fields)
+
+
+# Which processes are alive.  One descriptor per file and process, never closed: closing any descriptor of a file releases all
+# locks in it.
+_held: dict[str, tuple[int, int]] = {}
+_held_lock = threading.Lock()
+
+
+def this_process(path: str) -> int:
+    """Return the number of this process: the position of a byte that it keeps locked in the file *path* while it lives.
+
+    The system releases the lock when the process ends, however it ends.
+    """
+    return _hold(path)[1]
+
+
+def is_alive(path: str, owner: int) -> bool:
+    """Whether the process with the number *owner* still holds its lock."""
+    descriptor, own = _hold(path)
+    if owner == own or fcntl is None:
+        return owner == own
+    try:
+        # Shared, so that two processes that ask at once do not take each other for the owner.
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, owner)
+    except OSError:
+        return True
+    fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, owner)
+    return False
+
+
+def _hold(path: str) -> tuple[int, int]:
+    with _held_lock:
+        if path not in _held:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            number = 1 + secrets.randbits(62)
+            if fcntl is not None:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+            _held[path] = (descriptor, number)
+        return _held[path]
+
+
+def _forget_parent() -> None:
+    """Reset in a forked child, which has its parent's memory but none of its locks."""
+    global _held_lock
+    _held.clear()
+    _held_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)

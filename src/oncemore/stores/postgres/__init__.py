@@ -4,18 +4,18 @@
 
 These options are ours; all others (`sslmode`, `target_session_attrs`, `options`, several hosts, ...) are libpq's:
 
-    schema    where the tables are (public); it is created if need be
-    prefix    what the tables' names begin with (oncemore_)
+    schema    the schema of the tables (public); it is created if it is missing
+    prefix    the beginning of the tables' names (oncemore_)
     create    false: never create or change tables; run the script that `oncemore.stores.schema(url)` returns (true)
     timeout   how long a verb may take, with all its attempts to reach the server (5s)
-    poll      how often one who waits looks for itself, besides being told (1s)
-    pool      how many connections may be lent at a time to operations with effect = "transaction" (16)
-    listen    false: hear no messages of other processes, and look four times a second instead (true)
+    poll      how often a waiting caller looks for itself, besides being woken (1s)
+    pool      how many connections operations with effect = "transaction" may use at a time, on the threads of a
+              process and on each event loop (16)
+    listen    false: do not listen for messages of other processes, and look four times a second instead (true)
 
-A process holds up to four connections, each opened when it is first needed: two for claims and what owners write, one
-for operators' questions, and one for messages.  An event loop has the first three to itself.  Behind a pooler in
-transaction mode nothing is prepared, set for the session or listened for; so where `synchronous_commit` is off, it stays
-off.
+A process opens up to five connections, each when it is first needed: two for claims and writes, two for operators'
+queries, and one for messages.  An event loop has its own, except for messages.  Behind a pooler in transaction mode, nothing is
+prepared, set for the session or listened for; so if `synchronous_commit` is off there, it stays off.
 """
 
 from .store import OPTIONS, PostgresStore, connect, enlist, schema, url_of

@@ -1,159 +1,206 @@
-"""One connection to PostgreSQL, driven through libpq's non-blocking calls (`psycopg.pq`).
-
-psycopg connects, and decodes the rows.  The exchange of a statement for its rows is written out here, once for threads
-and event loops alike, because a lane needs what a cursor does not give: an end to every wait, and a prepared statement
-under a name that means the same text to every process behind a pooler.
-"""
+"""Open connections that wait for work: one list for the threads of this process, and one for each event loop."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Generator, Sequence
-from typing import Any, Protocol
+import asyncio
+import threading
+from contextlib import suppress
+from typing import Any
 
 import psycopg
-from psycopg.adapt import Transformer
-from psycopg.pq import ConnStatus, DiagnosticField, ExecStatus, TransactionStatus
-from psycopg.pq.abc import PGresult
+from psycopg.pq import TransactionStatus
 
-from .statements import Statement
+from ..._runtime.clock import SYSTEM
+from ..._runtime.forks import reset_in_child
+from ..._runtime.loops import PerLoop
+from ...errors import StoreTimeout
+from .pipeline import AnswerTimeout, state_of
 
-Rows = list[tuple[Any, ...]]
-Steps = Generator[bool, None, Rows]  # yields whenever it must wait: True where there is something left to write
+SHORTEST_CONNECT = 2  # seconds: libpq treats a shorter connect_timeout as this one
+PREPARE_THRESHOLD = 5  # psycopg's default, for the statements of a performer
 
-# The server says these as it goes away, or as it turns out not to be the primary; another connection may do better.
-GOING = {"57P01", "57P02", "57P03", "25006"}
-PREPARED_ALREADY = "42P05"
-
-
-class Lost(Exception):
-    """The connection failed; whether the statement was carried out is not known."""
+IDLE = int(TransactionStatus.IDLE)
 
 
-class TimedOut(Lost):
-    """The answer did not come in time."""
+class Connections:
+    """Connections to one database, each taken for one exchange or one transaction at a time.
 
+    `take` (on a thread) and `atake` (on an event loop) return a connection that nobody else uses until `give_back`.
+    They open a new one if none is free.  The connection that came back last is taken first, because its server process
+    is still warm.  A free connection that the server has closed is dropped, so a restart leaves no list of dead ones.
+    A forked child starts with empty lists.
 
-class Rejected(Exception):
-    """The server refused the statement, and nothing of it happened."""
+    Args:
+        conninfo: libpq's connection string.
+        limit: The most connections that threads, or each event loop, may have taken at a time; None for any number.
+        autocommit: psycopg's setting for new connections.
+        sync_class: The class of connections for threads.
+        async_class: The class of connections for event loops.
+    """
 
-    def __init__(self, message: str, sqlstate: str) -> None:
-        super().__init__(message)
-        self.sqlstate = sqlstate
+    def __init__(
+        self,
+        conninfo: str,
+        *,
+        limit: int | None = None,
+        autocommit: bool = True,
+        sync_class: type[psycopg.Connection[Any]] = psycopg.Connection,
+        async_class: type[psycopg.AsyncConnection[Any]] = psycopg.AsyncConnection,
+    ) -> None:
+        self.conninfo = conninfo
+        self.limit = limit
+        self.autocommit = autocommit
+        self.sync_class = sync_class
+        self.async_class = async_class
+        self.prepares = True  # False behind a pooler: new connections then prepare nothing
+        self._reset()
+        reset_in_child(self)
 
+    def _reset(self) -> None:
+        self.threads = FreeList(threading.Semaphore(self.limit) if self.limit else None)
+        self.loops = PerLoop(
+            lambda: FreeList(asyncio.Semaphore(self.limit) if self.limit else None), dropped=FreeList.close
+        )
 
-class Home(Protocol):
-    """Where a link goes when its work is done."""
-
-    def put(self, link: Link) -> None: ...
-
-
-class Link:
-    """One open connection.  *alone* says that no pooler stands between: what we set and prepare is there next time."""
-
-    def __init__(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], home: Home) -> None:
-        self.connection = connection
-        self.pgconn = connection.pgconn
-        self.home = home
-        self.greeted = False
-        self.alone = False
-        self._rows = Transformer(connection)
-        self._prepared: set[bytes] = set()
-
-    @property
-    def idle(self) -> bool:
-        """Whether it is open, and neither in a transaction nor in the middle of an exchange."""
-        return self.pgconn.transaction_status == TransactionStatus.IDLE
-
-    def drop(self) -> None:
-        """End the connection; whoever expects an answer of it gets none."""
-        self.pgconn.finish()
-
-    def exchange(self, statement: Statement, values: Sequence[Any] | None) -> Steps:
-        """The rows that the statement returns; without *values* it may be a script, and returns none."""
-        pgconn = self.pgconn
+    def take(self, timeout: float) -> Any:
+        """A connection for this thread.  Raises StoreTimeout if the limit is reached, psycopg.Error if connecting fails."""
+        free, ends = self.threads, SYSTEM.monotonic() + timeout
+        if free.slots is not None and not free.slots.acquire(timeout=max(0.0, timeout)):
+            raise self._all_in_use(timeout)
         try:
-            if values is None:
-                pgconn.send_query(statement.text.encode())
-                yield from self._result()
-                return []
-            texts, formats = dump_all(values)
-            if self.alone and statement.name:
-                yield from self._prepare(statement)
-                pgconn.send_query_prepared(statement.name, texts, formats, 1)
-            else:
-                pgconn.send_query_params(statement.text.encode(), texts, None, formats, 1)
-            result = yield from self._result()
-        except psycopg.OperationalError as error:
-            raise Lost(str(error).strip()) from error
-        self._rows.set_pgresult(result)
-        return self._rows.load_rows(0, result.ntuples, tuple)
+            connection = free.pop()
+            if connection is None:
+                left = max(SHORTEST_CONNECT, int(ends - SYSTEM.monotonic()))
+                connection = self.sync_class.connect(
+                    self.conninfo,
+                    autocommit=self.autocommit,
+                    prepare_threshold=PREPARE_THRESHOLD if self.prepares else None,
+                    connect_timeout=left,
+                )
+            state_of(connection).free_list = free
+        except BaseException:
+            free.release_slot()
+            raise
+        return connection
 
-    def _prepare(self, statement: Statement) -> Generator[bool, None, None]:
-        if statement.name in self._prepared:
+    async def atake(self, timeout: float) -> Any:
+        """The same for the running event loop."""
+        free, ends = self.loops.get(), SYSTEM.monotonic() + timeout
+        if free.slots is not None:
+            try:
+                async with asyncio.timeout(max(0.0, timeout)):
+                    await free.slots.acquire()
+            except TimeoutError as error:
+                raise self._all_in_use(timeout) from error
+        try:
+            connection = free.pop()
+            if connection is None:
+                connection = await self._aconnect(ends - SYSTEM.monotonic())
+            state_of(connection).free_list = free
+        except BaseException:
+            free.release_slot()
+            raise
+        return connection
+
+    async def _aconnect(self, timeout: float) -> psycopg.AsyncConnection[Any]:
+        try:
+            async with asyncio.timeout(max(0.0, timeout)):
+                return await self.async_class.connect(
+                    self.conninfo,
+                    autocommit=self.autocommit,
+                    prepare_threshold=PREPARE_THRESHOLD if self.prepares else None,
+                )
+        except TimeoutError as error:
+            raise AnswerTimeout("connecting took too long") from error
+
+    def give_back(self, connection: Any, *, healthy: bool = True) -> None:
+        """Let another caller take *connection*; on the thread or loop that took it.  Never waits and never fails.
+
+        It is closed instead if it is not *healthy*, is in a transaction or in the middle of an exchange, or if the list was
+        closed meanwhile.  A second call does nothing.
+        """
+        state = state_of(connection)
+        free, state.free_list = state.free_list, None
+        if free is None:
             return
-        self.pgconn.send_prepare(statement.name, statement.text.encode())
-        try:
-            yield from self._result()
-        except Rejected as error:
-            if error.sqlstate != PREPARED_ALREADY:  # by another through the same pooler: the name vouches for the text
-                raise
-        self._prepared.add(statement.name)
+        if healthy and not free.closed and connection.pgconn.transaction_status == IDLE:
+            free.connections.append(connection)
+        else:
+            connection.pgconn.finish()
+        free.release_slot()
 
-    def _result(self) -> Generator[bool, None, PGresult]:
-        """The last result of what was sent; raises where one of them is an error."""
-        pgconn, last, failed = self.pgconn, None, None
-        while pgconn.flush():
-            yield True
+    def _all_in_use(self, timeout: float) -> StoreTimeout:
+        return StoreTimeout(
+            f"All {self.limit} connections were in use for {timeout:.1f} s; transactions may use more with pool= in the "
+            "store's URL"
+        )
+
+    def close(self) -> None:
+        """Close the threads' connections, and those of event loops that were closed."""
+        free, self.threads = self.threads, FreeList(threading.Semaphore(self.limit) if self.limit else None)
+        free.close()
+        self.loops.drop_closed()
+
+    async def aclose(self) -> None:
+        """Close the running loop's connections."""
+        free = self.loops.pop()
+        if free is not None:
+            free.close()
+
+
+class FreeList:
+    """The free connections of the threads, or of one event loop; *slots* limits how many are taken."""
+
+    def __init__(self, slots: threading.Semaphore | asyncio.Semaphore | None) -> None:
+        self.slots: Any = slots
+        self.connections: list[Any] = []
+        self.closed = False
+
+    def pop(self) -> Any:
+        """The free connection that came back last, or None."""
+        with suppress(IndexError):  # looked at first, the list might be emptied by another thread
+            while True:
+                connection = self.connections.pop()
+                if is_alive(connection):
+                    return connection
+                connection.pgconn.finish()
+        return None
+
+    def release_slot(self) -> None:
+        if self.slots is not None:
+            with suppress(RuntimeError):  # its event loop was closed, and the tasks that wait there with it
+                self.slots.release()
+
+    def close(self) -> None:
+        """Close the free connections now, and each taken one when it is given back."""
+        self.closed = True
+        with suppress(IndexError):
+            while True:
+                self.connections.pop().pgconn.finish()
+
+
+class TakeConnection:
+    """Effect: take a connection within *timeout* seconds."""
+
+    __slots__ = ("connections", "timeout")
+
+    def __init__(self, connections: Connections, timeout: float) -> None:
+        self.connections = connections
+        self.timeout = timeout
+
+    def run(self) -> Any:
+        return self.connections.take(self.timeout)
+
+    async def arun(self) -> Any:
+        return await self.connections.atake(self.timeout)
+
+
+def is_alive(connection: Any) -> bool:
+    """Whether a free connection is still open, as far as its socket tells without a round trip."""
+    pgconn = connection.pgconn
+    try:
+        for _ in range(2):  # a server that shuts down says so first; the end of the stream is behind that
             pgconn.consume_input()
-        while True:
-            while pgconn.is_busy():
-                yield False
-                pgconn.consume_input()
-            result = pgconn.get_result()
-            if result is None:
-                break
-            last = result
-            if result.status == ExecStatus.FATAL_ERROR:
-                failed = failed or result
-        if failed is not None:
-            raise failure(pgconn, failed)
-        if last is None:
-            raise Lost("the server closed the connection")
-        return last
-
-
-def failure(pgconn: Any, result: PGresult) -> Exception:
-    """What a result that is an error means."""
-    sqlstate = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
-    message = (result.error_field(DiagnosticField.MESSAGE_PRIMARY) or result.error_message).decode(errors="replace")
-    if sqlstate in GOING or sqlstate.startswith("08") or not sqlstate or pgconn.status == ConnStatus.BAD:
-        return Lost(message)
-    return Rejected(message, sqlstate)
-
-
-BYTEA = 17
-NULL = struct.pack("!i", -1)
-
-
-BINARY = (bytes, list)  # sent as they are; all else as text, whose type PostgreSQL infers
-
-
-def dump_all(values: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
-    """The values as parameters, and their formats: 0 for text, 1 for binary."""
-    texts = [value.encode() if type(value) is str else dump(value) for value in values]
-    return texts, [int(isinstance(value, BINARY)) for value in values]
-
-
-def dump(value: Any) -> bytes | None:
-    if value is None or isinstance(value, bytes):
-        return value
-    return dump_array(value) if isinstance(value, list) else str(value).encode()
-
-
-def dump_array(items: list[bytes | None]) -> bytes:
-    """A bytea[] in its binary form."""
-    parts = [struct.pack("!iiIii", 1, 1, BYTEA, len(items), 1)]
-    for item in items:
-        parts += (NULL,) if item is None else (struct.pack("!i", len(item)), item)
-    return b"".join(parts)
+    except psycopg.OperationalError:
+        return False
+    return bool(pgconn.transaction_status == IDLE)

@@ -1,159 +1,184 @@
-"""Several statements in one round trip, on a connection of psycopg's: what goes with a BEGIN, and what with a COMMIT.
+"""Several statements in one round trip: libpq's pipeline mode, once for claims and transactions, threads and event loops.
 
-libpq's pipeline mode, by hand: psycopg's own looks at the socket after each command, which costs three times as much
-processor time as the statements do.  What waits is psycopg's own, so interruptions and cancellations end as they do there.
+psycopg's own `pipeline()` does the same, but looks at the socket after each command: in a transaction it adds six times
+as much processor time.  psycopg still opens the connections, waits for their sockets, and reads the rows.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+import struct
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
 from psycopg.adapt import PyFormat, Transformer
-from psycopg.pq import ExecStatus
+from psycopg.pq import ConnStatus, ExecStatus
 from psycopg.pq.abc import PGresult
-from psycopg.waiting import Ready, Wait
 
+from ..._runtime.clock import SYSTEM
 from ...errors import ConfigurationError
-from .connection import Lost, Rejected, dump_all, failure
-from .statements import Ask, Rows, Statement, prepared
+from ._compat import WAIT_READ, WAIT_READ_OR_WRITE, PgGenerator, RowReader, error_from_result, wait
+from .statements import Query, Rows, Statement, prepared
 
-Trip = Generator[Wait, Ready, list[Rows]]
-
-# Prepared like any other, so that the server need not read them anew; but a rollback must work whatever was forgotten.
+# BEGIN and COMMIT are prepared, so that the server need not parse them each time.  ROLLBACK is not: it must work even if
+# the server has lost the prepared statements.
 BEGIN, COMMIT, ROLLBACK = prepared("BEGIN"), prepared("COMMIT"), Statement("ROLLBACK")
 
-# Enumerations are slow to look into, and this is done for every result.
+# Plain integers, because comparing enumerations is slow, and it is done for every result.
 TUPLES_OK, FATAL_ERROR, PIPELINE_SYNC = map(
     int, (ExecStatus.TUPLES_OK, ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_SYNC)
 )
-WAIT_R = Wait.R
-UTF8 = (b"UTF8", b"UNICODE")  # as the server calls it, and as it may be asked for, which is what a pooler repeats
-# The server does not know a prepared statement any more, or a table's columns are of other types than when it was prepared.
-OUTDATED = {"26000", "0A000"}
+UTF8 = (b"UTF8", b"UNICODE")  # the server's name for it; a pooler may repeat the name that the client asked for
+
+NOT_PREPARED, ALREADY_PREPARED, CHANGED_COLUMNS = "26000", "42P05", "0A000"
+# The server does not know a prepared statement any more, or a table's columns have changed since it was prepared.
+OUTDATED = {NOT_PREPARED, CHANGED_COLUMNS}
 
 
-class Kit:
-    """What we know of a connection: its prepared statements, and how its rows are read.
+class AnswerTimeout(psycopg.OperationalError):
+    """The answer did not come in time.  Whether the statements were carried out is not known; the connection is closed."""
 
-    Whoever shares the connection may have them forgotten (DEALLOCATE ALL, as psycopg does after a rollback of its own).
-    That is noticed by the server's refusal; then they are prepared anew, under names that were never used.
+
+class ConnectionState:
+    """The ledger's knowledge of one connection: its prepared statements, and how to read its rows.
+
+    Any user of the connection may have the prepared statements deallocated (psycopg does so after its own rollback).  The
+    server then refuses them, and the next exchange prepares them again, under new names.
     """
 
     def __init__(self, connection: Any) -> None:
-        encoding = connection.pgconn.parameter_status(b"client_encoding") or b"UTF8"  # as psycopg has it
-        # Else a key would be another key than on the next connection, and be performed once more.
+        encoding = connection.pgconn.parameter_status(b"client_encoding") or b"UTF8"  # psycopg assumes the same
+        # In another encoding, the same key would be stored as different bytes, and its operation would run twice.
         if encoding.upper().replace(b"-", b"").replace(b"_", b"") not in UTF8:
             raise ConfigurationError(
-                f"The connections are in {encoding.decode()}, and the ledger's texts in UTF-8: give your pool or engine "
+                f"The connections are in {encoding.decode()}, but the ledger's texts are in UTF-8: give your pool or engine "
                 "client_encoding=UTF8"
             )
-        self.names: dict[bytes, bytes] = {}
-        self.rows = Transformer(connection)
+        # Set by the store, if the connection is its own:
+        self.configured = False  # the session's settings were made
+        self.free_list: Any = None  # where the connection goes when it is given back
+        self.prepared: dict[bytes, bytes] = {}
+        self.rows = RowReader(connection)
         self._count = itertools.count()
 
-    def fresh_name(self, statement: Statement) -> bytes:
+    def new_name(self, statement: Statement) -> bytes:
         return b"%s_%d" % (statement.name, next(self._count))
 
 
-def kit_of(connection: Any) -> Kit:
-    kit: Kit | None = getattr(connection, "_oncemore_kit", None)
-    if kit is None:
-        kit = connection._oncemore_kit = Kit(connection)
-    return kit
+def state_of(connection: Any) -> ConnectionState:
+    state: ConnectionState | None = getattr(connection, "_oncemore_state", None)
+    if state is None:
+        state = connection._oncemore_state = ConnectionState(connection)
+    return state
 
 
-def trip(connection: Any, asks: Sequence[Ask], *, wanted: bool = True) -> Trip:
-    """The rows of each statement, if they are *wanted*; the first that fails is raised, and those behind it are not executed."""
-    pgconn, kit = connection.pgconn, kit_of(connection)
-    # None: the connection's owner says that nothing is prepared, as behind a pooler.
-    names = kit.names if connection.prepare_threshold is not None else None
-    preparing: dict[int, tuple[bytes, bytes]] = {}  # what is prepared on this trip, by the place of the answer to it
+class Pipeline:
+    """Effect: send the queries in one libpq pipeline, and return the rows of each.
+
+    Works on a psycopg Connection (`run`) and on an AsyncConnection (`arun`), in autocommit mode or in a transaction.
+    Outside a transaction, the queries of one pipeline are committed or rolled back together.
+    """
+
+    __slots__ = ("connection", "deadline", "queries")
+
+    def __init__(self, connection: Any, queries: Sequence[Query], deadline: float | None = None) -> None:
+        self.connection = connection
+        self.queries = queries
+        self.deadline = deadline
+
+    def run(self) -> list[Rows]:
+        with self.connection.lock:
+            return wait(self.connection, exchange(self.connection, self.queries, self.deadline))  # type: ignore[no-any-return]
+
+    async def arun(self) -> list[Rows]:
+        async with self.connection.lock:
+            return await wait(self.connection, exchange(self.connection, self.queries, self.deadline))  # type: ignore[no-any-return]
+
+
+def exchange(connection: Any, queries: Sequence[Query], deadline: float | None = None) -> PgGenerator[list[Rows]]:
+    """Send *queries* in one pipeline, and return the rows of each.  `Connection.wait()` runs this generator.
+
+    Precondition: the caller holds `connection.lock`.
+    The first query that fails is raised as psycopg's exception for it, and the server skips the queries behind it, a COMMIT
+    included.  If the connection fails, or *deadline* (on the monotonic clock) passes, an OperationalError without
+    `sqlstate` is raised and the connection is closed; whether the queries were carried out is then not known.
+    Statements with a name are prepared, unless `prepare_threshold` is None: that says that a pooler is in between.
+    """
+    pgconn, state = connection.pgconn, state_of(connection)
+    names = dict(state.prepared) if connection.prepare_threshold is not None else None
+    preparing: dict[int, tuple[bytes, bytes]] = {}  # statements to be prepared now, by the position of their result
     sent = 0
     try:
         pgconn.enter_pipeline_mode()
-        for statement, values in asks:
-            texts, formats = dump_all(values)
+        for statement, values in queries:
+            parameters, formats = encode_parameters(values)
             if names is None or not statement.name:
-                pgconn.send_query_params(statement.text.encode(), texts, None, formats, 1)
+                pgconn.send_query_params(statement.text.encode(), parameters, None, formats, 1)
             else:
                 name = names.get(statement.name)
                 if name is None:
-                    name = kit.fresh_name(statement)
-                    names = {**names, statement.name: name}
+                    name = names[statement.name] = state.new_name(statement)
                     pgconn.send_prepare(name, statement.text.encode())
                     preparing[sent] = (statement.name, name)
                     sent += 1
-                pgconn.send_query_prepared(name, texts, formats, 1)
+                pgconn.send_query_prepared(name, parameters, formats, 1)
             sent += 1
         pgconn.pipeline_sync()
-        results = yield from answered(pgconn)
+        results = yield from read_results(pgconn, deadline)
         pgconn.exit_pipeline_mode()
-    except psycopg.OperationalError as error:
-        raise Lost(str(error).strip()) from error
+    except BaseException:  # also an interrupt: answers may still come, and the next user must not get them
+        pgconn.finish()
+        raise
     rows: list[Rows] = []
-    for place, result in enumerate(results):
+    for position, result in enumerate(results):
         status = result.status
         if status == FATAL_ERROR:
-            refused = as_drivers(failure(pgconn, result))
-            if getattr(refused, "sqlstate", "") in OUTDATED:
-                kit.names = {}
-            raise refused
-        if place in preparing:
-            kit.names.update([preparing[place]])
-        elif not wanted:
-            continue
-        elif status == TUPLES_OK:
-            kit.rows.set_pgresult(result)
-            rows.append(kit.rows.load_rows(0, result.ntuples, tuple))
+            error = error_from_result(result)
+            if error.sqlstate in OUTDATED:
+                state.prepared.clear()
+            raise error
+        if position in preparing:
+            state.prepared.update([preparing[position]])
         else:
-            rows.append(())
+            rows.append(state.rows.read(result) if status == TUPLES_OK else ())
     return rows
 
 
-def answered(pgconn: Any) -> Generator[Wait, Ready, list[PGresult]]:
-    """The result of each command, up to the end of the pipeline."""
+def read_results(pgconn: Any, deadline: float | None) -> PgGenerator[list[PGresult]]:
+    """The result of each command, up to the end of the pipeline.
+
+    Outside a transaction the server commits at the end of the pipeline.  If that fails, an error follows the last result.
+    """
     results: list[PGresult] = []
     while pgconn.flush():
-        yield Wait.RW  # which of them it is does not matter, and is not told to one that goes on after a cancellation
+        yield WAIT_READ_OR_WRITE
         pgconn.consume_input()
-    # Not before it has been waited for: to ask lets go of the interpreter, and other threads come in between.
-    yield WAIT_R
+        check_deadline(deadline)
+    # Wait before the first look at the socket: looking releases the interpreter lock, and other threads come in between.
+    yield WAIT_READ
     pgconn.consume_input()
     while True:
         while pgconn.is_busy():
-            yield WAIT_R
+            check_deadline(deadline)
+            yield WAIT_READ
             pgconn.consume_input()
         result = pgconn.get_result()
-        if result is None:
-            continue
-        if result.status == PIPELINE_SYNC:
+        if result is None:  # the end of one command
+            if pgconn.status == ConnStatus.BAD:
+                raise psycopg.OperationalError("the server closed the connection")
+        elif result.status == PIPELINE_SYNC:
             return results
-        results.append(result)
-        pgconn.get_result()  # the command's end, which is known with its result
+        else:
+            results.append(result)
 
 
-def as_drivers(error: Exception) -> Exception:
-    """The error as psycopg would have raised it: it may be the borrower's own, of a constraint that waited."""
-    if not isinstance(error, Rejected):
-        return error
-    try:
-        return psycopg.errors.lookup(error.sqlstate)(str(error))
-    except KeyError:
-        return error
+def check_deadline(deadline: float | None) -> None:
+    if deadline is not None and SYSTEM.monotonic() >= deadline:
+        raise AnswerTimeout("the answer took too long")
 
 
-def adapted(connection: Any, ask: Ask) -> Ask:
-    """The user's statement, each value as psycopg writes it; but of what type it is, PostgreSQL infers."""
-    statement, values = ask
-    dumper = kit_of(connection).rows.get_dumper
-    dumped = [None if value is None else dumper(value, PyFormat.TEXT).dump(value) for value in values]
-    return statement, [None if value is None else bytes(value).decode() for value in dumped]
-
-
-def begin(connection: Any) -> Statement:
+def begin_statement(connection: Any) -> Statement:
     """The BEGIN that psycopg would send, by the connection's own settings."""
     isolation_level, read_only, deferrable = connection.isolation_level, connection.read_only, connection.deferrable
     if isolation_level is None and read_only is None and deferrable is None:
@@ -166,3 +191,37 @@ def begin(connection: Any) -> Statement:
     if deferrable is not None:
         parts.append("DEFERRABLE" if deferrable else "NOT DEFERRABLE")
     return Statement(" ".join(parts))
+
+
+def adapt_values(connection: Any, values: Sequence[Any]) -> list[str | None]:
+    """A user's values as psycopg writes them in text; PostgreSQL infers their types from the statement."""
+    dumper = Transformer(connection).get_dumper
+    dumped = [None if value is None else dumper(value, PyFormat.TEXT).dump(value) for value in values]
+    return [None if value is None else bytes(value).decode() for value in dumped]
+
+
+# Parameters
+
+BYTEA = 17  # the type's number in every PostgreSQL
+NULL = struct.pack("!i", -1)
+BINARY = (bytes, list)  # sent as they are; all others are sent as text, and PostgreSQL infers their types
+
+
+def encode_parameters(values: Sequence[Any]) -> tuple[list[bytes | None], list[int]]:
+    """The values as libpq's parameters, and the format of each: 0 for text, 1 for binary."""
+    parameters = [value.encode() if type(value) is str else encode_parameter(value) for value in values]
+    return parameters, [int(isinstance(value, BINARY)) for value in values]
+
+
+def encode_parameter(value: Any) -> bytes | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    return encode_bytea_array(value) if isinstance(value, list) else str(value).encode()
+
+
+def encode_bytea_array(items: list[bytes | None]) -> bytes:
+    """A bytea[] in its binary form."""
+    parts = [struct.pack("!iiIii", 1, 1, BYTEA, len(items), 1)]
+    for item in items:
+        parts += (NULL,) if item is None else (struct.pack("!i", len(item)), item)
+    return b"".join(parts)

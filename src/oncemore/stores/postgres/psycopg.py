@@ -13,7 +13,7 @@ from psycopg.pq import TransactionStatus
 
 from ..._ledger.transactions import Do, at_once
 from ..._runtime.plan import Plan
-from .pipeline import COMMIT, ROLLBACK, adapted, begin, trip
+from .pipeline import COMMIT, ROLLBACK, adapt_values, begin_statement, exchange
 from .statements import Ask, Rows
 from .transactions import Misuse
 
@@ -125,28 +125,28 @@ class ThreadWire(LoanWire[ThreadLoan]):
 
     def _begin(self, ask: Ask) -> Rows:
         raw = self.taken = self.loan.take()
-        _, rows = self._sent((begin(raw), ()), ask)
+        _, rows = self._sent((begin_statement(raw), ()), ask)
         raw.lent = True
         return rows
 
-    def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
+    def _sent(self, *asks: Ask) -> list[Rows]:
         raw = self._ours()
         with raw.lock:
-            sent: list[Rows] = raw.wait(trip(raw, asks, wanted=wanted))
+            sent: list[Rows] = raw.wait(exchange(raw, asks))
         return sent
 
     def _rows(self, ask: Ask) -> Rows:
         return self._sent(ask)[0]
 
     def _adapted(self, ask: Ask) -> Ask:
-        return adapted(self._ours(), ask)
+        return ask[0], adapt_values(self._ours(), ask[1])
 
     def _commit(self, asks: Sequence[Ask]) -> None:
         self.loan.finish()
         raw = self._ours()
         check(raw)
         raw.lent = False
-        self._sent(*asks, (COMMIT, ()), wanted=False)
+        self._sent(*asks, (COMMIT, ()))
         self.committed = True
 
     def _roll_back(self) -> None:
@@ -171,28 +171,28 @@ class LoopWire(LoanWire[LoopLoan]):
 
     async def _begin(self, ask: Ask) -> Rows:
         raw = self.taken = await self.loan.take()
-        _, rows = await self._sent((begin(raw), ()), ask)
+        _, rows = await self._sent((begin_statement(raw), ()), ask)
         raw.lent = True
         return rows
 
-    async def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
+    async def _sent(self, *asks: Ask) -> list[Rows]:
         raw = self._ours()
         async with raw.lock:
-            sent: list[Rows] = await raw.wait(trip(raw, asks, wanted=wanted))
+            sent: list[Rows] = await raw.wait(exchange(raw, asks))
         return sent
 
     async def _rows(self, ask: Ask) -> Rows:
         return (await self._sent(ask))[0]
 
     def _adapted(self, ask: Ask) -> Ask:
-        return adapted(self._ours(), ask)
+        return ask[0], adapt_values(self._ours(), ask[1])
 
     async def _commit(self, asks: Sequence[Ask]) -> None:
         await self.loan.finish()
         raw = self._ours()
         check(raw)
         raw.lent = False
-        await self._sent(*asks, (COMMIT, ()), wanted=False)
+        await self._sent(*asks, (COMMIT, ()))
         self.committed = True
 
     async def _roll_back(self) -> None:

@@ -35,7 +35,7 @@ class Psycopg2Wire(ThreadWire):
             LENT[raw], raw.autocommit = raw.autocommit, True
         return self._run(f"{begin_of(raw)};\n{inline(*ask)}")
 
-    def _sent(self, *asks: Ask, wanted: bool = True) -> list[Rows]:
+    def _sent(self, *asks: Ask) -> list[Rows]:
         return [self._run(inline(*ask)) for ask in asks]
 
     def _adapted(self, ask: Ask) -> Ask:

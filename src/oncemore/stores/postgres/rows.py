@@ -1,4 +1,4 @@
-"""What goes into PostgreSQL and comes out: items as JSON rows, rows as records, and text that it can hold."""
+"""Items of a batch as JSON rows, rows as records, and text in a form that PostgreSQL can store."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ UNSAFE = re.compile(r"[\\\x00\ud800-\udfff]")
 ESCAPED = re.compile(r"\\(?:([\\0])|u([0-9a-f]{4}))")
 
 
-def safe(text: str) -> str:
-    """The text as it is stored.  PostgreSQL knows no NUL and no half of a surrogate pair, but a key may have both."""
+def escape_text(text: str) -> str:
+    """The text as it is stored.  PostgreSQL has no NUL and no lone surrogates, but a key may contain both."""
     if text.isascii() and "\\" not in text and "\0" not in text:
-        return text if type(text) is str else str.__str__(text)  # the encoder takes none of a class of its own
+        return text if type(text) is str else str.__str__(text)  # the JSON encoder refuses subclasses of str
     return UNSAFE.sub(_escape, text)
 
 
-def plain(text: str) -> str:
-    """The text that `safe` was given."""
+def unescape_text(text: str) -> str:
+    """The text that `escape_text` was given."""
     return ESCAPED.sub(_unescape, text) if "\\" in text else text
 
 
@@ -42,7 +42,7 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 def check_length(scope: str, key: str) -> None:
-    """Refuse a name that the index has no room for."""
+    """Refuse a scope and key that are too long for an index entry."""
     if len(scope) + len(key) <= LONGEST_ID // 4:
         return
     size = len(scope.encode()) + len(key.encode())
@@ -50,25 +50,25 @@ def check_length(scope: str, key: str) -> None:
         raise InvalidKey(f"The scope and the key have {size} bytes together; PostgreSQL has room for {LONGEST_ID}")
 
 
-# The rows of the grouped statements' first parameter; their fields are the columns that the SQL reads.
+# The rows of a batch, which are the first parameter of its statement; their fields are the columns that the SQL reads.
 
 
-class Named(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A row that names a record; *n* is its place in the group."""
+class IdRow(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Names a record; *n* is the row's position in the batch."""
 
     n: int = -1
     scope: str
     key: str
 
 
-class Claimed(Named, kw_only=True):
+class ClaimRow(IdRow, kw_only=True):
     name: str
     fingerprint: str
     holder: str
     lease: float
 
 
-class Moved(Named, kw_only=True):
+class ChangeRow(IdRow, kw_only=True):
     token: int
     state: State
     lease: float | None = None
@@ -79,53 +79,61 @@ class Moved(Named, kw_only=True):
     audit: bool = False
 
     @property
-    def ends(self) -> bool:
-        """Whether those who wait for the record should look at it now."""
+    def wakes(self) -> bool:
+        """Whether callers that wait for the record should look at it now."""
         return self.state != "running" or self.lease == 0.0
 
 
-class Touched(Named, kw_only=True):
+class UnclaimRow(IdRow, kw_only=True):
+    holder: str
+
+
+class TouchRow(IdRow, kw_only=True):
     token: int
     retention: float
 
 
-class Watched(Named, kw_only=True):
+class WatchRow(IdRow, kw_only=True):
     token: int
 
 
-class Found(Named, kw_only=True):
+class FindRow(IdRow, kw_only=True):
     token: int = 0
 
 
 class Item:
-    """One caller's part of a group: its *row*, *what* it is about, and since when it has been waiting.
+    """One call in a batch: its *row*, its *subject* (an Operation, a Lease or a Claim), its *bytes* (an outcome or request).
 
-    *met*: a record was in its way before.
+    *asked* is the time at which its caller began to wait.
     """
 
-    __slots__ = ("asked", "id", "met", "outcome", "row", "what")
+    __slots__ = ("asked", "bytes", "id", "row", "subject")
 
-    def __init__(self, row: Any, what: Any = None, outcome: bytes | None = None) -> None:
+    def __init__(self, row: Any, subject: Any = None, bytes: bytes | None = None) -> None:
         self.row = row
-        self.what = what
-        self.outcome = outcome
+        self.subject = subject
+        self.bytes = bytes
         self.id = (row.scope, row.key)
         self.asked = SYSTEM.monotonic()
-        self.met = False
 
 
-OUTCOME, NOTE = (Record.__struct_fields__.index(name) for name in ("outcome", "note"))
+OUTCOME, NOTE, REQUEST = (Record.__struct_fields__.index(name) for name in ("outcome", "note", "request"))
 
 encode_rows = msgspec.json.Encoder().encode
 
 
 def read_record(row: Sequence[Any]) -> Record:
-    """The record in a row of the columns RECORD; an outcome that cannot be read is as one that was not kept."""
-    columns: list[Any] = [*map(plain, row[:4]), *row[4:]]
+    """The record in a row of the columns RECORD.  An outcome that cannot be decoded counts as one that was not kept."""
+    columns: list[Any] = [*map(unescape_text, row[:4]), *row[4:]]
     if columns[OUTCOME] is not None:
         try:
             columns[OUTCOME] = decode_outcome(columns[OUTCOME])
         except (msgspec.MsgspecError, ValueError):
             columns[OUTCOME], columns[NOTE] = Outcome("tombstone"), "unreadable record"
-    columns[NOTE] = plain(columns[NOTE])
+    columns[NOTE] = unescape_text(columns[NOTE])
+    columns[REQUEST] = columns[REQUEST] or b""
     return Record(*columns)
+
+
+def is_expired(record: Record) -> bool:
+    return record.expires_at is not None and record.expires_at <= record.now

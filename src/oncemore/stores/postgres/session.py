@@ -1,4 +1,4 @@
-"""Gets statements executed through whatever goes wrong: connects, makes the tables, and sends again what was lost."""
+"""Runs the store's statements on its own connections: sets them up, creates the tables, and sends again what was lost."""
 
 from __future__ import annotations
 
@@ -6,150 +6,189 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import psycopg
+
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
 from ...errors import ConfigurationError, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from . import tables
-from .connection import Link, Lost, Rejected, Rows, TimedOut
-from .line import Line, Open, Send
-from .statements import Statement, Statements
+from .connection import Connections, TakeConnection
+from .pipeline import ALREADY_PREPARED, CHANGED_COLUMNS, NOT_PREPARED, AnswerTimeout, Pipeline, state_of
+from .statements import Rows, Statement, Statements
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
-OPERATORS_PATIENCE = 60.0  # seconds; counting, purging and creating tables may take longer than a caller would wait
+ADMIN_PATIENCE = 60.0  # seconds; counting, purging and creating tables may take longer than a caller would wait
+ADMIN_CONNECTIONS = 2
 
-AGAIN = {"40001", "40P01"}  # serialization failure, deadlock: nothing happened, and the next try may be luckier
-MADE_MEANWHILE = {"23505", "42P06", "42P07", "42710"}  # someone else has created the same tables
-TOO_SLOW = {"55P03", "57014"}  # the lock's or the statement's time was up
+# The server sends these when it shuts down, or turns out not to be the primary: another connection may do better.
+SHUTTING_DOWN = {"57P01", "57P02", "57P03", "25006"}
+SERIALIZATION_FAILURES = {"40001", "40P01"}  # also deadlocks: nothing happened, and the same may work next time
+CREATED_MEANWHILE = {"23505", "42P06", "42P07", "42710"}  # another process has created the same tables
+TOO_SLOW = {"55P03", "57014"}  # the time for a lock or for the statement was up
 NO_TABLE = {"3F000", "42P01"}
 NO_RIGHT = "42501"
-NOT_PREPARED = "26000"
 
 
 class Database:
-    """The server behind *conninfo*, as the store sees it: a line for its lanes, and one for operators' questions."""
+    """The server at *conninfo*: connections for claims and writes, and others for operators, who may take their time."""
 
     def __init__(self, conninfo: str, names: dict[str, str], *, create: bool, timeout: float) -> None:
+        self.conninfo = conninfo
         self.names = names
         self.sql = Statements(names)
         self.timeout = timeout
         self.shift = 0.0
         self.create = create
-        self.lanes, self.desk = Line(conninfo), Line(conninfo)
-        self.ready = False
-        self.pooled = False  # a pooler stands between: nothing that is set or prepared is there next time
+        self.connections = Connections(conninfo)
+        self.admin = Connections(conninfo, limit=ADMIN_CONNECTIONS)
+        self.ready = False  # the tables are there
+        self.pooled = False  # a pooler is in between: the session keeps neither settings nor prepared statements
 
-    def rows(
-        self, line: Line, statement: Statement, values: Sequence[Any], ends: float, *, patience: float = 0.0
-    ) -> Plan[Rows]:
-        """The statement's rows.  Each may be sent twice, so what was lost on the way is sent again, until *ends*.
+    def rows(self, statement: Statement, values: Sequence[Any], deadline: float) -> Plan[Rows]:
+        """The rows of a statement for claims or writes, which may be sent twice.  It is sent again until *deadline*.
 
-        With *patience*, a server that was reached may take so many seconds, whatever the time is.
+        Raises a StoreError if the server does not answer in time, and psycopg.Error if it refuses the statement.
         """
-        pause, failure = 0.0, Exception("no time was left for it")
-        while SYSTEM.monotonic() + pause < ends:
+        return (yield from self._rows(self.connections, statement, values, deadline, deadline))
+
+    def admin_rows(self, statement: Statement, values: Sequence[Any]) -> Plan[Rows]:
+        """The rows of an operator's statement.  Once the server was reached, it may take a minute."""
+        now = SYSTEM.monotonic()
+        try:
+            return (yield from self._rows(self.admin, statement, values, now + self.timeout, now + ADMIN_PATIENCE))
+        except psycopg.Error as error:
+            raise translate_error(error) from error
+
+    def _rows(
+        self, connections: Connections, statement: Statement, values: Sequence[Any], deadline: float, answer_by: float
+    ) -> Plan[Rows]:
+        pause, failure = 0.0, psycopg.Error("no time was left for it")
+        while SYSTEM.monotonic() + pause < deadline:
             if pause:
                 yield Sleep(random.uniform(pause / 2, pause))
-            link: Link | None = None
+            connection: Any = None
             try:
-                link = yield Open(line, ends)
-                if not link.greeted:
-                    yield from self._greet(line, link, ends)
-                until = max(ends, SYSTEM.monotonic() + patience) if patience else ends
-                return (yield Send(link, statement, values, until))  # type: ignore[no-any-return]
-            except Lost as error:
-                pause, failure = more(pause), error
-            except Rejected as error:
-                pause, failure = more(pause), error
-                if link is not None and error.sqlstate == NOT_PREPARED:  # a pooler, after all: prepare no more
-                    self.pooled, link.alone = True, False
-                elif error.sqlstate not in AGAIN:
+                connection = yield TakeConnection(connections, deadline - SYSTEM.monotonic())
+                if not state_of(connection).configured:
+                    yield from self._configure(connections, connection, deadline)
+                (rows,) = yield Pipeline(connection, [(statement, values)], answer_by)
+                return rows  # type: ignore[no-any-return]
+            except psycopg.Error as error:
+                if error.sqlstate in (NOT_PREPARED, ALREADY_PREPARED):  # a pooler is in between, after all
+                    self._prepare_nothing(connection)
+                elif error.sqlstate == CHANGED_COLUMNS and not pause:
+                    pass  # a migration: the statement is prepared again
+                elif not is_lost(error) and error.sqlstate not in SERIALIZATION_FAILURES:
                     raise
+                failure = error
+                # Short at first: a connection may only be stale.  Then longer: a server may be restarting.
+                pause = min(2 * pause, LONGEST_PAUSE) if pause else FIRST_PAUSE
             finally:
-                if link is not None:
-                    link.home.put(link)
-        raise given_up(failure) from failure
+                if connection is not None:
+                    connections.give_back(connection)
+        raise give_up(failure) from failure
 
-    def _greet(self, line: Line, link: Link, ends: float) -> Plan[None]:
-        """Make a new connection fit for its work."""
-        operators = line is self.desk
-        limit = OPERATORS_PATIENCE if operators else self.timeout
-        milliseconds = [str(int(1000 * seconds)) for seconds in (self.timeout / 5, limit)]
-        greeting = self.sql.greet if operators else self.sql.greet_lane
-        rows = yield Send(link, greeting, [link.pgconn.backend_pid, *milliseconds], ends)
-        self.pooled = self.pooled or not rows
+    def _configure(self, connections: Connections, connection: Any, deadline: float) -> Plan[None]:
+        """Set up the session of a new connection; create the tables, if this is the first one."""
+        is_admin = connections is self.admin
+        seconds = (self.timeout / 5, ADMIN_PATIENCE if is_admin else self.timeout)
+        statement = self.sql.configure_admin if is_admin else self.sql.configure
+        values = [connection.pgconn.backend_pid, *(str(int(1000 * each)) for each in seconds)]
+        (rows,) = yield Pipeline(connection, [(statement, values)], deadline)
+        if self.pooled or not rows:
+            self._prepare_nothing(connection)
         if not self.ready:
-            yield from self._make_tables(link)
+            yield from self._create_tables(connection)
             self.ready = True
-        link.alone = not self.pooled
-        link.greeted = True
+        state_of(connection).configured = True
 
-    # Tables
+    def _prepare_nothing(self, connection: Any) -> None:
+        self.pooled = True
+        self.connections.prepares = self.admin.prepares = False
+        connection.prepare_threshold = None
 
-    def _make_tables(self, link: Link) -> Plan[None]:
-        ends = SYSTEM.monotonic() + OPERATORS_PATIENCE
-        if (yield from self._is_current(link, ends)):
+    def _create_tables(self, connection: Any) -> Plan[None]:
+        """Bring the schema to the latest version, one process at a time.  If that fails, nothing has changed."""
+        deadline = SYSTEM.monotonic() + ADMIN_PATIENCE
+        if (yield from self._version(connection, deadline)) == len(tables.SCRIPTS):
             return
         if not self.create:
-            raise ConfigurationError(f"The tables are missing or outdated, and create=false; {HOW_TO_MAKE}")
+            raise ConfigurationError(f"The tables are missing or outdated, and create=false; {HOW_TO_CREATE}")
         try:
-            yield Send(link, Statement(tables.BEGIN.format(**self.names)), None, ends)
-            if not (yield from self._is_current(link, ends)):
-                version = yield from self._version(link, ends)
-                yield Send(link, Statement(tables.script(self.names, since=version)), None, ends)
-            yield Send(link, Statement("COMMIT"), None, ends)
-        except BaseException as error:
-            link.drop()  # and with it the transaction
-            if not isinstance(error, Rejected):
+            yield Pipeline(connection, [(Statement(text.format(**self.names)), ()) for text in tables.BEGIN], deadline)
+            version = yield from self._version(connection, deadline)
+            texts = [tables.block(self.names, since=version)] if version < len(tables.SCRIPTS) else []
+            yield Pipeline(connection, [(Statement(text), ()) for text in (*texts, "COMMIT")], deadline)
+        except psycopg.Error as error:  # the connection is closed when it is given back, and the transaction with it
+            if is_lost(error):
                 raise
-            if error.sqlstate in AGAIN | MADE_MEANWHILE:
-                raise Lost(str(error)) from error
-            raise ConfigurationError(f"The tables could not be made: {error}; {HOW_TO_MAKE}") from error
+            if error.sqlstate in SERIALIZATION_FAILURES | CREATED_MEANWHILE:
+                raise psycopg.OperationalError(str(error)) from error  # try again
+            raise ConfigurationError(
+                f"The tables could not be created: {message_of(error)}; {HOW_TO_CREATE}"
+            ) from error
 
-    def _is_current(self, link: Link, ends: float) -> Plan[bool]:
-        version = yield from self._version(link, ends)
+    def _version(self, connection: Any, deadline: float) -> Plan[int]:
+        (((known,),),) = yield Pipeline(connection, [(self.sql.known, ())], deadline)
+        if not known:
+            return 0
+        (((version,),),) = yield Pipeline(connection, [(self.sql.version, ())], deadline)
         if version > len(tables.SCRIPTS):
             raise ConfigurationError(
                 f"The tables are of version {version}, made by a newer release; this one knows {len(tables.SCRIPTS)}: "
                 "upgrade it"
             )
-        return version == len(tables.SCRIPTS)
+        return version  # type: ignore[no-any-return]
 
-    def _version(self, link: Link, ends: float) -> Plan[int]:
-        ((known,),) = yield Send(link, self.sql.known, [], ends)
-        ((version,),) = (yield Send(link, self.sql.version, [], ends)) if known else ((0,),)
-        return version
+    def close(self) -> None:
+        self.connections.close()
+        self.admin.close()
 
-
-HOW_TO_MAKE = "run the script that oncemore.stores.schema(url) returns, as a role that may create tables"
-
-
-def more(pause: float) -> float:
-    """How long to wait before the next attempt: an idle connection may only be stale, a server may be long in coming."""
-    return min(2 * pause, LONGEST_PAUSE) if pause else FIRST_PAUSE
+    async def aclose(self) -> None:
+        await self.connections.aclose()
+        await self.admin.aclose()
 
 
-def given_up(failure: Exception) -> StoreError:
+HOW_TO_CREATE = "run the script that oncemore.stores.schema(url) returns, as a role that may create tables"
+
+
+def is_lost(error: psycopg.Error) -> bool:
+    """Whether the connection failed: the statement may or may not have been carried out."""
+    state = error.sqlstate
+    if state is None:
+        return isinstance(error, psycopg.OperationalError)
+    return state in SHUTTING_DOWN or state.startswith("08")
+
+
+def give_up(failure: psycopg.Error) -> StoreError:
     """The error for a caller whose time is up."""
-    if isinstance(failure, TimedOut):
-        return StoreTimeout(f"PostgreSQL did not answer in time: {failure}")
-    if isinstance(failure, Lost):
-        return StoreUnavailable(f"PostgreSQL cannot be reached: {failure}")
-    return StoreTimeout(f"PostgreSQL refused every attempt: {failure}")
+    if isinstance(failure, AnswerTimeout):
+        return StoreTimeout(f"PostgreSQL did not answer in time: {message_of(failure)}")
+    if is_lost(failure):
+        return StoreUnavailable(f"PostgreSQL cannot be reached: {message_of(failure)}")
+    return StoreTimeout(f"PostgreSQL refused every attempt: {message_of(failure)}")
 
 
-def translated(failure: Rejected) -> OncemoreError:
-    """The error for a caller whose statement was refused."""
-    if failure.sqlstate in TOO_SLOW:
-        error: OncemoreError = StoreTimeout(f"PostgreSQL took too long: {failure}")
-    elif failure.sqlstate in NO_TABLE:
-        error = ConfigurationError(f"The tables are missing: {failure}; {HOW_TO_MAKE}")
-    elif failure.sqlstate == NO_RIGHT:
-        error = ConfigurationError(
-            f"A right is missing: {failure}; oncemore.stores.schema(url) lists what the role needs"
+def message_of(error: Exception) -> str:
+    """The server's message without its details, or the driver's own on one line."""
+    primary: str | None = getattr(getattr(error, "diag", None), "message_primary", None)
+    return primary or " ".join(str(error).split())
+
+
+def translate_error(error: Exception, sqlstate: str | None = None) -> OncemoreError:
+    """The error for a caller whose statement the server refused; *error* is any driver's."""
+    state, message = sqlstate or getattr(error, "sqlstate", None) or "", message_of(error)
+    if state in TOO_SLOW:
+        translated: OncemoreError = StoreTimeout(f"PostgreSQL took too long: {message}")
+    elif state in NO_TABLE:
+        translated = ConfigurationError(f"The tables are missing: {message}; {HOW_TO_CREATE}")
+    elif state == NO_RIGHT:
+        translated = ConfigurationError(
+            f"A right is missing: {message}; oncemore.stores.schema(url) lists what the role needs"
         )
-    elif failure.sqlstate.startswith("53"):  # out of disk, memory or connections
-        error = StoreUnavailable(f"PostgreSQL has no resources left: {failure}")
+    elif state.startswith("53"):  # out of disk, memory or connections
+        translated = StoreUnavailable(f"PostgreSQL has no resources left: {message}")
     else:
-        error = StoreError(f"PostgreSQL refused the statement: {failure}")
-    error.__cause__ = failure
-    return error
+        translated = StoreError(f"PostgreSQL refused the statement: {message}")
+    translated.__cause__ = error
+    return translated

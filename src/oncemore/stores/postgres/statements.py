@@ -1,16 +1,14 @@
-"""The SQL of the PostgreSQL store: each statement by name, with what it means; none of it knows how it is executed.
+"""The SQL of the PostgreSQL store: each statement by name, with its meaning.  It does not know how it is executed.
 
-A statement is text with positional parameters (`$1`) and a name made from the text, so that a server which knows the
-name knows the very same text.  Whatever can execute text with parameters (psycopg, asyncpg, SQLAlchemy, Django) can
-run it, also within a transaction of its own.  Those for items come in two forms:
+A statement is text with numbered parameters (`$1`) and a name made from the text, so that a server which knows the name
+knows the very same text.  psycopg, asyncpg, SQLAlchemy and Django can all run it.  There are two forms:
 
-    many  $1: the items, as a JSON array of objects, in which *n* tells the answers apart;
-          $2: seconds to add to the server's clock, 0 except in tests; $3: their outcomes, if any, as bytea[]
-    one   a parameter for each column of the one item, then the seconds, then its outcome, if any
-    here  as one, within a transaction that an effect has joined
+    many  for a batch.  $1: the items as a JSON array of objects, in which *n* tells the answers apart;
+          $2: seconds to add to the server's clock, 0 except in tests; $3: their outcomes or requests, as bytea[]
+    here  for one operation, inside the transaction of its effect: a parameter for each column
 
-ON CONFLICT and UPDATE decide on the row as it is when they have locked it, whatever the statement's snapshot shows.
-`now` is read once, before any lock is waited for: a clock that is a little late never takes a live lease away.
+ON CONFLICT and UPDATE decide by the row as it is once they have locked it, not by the statement's snapshot.
+`now` is read once, before waiting for any lock: a clock that is a little late never takes a live lease away.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ..._ledger.store import Filter
 RECORD = """r.scope, r.key, r.name, r.fingerprint, r.state, r.token, r.holder, r.attempts,
     date_part('epoch', r.created_at), date_part('epoch', r.lease_until), date_part('epoch', clock.now),
     date_part('epoch', r.settled_at), date_part('epoch', r.expires_at), date_part('epoch', r.accessed_at),
-    r.outcome, r.response_hash, r.note"""
+    r.outcome, r.response_hash, r.note, r.request"""
 
 ARCHIVED = """scope, key, token, name, fingerprint, state, holder, attempts, created_at, settled_at, expires_at,
     accessed_at, status, outcome, response_hash, note"""
@@ -36,35 +34,37 @@ CLOCK = "clock AS MATERIALIZED (SELECT clock_timestamp() + make_interval(secs =>
 
 
 def many(columns: str = "") -> str:
-    """The items with these columns, and the time; OFFSET keeps the planner from reading the clock again and again."""
+    """The items of a batch with these columns, and the time.  OFFSET keeps the planner from reading the clock per row."""
     named = ", ".join(filter(None, ("n int, scope text, key text", columns)))
     return f"""(SELECT w.*, (SELECT clock_timestamp() + make_interval(secs => $2)) AS now
     FROM json_to_recordset($1::json) AS w ({named}) OFFSET 0) AS want"""
 
 
-def one(columns: str) -> str:
-    """The one item, from parameters: an eighth of the statement's time is saved where there is no company."""
+def here(columns: str) -> str:
+    """The same for one item, whose columns are parameters."""
     named = [column.split() for column in ("scope text", "key text", *columns.split(", "))]
     given = ", ".join(f"${n}::{type} AS {name}" for n, (name, type) in enumerate(named, 1))
     return f"""(SELECT 0 AS n, {given},
     clock_timestamp() + make_interval(secs => ${len(named) + 1}) AS now OFFSET 0) AS want"""
 
 
-# May the row be claimed?  An expired one is as good as none, but an audited one goes to the archive first.  One that
-# this very claim has taken before, with an answer that was lost, is the claimant's already.
+BYTES = "($3::bytea[])[want.n + 1]"  # of an item in a batch; NULL if there are none at all
+
+# May the row be claimed?  An expired row counts as absent, but an audited one must go to the archive first.  A row that
+# this very claim has taken already (the answer was lost) is the claimant's own.
 FREE = """({row}.expires_at <= {now} AND NOT {row}.audit OR {row}.fingerprint = {want}.fingerprint
     AND ({row}.state = 'released'
         OR {row}.state = 'running' AND {row}.lease_until <= {now} AND {row}.holder <> {want}.holder)) IS TRUE"""
 
-# Claim each item whose way is free; a row comes back for each that was won.
-# Who has no chance by the snapshot is left out, for ON CONFLICT would lock the row in its way, and that is a write.
-# The others are inserted in the order in which they were given, which is the same in all processes.
+# Claim each item that nothing prevents; a row comes back for each that was granted.
+# An item without a chance by the snapshot is left out, because ON CONFLICT would lock the row in its way, which is a write.
+# The others are inserted in the given order, which is the same in all processes, so that they never deadlock.
 CLAIMED = "name text, fingerprint text, holder text, lease float8"
 CLAIM = f"""
 INSERT INTO {{records}} AS r
-    (scope, key, name, fingerprint, state, token, holder, attempts, created_at, lease_until)
+    (scope, key, name, fingerprint, state, token, holder, attempts, created_at, lease_until, request)
 SELECT want.scope, want.key, want.name, want.fingerprint, 'running', nextval('{{tokens}}'), want.holder, 1,
-    want.now, want.now + make_interval(secs => want.lease)
+    want.now, want.now + make_interval(secs => want.lease), {{request}}
 FROM {{want}}
 LEFT JOIN {{records}} seen ON seen.scope = want.scope AND seen.key = want.key
 WHERE seen.token IS NULL OR {FREE.format(row="seen", now="want.now", want="want")}
@@ -74,76 +74,56 @@ ON CONFLICT (scope, key) DO UPDATE SET
     holder = EXCLUDED.holder,
     attempts = CASE WHEN r.expires_at <= EXCLUDED.created_at THEN 1 ELSE r.attempts + 1 END,
     created_at = CASE WHEN r.expires_at <= EXCLUDED.created_at THEN EXCLUDED.created_at ELSE r.created_at END,
+    request = CASE WHEN r.expires_at <= EXCLUDED.created_at THEN EXCLUDED.request
+        ELSE COALESCE(EXCLUDED.request, r.request) END,
     lease_until = EXCLUDED.lease_until, settled_at = NULL, expires_at = NULL, accessed_at = NULL,
     status = NULL, outcome = NULL, response_hash = '', note = '', audit = false, watched = false,
     lapsed = r.state = 'running'
 WHERE {FREE.format(row="r", now="EXCLUDED.created_at", want="EXCLUDED")}
 RETURNING r.holder, r.token, r.attempts, date_part('epoch', r.lease_until), r.lapsed"""
 
-# The claim of one alone, where no record is in the way: nearly always, so it does no more than it must.
-# $1 scope, $2 key, $3 name, $4 fingerprint, $5 holder, $6 lease, $7 shift
-NOW = "(statement_timestamp() + make_interval(secs => ${shift}))"
-CLAIM_NEW = f"""
-INSERT INTO {{records}} AS r (scope, key, name, fingerprint, state, token, holder, attempts, created_at, lease_until)
-VALUES ($1, $2, $3, $4, 'running', nextval('{{tokens}}'), $5, 1,
-    {NOW.format(shift=7)}, {NOW.format(shift=7)} + make_interval(secs => $6))
-ON CONFLICT (scope, key) DO NOTHING
-RETURNING r.holder, r.token, r.attempts, date_part('epoch', r.lease_until), r.lapsed"""
-
-# The claim of one who has joined an effect's transaction, where no record is in the way: nearly always, so it does no more
-# than it must.  Whoever has the row keeps us waiting, for so many milliseconds and no longer; then the borrower's own limit
-# holds again.  Set and reset in the statement, for a round trip is dearer than both.
-# $1 scope, $2 key, $3 name, $4 fingerprint, $5 holder, $6 lease, $7 shift, $8 milliseconds
+# The claim of an operation inside its effect's transaction, if no record is in the way: nearly always, so it does no more
+# than it must.  If another transaction has the row, it waits for that, for so many milliseconds; then the performer's own
+# lock_timeout holds again.  Set and reset in one statement, because a round trip costs more than both.
+# $1 scope, $2 key, $3 name, $4 fingerprint, $5 holder, $6 lease, $7 shift, $8 milliseconds, $9 request
 RESTORED = ", set_config('lock_timeout', current_setting('oncemore.lock_timeout'), true)"
 CLAIM_HERE = f"""
-INSERT INTO {{records}} (scope, key, name, fingerprint, state, token, holder, attempts, created_at, lease_until)
+INSERT INTO {{records}} (scope, key, name, fingerprint, state, token, holder, attempts, created_at, lease_until, request)
 SELECT $1::text, $2::text, $3::text, $4::text, 'running', nextval('{{tokens}}'), $5::text, 1,
-    here.now, here.now + make_interval(secs => $6)
+    here.now, here.now + make_interval(secs => $6), $9::bytea
 FROM (SELECT clock_timestamp() + make_interval(secs => $7) AS now,
     set_config('oncemore.lock_timeout', current_setting('lock_timeout'), true) AS former,
     set_config('lock_timeout', $8, true) AS wait OFFSET 0) AS here
 ON CONFLICT (scope, key) DO NOTHING
 RETURNING token, date_part('epoch', lease_until){RESTORED}"""
-RESTORE = f"SELECT 1{RESTORED}"  # where a record is in the way, and the transaction goes on all the same
+RESTORE = f"SELECT 1{RESTORED}"  # if a record is in the way, and the transaction goes on nevertheless
 
-# Look up each item's record, expired or not; before its columns, the item and whether the latest claim took over from a
-# holder that vanished.
+# Look up each item's record, expired or not; before its columns, the item's number, and whether the latest claim took over
+# a lapsed lease.
 FIND = f"""
 SELECT want.n, r.lapsed, {RECORD.replace("clock.now", "want.now")}
 FROM {many()} JOIN {{records}} r ON r.scope = want.scope AND r.key = want.key"""
 
-# Write what the owner says (renew, settle, release, hold) where its token still fits a running row.
-MOVED = (
+# Write a change of the owner's (renew, settle, release, hold) if its token still fits a running row.
+CHANGED = (
     "token bigint, state text, lease float8, retention float8, status int, response_hash text, note text, audit boolean"
 )
-MOVE = """
-UPDATE {records} r SET
+CHANGE = f"""
+UPDATE {{records}} r SET
     state = want.state,
     lease_until = COALESCE(want.now + make_interval(secs => want.lease), r.lease_until),
     expires_at = want.now + make_interval(secs => want.retention),
     settled_at = CASE want.state WHEN 'settled' THEN want.now END,
     accessed_at = CASE want.state WHEN 'settled' THEN want.now END,
-    status = want.status, outcome = {outcome}, response_hash = COALESCE(want.response_hash, ''),
+    request = CASE want.state WHEN 'settled' THEN NULL ELSE r.request END,
+    status = want.status, outcome = {BYTES}, response_hash = COALESCE(want.response_hash, ''),
     note = COALESCE(want.note, r.note), audit = COALESCE(want.audit, false)
-FROM {want}
+FROM {many(CHANGED)}
 WHERE r.scope = want.scope AND r.key = want.key AND r.token = want.token AND r.state = 'running'
 RETURNING want.n, r.watched, date_part('epoch', r.lease_until)"""
 
-# As MOVE, for one alone: each column of the item is a parameter, and there is nothing to join.
-# $1 scope, $2 key, $3 token, $4 state, $5 lease, $6 retention, $7 status, $8 hash, $9 note, $10 audit, $11 shift, $12 outcome
-MOVE_ONE = f"""
-UPDATE {{records}} r SET
-    state = $4,
-    lease_until = COALESCE({NOW.format(shift=11)} + make_interval(secs => $5), r.lease_until),
-    expires_at = {NOW.format(shift=11)} + make_interval(secs => $6),
-    settled_at = CASE $4::text WHEN 'settled' THEN {NOW.format(shift=11)} END,
-    accessed_at = CASE $4::text WHEN 'settled' THEN {NOW.format(shift=11)} END,
-    status = $7, outcome = $12, response_hash = COALESCE($8, ''), note = COALESCE($9, r.note), audit = COALESCE($10, false)
-WHERE r.scope = $1 AND r.key = $2 AND r.token = $3 AND r.state = 'running'
-RETURNING 0, r.watched, date_part('epoch', r.lease_until)"""
-
-# The outcome of what was claimed in this very transaction; anything else is an error, which keeps the COMMIT behind it from
-# being one.  The row's xmin is that transaction, or part of it could have been committed before.
+# The outcome of an operation that was claimed in this very transaction.  If there is no such row, division by zero aborts
+# the pipeline before COMMIT.  The row's xmin must be this transaction, or the performer has committed a part of it.
 STILL_HERE = """
     WHERE r.scope = $1 AND r.key = $2 AND r.token = $3 AND r.state = 'running'
         AND r.xmin = pg_current_xact_id()::xid
@@ -153,7 +133,7 @@ SELECT 1 / count(*) FROM moved"""
 # $1 scope, $2 key, $3 token, $4 retention, $5 shift, $6 status, $7 outcome, $8 hash, $9 note, $10 audit
 SETTLE_HERE = f"""
 WITH moved AS (
-    UPDATE {{records}} r SET state = 'settled',
+    UPDATE {{records}} r SET state = 'settled', request = NULL,
         settled_at = statement_timestamp() + make_interval(secs => $5),
         accessed_at = statement_timestamp() + make_interval(secs => $5),
         expires_at = statement_timestamp() + make_interval(secs => $5) + make_interval(secs => $4),
@@ -169,26 +149,24 @@ FIND_HERE = f"""
 WITH {CLOCK.format(shift="$3")}
 SELECT {RECORD} FROM {{records}} r CROSS JOIN clock WHERE r.scope = $1 AND r.key = $2"""
 
-# Release what was claimed by claims whose answers never came: their callers were told of a failure, and nobody performs.
-# Where such a claim took over from a holder that vanished, that one's effect is in doubt, and so it must stay.  A first one
-# was no attempt: the next is the first.
-WITHDRAW = f"""
+# Undo claims whose callers are gone: nobody performs.  If a claim took over a lapsed lease, the effect of the attempt
+# before it is in doubt, and stays so: the lease ends now.  A first attempt has expired long ago, whatever the clock says
+# from now on, which is as if it had never been.  A later one is released, and remembered for a day.
+UNCLAIM = f"""
 UPDATE {{records}} r SET
     state = CASE WHEN r.lapsed THEN 'running' ELSE 'released' END,
     lease_until = CASE WHEN r.lapsed THEN want.now ELSE r.lease_until END,
-    attempts = CASE r.attempts WHEN 1 THEN 0 ELSE r.attempts END,
-    expires_at = CASE WHEN NOT r.lapsed THEN
-        want.now + CASE r.attempts WHEN 1 THEN interval '60 s' ELSE interval '1 day' END END
+    expires_at = CASE WHEN r.lapsed THEN NULL WHEN r.attempts = 1 THEN 'epoch' ELSE want.now + interval '1 day' END
 FROM {many("holder text")}
 WHERE r.scope = want.scope AND r.key = want.key AND r.holder = want.holder AND r.state = 'running'
-RETURNING want.n"""
+RETURNING want.n, r.watched"""
 
-# Let each settled record with the item's token live on.
+# Prolong the life of each settled record that has the item's token.
 TOUCH = f"""
 UPDATE {{records}} r SET accessed_at = want.now, expires_at = want.now + make_interval(secs => want.retention)
 FROM {many("token bigint, retention float8")}
 WHERE r.scope = want.scope AND r.key = want.key AND r.token = want.token
-    AND r.state = 'settled' AND (r.expires_at > want.now) IS TRUE -- so written, no index can be tempted by it
+    AND r.state = 'settled' AND (r.expires_at > want.now) IS TRUE -- written so that no plan uses the index on it
 RETURNING want.n"""
 
 # Ask each running record's owner to send a message when it is done.
@@ -206,7 +184,7 @@ WITH gone AS (
 )
 INSERT INTO {{archive}} ({ARCHIVED}) SELECT {ARCHIVED} FROM gone ON CONFLICT DO NOTHING"""
 
-# Remove a batch of what has expired.  $1: shift, $2: how many.
+# Remove a batch of expired records.  $1: shift, $2: how many.
 # In a partitioned table, rows of several partitions may have the same ctid; so the partition must be the same, too.
 PURGE = f"""
 WITH {CLOCK.format(shift="$1")}, old AS MATERIALIZED (
@@ -221,7 +199,7 @@ WITH {CLOCK.format(shift="$1")}, old AS MATERIALIZED (
 )
 SELECT count(*) FROM gone"""
 
-# Decide an unknown outcome; the row before it is answered where it was not in doubt.
+# Decide an unknown outcome.  If the outcome is not unknown, the row comes back as it is.
 # $1 scope, $2 key, $3 shift, $4 state, $5 retention, $6 status, $7 outcome, $8 hash, $9 note, $10 holder
 RESOLVE = f"""
 WITH {CLOCK.format(shift="$3")}, r AS (
@@ -229,6 +207,7 @@ WITH {CLOCK.format(shift="$3")}, r AS (
         expires_at = clock.now + make_interval(secs => $5),
         settled_at = CASE $4 WHEN 'settled' THEN clock.now END,
         accessed_at = CASE $4 WHEN 'settled' THEN clock.now END,
+        request = CASE $4 WHEN 'settled' THEN NULL ELSE r.request END,
         status = $6, outcome = $7, response_hash = $8
     FROM clock WHERE r.scope = $1 AND r.key = $2
         AND (r.state = 'held' OR r.state = 'running' AND r.lease_until <= clock.now)
@@ -252,7 +231,7 @@ UNION ALL
 SELECT false, r.state, COALESCE(r.expires_at, r.lease_until) <= clock.now FROM {{records}} r CROSS JOIN clock
 WHERE r.scope = $1 AND r.key = $2 AND NOT EXISTS (SELECT FROM gone)"""
 
-# How many there are, in the order of the fields of Stats.  $1: shift
+# How many records there are, in the order of the fields of Stats.  $1: shift
 STATS = f"""
 WITH {CLOCK.format(shift="$1")}
 SELECT count(*) FILTER (WHERE state = 'running'), count(*) FILTER (WHERE state = 'settled'),
@@ -268,25 +247,25 @@ NOTIFY = "SELECT pg_notify($1, $2)"
 KNOWN = "SELECT to_regclass('{version}') IS NOT NULL"
 VERSION = "SELECT version FROM {version}"
 
-# Make a connection that is ours alone fit for its work; no row comes back where a pooler stands between, because what
-# we set would then be another's too.  $1: the server process we think we talk to, $2: milliseconds to wait for a lock,
+# Set up the session of a connection that is ours alone.  No row comes back if a pooler is in between, because the settings
+# would then be other clients', too.  $1: the server process that we think we talk to, $2: milliseconds to wait for a lock,
 # $3: milliseconds for a statement
-GREET = """
+CONFIGURE = """
 SELECT set_config(ours.name, ours.value, false) FROM (VALUES
     ('lock_timeout', $2), ('statement_timeout', $3){settings},
-    -- a claim that the server forgets in a crash would let the operation happen twice
+    -- if the server forgot a claim in a crash, the operation would be performed twice
     ('synchronous_commit', replace(current_setting('synchronous_commit'), 'off', 'on'))
 ) AS ours (name, value) WHERE pg_backend_pid() = $1::int"""
 
-# Grouped statements are planned once, perhaps while the table is nearly empty, and the plan is kept while it grows.  So
-# all ways to read a whole table are forbidden; what is left is a look-up by key, which takes a bitmap.
+# Statements for batches are planned once, perhaps while the table is nearly empty, and the plan is kept while it grows.  So
+# every way to read a whole table is forbidden; what remains is a look-up by key, by a bitmap.
 LOOK_UP = """, ('plan_cache_mode', 'force_generic_plan'),
     ('enable_seqscan', 'off'), ('enable_indexscan', 'off'), ('enable_indexonlyscan', 'off')"""
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """Text to execute; one with a *name* is worth preparing."""
+    """SQL text with numbered parameters.  A statement with a *name* is worth preparing."""
 
     text: str
     name: bytes = b""
@@ -294,11 +273,12 @@ class Statement:
 
 @lru_cache(maxsize=256)
 def prepared(text: str) -> Statement:
-    """A statement that is worth preparing, by a name that stands for this very text."""
+    """A statement that is worth preparing, with a name that stands for this very text."""
     return Statement(text, b"oncemore_" + hashlib.sha256(text.encode()).hexdigest()[:24].encode())
 
 
-Ask = tuple[Statement, Sequence[Any]]  # a statement and its parameters
+Query = tuple[Statement, Sequence[Any]]  # a statement and its parameters
+Ask = Query
 Rows = Sequence[Sequence[Any]]
 
 
@@ -307,22 +287,22 @@ class Statements:
 
     def __init__(self, names: dict[str, str]) -> None:
         self.names = names
-        self.claim = self._prepared(CLAIM, want=many(CLAIMED))
-        self.claim_one = self._prepared(CLAIM, want=one(CLAIMED))
-        self.move = self._prepared(MOVE, want=many(MOVED), outcome="($3::bytea[])[want.n + 1]")
-        self.claim_new = self._prepared(CLAIM_NEW)
-        self.move_one = self._prepared(MOVE_ONE)
+        # In batches
+        self.claim = self._prepared(CLAIM, want=many(CLAIMED), request=BYTES)
+        self.change = self._prepared(CHANGE)
+        self.find = self._prepared(FIND)
+        self.touch = self._prepared(TOUCH)
+        self.watch = self._prepared(WATCH)
+        self.unclaim = self._plain(UNCLAIM)
+        self.archive = self._plain(ARCHIVE)
+        # Inside the transaction of an effect
         self.claim_here = self._prepared(CLAIM_HERE)
-        self.take_here = self._prepared(CLAIM + RESTORED, want=one(CLAIMED))
+        self.take_here = self._prepared(CLAIM + RESTORED, want=here(CLAIMED), request="$8::bytea")
         self.restore = self._prepared(RESTORE)
         self.settle_here = self._prepared(SETTLE_HERE)
         self.release_here = self._prepared(RELEASE_HERE)
         self.find_here = self._prepared(FIND_HERE)
-        self.find = self._prepared(FIND)
-        self.touch = self._prepared(TOUCH)
-        self.watch = self._prepared(WATCH)
-        self.withdraw = self._plain(WITHDRAW)
-        self.archive = self._plain(ARCHIVE)
+        # For operators, and for the session
         self.purge = self._plain(PURGE)
         self.resolve = self._plain(RESOLVE)
         self.delete = self._plain(DELETE)
@@ -330,8 +310,8 @@ class Statements:
         self.notify = self._plain(NOTIFY)
         self.known = self._plain(KNOWN)
         self.version = self._plain(VERSION)
-        self.greet = Statement(GREET.format(settings=""))
-        self.greet_lane = Statement(GREET.format(settings=LOOK_UP))
+        self.configure = Statement(CONFIGURE.format(settings=LOOK_UP))
+        self.configure_admin = Statement(CONFIGURE.format(settings=""))
 
     def _plain(self, template: str) -> Statement:
         return Statement(template.format(**self.names))
@@ -342,7 +322,7 @@ class Statements:
     def list(
         self, where: Filter, after: Sequence[str] | None, *, limit: int, shift: float
     ) -> tuple[Statement, list[Any]]:
-        """The records that fit, in the order of their keys, from *after* on; with its parameters."""
+        """List the records that match *where*, in the order of their keys, behind the key *after*; and the parameters."""
         values: list[Any] = [shift]
 
         def given(value: Any) -> str:

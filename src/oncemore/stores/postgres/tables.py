@@ -1,4 +1,4 @@
-"""The tables of the PostgreSQL store: a list of scripts, applied in order, each of which takes the schema one version on."""
+"""The tables of the PostgreSQL store: scripts that are applied in order, each of which takes the schema one version on."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ CREATE TABLE IF NOT EXISTS {records} (
     audit          boolean NOT NULL DEFAULT false,  -- goes to the archive when it expires
     lapsed         boolean NOT NULL DEFAULT false,  -- the latest claim took over from a holder that vanished
     watched        boolean NOT NULL DEFAULT false,  -- another process waits: send a message when it is done
+    request        bytea,                      -- the request of an operation that may be finished without its caller
     PRIMARY KEY (scope, key)
 ) WITH (
     fillfactor = 80,
@@ -99,17 +100,17 @@ INSERT INTO {version} (version) VALUES (0) ON CONFLICT DO NOTHING;
 
 SET_VERSION = "UPDATE {version} SET version = {number};\n"
 
-# One process at a time makes or changes the schema, however long the others have to wait.
-BEGIN = """\
-BEGIN ISOLATION LEVEL READ COMMITTED;
-SET LOCAL lock_timeout = 0;
-SET LOCAL statement_timeout = 0;
-SELECT pg_advisory_xact_lock(hashtextextended('oncemore {schema}.{prefix}', 0));
-"""
+# One process at a time changes the schema, however long the others have to wait.
+BEGIN = (
+    "BEGIN ISOLATION LEVEL READ COMMITTED",
+    "SET LOCAL lock_timeout = 0",
+    "SET LOCAL statement_timeout = 0",
+    "SELECT pg_advisory_xact_lock(hashtextextended('oncemore {schema}.{prefix}', 0))",
+)
 
 
 def names(schema: str, prefix: str) -> dict[str, str]:
-    """What the places in the scripts and statements stand for."""
+    """The values of the placeholders in scripts and statements."""
     for option, word, pattern in (("schema", schema, SCHEMA), ("prefix", prefix, PREFIX)):
         if not pattern.fullmatch(word) or len(word) > LONGEST:
             raise ConfigurationError(
@@ -122,7 +123,12 @@ def names(schema: str, prefix: str) -> dict[str, str]:
 
 
 def script(names: dict[str, str], *, since: int = 0) -> str:
-    """What takes the schema from version *since* to the latest; from 0, it makes everything."""
+    """The statements that take the schema from version *since* to the latest; from 0, they create everything."""
     parts = [MAKE_SCHEMA, MAKE_VERSION] if since == 0 else []
     parts += SCRIPTS[since:]
     return "\n".join(part.format(**names) for part in parts) + SET_VERSION.format(**names, number=len(SCRIPTS))
+
+
+def block(names: dict[str, str], *, since: int) -> str:
+    """The same script as one statement, because a pipeline takes no others; it must contain no line of `$oncemore$`."""
+    return f"DO $oncemore$ BEGIN\n{script(names, since=since)}END $oncemore$"

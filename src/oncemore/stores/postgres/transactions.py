@@ -16,10 +16,9 @@ from ..._ledger.store import Holder
 from ..._ledger.transactions import Again, Stale, Transaction, ended, give_back, over
 from ..._runtime.plan import Effect, Plan
 from ...errors import ConfigurationError, InProgress, OncemoreError, StoreUnavailable, TransactionEnded
-from .batch import is_expired
-from .connection import PREPARED_ALREADY, Rejected
-from .rows import LONGEST_SPAN, Named, check_length, encode_rows, read_record, safe
-from .session import AGAIN, translated
+from .pipeline import ALREADY_PREPARED
+from .rows import LONGEST_SPAN, IdRow, check_length, encode_rows, escape_text, is_expired, read_record
+from .session import SERIALIZATION_FAILURES, translate_error
 from .statements import Ask, Rows, Statements, prepared
 
 if TYPE_CHECKING:
@@ -97,55 +96,55 @@ class PostgresTransaction:
             raise over()
         return self._wire.session()
 
-    def begin(self, operation: Operation, *, lease: float, wait: float) -> Plan[Lease | Record]:
+    def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
         self._wait = wait
         try:
-            rows = yield self._wire.begin(self._claim(operation, lease))
+            rows = yield self._wire.begin(self._claim(operation, lease, request))
         except Exception as error:
             meant = told(error)
             if isinstance(meant, StoreUnavailable) and self._wire.connection is not None:
                 raise Stale(f"the connection was stale: {error}") from error  # nothing was done: try another
             raise meant from error
-        return first(operation, rows) if rows else (yield from self._met(operation, lease))
+        return first(operation, rows) if rows else (yield from self._met(operation, lease, request))
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
-        rows = yield from self._rows(self._claim(operation, lease))
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+        rows = yield from self._rows(self._claim(operation, lease, request))
         if rows:
             return first(operation, rows)
-        found = yield from self._met(operation, lease)
+        found = yield from self._met(operation, lease, request)
         if isinstance(found, Record):  # the performer may go on, under its own limit
             yield from self._rows((self._sql.restore, []))
         return found
 
-    def _claim(self, operation: Operation, lease: float) -> Ask:
+    def _claim(self, operation: Operation, lease: float, request: bytes) -> Ask:
         milliseconds = min(max(1, int(1000 * self._wait)), LONGEST_WAIT)  # 0 would be to wait for ever
-        return self._sql.claim_here, [*self._named(operation, lease), str(milliseconds)]
+        return self._sql.claim_here, [*self._named(operation, lease), str(milliseconds), request or None]
 
     def _named(self, operation: Operation, lease: float) -> list[Any]:
-        scope, key = map(safe, operation.id)
+        scope, key = map(escape_text, operation.id)
         check_length(scope, key)
         return [
             scope,
             key,
-            safe(operation.name),
-            safe(operation.fingerprint),
+            escape_text(operation.name),
+            escape_text(operation.fingerprint),
             self._holder.next(),
             min(lease, LONGEST_SPAN),
             self._shift,
         ]
 
-    def _met(self, operation: Operation, lease: float) -> Plan[Lease | Record]:
+    def _met(self, operation: Operation, lease: float, request: bytes) -> Plan[Lease | Record]:
         """A record is in the way: it makes way, or it is the answer."""
         while True:
             record = yield from self._look(*operation.id)
             if record is None:  # gone since, or not to be seen from this transaction
                 raise Again("the record in the way has gone")
             if is_expired(record):  # an audited one goes to the archive first
-                named = encode_rows([Named(n=0, scope=safe(record.scope), key=safe(record.key))]).decode()
+                named = encode_rows([IdRow(n=0, scope=escape_text(record.scope), key=escape_text(record.key))]).decode()
                 yield from self._rows((self._sql.archive, [named, self._shift]))
             elif not is_over(record) or record.fingerprint != operation.fingerprint:
                 return record
-            rows = yield from self._rows((self._sql.take_here, self._named(operation, lease)))
+            rows = yield from self._rows((self._sql.take_here, [*self._named(operation, lease), request or None]))
             if rows:
                 _, token, attempts, until, lapsed, *_ = rows[0]
                 return Lease(operation, token, until, attempts, lapsed)
@@ -155,23 +154,23 @@ class PostgresTransaction:
         return None if record is None or is_expired(record) else record
 
     def _look(self, scope: str, key: str) -> Plan[Record | None]:
-        rows = yield from self._rows((self._sql.find_here, [safe(scope), safe(key), self._shift]))
+        rows = yield from self._rows((self._sql.find_here, [escape_text(scope), escape_text(key), self._shift]))
         return read_record(rows[0]) if rows else None
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
         scope, key = held.operation.id
-        kept = [outcome.status, encode_outcome(outcome), outcome.digest(), safe(note), audit]
+        kept = [outcome.status, encode_outcome(outcome), outcome.digest(), escape_text(note), audit]
         retention = min(retention, LONGEST_SPAN)
-        values = [safe(scope), safe(key), held.token, retention, self._shift, *kept]
+        values = [escape_text(scope), escape_text(key), held.token, retention, self._shift, *kept]
         self._writes.append((self._sql.settle_here, values))
         return
         yield
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         scope, key = held.operation.id
-        values = [safe(scope), safe(key), held.token, min(retention, LONGEST_SPAN), self._shift]
+        values = [escape_text(scope), escape_text(key), held.token, min(retention, LONGEST_SPAN), self._shift]
         self._writes.append((self._sql.release_here, values))
         return
         yield
@@ -242,17 +241,17 @@ def retell(error: Exception, *, committing: bool = False) -> NoReturn:
 
 def again(error: BaseException) -> bool:
     """Whether the database refused the transaction for what others did, so that the same may work next time."""
-    return isinstance(error, Again) or sqlstate_of(error) in AGAIN
+    return isinstance(error, Again) or sqlstate_of(error) in SERIALIZATION_FAILURES
 
 
 def told(error: Exception, *, committing: bool = False) -> Exception:
     """What a driver's error means to the guard."""
     state = sqlstate_of(error)
-    if isinstance(error, OncemoreError | Again) or state in AGAIN or state == FORGOTTEN:
+    if isinstance(error, OncemoreError | Again) or state in SERIALIZATION_FAILURES or state == FORGOTTEN:
         return error if not state else Again(str(error))
     if state == NO_LOCK:
         return InProgress("The first request with this key is still running; retry later", retry_after=1.0)
-    if state == PREPARED_ALREADY:
+    if state == ALREADY_PREPARED:
         return ConfigurationError(
             f"{error}: behind a pooler in transaction mode nothing can be prepared; say so to your pool or engine, by "
             "prepare_threshold=None to psycopg, or statement_cache_size=0 to asyncpg"
@@ -267,7 +266,7 @@ def told(error: Exception, *, committing: bool = False) -> Exception:
     if committing and state.startswith(VIOLATION):  # of the borrower's own constraint, which waited for the commit
         return error
     if state and not state.startswith(("08", "57" if committing else "57P")):  # 57014 is a statement's own time limit
-        return translated(Rejected(str(error), state))
+        return translate_error(error, state)
     if committing:  # whether it was committed is for whoever claims the key next to see
         return Again(f"the answer to the commit was lost: {error}")
     return StoreUnavailable(f"PostgreSQL cannot be reached: {error}", retry_after=1.0)

@@ -1,60 +1,63 @@
-"""Carries the groups of one lane of a Redis store: packed by script and by address, sent again where that is safe."""
+"""Runs batches of script calls: packed by script and by node, one write for each node, sent again if that is safe."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-import hiredis
+import redis
+from redis import exceptions
 
 from ..._runtime.backoff import Backoff
+from ..._runtime.batching import Batcher
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
-from ...errors import CorruptRecord, StoreError, StoreUnavailable
-from .connection import Address, Exchange, HangUp, Line, Parcel, pack
+from ...errors import ConfigurationError, CorruptRecord, StoreError, StoreUnavailable
+from .connection import Address, ConnectionPool, Disconnect, RoundTrip, pack
 from .scripts import Script
-from .topology import Places
+from .topology import Cluster, Topology
 
-# How many items one script call carries: the server does nothing else meanwhile, so that is well under a millisecond.
-CHUNK = 64
+# Items of one script call.  The server does nothing else meanwhile, so this keeps a call well under a millisecond.
+CALL_LIMIT = 64
 PAUSE = Backoff(base=0.02, cap=0.4)
-LEAST = 0.05  # seconds; with less time left, another attempt is not worth it
-AT_ONCE = 3  # rounds without a pause: an idle connection that was closed, a slot that moved, a script that was flushed
+SHORTEST_ATTEMPT = 0.05  # seconds; if less time is left, the batch fails
+QUICK_ATTEMPTS = 3  # without a pause: an idle connection was closed, a slot has moved, the scripts were flushed
 
-# Refusals by which nothing has happened.  Of these, another connection may be spared: it is no primary any more, its
-# name may mean another server by now, or it wants a login that it did not want before.
-STALE = {"READONLY", "MASTERDOWN", "CLUSTERDOWN", "NOAUTH"}
-LATER = {"LOADING", "BUSY", "TRYAGAIN", *STALE}
-UNWILLING = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
+# Error replies after which nothing has happened, so the call is sent again.  WRONG_SERVER: the server is no primary any
+# more, or its name means another server by now.
+WRONG_SERVER = {"READONLY", "MASTERDOWN", "CLUSTERDOWN"}
+RETRIED = {"BUSY", "TRYAGAIN", *WRONG_SERVER}
+REFUSED = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
 
-WITHIN_SCRIPT = re.compile(r"ERR Error running script .*: -([A-Z]+) ")
-
-MOST_OWED = 1000
+# redis-py removes the first word of an error that it has a class for; which errors have one depends on its version.
+CODES: dict[type[Exception], str] = {
+    exceptions.AskError: "ASK",
+    exceptions.ClusterDownError: "CLUSTERDOWN",
+    exceptions.MasterDownError: "MASTERDOWN",
+    exceptions.MovedError: "MOVED",
+    exceptions.NoPermissionError: "NOPERM",
+    exceptions.NoScriptError: "NOSCRIPT",
+    exceptions.OutOfMemoryError: "OOM",
+    exceptions.ReadOnlyError: "READONLY",
+    exceptions.TryAgainError: "TRYAGAIN",
+}
+WITHIN_SCRIPT = re.compile(r"(?:ERR )?Error running script .*: -([A-Z]+) ")  # before Redis 7
 
 ASKING = pack("ASKING")
 
 
-class TooFewReplicas(StoreUnavailable):
-    """The primary has done what it was asked for, with this *answer*, but that does not count."""
-
-    def __init__(self, detail: str, answer: Any) -> None:
-        super().__init__(detail)
-        self.answer = answer
-
-
 class Item(NamedTuple):
-    """One record's part in a call of *script*."""
+    """One record's part in a call of *script*.  *holder* names a claim."""
 
     script: Script
     key: str
     args: tuple[Any, ...] = ()
+    holder: str = ""
 
 
-class Plain(NamedTuple):
+class Command(NamedTuple):
     """A command that is no script, for the primary with the number *server*."""
 
     words: tuple[Any, ...]
@@ -62,28 +65,27 @@ class Plain(NamedTuple):
 
 
 class Call:
-    """One command on its way: a script with its items, or a plain one.  *error* is why it has to be sent again."""
+    """One command of a batch: a script with its items, or a plain one.  *error* tells why it has to be sent again."""
 
     __slots__ = ("asking", "error", "full", "indexes", "items")
 
     def __init__(self, indexes: Sequence[int], items: Sequence[Any]) -> None:
-        self.indexes = indexes
+        self.indexes = indexes  # of its items in the batch
         self.items = items
-        self.full = False  # the server has to be told the whole script
-        self.asking: Address = None  # the node to which the slot is just moving
+        self.full = False  # the server does not have the script
+        self.asking: Address = None  # the node that the slot is being moved to
         self.error: StoreError | None = None
 
-    def place(self, places: Places) -> Address:
+    def address(self, topology: Topology) -> Address:
         first = self.items[0]
-        if isinstance(first, Plain):
-            primaries = places.primaries()
+        if isinstance(first, Command):
+            primaries = topology.primaries()
             return primaries[first.server % len(primaries)]
-        address: Address = self.asking or places.place(first.key)
-        return address
+        return self.asking or topology.address(first.key)
 
     def packed(self, common: tuple[Any, ...]) -> bytes:
         first = self.items[0]
-        if isinstance(first, Plain):
+        if isinstance(first, Command):
             return pack(*first.words)
         script = first.script
         words = [b"EVAL", script.source] if self.full else [b"EVALSHA", script.sha]
@@ -92,14 +94,14 @@ class Call:
             words += item.args
         return pack(*words)
 
-    def answered(self, answer: Any, answers: list[Any]) -> bool:
-        """Give each item its part of the answer; False where that is an error of the whole call."""
-        if isinstance(answer, hiredis.ReplyError):
+    def take_reply(self, reply: Any, results: list[Any]) -> bool:
+        """Give each item its part of the reply; False if the reply is an error of the whole call."""
+        if isinstance(reply, redis.ResponseError):
             return False
-        if isinstance(self.items[0], Plain):
-            answer = [answer]
-        for index, own in zip(self.indexes, answer, strict=True):
-            answers[index] = own if type(own) is not hiredis.ReplyError else refusal(own)
+        if isinstance(self.items[0], Command):
+            reply = [reply]
+        for index, own in zip(self.indexes, reply, strict=True):
+            results[index] = own if not isinstance(own, redis.ResponseError) else reply_error(own)
         return True
 
     def split(self) -> list[Call]:
@@ -107,243 +109,224 @@ class Call:
         return [Call((index,), (item,)) for index, item in zip(self.indexes, self.items, strict=True)]
 
 
-class Flights:
-    """The connections of one lane.  *common* gives the arguments that every script call begins with.
+class NodeBatchers:
+    """One batcher for each node, so that a node that is slow or down delays only the callers who need it."""
 
-    An item without an answer may have had its effect all the same.  Where *undo* makes an item that takes that back, it
-    is owed, and flies ahead of the next group.
+    def __init__(self, topology: Topology, run_batch: Callable[[list[Item]], Plan[list[Any]]], **options: Any) -> None:
+        self._topology = topology
+        self._run_batch = run_batch
+        self._options = options
+        self._by_address: dict[Address, Batcher[Item]] = {}
+
+    def for_key(self, key: str) -> Batcher[Item]:
+        address = self._topology.address(key)
+        batcher = self._by_address.get(address)
+        return batcher or self._by_address.setdefault(address, Batcher(self._run_batch, **self._options))
+
+    async def drain(self) -> None:
+        """Return when no batch is under way on the running event loop."""
+        for batcher in tuple(self._by_address.values()):
+            await batcher.drain()
+
+
+class CommandRunner:
+    """Sends batches to the servers of *topology*.  *common* gives the arguments that every script call begins with."""
+
+    def __init__(self, topology: Topology, common: Callable[[], tuple[Any, ...]], *, timeout: float) -> None:
+        self.topology = topology
+        self.common = common
+        self.timeout = timeout
+        self.pool = ConnectionPool(topology.connector, timeout / 2)
+
+    def run(self, items: Sequence[Item | Command]) -> Plan[list[Any]]:
+        """The result of each item, or its own StoreError, within the timeout."""
+        return Batch(self, items).run()
+
+
+class Batch:
+    """Items that are sent together.  With *replicas*, a write counts only if so many replicas have it.
+
+    *unanswered* are the calls that have to be sent, or sent again.  Two kinds of items may have been carried out
+    although their result is an error: *uncertain*, without an answer, and *uncounted*, which too few replicas have.
     """
 
     def __init__(
-        self,
-        places: Places,
-        common: Callable[[], tuple[Any, ...]],
-        *,
-        timeout: float,
-        replicas: int,
-        undo: Callable[[Item], Item] | None = None,
+        self, runner: CommandRunner, items: Sequence[Item | Command], replicas: int = 0, timeout: float | None = None
     ) -> None:
-        self.places = places
-        self.common = common
-        self.timeout = timeout
+        self.runner = runner
+        self.deadline = SYSTEM.monotonic() + min(runner.timeout, timeout or runner.timeout)
+        self.topology = runner.topology
         self.replicas = replicas
-        self.undo = undo
-        self.owed: deque[Item] = deque(maxlen=MOST_OWED)  # in a long failure, those before were hardly ever sent
-        self.lines: dict[Address, Line] = {}
+        self.results: list[Any] = [None] * len(items)
+        self.unanswered = list(make_calls(items, together=self.topology.one_primary))
+        self.uncertain: list[Item] = []
+        self.uncounted: list[Item] = []
+        self.lost = False  # the primary has to be located before the next attempt
 
-    def line(self, address: Address) -> Line:
-        return self.lines.get(address) or self.lines.setdefault(address, Line(self.places.dial, address))
-
-    def fly(self, items: list[Any]) -> Plan[list[Any]]:
-        """Each item's answer, or its own error."""
-        owed = self._pay() if self.owed else []
-        try:
-            answers = yield from self._fly([*owed, *items] if owed else items)
-        except BaseException:  # interrupted: nobody gets an answer
-            self.owe([*owed, *items])
-            raise
-        return answers[len(owed) :] if owed else answers
-
-    def owe(self, items: Sequence[Any]) -> None:
-        """What has to be undone."""
-        if self.undo is not None:
-            self.owed.extend(self.undo(item) for item in items if type(item) is Item)
-
-    def _pay(self) -> list[Any]:
-        """What is owed, each once, also where several threads and loops fly at once."""
-        owed: list[Any] = []
-        with suppress(IndexError):
-            while True:
-                owed.append(self.owed.popleft())
-        return owed
-
-    def _fly(self, items: list[Any]) -> Plan[list[Any]]:
-        ends = SYSTEM.monotonic() + self.timeout
-        answers: list[Any] = [None] * len(items)
-        left = list(calls(items, grouped=self.places.grouped))
-        if self.places.grouped and self.places.known and not self.replicas:
-            left = yield from self._straight(left, answers)
-        if left:
-            yield from Flight(self, answers, left).stay_up(ends)
-        return answers
-
-    def _straight(self, sent: list[Call], answers: list[Any]) -> Plan[list[Call]]:
-        """Nearly every flight: one server, which answers all of it.  What it does not is left, and sent with more care."""
-        common = self.common()
-        packet = b"".join([call.packed(common) for call in sent])
-        parcel = Parcel(self.line(self.places.place("")), packet, len(sent))
-        (result,) = yield Exchange([parcel], self.timeout / 2)
-        if isinstance(result, StoreError):
-            self.places.known = False
-            return sent
-        return [call for call, answer in zip(sent, result, strict=True) if not call.answered(answer, answers)]
-
-    def close(self) -> None:
-        for line in tuple(self.lines.values()):
-            line.close()
-
-    async def aclose(self) -> None:
-        for line in tuple(self.lines.values()):
-            await line.aclose()
-
-
-class Flight:
-    """A group that needs more than one attempt, or more than one server.  *left* are the calls without an answer yet."""
-
-    def __init__(self, flights: Flights, answers: list[Any], left: list[Call]) -> None:
-        self.flights = flights
-        self.places = flights.places
-        self.answers = answers
-        self.left = left
-        self.lost = False  # the way has to be asked for before the next attempt
-
-    def stay_up(self, ends: float) -> Plan[None]:
+    def run(self) -> Plan[list[Any]]:
         """Send, and send again what has to be, until all is answered or the time is up."""
-        rounds = 0
+        attempts = 0
         while True:
-            yield from self.round(max(LEAST, min(self.flights.timeout / 2, ends - SYSTEM.monotonic())))
-            if not self.left:
-                return
-            rounds += 1
-            pause = PAUSE.delay(rounds - AT_ONCE, random.random()) if rounds > AT_ONCE else 0.0
-            if SYSTEM.monotonic() + pause + LEAST >= ends:
-                for call in self.left:
-                    self._fail([call], call.error or StoreUnavailable())
-                return
+            yield from self._attempt()
+            if not self.unanswered:
+                return self.results
+            attempts += 1
+            pause = PAUSE.delay(attempts - QUICK_ATTEMPTS, random.random()) if attempts > QUICK_ATTEMPTS else 0.0
+            if SYSTEM.monotonic() + pause + SHORTEST_ATTEMPT >= self.deadline:
+                self._give_up()
+                return self.results
             if pause:
                 yield Sleep(pause)
 
-    def round(self, patience: float) -> Plan[None]:
-        """Send all that is left; what has to be sent once more is left again."""
-        now, self.left = self.left, []
+    def _time_left(self) -> float:
+        """For one round trip: half of the whole time, so that there is a second one, or less."""
+        return max(SHORTEST_ATTEMPT, min(self.runner.pool.timeout, self.deadline - SYSTEM.monotonic()))
+
+    def _attempt(self) -> Plan[None]:
+        """Send all that is unanswered, to each node in one write."""
+        calls, self.unanswered = self.unanswered, []
         try:
-            if self.lost or not self.places.known:
-                yield from self.places.locate(patience)
+            if self.lost or not self.topology.known:
+                yield from self.topology.locate(self.runner.pool, self._time_left())
                 self.lost = False
         except StoreError as error:
-            self._later(now, error)
-            return
-        routed: dict[Address, list[Call]] = {}
-        for call in now:
-            routed.setdefault(call.place(self.places), []).append(call)
-        results = yield Exchange([self._parcel(address, sent, patience) for address, sent in routed.items()], patience)
-        for (address, sent), result in zip(routed.items(), results, strict=True):
-            yield from self._unpack(self.flights.line(address), sent, result)
+            return self._send_again(calls, error)
+        by_address: dict[Address, list[Call]] = {}
+        for call in calls:
+            by_address.setdefault(call.address(self.topology), []).append(call)
+        for address, sent in by_address.items():
+            timeout = self._time_left()
+            packets = self._packets(sent, timeout)
+            try:
+                replies = yield RoundTrip(self.runner.pool, address, b"".join(packets), len(packets), timeout)
+            except StoreError as error:
+                for call in sent:
+                    call.asking = None
+                self._send_again(sent, error)
+                yield from self._lose_primary(address)
+            else:
+                yield from self._take_replies(address, sent, replies)
 
-    def _parcel(self, address: Address, sent: list[Call], patience: float) -> Parcel:
-        """One write, with an answer per call."""
-        common = self.flights.common()
-        packets = [call.packed(common) for call in sent]
-        for number, call in reversed([*enumerate(sent)]):
+    def _packets(self, calls: list[Call], timeout: float) -> list[bytes]:
+        """The commands of one write, each of which has one reply."""
+        common = self.runner.common()
+        packets = []
+        for call in calls:
             if call.asking:
-                packets.insert(number, ASKING)
-        if self.flights.replicas:
-            packets.append(pack("WAIT", self.flights.replicas, int(patience * 800)))
-        return Parcel(self.flights.line(address), b"".join(packets), len(packets))
+                packets.append(ASKING)
+            packets.append(call.packed(common))
+        if self.replicas:  # on the same connection, or it would wait for somebody else's writes
+            packets.append(pack("WAIT", self.replicas, int(timeout * 800)))
+        return packets
 
-    def _unpack(self, line: Line, sent: list[Call], result: list[Any] | StoreError) -> Plan[None]:
-        if isinstance(result, StoreError):
-            self._lose_way()
-            for call in sent:
-                call.asking = None
-            self._later(sent, result)
-            return
-        short = self._short(result.pop()) if self.flights.replicas else None
-        answers = iter(result)
-        for call in sent:
+    def _take_replies(self, address: Address, calls: list[Call], replies: list[Any]) -> Plan[None]:
+        too_few = self._too_few_replicas(replies.pop()) if self.replicas else None
+        remaining = iter(replies)
+        for call in calls:
             if call.asking:
-                next(answers)
+                next(remaining)
                 call.asking = None
-            answer = next(answers)
-            if not call.answered(answer, self.answers):
-                yield from self._failed(line, call, answer)
-            elif short is not None:
-                for index in call.indexes:
-                    if not isinstance(self.answers[index], StoreError):
-                        self.answers[index] = TooFewReplicas(short, self.answers[index])
+            reply = next(remaining)
+            if not call.take_reply(reply, self.results):
+                yield from self._take_error(address, call, reply)
+            elif too_few:
+                for index, item in zip(call.indexes, call.items, strict=True):
+                    if isinstance(item, Item) and not isinstance(self.results[index], StoreError):
+                        self.results[index] = StoreUnavailable(too_few)
+                        self.uncounted.append(item)
 
-    def _short(self, reached: int | hiredis.ReplyError) -> str | None:
-        """What is wrong with the answer to WAIT, if anything is; a replica, and a user without the right, get an error."""
-        if isinstance(reached, hiredis.ReplyError):
-            return f"Redis does not wait for replicas: {reached}"
-        wanted = self.flights.replicas
-        return f"Only {reached} of {wanted} replicas have the write" if reached < wanted else None
+    def _too_few_replicas(self, reply: int | redis.ResponseError) -> str | None:
+        """The reason why the writes do not count, if there is one; a replica, and a user without the right, get an error."""
+        if isinstance(reply, redis.ResponseError):
+            return f"Redis does not wait for replicas: {reply_text(reply)}"
+        return f"Only {reply} of {self.replicas} replicas have the write" if reply < self.replicas else None
 
-    def _failed(self, line: Line, call: Call, error: hiredis.ReplyError) -> Plan[None]:
-        """The whole call was refused: most often nothing happened and it can be sent again, in another way."""
-        word, rest = kind(error), str(error).partition(" ")[2]
+    def _take_error(self, address: Address, call: Call, error: redis.ResponseError) -> Plan[None]:
+        """The whole call failed: most often nothing happened, and it can be sent again in another way."""
+        text = reply_text(error)
+        code = error_code(text)
         again = [call]
-        if word == "NOSCRIPT" and not call.full:
+        if code == "NOSCRIPT" and not call.full:
             call.full = True
-        elif word in ("MOVED", "ASK"):
-            self._redirect(call, word, rest, line.address)
-        elif word in STALE:
-            self._lose_way()
-            yield HangUp(line)
-        elif word not in LATER:
+        elif code in ("MOVED", "ASK"):
+            if not isinstance(self.topology, Cluster):
+                for index in call.indexes:
+                    self.results[index] = ConfigurationError(
+                        "The server is in a cluster: write redis+cluster:// in the URL"
+                    )
+                return
+            _, slot, place = text.split(" ")
+            host, _, port = place.rpartition(":")
+            node = (host or (address[0] if address else ""), int(port))
+            if code == "MOVED":  # for good
+                self.topology.move(int(slot), node)
+            else:  # for this call
+                call.asking = node
+        elif code in WRONG_SERVER:
+            yield from self._lose_primary(address)
+        elif code not in RETRIED:
             if len(call.items) == 1:
-                self.answers[call.indexes[0]] = refusal(error)
+                self.results[call.indexes[0]] = reply_error(error)
                 return
             again = call.split()  # so that one bad item fails alone
-        self._later(again, refusal(error))
+        self._send_again(again, reply_error(error))
 
-    def _lose_way(self) -> None:
-        """In a cluster, for this flight alone: the nodes of others may be well, and need not be asked for."""
+    def _lose_primary(self, address: Address) -> Plan[None]:
+        """Locate the primary before the next attempt, and use none of the connections that are open to it."""
         self.lost = True
-        if self.places.grouped:
-            self.places.known = False
+        if self.topology.one_primary:  # in a cluster, the nodes of other batches may be well
+            self.topology.known = False
+        yield Disconnect(self.runner.pool, address)
 
-    def _redirect(self, call: Call, word: str, rest: str, asked: Address) -> None:
-        slot, _, place = rest.partition(" ")
-        host, _, port = place.rpartition(":")
-        address = (host or (asked[0] if asked else ""), int(port))
-        if word == "ASK":
-            call.asking = address
-        else:
-            self.places.move(int(slot), address)
-
-    def _later(self, again: list[Call], error: StoreError) -> None:
-        for call in again:
+    def _send_again(self, calls: list[Call], error: StoreError) -> None:
+        for call in calls:
             call.error = error
-        self.left += again
+        self.unanswered += calls
 
-    def _fail(self, failed: list[Call], error: StoreError) -> None:
+    def _give_up(self) -> None:
         """An error of its own for each item, so that callers who share a failure do not share a traceback."""
-        for call in failed:
-            self.flights.owe(call.items)
+        for call in self.unanswered:
+            error = call.error or StoreUnavailable()
+            self.uncertain += [item for item in call.items if isinstance(item, Item)]
             for index in call.indexes:
-                own = self.answers[index] = type(error)(error.detail)
+                own = self.results[index] = type(error)(error.detail)
                 own.__cause__ = error.__cause__
 
 
-def calls(items: list[Any], *, grouped: bool) -> Iterator[Call]:
-    """The items of one script go together; but each alone in a cluster, where a call must keep to one slot."""
-    together: dict[Script, list[int]] = {}
+def make_calls(items: Sequence[Item | Command], *, together: bool) -> Iterator[Call]:
+    """One call for all items of a script; but one for each item in a cluster, where a call must keep to one slot."""
+    by_script: dict[Script, list[int]] = {}
     for index, item in enumerate(items):
-        if grouped and type(item) is Item:
-            together.setdefault(item.script, []).append(index)
+        if together and type(item) is Item:
+            by_script.setdefault(item.script, []).append(index)
         else:
             yield Call((index,), (item,))
-    for whole in together.values():
-        for start in range(0, len(whole), CHUNK):
-            part = whole[start : start + CHUNK]
+    for indexes in by_script.values():
+        for start in range(0, len(indexes), CALL_LIMIT):
+            part = indexes[start : start + CALL_LIMIT]
             yield Call(part, [items[index] for index in part])
 
 
-def kind(error: hiredis.ReplyError) -> str:
+def reply_text(error: redis.ResponseError) -> str:
+    """The error as the server sent it, with its code in front."""
+    code = CODES.get(type(error))
+    return f"{code} {error}" if code else str(error)
+
+
+def error_code(text: str) -> str:
     """The word that says what is wrong; before Redis 7, an error within a script has it inside."""
-    text = str(error)
     inside = WITHIN_SCRIPT.match(text)
     return inside[1] if inside else text.partition(" ")[0]
 
 
-def refusal(error: hiredis.ReplyError) -> StoreError:
-    """What an error that the server answered with is to the caller."""
-    text, word = str(error), kind(error)
+def reply_error(error: redis.ResponseError) -> StoreError:
+    """The error for the caller if the server replied with *error*."""
+    text = reply_text(error)
+    code = error_code(text)
     failure: StoreError
-    if word == "WRONGTYPE":
+    if code == "WRONGTYPE":
         failure = CorruptRecord("Something that is no record lies under this operation's key in Redis; remove it")
-    elif word in LATER or word in UNWILLING:
+    elif code in RETRIED or code in REFUSED:
         failure = StoreUnavailable(f"Redis refused: {text}")
     else:
         failure = StoreError(f"Redis failed: {text}")

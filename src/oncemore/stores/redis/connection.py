@@ -1,318 +1,208 @@
-"""Connections to Redis that carry a whole group of commands in one write, for threads and for event loops alike.
+"""Connections to Redis: one write and its replies, from a thread or on an event loop, with a deadline.
 
-redis-py finds the address, connects, encrypts and logs in.  Then the socket is ours: its own way of reading costs one
-coroutine per answer, which is most of the time of a group.
+redis-py connects, encrypts, logs in, sends and parses.  What is kept here is which connections are free.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 import hiredis
-import redis.asyncio
+import redis
 
+from ..._runtime.clock import SYSTEM
+from ..._runtime.forks import reset_in_child
+from ..._runtime.loops import PerLoop
 from ...errors import StoreError, StoreTimeout, StoreUnavailable
 
-Address: TypeAlias = tuple[str, int] | None  # None: where the URL says
-Dial: TypeAlias = Callable[[Address, bool], Any]  # redis-py's connection, not yet connected: for a loop, or for threads
+Address: TypeAlias = tuple[str, int] | None  # None: the server that the URL names
+Kind: TypeAlias = tuple[Any, dict[str, Any]]  # a connection class of redis-py, and its options
 
-Result: TypeAlias = list[Any] | StoreError  # the answers, or what went wrong
-
-RECEIVE = 256 * 1024
-
-# All that can go wrong on the way; a UnicodeError is a host whose name cannot be looked up.
-TROUBLE = (redis.RedisError, hiredis.HiredisError, OSError, UnicodeError)
+# Every error that a connection may raise; a UnicodeError is a host name that cannot be looked up.
+CONNECTION_ERRORS = (redis.RedisError, OSError, UnicodeError)
 
 
 def pack(*words: str | bytes | int) -> bytes:
-    """One command as it is sent."""
+    """One command in the form in which it is sent.  redis-py's own packing for event loops takes several times as long."""
     packet: bytes = hiredis.pack_command(words)  # type: ignore[arg-type]
     return packet
 
 
-class Wire:
-    """A connected socket, used by one thread at a time."""
+class Connector:
+    """Makes redis-py connections that are not connected yet, with the options of the store's URL."""
 
-    def __init__(self, connection: Any) -> None:
-        connection.connect()
-        self.sock, connection._sock = connection._sock, None  # or redis-py would close it
-        self.reader = hiredis.Reader()
+    def __init__(self, for_threads: Kind, for_loops: Kind) -> None:
+        self._for_threads = for_threads
+        self._for_loops = for_loops
 
-    def send(self, packet: bytes, patience: float) -> None:
-        self.sock.settimeout(patience)
-        self.sock.sendall(packet)
+    def open(self, address: Address) -> Any:
+        kind, options = self._for_threads
+        return kind(**at(options, address))
 
-    def receive(self, count: int) -> list[Any]:
-        """The next *count* answers."""
-        answers: list[Any] = []
-        while True:
-            while (answer := self.reader.gets()) is not False:
-                answers.append(answer)
-            if len(answers) >= count:
-                return answers
-            data = self.sock.recv(RECEIVE)
-            if not data:
-                raise ConnectionResetError("the server closed the connection")
-            self.reader.feed(data)
+    def open_on_loop(self, address: Address) -> Any:
+        kind, options = self._for_loops
+        return kind(**at(options, address))
 
-    def hang_up(self) -> None:
-        """End the connection from another thread; the one that waits for an answer gets an error."""
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.sock.close()
+    def pubsub(self, address: Address, timeout: float) -> Any:
+        """A redis-py PubSub, which takes at most *timeout* seconds to connect, to send, and to log in."""
+        kind, options = self._for_threads
+        options = {**at(options, address), "socket_timeout": timeout, "socket_connect_timeout": timeout}
+        client: Any = redis.Redis(connection_pool=redis.ConnectionPool(kind, **options))
+        return client.pubsub()
 
 
-class LoopWire(asyncio.Protocol):
-    """A connected transport on one event loop.  The transport alone keeps it alive, so it goes when the loop goes."""
-
-    @classmethod
-    async def open(cls, connection: Any, address: Address) -> LoopWire:
-        """The wire, once redis-py has logged in, for which it has a timeout of its own."""
-        try:
-            await connection.connect()
-            return cls(connection._writer, address)
-        finally:  # what was opened is ours now, or is not wanted any more
-            writer, connection._writer, connection._reader = connection._writer, None, None
-            if writer is not None and not isinstance(writer.transport.get_protocol(), cls):
-                writer.transport.abort()
-
-    def __init__(self, writer: asyncio.StreamWriter, address: Address) -> None:
-        self.writer = writer  # it would close the transport if it were let go
-        self.transport: asyncio.WriteTransport = writer.transport
-        self.transport.set_protocol(self)
-        self.address = address
-        self.reader = hiredis.Reader()
-        self.answers: list[Any] = []
-        self.wanted = 0
-        self.then: Callable[[Result], None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        self.gone: asyncio.Future[None] | None = None
-
-    def begin(self, packet: bytes, count: int, patience: float, then: Callable[[Result], None]) -> None:
-        """Send *packet*; *then* gets its answers, *count* of them, as soon as they are there."""
-        self.wanted, self.then = count, then
-        self.timer = asyncio.get_running_loop().call_later(patience, self.fail, TimeoutError("no answer"))
-        self.transport.write(packet)
-
-    async def exchange(self, packet: bytes, count: int, patience: float) -> Result:
-        """The answers to *packet*, *count* of them."""
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-
-        def then(result: Result) -> None:
-            if not future.done():
-                future.set_result(result)
-
-        self.begin(packet, count, patience, then)
-        try:
-            return await future
-        except BaseException:  # answers that come later belong to nobody
-            self.close()
-            raise
-
-    def data_received(self, data: bytes) -> None:
-        reader, answers = self.reader, self.answers
-        reader.feed(data)
-        while (answer := reader.gets()) is not False:
-            answers.append(answer)
-        if len(answers) >= self.wanted:
-            self.answers = []
-            self._end(answers)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.fail(error or ConnectionResetError("the server closed the connection"))
-        if self.gone is not None and not self.gone.done():
-            self.gone.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        self.close()
-        self._end(trouble(error, self.address))
-
-    def _end(self, result: Result) -> None:
-        then, self.then = self.then, None
-        if then is not None and self.timer is not None:
-            self.timer.cancel()
-            then(result)
-
-    def close(self) -> None:
-        self.transport.abort()
-
-    async def aclose(self) -> None:
-        """Close, and return when the socket is closed too."""
-        self.gone = asyncio.get_running_loop().create_future()
-        self.close()
-        await self.gone
+def at(options: dict[str, Any], address: Address) -> dict[str, Any]:
+    return {**options, "host": address[0], "port": address[1]} if address else options
 
 
-class Line:
-    """The way to one address: one connection for all threads, who take turns, and one on each event loop."""
+class ConnectionPool:
+    """The connections that are open and not in use, by address: a free list for threads, and one for each event loop.
 
-    def __init__(self, dial: Dial, address: Address) -> None:
-        self.dial = dial
-        self.address = address
+    A connection goes back to its list only if all replies to all that was sent on it were read, and if the list was not
+    dropped meanwhile by `disconnect`.  *timeout* is the longest that one round trip takes, in seconds.
+    """
+
+    def __init__(self, connector: Connector, timeout: float) -> None:
+        self.connector = connector
+        self.timeout = timeout
         self._reset()
-        LINES.add(self)
+        reset_in_child(self)  # a child must not use its parent's connections, nor close them
 
     def _reset(self) -> None:
-        self._wire: Wire | None = None
-        self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[LoopWire]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._threads: dict[Address, list[Any]] = {}
+        self._loops: PerLoop[dict[Address, list[Any]]] = PerLoop(dict)
 
-    def _connection(self, on_loop: bool, patience: float) -> Any:
-        """Not yet connected; no step on the way takes longer than *patience*."""
-        connection = self.dial(self.address, on_loop)
-        for name in ("socket_timeout", "socket_connect_timeout"):
-            setattr(connection, name, min(getattr(connection, name, None) or patience, patience))
-        return connection
+    def free_for_threads(self, address: Address) -> list[Any]:
+        return self._threads.setdefault(address, [])
 
-    def loop_wire(self) -> LoopWire | None:
-        """The connection on the running loop, where there is one."""
-        known = self._loops.get(asyncio.get_running_loop())
-        wire = known() if known else None
-        return wire if wire is not None and not wire.transport.is_closing() else None
+    def free_on_loop(self, address: Address) -> list[Any]:
+        return self._loops.get().setdefault(address, [])
 
-    def send(self, packet: bytes, patience: float) -> StoreError | None:
-        """Send from this thread; what went wrong, if anything did."""
-        try:
-            wire = self._wire
-            if wire is None:
-                wire = self._wire = Wire(self._connection(False, patience))
-            wire.send(packet, patience)
-        except BaseException as error:
-            return self._failed(error)
-        return None
+    def disconnect(self, address: Address) -> None:
+        """Close the free connections of threads to *address*.  One that is in use is closed when its round trip is over."""
+        connections = self._threads.pop(address, [])
+        while connections:
+            connections.pop().disconnect()
 
-    def receive(self, count: int) -> Result:
-        """The answers to what this thread has sent."""
-        try:
-            wire = self._wire
-            if wire is None:
-                raise ConnectionResetError("the connection was closed meanwhile")
-            return wire.receive(count)
-        except BaseException as error:
-            return self._failed(error)
-
-    def _failed(self, error: BaseException) -> StoreError:
-        self.close()
-        if isinstance(error, TROUBLE):
-            return trouble(error, self.address)
-        raise error
-
-    async def exchange(self, packet: bytes, count: int, patience: float) -> Result:
-        """The answers to *packet* on the running loop."""
-        wire = self.loop_wire()
-        try:
-            if wire is None:
-                wire = await LoopWire.open(self._connection(True, patience), self.address)
-                self._loops[asyncio.get_running_loop()] = weakref.ref(wire)
-        except TROUBLE as error:
-            return trouble(error, self.address)
-        return await wire.exchange(packet, count, patience)
+    async def adisconnect(self, address: Address) -> None:
+        """As `disconnect`, for those of the running event loop."""
+        connections = self._loops.get().pop(address, [])
+        while connections:
+            await connections.pop().disconnect(nowait=True)
 
     def close(self) -> None:
-        """End the threads' connection; the next use opens another."""
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            wire.close()
+        for address in tuple(self._threads):
+            self.disconnect(address)
 
     async def aclose(self) -> None:
-        """End the connection of the running loop; the next use opens another."""
-        wire = self.loop_wire()
-        if wire is not None:
-            await wire.aclose()
+        """Return when the sockets are closed too: the loop may end next."""
+        for connections in (self._loops.pop() or {}).values():
+            while connections:
+                with suppress(*CONNECTION_ERRORS):  # TLS waits for the server's answer
+                    async with asyncio.timeout(self.timeout):
+                        await connections.pop().disconnect()
 
 
-class Parcel:
-    """What goes to one address in one write."""
+class RoundTrip:
+    """Effect: send *packet* to *address* in one write and return its *count* replies; an error reply is one of them.
 
-    __slots__ = ("count", "line", "packet")
+    Raises StoreTimeout or StoreUnavailable if not all replies came within *timeout* seconds; the server may have carried
+    out the commands all the same.
+    """
 
-    def __init__(self, line: Line, packet: bytes, count: int) -> None:
-        self.line = line
+    __slots__ = ("address", "count", "packet", "pool", "timeout")
+
+    def __init__(self, pool: ConnectionPool, address: Address, packet: bytes, count: int, timeout: float) -> None:
+        self.pool = pool
+        self.address = address
         self.packet = packet
         self.count = count
+        self.timeout = timeout
 
-
-class Exchange:
-    """The effect of sending all parcels and getting, for each, its answers or what went wrong."""
-
-    __slots__ = ("parcels", "patience")
-
-    def __init__(self, parcels: list[Parcel], patience: float) -> None:
-        self.parcels = parcels
-        self.patience = patience
-
-    def run(self) -> list[Result]:
+    def run(self) -> list[Any]:
+        deadline = SYSTEM.monotonic() + self.timeout
+        hurried = self.timeout < self.pool.timeout
+        free = self.pool.free_for_threads(self.address)
         try:
-            failed = [parcel.line.send(parcel.packet, self.patience) for parcel in self.parcels]
-            return [
-                error or parcel.line.receive(parcel.count) for parcel, error in zip(self.parcels, failed, strict=True)
-            ]
-        except BaseException:  # interrupted: what is still to be answered would be taken for the next group's
-            for parcel in self.parcels:
-                parcel.line.close()
-            raise
+            try:
+                connection, kept = free.pop(), True
+            except IndexError:
+                connection, kept = self.pool.connector.open(self.address), not hurried
+                connection.socket_timeout = min(connection.socket_timeout or self.timeout, self.timeout)
+                connection.socket_connect_timeout = min(connection.socket_connect_timeout or self.timeout, self.timeout)
+            try:
+                connection.send_packed_command([self.packet])  # connects first, if need be
+                replies = []
+                for _ in range(self.count):
+                    # The timeouts of a socket stay as they were when it was opened, so a shorter wait is one of our own.
+                    if hurried and not connection.can_read(max(0.0, deadline - SYSTEM.monotonic())):
+                        raise redis.TimeoutError("no reply")
+                    try:
+                        replies.append(connection.read_response())
+                    except redis.ResponseError as error:
+                        replies.append(error)
+            except BaseException:  # also Ctrl-C: a reply that comes later would be taken for the next caller's
+                connection.disconnect()
+                raise
+        except CONNECTION_ERRORS as error:
+            raise connection_error(error, self.address) from error
+        # If it was opened with little time left, its timeouts are too short for others.
+        if kept and self.pool.free_for_threads(self.address) is free:
+            free.append(connection)
+        else:
+            connection.disconnect()
+        return replies
 
-    async def arun(self) -> list[Result]:
-        if len(self.parcels) == 1:
-            return [await self._exchange(self.parcels[0])]
-        # All are waited for, also where one fails: what its line still owes would be taken for the next group's.
-        results = await asyncio.gather(*map(self._exchange, self.parcels), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, StoreError):
-                raise result
-        return results  # type: ignore[return-value]
+    async def arun(self) -> list[Any]:
+        free = self.pool.free_on_loop(self.address)
+        try:
+            connection = free.pop() if free else self.pool.connector.open_on_loop(self.address)
+            try:
+                # One deadline for all of it.  redis-py's own timeouts, which are off, start a task for every write.
+                async with asyncio.timeout(self.timeout):
+                    await connection.send_packed_command([self.packet])
+                    replies = []
+                    for _ in range(self.count):
+                        try:
+                            replies.append(await connection.read_response())
+                        except redis.ResponseError as error:
+                            replies.append(error)
+            except BaseException:
+                await connection.disconnect(nowait=True)
+                raise
+        except CONNECTION_ERRORS as error:
+            raise connection_error(error, self.address) from error
+        if self.pool.free_on_loop(self.address) is free:
+            free.append(connection)
+        else:
+            await connection.disconnect(nowait=True)
+        return replies
 
-    def _exchange(self, parcel: Parcel) -> Awaitable[Result]:
-        return parcel.line.exchange(parcel.packet, parcel.count, self.patience)
 
+class Disconnect:
+    """Effect: close the free connections to *address*, because the server there has failed or is another one by now."""
 
-class HangUp:
-    """The effect of ending a line's connection, the one that the caller would use."""
+    __slots__ = ("address", "pool")
 
-    __slots__ = ("line",)
-
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, pool: ConnectionPool, address: Address) -> None:
+        self.pool = pool
+        self.address = address
 
     def run(self) -> None:
-        self.line.close()
+        self.pool.disconnect(self.address)
 
-    async def arun(self) -> None:
-        await self.line.aclose()
+    def arun(self) -> Awaitable[None]:
+        return self.pool.adisconnect(self.address)
 
 
-def trouble(error: BaseException, address: Address) -> StoreError:
-    """What a driver's or the system's *error* is to the caller."""
-    where = "Redis at {}:{}".format(*address) if address else "Redis"
-    failure: StoreError
+def connection_error(error: BaseException, address: Address) -> StoreError:
+    """The error for the caller if a connection to *address* could not be opened, or broke."""
+    server = "Redis at {}:{}".format(*address) if address else "Redis"
     if isinstance(error, redis.TimeoutError | TimeoutError):
-        failure = StoreTimeout(f"{where} did not answer in time")
-    elif isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
-        failure = StoreUnavailable(f"{where} refused the login: {error}")
-    else:
-        failure = StoreUnavailable(f"{where} cannot be reached: {error}")
-    failure.__cause__ = error
-    return failure
-
-
-# A forked child must not touch its parent's connections, not even to close them; so it keeps them for good.
-LINES: weakref.WeakSet[Line] = weakref.WeakSet()
-INHERITED: list[object] = []
-
-
-def forget_lines() -> None:
-    for line in tuple(LINES):
-        INHERITED.append((line._wire, [wire() for wire in line._loops.values()]))
-        line._reset()
-
-
-os.register_at_fork(after_in_child=forget_lines)
+        return StoreTimeout(f"{server} did not answer in time")
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
+        return StoreUnavailable(f"{server} refused the login: {error}")
+    return StoreUnavailable(f"{server} cannot be reached: {error}")

@@ -1,128 +1,90 @@
-"""Hears of other processes' writes: one connection and one thread per store, from the first claim on."""
+"""Wakes the waiters of this process if other processes change records: one subscription and one thread per store."""
 
 from __future__ import annotations
 
-import os
 import random
-import threading
 import time
-import weakref
 from contextlib import suppress
 from typing import Any
 
-import hiredis
+import redis
 
 from ..._ledger.events import log
+from ..._runtime.listening import CannotListen, Listener
 from ..._runtime.plan import run
 from ..._runtime.wakeups import Id, Wakeups
-from ...errors import StoreError
-from .connection import INHERITED, TROUBLE, Wire, pack
-from .topology import Places
+from .commands import reply_text
+from .connection import ConnectionPool
+from .topology import Topology
 
-QUIET = 10.0  # seconds after which a silent server is asked whether it is still there
-PAUSE = 0.2  # between attempts to reach it
-PING = pack("PING")
+QUIET = 10.0  # seconds after which a silent server is asked whether it is still there, and then may take to answer
 
 
-class Listener:
-    """Notifies *wakeups* of every message on *channel*; after a loss it notifies all waiters, who then look themselves."""
+class Subscription:
+    """A redis-py PubSub that is subscribed, and when the server was last heard."""
 
-    def __init__(self, places: Places, channel: str, wakeups: Wakeups) -> None:
-        self.places = places
+    def __init__(self, pubsub: Any) -> None:
+        self.pubsub = pubsub
+        self.heard_at = time.monotonic()
+        self.pinged = False
+
+    def next_message(self, seconds: float) -> dict[str, Any] | None:
+        """The next message, if one comes within *seconds*.  Raises redis.TimeoutError if the server seems to be gone."""
+        message: dict[str, Any] | None = self.pubsub.get_message(timeout=min(seconds, QUIET))
+        now = time.monotonic()
+        if message is not None:
+            self.heard_at, self.pinged = now, False
+        elif now - self.heard_at > 2 * QUIET:
+            raise redis.TimeoutError("the server does not answer")
+        elif now - self.heard_at > QUIET and not self.pinged:
+            self.pubsub.ping()
+            self.pinged = True
+        return message
+
+    def close(self) -> None:
+        self.pubsub.close()
+
+
+class RedisListener(Listener[Subscription]):
+    """Notifies *wakeups* of every message on *channel*; and all waiters after each subscription, as messages were missed."""
+
+    name = "oncemore-redis"
+
+    def __init__(self, topology: Topology, pool: ConnectionPool, channel: str, wakeups: Wakeups) -> None:
+        super().__init__()
+        self.topology = topology
+        self.pool = pool
         self.channel = channel
         self.wakeups = wakeups
-        self._reset()
-        LISTENERS.add(self)
+        self._connected_before = False
 
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._wire: Wire | None = None
-
-    def start(self) -> None:
-        """Listen from now on; harmless when it does already."""
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._listen, name="oncemore-redis", daemon=True)
-                    try:
-                        self._thread.start()
-                    except RuntimeError:  # there is none left: those who wait look by themselves
-                        self._thread = None
-
-    def stop(self) -> None:
-        with self._lock:
-            thread, self._thread = self._thread, None
-            wire = self._wire
-        if wire is not None:
-            wire.hang_up()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=1.0)
-
-    def _listen(self) -> None:
-        me, lost = threading.current_thread(), False
-        while self._thread is me:
-            try:
-                if lost or not self.places.known:
-                    run(self.places.locate(QUIET))
-                self._hear(me)
-            except hiredis.ReplyError as error:
-                log.warning("Nobody may listen on %s, so those who wait look by themselves: %s", self.channel, error)
-                return
-            except (*TROUBLE, StoreError):
-                lost = True
-                if self._thread is me:
-                    time.sleep(PAUSE)
-
-    def _hear(self, me: threading.Thread) -> None:
-        """Subscribe and pass on what comes, until the connection is lost or nobody listens any more."""
-        wire = Wire(self.places.dial(random.choice(self.places.primaries()), False))
+    def connect(self) -> Subscription:
+        if self._connected_before or not self.topology.known:  # the primary may be another server by now
+            run(self.topology.locate(self.pool, QUIET))
+        self._connected_before = True
+        pubsub = self.topology.connector.pubsub(random.choice(self.topology.primaries()), QUIET)
         try:
-            with self._lock:
-                self._wire = wire if self._thread is me else None
-            wire.send(pack("SUBSCRIBE", self.channel), QUIET)
-            while self._thread is me:
-                for message in self._next(wire):
-                    with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed; a message is not ours
-                        self._pass_on(message)
-        finally:
-            with self._lock:
-                if self._wire is wire:  # and not the next thread's
-                    self._wire = None
-            wire.close()
+            pubsub.subscribe(self.channel)
+            if pubsub.get_message(timeout=QUIET) is None:
+                raise redis.TimeoutError("the server does not answer")
+        except redis.ResponseError as error:
+            pubsub.close()
+            log.warning("This user may not listen on %s, so waiters poll instead: %s", self.channel, reply_text(error))
+            raise CannotListen(str(error)) from error
+        except BaseException:
+            pubsub.close()
+            raise
+        self.wakeups.notify_all()
+        return Subscription(pubsub)
 
-    def _next(self, wire: Wire) -> list[Any]:
-        """What has come; a server that is silent is asked for a sign of life, once."""
-        try:
-            return wire.receive(1)
-        except TimeoutError:
-            wire.send(PING, QUIET)
-            return wire.receive(1)
-
-    def _pass_on(self, message: list[Any] | hiredis.ReplyError) -> None:
-        if isinstance(message, hiredis.ReplyError):
-            raise message
-        kind, *_, payload = message
-        if kind == b"message":
-            self.wakeups.notify(read_id(payload))
-        elif kind == b"subscribe":  # what was said before has not been heard
-            self.wakeups.notify_all()
+    def receive(self, connection: Subscription, seconds: float) -> None:
+        message = connection.next_message(seconds)
+        if message is not None and message["type"] == "message":
+            with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed, or the message is not ours
+                self.wakeups.notify(read_id(message["data"]))
 
 
 def read_id(payload: bytes) -> Id:
     """The two parts of an id, from `<length of the scope>:<scope><key>`."""
     length, _, rest = payload.partition(b":")
     return rest[: int(length)].decode(), rest[int(length) :].decode()
-
-
-# A forked child listens for itself, when it has someone who waits.
-LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
-
-
-def forget_listeners() -> None:
-    for listener in tuple(LISTENERS):
-        INHERITED.append(listener._wire)
-        listener._reset()
-
-
-os.register_at_fork(after_in_child=forget_listeners)

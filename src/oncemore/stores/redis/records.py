@@ -1,4 +1,4 @@
-"""How operations, outcomes and records look in Redis, and back."""
+"""Operations, outcomes and records in the form in which Redis stores them, and back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from ..._runtime.wakeups import Id
 from ...errors import InvalidKey
 
 MICRO = 1_000_000
-LONGEST = 3_200_000_000.0  # seconds, a century: what is longer would leave the range of exact numbers in Lua
+LONGEST = 3_200_000_000.0  # seconds, a century; Lua has no exact numbers for longer times in microseconds
 UNREADABLE = "unreadable record"
 NOBODY = ("\0", "\0")
-SPOILT = (msgspec.MsgspecError, UnicodeDecodeError)
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
 class Row(msgspec.Struct, array_like=True):
-    """A stored record; the fields, and their order, are those of `redis_scripts.FIELDS`."""
+    """A stored record: the fields of `scripts.FIELDS`, in their order, and then what the state says.
+
+    The outcome and its hash, if it is settled; otherwise, in the place of the outcome, the request, if there is one.
+    """
 
     state: State
     token: int
@@ -63,10 +66,10 @@ def digest(id: Id) -> str:
 
 
 def fields(*values: str | bytes | bool) -> bytes:
-    """Consecutive fields of a record, of which there are fewer than sixteen."""
+    """Consecutive fields of a record, fewer than sixteen, as they are stored."""
     try:
         return encode(values)[1:]  # without the byte that makes them an array
-    except (UnicodeEncodeError, TypeError):  # a lone surrogate, or a text of a class of its own: msgpack takes neither
+    except (UnicodeEncodeError, TypeError):  # msgpack takes neither a lone surrogate nor a subclass of str
         return encode([clean(value) if isinstance(value, str) else value for value in values])[1:]
 
 
@@ -85,14 +88,14 @@ def micros(seconds: float) -> int:
 
 
 def read_record(id: Id, now: int, value: bytes) -> Record:
-    """The record *id*; one that cannot be read is shown as settled, with a tombstone: an answer, and not a crash.
+    """The record *id*.  One that cannot be read is shown as settled with a tombstone, so that the caller gets an answer.
 
-    So is one that was moved here from another operation, whose outcome is none of this caller's business.  A walk does
-    not know whose record it has found, and asks for that of NOBODY.
+    The same holds for a record that was moved here from another operation: its outcome must not be shown to this caller.
+    A scan does not know whose record it has found, and passes NOBODY.
     """
     try:
         row = decode_row(value)
-    except SPOILT:
+    except DECODE_ERRORS:
         return unreadable(id, now)
     if id != (row.scope, row.key) and id != NOBODY:
         return unreadable(id, now)
@@ -114,6 +117,7 @@ def read_record(id: Id, now: int, value: bytes) -> Record:
         outcome=(outcome := read_outcome(row)),
         response_hash=row.response_hash,
         note=UNREADABLE if outcome is TOMBSTONE else row.note,
+        request=row.outcome if row.state != "settled" else b"",
     )
 
 
@@ -125,7 +129,7 @@ def read_outcome(row: Row) -> Outcome | None:
         return None
     try:
         return decode_outcome(row.outcome)
-    except SPOILT:
+    except DECODE_ERRORS:
         return TOMBSTONE
 
 

@@ -1,33 +1,29 @@
-"""Walks through all records of a Redis store, for operators: list, stats and purge.  Each step is short, for others' sake."""
+"""Scans all records of a Redis store, for operators: list, stats and purge.  Each step is short, so claims are not delayed."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from ..._ledger.model import Record
 from ..._ledger.store import Filter, Page, Stats
-from ..._runtime.batching import Batcher, Submit
 from ..._runtime.plan import Plan
 from ...errors import CorruptRecord, InvalidPayload, StoreError
-from .anyones import LOOK, SWEEP, TALLY
-from .commands import Flights, Item, Plain
+from .commands import Command, CommandRunner, Item
 from .records import NOBODY, read_record
-from .scripts import Script
-
-Bundle: TypeAlias = list[Item | Plain]  # what one step of a walk asks for
+from .scripts import FIND, PURGE, STATES, Script
 
 CURSOR = re.compile(r"([0-9]{0,9})\.([0-9]{1,20})\.([0-9a-f,]*)")
 RECORD = "{" + 40 * "[0-9a-f]" + "}"  # as a pattern for SCAN
-STEP = 50  # keys at a time: the server does them in one go, and a claim that comes meanwhile waits for all of them
+STEP = 50  # keys at a time; a claim that arrives meanwhile waits until the server has scanned them
 
 
-class Trail(msgspec.Struct, frozen=True):
-    """How far a walk has come: which server (None: all are done), where in its keys, and what was found but not told."""
+class ScanCursor(msgspec.Struct, frozen=True):
+    """The position of a scan: the server (None: all are done), SCAN's position there, and records found but not returned."""
 
     server: int | None = 0
     position: int = 0
@@ -41,8 +37,8 @@ class Trail(msgspec.Struct, frozen=True):
         return f"{'' if self.server is None else self.server}.{self.position}.{','.join(self.pending)}"
 
     @classmethod
-    def read(cls, cursor: str) -> Trail:
-        """The trail that a page's cursor stands for."""
+    def read(cls, cursor: str) -> ScanCursor:
+        """From the text of a page's cursor."""
         match = CURSOR.fullmatch(cursor)
         if match is None:
             raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that this store has given")
@@ -50,106 +46,95 @@ class Trail(msgspec.Struct, frozen=True):
         return cls(int(server) if server else None, int(position), tuple(filter(None, pending.split(","))))
 
 
-class Walk:
-    """The walks of one store, over a connection of their own: they never hold up a claim."""
+class Scan:
+    """The scans of one store.  They are not batched with claims, and so never wait for these, nor these for them."""
 
-    def __init__(self, flights: Flights, prefix: str) -> None:
-        self.flights = flights
+    def __init__(self, runner: CommandRunner, prefix: str) -> None:
+        self.runner = runner
         self.prefix = prefix
-        self.lane: Batcher[Bundle] = Batcher(self._fly, limit=4, undo=self._drop)
-        self._swept = Trail()
+        self._purged = ScanCursor()
 
-    def _fly(self, bundles: list[Bundle]) -> Plan[list[list[Any]]]:
-        answers = iter((yield from self.flights.fly([item for bundle in bundles for item in bundle])))
-        return [[next(answers) for _ in bundle] for bundle in bundles]
+    def _run(self, script: Script, keys: Sequence[str]) -> Plan[list[Any]]:
+        """One result per key; None for a key that holds something else than a record."""
+        results = (yield from self.runner.run([Item(script, key) for key in keys])) if keys else []
+        return [result_or_raise(result) for result in results]
 
-    def _drop(self, bundles: list[Bundle]) -> Plan[None]:
-        """A step of a walk is not worth finishing once its caller has gone."""
-        return
-        yield
-
-    def _ask(self, script: Script, keys: Sequence[str]) -> Plan[list[Any]]:
-        """One answer per key; a key that holds something else than a record has none."""
-        bundle: Bundle = [Item(script, key) for key in keys]
-        answers = (yield Submit(self.lane, bundle)) if keys else []
-        return [told(answer) for answer in answers]
-
-    def _step(self, trail: Trail, count: int, pattern: str = RECORD) -> Plan[tuple[list[str], Trail]]:
-        """The next keys, and the trail from there."""
-        if trail.pending or trail.server is None:
-            pending = [f"{self.prefix}:{{{name}}}" for name in trail.pending]
-            return pending, msgspec.structs.replace(trail, pending=())
-        words = ("SCAN", trail.position, "MATCH", f"{self.prefix}:{pattern}", "COUNT", count)
-        bundle: Bundle = [Plain(words, trail.server)]
-        position, keys = told((yield Submit(self.lane, bundle))[0])
-        after = Trail(trail.server, int(position))
+    def _step(self, cursor: ScanCursor, count: int, pattern: str = RECORD) -> Plan[tuple[list[str], ScanCursor]]:
+        """The next keys, and the cursor behind them."""
+        if cursor.pending or cursor.server is None:
+            pending = [f"{self.prefix}:{{{name}}}" for name in cursor.pending]
+            return pending, msgspec.structs.replace(cursor, pending=())
+        words = ("SCAN", cursor.position, "MATCH", f"{self.prefix}:{pattern}", "COUNT", count)
+        (result,) = yield from self.runner.run([Command(words, cursor.server)])
+        position, keys = result_or_raise(result)
+        after = ScanCursor(cursor.server, int(position))
         if after.position == 0:
-            last = trail.server + 1 >= len(self.flights.places.primaries())
-            after = Trail(None if last else trail.server + 1)
+            last = cursor.server + 1 >= len(self.runner.topology.primaries())
+            after = ScanCursor(None if last else cursor.server + 1)
         return [key.decode(errors="replace") for key in dict.fromkeys(keys)], after
 
-    def page(self, where: Filter, limit: int, cursor: str | None) -> Plan[Page]:
-        trail = Trail.read(cursor) if cursor else Trail()
+    def page(self, where: Filter, limit: int, start: str | None) -> Plan[Page]:
+        cursor = ScanCursor.read(start) if start else ScanCursor()
         found: dict[str, Record] = {}
         count = min(limit, STEP)
-        while len(found) < limit and not trail.over:
-            keys, trail = yield from self._step(trail, count)
-            answers = yield from self._ask(LOOK, keys)
+        while len(found) < limit and not cursor.over:
+            keys, cursor = yield from self._step(cursor, count)
+            answers = yield from self._run(FIND, keys)
             records = {key: read_record(NOBODY, *answer) for key, answer in zip(keys, answers, strict=True) if answer}
-            fitting = {key: record for key, record in records.items() if fits(record, where)}
+            fitting = {key: record for key, record in records.items() if matches(record, where)}
             found.update(fitting)
             if 2 * len(fitting) < count:  # few are wanted: look at more at a time
                 count = min(2 * count, STEP)
         pending = tuple(key.partition("{")[2].rstrip("}") for key in tuple(found)[limit:])
-        trail = msgspec.structs.replace(trail, pending=pending)
-        return Page(tuple(found.values())[:limit], None if trail.over else str(trail))
+        cursor = msgspec.structs.replace(cursor, pending=pending)
+        return Page(tuple(found.values())[:limit], None if cursor.over else str(cursor))
 
     def purge(self, batch: int) -> Plan[int]:
-        """Goes on where the last one stopped, so that batch after batch passes over the keys once."""
-        trail, fresh, gone = self._swept, self._swept == Trail(), 0
-        while gone < batch and not (trail.over and (gone or fresh)):
-            if trail.over:
-                trail, fresh = Trail(), True
-            keys, after = yield from self._step(trail, STEP)
+        """Starts where the last purge stopped, so that batch after batch scans the keys once."""
+        cursor, fresh, gone = self._purged, self._purged == ScanCursor(), 0
+        while gone < batch and not (cursor.over and (gone or fresh)):
+            if cursor.over:
+                cursor, fresh = ScanCursor(), True
+            keys, after = yield from self._step(cursor, STEP)
             old = [key for key, state in (yield from self._states(keys)) if state[1] == b"absent"]
-            swept = yield from self._ask(SWEEP, old[: batch - gone])
-            trail = trail if len(old) > batch - gone else after
-            gone += sum(filter(None, swept))
-        self._swept = Trail() if trail.over else trail
+            purged = yield from self._run(PURGE, old[: batch - gone])
+            cursor = cursor if len(old) > batch - gone else after
+            gone += sum(filter(None, purged))
+        self._purged = ScanCursor() if cursor.over else cursor
         return gone
 
     def stats(self) -> Plan[Stats]:
         counts: Counter[str] = Counter()
-        trail = Trail()
-        while not trail.over:
-            keys, trail = yield from self._step(trail, STEP)
+        cursor = ScanCursor()
+        while not cursor.over:
+            keys, cursor = yield from self._step(cursor, STEP)
             for _, (stored, state) in (yield from self._states(keys)):
                 counts[stored.decode()] += 1
                 counts["expired"] += state == b"absent"
                 counts["lapsed"] += state == b"lapsed"
-        trail = Trail()
-        while not trail.over:
-            keys, trail = yield from self._step(trail, STEP, RECORD + ":*")
+        cursor = ScanCursor()
+        while not cursor.over:
+            keys, cursor = yield from self._step(cursor, STEP, RECORD + ":*")
             counts["archived"] += len(keys)
         return Stats(**{name: counts[name] for name in Stats.__struct_fields__})
 
     def _states(self, keys: list[str]) -> Plan[list[tuple[str, list[bytes]]]]:
         """The stored and the actual state of each key that holds a record."""
-        states = yield from self._ask(TALLY, keys)
+        states = yield from self._run(STATES, keys)
         return [(key, state) for key, state in zip(keys, states, strict=True) if state and state[0] != b"deleted"]
 
 
-def told(answer: Any) -> Any:
-    """The answer, unless it is an error; something that is no record is none of ours."""
-    if isinstance(answer, CorruptRecord):
+def result_or_raise(result: Any) -> Any:
+    """The result, unless it is an error; None if something that is no record lies under the key."""
+    if isinstance(result, CorruptRecord):
         return None
-    if isinstance(answer, StoreError):
-        raise answer
-    return answer
+    if isinstance(result, StoreError):
+        raise result
+    return result
 
 
-def fits(record: Record, where: Filter) -> bool:
-    """Whether the record is one that the filter asks for."""
+def matches(record: Record, where: Filter) -> bool:
+    """Whether the filter asks for the record."""
     if record.id == NOBODY:  # it could not be read
         return False
     lapsed = record.state == "running" and record.lease_until <= record.now

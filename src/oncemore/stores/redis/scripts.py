@@ -1,11 +1,12 @@
-"""The scripts of the Redis store, one for each verb: each is atomic, compares only the server's clock, and can be sent twice.
+"""The Lua scripts of the Redis store, one for each verb.  Each is atomic, uses the server's clock, and may be sent twice.
 
-A record is a string that holds one msgpack array: FIELDS, of which the last two are there once it is settled.  Beside a
-hash of the same fields it takes half of the memory and half of the server's time.  Times are whole microseconds.
+A record is a string with one msgpack array: FIELDS, and then the request of a record that is not settled, if it has one,
+or the outcome and its hash of a settled record.  A hash of the same fields would take twice the memory and twice the
+server's time.  Times are whole microseconds.
 
 One call carries any number of items of the same verb: KEYS are the records, ARGV the clock's shift, the channel for
-wake-ups, and then each item's own arguments.  In a cluster, where the records of a group live in different slots, each
-item is a call of its own.
+wake-ups, and then the arguments of each item.  In a cluster, where records are in different slots, each item is a call
+of its own.
 """
 
 from __future__ import annotations
@@ -13,26 +14,27 @@ from __future__ import annotations
 import hashlib
 import re
 
-# The scripts rewrite the head; the rest they only move about, and of that look at no more than who claimed what.
+# The scripts rewrite the head.  The other fields they copy as they are; of these they read only holder and fingerprint.
 HEAD = (
     "state", "token", "attempts", "created_at", "lease_until", "settled_at", "expires_at", "accessed_at", "note",
     "audit", "watched", "lapsed", "decision",
 )  # fmt: skip
-FIELDS = (*HEAD, "holder", "fingerprint", "scope", "key", "name", "outcome", "response_hash")
+FIELDS = (*HEAD, "holder", "fingerprint", "scope", "key", "name")
 
-# The state is read off the clock as in _ledger/states.py.  A deleted record leaves its token behind for a day, so that
-# the next one's is higher even if the clock was set back.  Settled and released records stay for a minute after they
-# have expired, for the same reason; those kept for the audit stay until they are archived.
+# The clock decides the state as in _ledger/states.py.  A deleted record leaves its token behind for a day, so that the
+# next token is higher even if the clock was set back.  For the same reason, settled and released records stay for a minute
+# after they have expired.  Records that are kept for the audit stay until they are archived.
 CAPITALS = re.compile(r"\b[A-Z_]+\b")
 PRELUDE = r"""
 local time = redis.call('TIME')
 local real = time[1] * 1000000 + time[2]
 local now = real + ARGV[1]
 local GRACE, DAY = 60000, 86400000
-local DELETED, OPEN, SETTLED = '\220\0\13', '\220\0\18', '\220\0\20'  -- how an array of so many begins
+-- The first bytes of an array of 13, 14, 18, 19 or 20 fields: ASKED is an open record with a request.
+local DELETED, UNCLAIMED, OPEN, ASKED, SETTLED = '\220\0\13', '\220\0\14', '\220\0\18', '\220\0\19', '\220\0\20'
 local pack, peek = cmsgpack.pack, cmsgpack.unpack_limit
 
-local function judged(state, lease_until, expires_at)
+local function state_now(state, lease_until, expires_at)
   if state == 'running' then
     return (tonumber(lease_until) or 0) <= now and 'lapsed' or state
   elseif state == 'settled' or state == 'released' then
@@ -42,7 +44,7 @@ local function judged(state, lease_until, expires_at)
   return state == 'held' and state or state == 'deleted' and 'absent' or 'unreadable'
 end
 
--- The fields up to *last*, and what the clock makes of the state; nil where there is nothing, an error where it is not ours.
+-- The fields up to *last*, and the state by the clock as `now`; nil if there is no record, an error if it is no string.
 local function read(key, last)
   local value = redis.pcall('GET', key)
   if not value or type(value) == 'table' then
@@ -52,7 +54,7 @@ local function read(key, last)
   if not r[1] then
     r = {}
   end
-  r.value, r.last, r.now = value, last, judged(r[STATE], r[LEASE_UNTIL], r[EXPIRES_AT])
+  r.value, r.last, r.now = value, last, state_now(r[STATE], r[LEASE_UNTIL], r[EXPIRES_AT])
   return r
 end
 
@@ -64,9 +66,21 @@ local function save(key, value, expiry)
   end
 end
 
-local function write(key, kind, r, tail, expiry)
-  local rest = r[2] > 0 and string.sub(r.value, r[2] + 1) or ''
-  save(key, kind .. pack(unpack(r, STATE, r.last)) .. rest .. tail, expiry)
+-- The end of the last field that every record has, if there is something behind it.
+local function name_end(r)
+  return (peek(r.value, NAME - 2, 3))
+end
+
+-- Write the record with its changed head.  An outcome, with its hash, takes the place of the request.
+local function write(key, r, expiry, outcome)
+  local header, rest = string.sub(r.value, 1, 3), r[2] > 0 and string.sub(r.value, r[2] + 1) or ''
+  if outcome then
+    if header == ASKED then
+      rest = string.sub(r.value, r[2] + 1, name_end(r))
+    end
+    header, rest = SETTLED, rest .. outcome
+  end
+  save(key, header .. pack(unpack(r, STATE, r.last)) .. rest, expiry)
 end
 
 local function lifetime(retention, audit)
@@ -81,15 +95,15 @@ local function archive(key, r)
   redis.call('RENAME', key, key .. ':' .. string.format('%.0f', r[TOKEN]))
 end
 
--- A wake-up that cannot be sent must not undo the write; whoever waits looks again by itself.
-local function ring(scope, name)
+-- A wake-up that cannot be sent must not undo the write; a waiter also looks by itself, now and then.
+local function notify(scope, name)
   redis.pcall('PUBLISH', ARGV[2], #scope .. ':' .. scope .. name)
 end
 
-local function ring_if_watched(r)
+local function notify_if_watched(r)
   if r[WATCHED] then
     local all = {true, peek(r.value, KEY - 2, 3)}
-    ring(all[SCOPE], all[KEY])
+    notify(all[SCOPE], all[KEY])
     r[WATCHED] = false
   end
 end
@@ -103,7 +117,7 @@ end
 return answers
 """
 
-# The owner's record; and 1 where it is running, 2 where it has come to *target* before, 0 where the token does not fit.
+# The owner's record; and 1 if it is running, 2 if it is in the state *target* already, 0 if the token is another.
 OWNED = """
 local function owned(key, token, target)
   local r = read(key, DECISION)
@@ -119,11 +133,11 @@ end
 
 
 class Script:
-    """One verb in Lua.  *width* is the number of arguments of each item."""
+    """One verb in Lua.  Each item has *width* arguments."""
 
     def __init__(self, name: str, width: int, *parts: str) -> None:
-        # Where each field is in what `read` gives: before them come a success and how far it has read.
-        numbers = {"WIDTH": width, **{field.upper(): at for at, field in enumerate(FIELDS[:-3], start=3)}}
+        # The index of each field in the result of `read`; before them come a success and the number of bytes read.
+        numbers = {"WIDTH": width, **{field.upper(): at for at, field in enumerate(FIELDS, start=3)}}
         text = CAPITALS.sub(lambda name: str(numbers.get(name[0], name[0])), PRELUDE + "".join(parts) + LOOP)
         self.name = name
         self.width = width
@@ -131,35 +145,39 @@ class Script:
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
 
 
-# lease, who claims what → the token, which is the time, of a first claim; {token, lease_until, attempts, lapsed} of a
-# further one; or {now, record} of the one in the way.
-# A claim sent twice is granted twice, with the same token; once its lease was given back, its holder's name is used up.
+# lease, packed fields from holder to name, packed request or '' → the token, which is the time, of a first claim;
+# {token, lease_until, attempts, lapsed} of a later one; or {now, record} of the record that prevents it.
+# A claim that is sent twice is granted twice, with the same token; but not after its lease has ended.
 CLAIM = Script(
     "claim",
-    2,
+    3,
     """
-local function grant(key, a, token, attempts, created_at, watched, lapsed)
+local function grant(key, a, token, attempts, created_at, watched, lapsed, request)
   local lease_until = now + ARGV[a]
-  redis.call('SET', key, OPEN .. pack('running', token, attempts, created_at, lease_until, nil, nil, nil, '',
-    false, watched, lapsed, nil) .. ARGV[a + 1])
+  redis.call('SET', key, (request == '' and OPEN or ASKED) .. pack('running', token, attempts, created_at, lease_until,
+    nil, nil, nil, '', false, watched, lapsed, nil) .. ARGV[a + 1] .. request)
   return lease_until
 end
 
 local function grant_again(key, a, r)
   local token, attempts, created_at, watched, lapsed = next_token(r), 1, now, false, r.now == 'lapsed'
+  local request = ARGV[a + 2]
   if r.now ~= 'absent' then
     attempts, created_at, watched = (tonumber(r[ATTEMPTS]) or 0) + 1, r[CREATED_AT], r[WATCHED]
+    if request == '' and string.sub(r.value, 1, 3) == ASKED then
+      request = string.sub(r.value, name_end(r) + 1)
+    end
   elseif r[AUDIT] then
     archive(key, r)
   end
-  local lease_until = grant(key, a, token, attempts, created_at, watched, lapsed)
+  local lease_until = grant(key, a, token, attempts, created_at, watched, lapsed, request)
   return {token, lease_until, attempts, lapsed and 1 or 0}
 end
 
 local function verb(key, a)
   local r = read(key, FINGERPRINT)
   if not r then
-    grant(key, a, real, 1, now, false, false)
+    grant(key, a, real, 1, now, false, false, ARGV[a + 2])
     return real
   elseif r.err then
     return r
@@ -168,52 +186,49 @@ local function verb(key, a)
   local again = r[HOLDER] == holder
   if again and r[STATE] == 'running' then
     r[LEASE_UNTIL] = now + ARGV[a]
-    write(key, OPEN, r, '')
+    write(key, r)
     return {r[TOKEN], r[LEASE_UNTIL], r[ATTEMPTS], r[LAPSED] and 1 or 0}
   end
   local free = r.now == 'released' or r.now == 'lapsed'
-  if r.now == 'absent' or (free and r[FINGERPRINT] == fingerprint and not again) then
+  if not again and (r.now == 'absent' or free and r[FINGERPRINT] == fingerprint) then
     return grant_again(key, a, r)
   end
   if r.now == 'running' and not r[WATCHED] then
     r[WATCHED] = true
-    write(key, OPEN, r, '')
+    write(key, r)
   end
   return {now, r.value}
 end
 """,
 )
 
-# who claims what → 1 where that claim was granted and its lease is given back, by one who will not use it; else 0.
-# What was in doubt stays in doubt, and what had failed before is remembered for longer; if it had not, the next is the first.
+# holder → 1 if the claim with that name was granted and is undone; otherwise 0.
+# A first attempt leaves its token and holder behind for a minute: a copy of the claim may still be on its way.
 UNCLAIM = Script(
     "unclaim",
     1,
     """
 local function verb(key, a)
   local r = read(key, HOLDER)
-  local _, holder = peek(ARGV[a], 1)
-  if not r or r.err or r[STATE] ~= 'running' or r[HOLDER] ~= holder then
+  if not r or r.err or r[STATE] ~= 'running' or r[HOLDER] ~= ARGV[a] then
     return 0
   end
-  ring_if_watched(r)
+  notify_if_watched(r)
   if r[LAPSED] then
     r[LEASE_UNTIL] = now
-    write(key, OPEN, r, '')
+    write(key, r)
+  elseif r[ATTEMPTS] == 1 then
+    save(key, UNCLAIMED .. pack('deleted', r[TOKEN], 0, 0, 0, nil, nil, nil, '', false, false, false, '', ARGV[a]), GRACE)
   else
-    local retention = DAY * 1000
-    if r[ATTEMPTS] == 1 then
-      retention, r[ATTEMPTS] = GRACE * 1000, 0
-    end
-    r[STATE], r[EXPIRES_AT] = 'released', now + retention
-    write(key, OPEN, r, '', lifetime(retention))
+    r[STATE], r[EXPIRES_AT] = 'released', now + DAY * 1000
+    write(key, r, lifetime(DAY * 1000))
   end
   return 1
 end
 """,
 )
 
-# token, lease → lease_until, or 0 for a late owner.  A lease of nothing ends it now, which those who wait should know.
+# token, lease → lease_until, or 0 for a late owner.  A lease of 0 ends it now, so the waiters are notified.
 RENEW = Script(
     "renew",
     2,
@@ -226,9 +241,9 @@ local function verb(key, a)
   end
   r[LEASE_UNTIL] = now + ARGV[a + 1]
   if r[LEASE_UNTIL] <= now then
-    ring_if_watched(r)
+    notify_if_watched(r)
   end
-  write(key, OPEN, r, '')
+  write(key, r)
   return r[LEASE_UNTIL]
 end
 """,
@@ -243,19 +258,19 @@ SETTLE = Script(
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'settled')
   if own == 1 then
-    ring_if_watched(r)
+    notify_if_watched(r)
     r[STATE], r[SETTLED_AT], r[ACCESSED_AT], r[EXPIRES_AT] = 'settled', now, now, now + ARGV[a + 1]
     if ARGV[a + 2] ~= '' then
       r[NOTE], r[AUDIT] = cmsgpack.unpack(ARGV[a + 2])
     end
-    write(key, SETTLED, r, ARGV[a + 3], lifetime(ARGV[a + 1], r[AUDIT]))
+    write(key, r, lifetime(ARGV[a + 1], r[AUDIT]), ARGV[a + 3])
   end
   return own
 end
 """,
 )
 
-# token, retention → as settle.  One for no time at all leaves nothing that a second one could find released.
+# token, retention → as settle.  After one with a retention of 0, a second one does not find the record released.
 RELEASE = Script(
     "release",
     2,
@@ -264,9 +279,9 @@ RELEASE = Script(
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'released')
   if own == 1 then
-    ring_if_watched(r)
+    notify_if_watched(r)
     r[STATE], r[EXPIRES_AT] = 'released', now + ARGV[a + 1]
-    write(key, OPEN, r, '', lifetime(ARGV[a + 1]))
+    write(key, r, lifetime(ARGV[a + 1]))
   elseif own == 0 and r and ARGV[a + 1] == '0' and r[STATE] == 'released' and r[TOKEN] == tonumber(ARGV[a]) then
     return 2
   end
@@ -284,16 +299,16 @@ HOLD = Script(
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'held')
   if own == 1 then
-    ring_if_watched(r)
+    notify_if_watched(r)
     r[STATE], r[NOTE] = 'held', ARGV[a + 1]
-    write(key, OPEN, r, '')
+    write(key, r)
   end
   return own
 end
 """,
 )
 
-# token, retention → 1 where the record is settled under that token and lives on.
+# token, retention → 1 if the record is settled under that token, and now expires later.
 TOUCH = Script(
     "touch",
     2,
@@ -307,7 +322,111 @@ local function verb(key, a)
     return 0
   end
   r[ACCESSED_AT], r[EXPIRES_AT] = now, now + ARGV[a + 1]
-  write(key, SETTLED, r, '', lifetime(ARGV[a + 1], r[AUDIT]))
+  write(key, r, lifetime(ARGV[a + 1], r[AUDIT]))
+  return 1
+end
+""",
+)
+
+# → {now, record}, or nothing if it is absent.
+FIND = Script(
+    "find",
+    0,
+    """
+local function verb(key)
+  local r = read(key, DECISION)
+  if not r or r.err then
+    return r or false
+  end
+  return r.now ~= 'absent' and {now, r.value}
+end
+""",
+)
+
+# → the state as stored and by the clock; nothing if it is no record.
+STATES = Script(
+    "states",
+    0,
+    """
+local function verb(key)
+  local r = read(key, DECISION)
+  if not r or r.err or r.now == 'unreadable' then
+    return false
+  end
+  return {r[STATE], r.now}
+end
+""",
+)
+
+# nonce, retention, note, settled or released, outcome and its hash → {now, record}, or the state that forbids it.
+RESOLVE = Script(
+    "resolve",
+    5,
+    """
+local function verb(key, a)
+  local r = read(key, DECISION)
+  if not r or r.err then
+    return r or 'absent'
+  end
+  if r.now == 'held' or r.now == 'lapsed' then
+    notify_if_watched(r)
+    local target = ARGV[a + 3]
+    r[STATE], r[TOKEN], r[NOTE], r[DECISION] = target, next_token(r), ARGV[a + 2], ARGV[a]
+    r[EXPIRES_AT] = now + ARGV[a + 1]
+    if target == 'settled' then
+      r[SETTLED_AT], r[ACCESSED_AT] = now, now
+    end
+    write(key, r, lifetime(ARGV[a + 1]), target == 'settled' and ARGV[a + 4])
+  elseif r.now == 'absent' or r[DECISION] ~= ARGV[a] then
+    return r.now
+  end
+  return {now, redis.call('GET', key)}
+end
+""",
+)
+
+# nonce, scope, key → 1 if there was a record, 0 if there was none, -1 if it is running.
+DELETE = Script(
+    "delete",
+    3,
+    """
+local function verb(key, a)
+  local r = read(key, DECISION)
+  if r and r.err then
+    return r
+  end
+  if r and r.now == 'running' then
+    return -1
+  end
+  local again = r and r[STATE] == 'deleted' and r[DECISION] == ARGV[a]
+  if r and r[STATE] ~= 'deleted' then
+    if r.now == 'absent' and r[AUDIT] then
+      archive(key, r)
+    end
+    save(key, DELETED .. pack('deleted', tonumber(r[TOKEN]) or 0, 0, 0, 0, nil, nil, nil, '', false, false, false,
+      ARGV[a]), DAY)
+  end
+  notify(ARGV[a + 1], ARGV[a + 2])
+  return (again or r and r.now ~= 'absent') and 1 or 0
+end
+""",
+)
+
+# → 1 if the record had expired and is gone now; it is archived if its rule asks for that.
+PURGE = Script(
+    "purge",
+    0,
+    """
+local function verb(key)
+  local r = read(key, DECISION)
+  if not r or r.err or r.now ~= 'absent' or r[STATE] == 'deleted' then
+    return 0
+  end
+  if r[AUDIT] then
+    archive(key, r)
+  else
+    redis.call('DEL', key)
+  end
   return 1
 end
 """,

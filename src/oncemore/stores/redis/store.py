@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,32 +14,33 @@ import msgspec
 from ..._ledger.connect import hide_password, take_options
 from ..._ledger.decisions import fenced, not_deletable, not_resolvable
 from ..._ledger.events import log
-from ..._ledger.model import Lease, Operation, Outcome, Record
+from ..._ledger.model import Claim, Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Holder, Page, Stats
-from ..._runtime.batching import Batcher, Submit
+from ..._runtime.batching import Submit
 from ..._runtime.forks import reset_in_child
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, StoreError
-from .anyones import DELETE, LOOK, RESOLVE
-from .commands import Flights, Item, Plain, TooFewReplicas
-from .listener import Listener
-from .nodes import NodeBatchers
-from .records import MICRO, HeldLease, clean, digest, fields, micros, outcome_fields, read_record
-from .scan import Bundle, Walk
-from .scripts import CLAIM, HOLD, RELEASE, RENEW, SETTLE, TOUCH, UNCLAIM
-from .topology import read_places
+from .commands import Batch, Command, CommandRunner, Item, NodeBatchers
+from .connection import Address
+from .listener import RedisListener
+from .records import MICRO, HeldLease, clean, digest, encode, fields, micros, outcome_fields, read_record
+from .scan import Scan
+from .scripts import CLAIM, DELETE, FIND, HOLD, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH, UNCLAIM, Script
+from .topology import read_topology
 
 OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": 0}
 PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-# What the scripts call, and what the connections are opened and watched with.
+# The commands of the scripts, and those that open and watch connections.
 ACL = (
     "+eval +evalsha +time +get +set +del +rename +publish +subscribe +scan +ping +info +wait "
     "+select +client|setname +client|setinfo +cluster|slots +asking"
 )
-# Two smaller groups keep the server and this process at work at the same time; one large one makes them take turns.
-GROUP = 32
-GRANTED = 4  # so many parts has the answer to a claim that was granted, and not for the first time
+# With two smaller batches the server and this process work at the same time; with one large batch they take turns.
+BATCH_LIMIT = 32
+GRANTED = 4  # parts in the answer to a claim that was granted, and not for the first time
+MOST_PENDING = 1000  # undos; in a long failure, the claims before the last ones were hardly ever sent
+UNDO_SECONDS = 1.0  # a caller that was cancelled or interrupted may wait for this
 
 
 def connect(url: str) -> RedisStore:
@@ -52,9 +53,9 @@ def schema(url: str) -> str:
     _, options = read_options(url)
     prefix = options["prefix"]
     return f"""\
-# oncemore keeps its records under {prefix}:{{...}} and announces changes on {prefix}:rung.
+# oncemore keeps its records under {prefix}:{{...}} and announces changes on {prefix}:changes.
 # Nothing has to be created.  A user with no more rights than it needs:
-ACL SETUSER {prefix} on >CHANGE-ME resetkeys ~{prefix}:* resetchannels &{prefix}:rung nocommands \
+ACL SETUSER {prefix} on >CHANGE-ME resetkeys ~{prefix}:* resetchannels &{prefix}:changes nocommands \
 {ACL}
 # (Redis 7.0 has no client|setinfo, and does not need it: leave it out there.)
 # Run with maxmemory-policy noeviction, or records are lost while they are still needed.
@@ -63,9 +64,9 @@ ACL SETUSER {prefix} on >CHANGE-ME resetkeys ~{prefix}:* resetchannels &{prefix}
 
 
 class RedisStore:
-    """Records as strings, verbs as scripts; what callers ask for at the same time travels together."""
+    """Records are strings and verbs are scripts; concurrent calls are sent in batches."""
 
-    lender = None  # there is no transaction that an effect could join
+    lender = None  # Redis has no transaction that an effect could join
 
     def __init__(self, url: str) -> None:
         self.url = hide_password(url)
@@ -75,40 +76,25 @@ class RedisStore:
         self.shift = 0.0
         self.holder = Holder()
         self.prefix: str = options["prefix"]
-        self.channel = f"{self.prefix}:rung"
-        self.places = read_places(rest, timeout=options["timeout"] / 2)
-        if options["wait_replicas"] and not self.places.grouped:
-            raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
-        self._timeout: float = options["timeout"]
+        self.channel = f"{self.prefix}:changes"
+        self.topology = read_topology(rest)
         self._replicas: int = options["wait_replicas"]
-        self._flights: list[Flights] = []
-        self._claims = self._batcher(self._fly_claims, unclaim, undo=self._undo)
-        self._writes = self._batcher(Flights.fly)
-        self._walk = Walk(self._new_flights(), self.prefix)
-        self._listener = Listener(self.places, self.channel, self.wakeups)
+        if self._replicas and not self.topology.one_primary:
+            raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
+        self._runner = CommandRunner(self.topology, self._common, timeout=options["timeout"])
+        self._claims = NodeBatchers(
+            self.topology, self._run_claims, limit=BATCH_LIMIT, linger=False, undo=self._undo_claims
+        )
+        self._writes = NodeBatchers(self.topology, self._run_writes, limit=BATCH_LIMIT, linger=False)
+        self._scan = Scan(self._runner, self.prefix)
+        self._listener = RedisListener(self.topology, self._runner.pool, self.channel, self.wakeups)
+        self._pending_undos: deque[Item] = deque(maxlen=MOST_PENDING)
         self._reset()
         reset_in_child(self)
-        weakref.finalize(self, self._listener.stop)
+        weakref.finalize(self, self._listener.close)
 
     def _reset(self) -> None:
-        self._looked = False  # at the server, with the first claim
-
-    def _batcher(
-        self,
-        fly: Callable[[Flights, list[Any]], Plan[list[Any]]],
-        owes: Callable[[Item], Item] | None = None,
-        **options: Any,
-    ) -> Batcher[Any]:
-        def one() -> Batcher[Any]:
-            flights = self._new_flights(replicas=self._replicas, undo=owes)
-            return Batcher(partial(fly, flights), limit=GROUP, linger=False, **options)
-
-        return one() if self.places.grouped else NodeBatchers(one, self.places.place)
-
-    def _new_flights(self, *, replicas: int = 0, undo: Callable[[Item], Item] | None = None) -> Flights:
-        flights = Flights(self.places, self._common, timeout=self._timeout, replicas=replicas, undo=undo)
-        self._flights.append(flights)
-        return flights
+        self._checked = False  # the server's settings, with the first claim
 
     def _common(self) -> tuple[int, str]:
         return round(self.shift * MICRO), self.channel
@@ -116,16 +102,21 @@ class RedisStore:
     def _name(self, id: Id) -> str:
         return f"{self.prefix}:{{{digest(id)}}}"
 
-    def _held(self, lease: Lease) -> str:
-        return lease.record if isinstance(lease, HeldLease) else self._name(lease.operation.id)
+    def _write(self, script: Script, key: str, *args: Any) -> Submit[Item]:
+        """Effect: one record's call of *script*, together with those of other callers."""
+        return Submit(self._writes.for_key(key), Item(script, key, args))
+
+    def _run_writes(self, items: list[Item]) -> Plan[list[Any]]:
+        return Batch(self._runner, items, self._replicas).run()
 
     # Claims
 
-    def claim(self, operation: Operation, *, lease: float) -> Plan[Lease | Record]:
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
         id = operation.id
-        name = self._name(id)
-        about = fields(self.holder.next(), operation.fingerprint, *id, operation.name)
-        answer = yield Submit(self._claims, Item(CLAIM, name, (micros(lease), about)))
+        name, holder = self._name(id), self.holder.next()
+        about = fields(holder, operation.fingerprint, *id, operation.name)
+        args = (micros(lease), about, encode(request) if request else b"")
+        answer = yield Submit(self._claims.for_key(name), Item(CLAIM, name, args, holder))
         if isinstance(answer, int):
             return HeldLease(operation, answer, answer / MICRO + self.shift + lease, record=name)
         if len(answer) == GRANTED:
@@ -133,28 +124,58 @@ class RedisStore:
             return HeldLease(operation, token, lease_until / MICRO, attempt, lapsed == 1, record=name)
         return read_record(id, *answer)
 
-    def _fly_claims(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
-        """The claims; those that do not count, for want of replicas, are given back: nobody will perform them."""
-        answers = yield from (flights.fly(items) if self._looked else self._fly_and_look(flights, items))
-        if self._replicas:
-            short = zip(items, answers, strict=True)
-            bundle: Bundle = [unclaim(item) for item, answer in short if isinstance(answer, TooFewReplicas)]
-            if bundle:
-                with suppress(StoreError):  # where that fails, they lapse
-                    yield Submit(self._walk.lane, bundle)
-        return answers
+    def _run_claims(self, claims: list[Item]) -> Plan[list[Any]]:
+        check = [] if self._checked else [Command(("INFO", "memory"))]
+        node = self.topology.address(claims[0].key)
+        batch = yield from self._send_behind_undos(node, [*claims, *check], self._replicas)
+        if batch.uncounted:
+            yield from self._undo_claims(batch.uncounted)
+        results = batch.results[-len(claims) - len(check) :]
+        if check:
+            self._check_server(results.pop(), results)
+        return results
 
-    def _fly_and_look(self, flights: Flights, items: list[Any]) -> Plan[list[Any]]:
-        """The first claims, and with them a look at the server; from now on the guard's cache hears of deletions."""
-        self._listener.start()
-        *answers, told = yield from flights.fly([*items, Plain(("INFO", "memory"))])
-        self._looked = not all(isinstance(answer, StoreError) for answer in answers)
-        if isinstance(told, bytes):  # one that does not tell is trusted
-            self._warn_of_eviction(told)
-        return answers
+    def _undo_claims(self, claims: Sequence[Item]) -> Plan[None]:
+        """Undo claims that nobody will use: now, or ahead of the next claims if the server does not answer soon."""
+        self._pending_undos.extend(map(undo_of, claims))
+        yield from self._send_behind_undos(self.topology.address(claims[0].key), [], timeout=UNDO_SECONDS)
 
-    def _warn_of_eviction(self, memory: bytes) -> None:
-        policy = re.search(rb"maxmemory_policy:(\S+)", memory)
+    def _send_behind_undos(
+        self, node: Address, items: list[Any], replicas: int = 0, timeout: float | None = None
+    ) -> Plan[Batch]:
+        """Send *items* and all pending undos for *node* in one batch; claims without an answer become pending undos."""
+        undos = self._take_pending_undos(node) if self._pending_undos else []
+        batch = Batch(self._runner, [*undos, *items], replicas, timeout)
+        try:
+            yield from batch.run()
+        except BaseException:  # the batcher undoes the claims of a batch that was interrupted
+            self._pending_undos.extend(undos)
+            raise
+        self._pending_undos.extend(map(undo_of, batch.uncertain))
+        return batch
+
+    def _take_pending_undos(self, node: Address) -> list[Item]:
+        """Each once, even if several threads and loops do this at the same time; those for other nodes are left."""
+        undos: list[Item] = []
+        with suppress(IndexError):
+            for _ in range(len(self._pending_undos)):
+                undo = self._pending_undos.popleft()
+                (undos if self.topology.address(undo.key) == node else self._pending_undos).append(undo)
+        return undos
+
+    def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
+        undos = [Item(UNCLAIM, self._name(claim.operation.id), (claim.holder,)) for claim in claims]
+        for result in (yield from self._runner.run(undos)):
+            if isinstance(result, StoreError):
+                raise result
+        for claim in claims:
+            self.wakeups.notify(claim.operation.id)
+
+    def _check_server(self, memory: Any, results: list[Any]) -> None:
+        """After the first claims: warn if the server evicts records, and from now on hear of other processes' changes."""
+        self._listener.listen()
+        self._checked = not all(isinstance(result, StoreError) for result in results)
+        policy = re.search(rb"maxmemory_policy:(\S+)", memory) if isinstance(memory, bytes) else None
         if policy and policy[1] != b"noeviction":
             log.warning(
                 "%s evicts records when its memory is full (maxmemory-policy %s), and what was done may be done again: "
@@ -163,16 +184,13 @@ class RedisStore:
                 policy[1].decode(),
             )
 
-    def _undo(self, items: list[Item]) -> Plan[None]:
-        """Give back what was granted to callers that have gone."""
-        bundle: Bundle = [unclaim(item) for item in items]
-        yield Submit(self._walk.lane, bundle)
+    # Verbs of the lease's owner
 
-    # The owner's verbs
+    def _held(self, lease: Lease) -> str:
+        return lease.record if isinstance(lease, HeldLease) else self._name(lease.operation.id)
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
-        item = Item(RENEW, self._held(held), (held.token, micros(lease)))
-        until = owned((yield Submit(self._writes, item)), held)
+        until = owned((yield self._write(RENEW, self._held(held), held.token, micros(lease))), held)
         return msgspec.structs.replace(held, expires_at=until / MICRO)
 
     def settle(
@@ -180,84 +198,79 @@ class RedisStore:
     ) -> Plan[None]:
         extras = fields(note, audit) if note or audit else b""
         args = (held.token, micros(retention), extras, outcome_fields(outcome))
-        owned((yield Submit(self._writes, Item(SETTLE, self._held(held), args))), held)
+        owned((yield self._write(SETTLE, self._held(held), *args)), held)
         self.wakeups.notify(held.operation.id)
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        owned((yield Submit(self._writes, Item(RELEASE, self._held(held), (held.token, micros(retention))))), held)
+        owned((yield self._write(RELEASE, self._held(held), held.token, micros(retention))), held)
         self.wakeups.notify(held.operation.id)
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
-        owned((yield Submit(self._writes, Item(HOLD, self._held(held), (held.token, clean(note))))), held)
+        owned((yield self._write(HOLD, self._held(held), held.token, clean(note))), held)
         self.wakeups.notify(held.operation.id)
 
-    # Anyone's
+    # Verbs that need no lease
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
-        yield Submit(self._writes, Item(TOUCH, self._name(record.id), (record.token, micros(retention))))
+        yield self._write(TOUCH, self._name(record.id), record.token, micros(retention))
 
     def watch(self, record: Record) -> Plan[None]:
-        """The claim that was stopped has asked for a message; someone listens."""
-        self._listener.start()
+        """Have this process listen; the claim that was prevented has asked the holder for a message."""
+        self._listener.listen()
         yield from ()
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        answer = yield Submit(self._writes, Item(LOOK, self._name((scope, key))))
+        answer = yield self._write(FIND, self._name((scope, key)))
         return read_record((scope, key), *answer) if answer else None
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
-        return self._walk.page(where, limit, cursor)
+        return self._scan.page(where, limit, cursor)
 
     def resolve(
         self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
     ) -> Plan[Record]:
         kept = ("settled", outcome_fields(outcome)) if outcome else ("released", b"")
         args = (self.holder.next(), micros(retention), clean(note), *kept)
-        answer = yield Submit(self._writes, Item(RESOLVE, self._name((scope, key)), args))
+        answer = yield self._write(RESOLVE, self._name((scope, key)), *args)
         if isinstance(answer, bytes):
             raise not_resolvable(answer.decode())
         self.wakeups.notify((scope, key))
         return read_record((scope, key), *answer)
 
     def delete(self, scope: str, key: str) -> Plan[bool]:
-        args = (self.holder.next(), scope, key)
-        answer = yield Submit(self._writes, Item(DELETE, self._name((scope, key)), args))
+        answer = yield self._write(DELETE, self._name((scope, key)), self.holder.next(), scope, key)
         if answer < 0:
             raise not_deletable()
         self.wakeups.notify((scope, key))
         return bool(answer)
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
-        return self._walk.purge(batch)
+        return self._scan.purge(batch)
 
     def stats(self) -> Plan[Stats]:
-        return self._walk.stats()
-
-    # The end
+        return self._scan.stats()
 
     def close(self) -> None:
-        """End this process's connections and thread, but for those of event loops; the next use opens them again."""
+        """Close the connections of threads, and stop the listener; the next use opens them again."""
         self._reset()
-        self._listener.stop()
-        for flights in tuple(self._flights):
-            flights.close()
+        self._listener.close()
+        self._runner.pool.close()
 
     async def aclose(self) -> None:
-        """As `close`, for the running event loop too, once nothing is in flight on it."""
-        for batcher in (self._claims, self._writes, self._walk.lane):
-            await batcher.drain()
-        for flights in tuple(self._flights):
-            await flights.aclose()
+        """As `close`, and also the connections of the running event loop, once its batches are done."""
+        await self._claims.drain()
+        await self._writes.drain()
+        await self._runner.pool.aclose()
         self.close()
 
 
-def unclaim(item: Item) -> Item:
-    """What takes back a claim, if it was granted, that nobody will use."""
-    return Item(UNCLAIM, item.key, item.args[1:]) if item.script is CLAIM else item
+def undo_of(item: Item) -> Item:
+    """The call that undoes a claim, or an undo that has to be sent again."""
+    return Item(UNCLAIM, item.key, (item.holder,)) if item.script is CLAIM else item
 
 
 def owned(answer: int, held: Lease) -> int:
-    """The answer to an owner's verb; to a late owner's it is 0."""
+    """The answer to an owner's verb.  Raises Fenced if it is 0: the lease is lost."""
     if not answer:
         raise fenced(held)
     return answer

@@ -1,149 +1,172 @@
-"""Where the commands of a Redis store go: to one server, to a sentinel's primary, or to the nodes of a cluster."""
+"""Which server has which record: the server of the URL, the primary that sentinels name, or the nodes of a cluster."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, Protocol
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 import redis.asyncio.connection
+import redis.asyncio.retry
+import redis.asyncio.sentinel
 import redis.connection
+import redis.retry
+import redis.sentinel
+from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from ..._ledger.connect import hide_password
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, StoreError, StoreUnavailable
-from .connection import Address, Dial, Exchange, HangUp, Line, Parcel, pack
+from .connection import CONNECTION_ERRORS, Address, ConnectionPool, Connector, RoundTrip, pack
 
 SENTINEL_PORT = 26379
 REDIS_PORT = 6379
-AUTHORITY = re.compile(r"[/?#]")  # what it ends with; it is between the second of these and the third
+SEPARATOR = re.compile(r"[/?#]")  # the host is between the second and the third of these
 
 
-class Places(Protocol):
-    """Knows the address for each key; what it does not know, it asks for."""
+class Topology(Protocol):
+    """Knows the address of the primary for each key.  If it may be wrong, it is located again before the next attempt."""
 
-    dial: Dial
-    grouped: bool  # whether one script call may carry the records of a group
-    known: bool  # False: it has to be asked for; until it was, what was known last is better than nothing
+    connector: Connector
+    one_primary: bool  # then one script call may carry many records
+    known: bool  # False: `locate` must be called; until it succeeds, the last known address is used
 
-    def locate(self, patience: float) -> Plan[None]: ...
-    def place(self, key: str) -> Address: ...
+    def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]: ...
+    def address(self, key: str) -> Address: ...
     def primaries(self) -> list[Address]: ...
-    def move(self, slot: int, address: Address) -> None: ...
 
 
-class OneServer:
+class SingleServer:
     """The server that the URL names."""
 
-    grouped = True
+    one_primary = True
 
-    def __init__(self, dial: Dial) -> None:
-        self.dial = dial
+    def __init__(self, connector: Connector) -> None:
+        self.connector = connector
         self.known = True
+        self.primary: Address = None
 
-    def locate(self, patience: float) -> Plan[None]:
-        """It is always where the URL says."""
+    def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]:
         self.known = True
         yield from ()
 
-    def place(self, key: str) -> Address:
-        return None
+    def address(self, key: str) -> Address:
+        return self.primary
 
     def primaries(self) -> list[Address]:
-        return [None]
-
-    def move(self, slot: int, address: Address) -> None:
-        raise ConfigurationError("This server belongs to a cluster: write redis+cluster:// in the store's URL")
+        return [self.primary]
 
 
-class SentinelPrimary:
-    """The server that the sentinels hold to be the primary; asked again whenever it fails."""
+class SentinelPrimary(SingleServer):
+    """The server that the sentinels name as the primary of *service*; they are asked at first, and after each failure.
 
-    grouped = True
+    *options* are those of redis-py's clients for the sentinels.
+    """
 
-    def __init__(self, dial: Dial, ask: Dial, sentinels: list[Address], service: str) -> None:
-        self.dial = dial
-        self.guides = Guides(ask, sentinels)
+    def __init__(self, connector: Connector, sentinels: list[Address], service: str, options: dict[str, Any]) -> None:
+        super().__init__(connector)
+        self.sentinels = sentinels
         self.service = service
+        self.options = options
         self.known = False
-        self._primary: Address = None
+        for module in (redis, redis.asyncio):  # an option that redis-py does not know is refused now
+            self.clients(module, 1.0)
 
-    def locate(self, patience: float) -> Plan[None]:
-        question = pack("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
-        failure = f"No sentinel knows a primary for {self.service!r}"
-        _, (host, port) = yield from self.guides.ask(question, patience, failure)
-        self._primary, self.known = (host.decode(), int(port)), True
+    def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]:
+        self.primary = yield DiscoverPrimary(self, timeout)
+        self.known = True
 
-    def place(self, key: str) -> Address:
-        return self._primary
-
-    def primaries(self) -> list[Address]:
-        return [self._primary]
-
-    def move(self, slot: int, address: Address) -> None:
-        raise ConfigurationError("This server belongs to a cluster: write redis+cluster:// in the store's URL")
+    def clients(self, module: Any, timeout: float) -> Any:
+        """redis-py's Sentinel, for threads or for event loops, whose clients together take no longer than *timeout*."""
+        # Each time another sentinel is asked first: one may not have noticed the failover yet.
+        self.sentinels = [*self.sentinels[1:], self.sentinels[0]]
+        each = timeout / len(self.sentinels)
+        limits = {"socket_timeout": each, "socket_connect_timeout": each, "retry": module.retry.Retry(NoBackoff(), 0)}
+        return module.sentinel.Sentinel(self.sentinels, sentinel_kwargs={**self.options, **limits})
 
 
-class ClusterNodes:
-    """The primaries of a cluster, and which of them has which slot; learned from any node, corrected by each answer."""
+class DiscoverPrimary:
+    """Effect: the address of the primary of *topology*, from the first sentinel that answers."""
 
-    grouped = False
+    __slots__ = ("timeout", "topology")
 
-    def __init__(self, dial: Dial, nodes: list[Address]) -> None:
-        self.dial = dial
-        self.guides = Guides(dial, nodes)
+    def __init__(self, topology: SentinelPrimary, timeout: float) -> None:
+        self.topology = topology
+        self.timeout = timeout
+
+    def run(self) -> Address:
+        sentinel = self.topology.clients(redis, self.timeout)
+        try:
+            host, port = sentinel.discover_master(self.topology.service)
+        except CONNECTION_ERRORS as error:
+            raise self.not_found(error) from None
+        finally:
+            for client in sentinel.sentinels:
+                client.close()
+        return host, port
+
+    async def arun(self) -> Address:
+        sentinel = self.topology.clients(redis.asyncio, self.timeout)
+        try:
+            host, port = await sentinel.discover_master(self.topology.service)
+        except CONNECTION_ERRORS as error:
+            raise self.not_found(error) from None
+        finally:
+            for client in sentinel.sentinels:
+                await client.aclose()
+        return host, port
+
+    def not_found(self, error: Exception) -> StoreUnavailable:
+        # Nothing of redis-py's own message, which in some versions shows the password of the connections.
+        reason = f": {error}" if isinstance(error, redis.ResponseError) else ""
+        return StoreUnavailable(f"No sentinel knows a primary for {self.topology.service!r}{reason}")
+
+
+class Cluster:
+    """The primaries of a cluster and the slots that each has: learned from any node, corrected by MOVED replies.
+
+    Our own map, because redis-py's cluster client believes the first node that it asks, and because a write and its WAIT
+    must share a connection.
+    """
+
+    one_primary = False
+
+    def __init__(self, connector: Connector, nodes: list[Address]) -> None:
+        self.connector = connector
+        self.nodes = nodes  # of the URL
         self.known = False
         self._slots: list[Address] = [None] * REDIS_CLUSTER_HASH_SLOTS
 
-    def locate(self, patience: float) -> Plan[None]:
-        failure = "No node shows the way through the Redis cluster"
-        node, slots = yield from self.guides.ask(pack("CLUSTER", "SLOTS"), patience, failure, self.primaries())
-        self._slots, self.known = read_slots(slots, node), True
+    def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]:
+        """Ask nodes for the map until one has it, each time another one first: a node may have lost sight of the others."""
+        deadline, reason = SYSTEM.monotonic() + timeout, ""
+        for address in dict.fromkeys([*self.nodes, *self.primaries()]):
+            if address in self.nodes:
+                self.nodes = [*(node for node in self.nodes if node != address), address]
+            try:
+                # Half of the time, so that there is some left to ask another node.
+                (ranges,) = yield RoundTrip(pool, address, pack("CLUSTER", "SLOTS"), 1, timeout / 2)
+            except StoreError as error:
+                ranges = error
+            if isinstance(ranges, list) and ranges:
+                self._slots, self.known = read_slots(ranges, address), True
+                return
+            reason = f": {ranges}" if ranges else reason
+            if SYSTEM.monotonic() >= deadline:
+                break
+        raise StoreUnavailable(f"No node of the Redis cluster knows which node has which slot{reason}")
 
-    def place(self, key: str) -> Address:
-        # Of an uncovered slot, any node says what is wrong.
-        return self._slots[key_slot(key.encode())] or self.guides.addresses[0]
+    def address(self, key: str) -> Address:
+        # If no node has the slot, any node replies with the reason.
+        return self._slots[key_slot(key.encode())] or self.nodes[0]
 
     def primaries(self) -> list[Address]:
-        return [*sorted({address for address in self._slots if address})] or self.guides.addresses
+        return [*sorted({address for address in self._slots if address})] or self.nodes
 
     def move(self, slot: int, address: Address) -> None:
         self._slots[slot] = address
-
-
-class Guides:
-    """Servers that know the way to others.  Each time another is the first to be asked: one may be behind the times."""
-
-    def __init__(self, dial: Dial, addresses: list[Address]) -> None:
-        self.dial = dial
-        self.addresses = addresses
-
-    def ask(
-        self, question: bytes, patience: float, failure: str, others: Sequence[Address] = ()
-    ) -> Plan[tuple[Address, list[Any]]]:
-        """The first answer, and whose it is; *failure*, with the last reason, where nobody has one before the time is up."""
-        ends = SYSTEM.monotonic() + patience
-        for address in dict.fromkeys((*self.addresses, *others)):
-            if address in self.addresses:
-                self.addresses = [*(each for each in self.addresses if each != address), address]
-            answer = yield from ask_once(self.dial, address, question, patience)
-            if isinstance(answer, list) and answer:
-                return address, answer
-            reason = f": {answer}" if answer else ""
-            if SYSTEM.monotonic() >= ends:
-                break
-        raise StoreUnavailable(failure + reason)
-
-
-def ask_once(dial: Dial, address: Address, question: bytes, patience: float) -> Plan[Any]:
-    """The answer, over a connection of its own, or what went wrong; soon enough for there to be time to ask another."""
-    line = Line(dial, address)
-    answers = (yield Exchange([Parcel(line, question, 1)], patience / 2))[0]
-    yield HangUp(line)
-    return answers if isinstance(answers, StoreError) else answers[0]
 
 
 def read_slots(ranges: list[Any], asked: Address) -> list[Address]:
@@ -158,40 +181,45 @@ def read_slots(ranges: list[Any], asked: Address) -> list[Address]:
 # From a URL
 
 
-def read_places(url: str, *, timeout: float) -> Places:
-    """The places that the URL names; a mistake in it is told now, before anything is opened."""
+def read_topology(url: str) -> Topology:
+    """The servers that the URL names.  Raises ConfigurationError for a mistake in it; opens nothing."""
     try:
         parts = urlsplit(url)
         path = parts.path.strip("/")
         if parts.scheme == "redis+sentinel":
-            return read_sentinel(parts, timeout)
+            return read_sentinel(parts)
         if parts.scheme == "redis+cluster" and path in ("", "0"):
-            return ClusterNodes(dialler(plain(parts), timeout), addresses(parts, REDIS_PORT))
+            return Cluster(read_connector(plain_url(parts)), read_addresses(parts, REDIS_PORT))
         if parts.scheme != "redis+cluster" and (not path or path.isdecimal()):
-            return OneServer(dialler(url, timeout))
+            return SingleServer(read_connector(url))
         if parts.scheme == "redis" and not parts.hostname:
-            return OneServer(dialler(url.replace("redis", "unix", 1), timeout))
+            return SingleServer(read_connector(url.replace("redis", "unix", 1)))
         raise ValueError(f"/{path} is no database of this kind of server")
     except (TypeError, ValueError, redis.RedisError) as error:
         shown = hide_password(url)
-        if "@" in url and "@" not in AUTHORITY.split(url)[2]:  # the error would show a part of the password
+        if "@" in url and "@" not in SEPARATOR.split(url)[2]:  # the error would show a part of the password
             raise ConfigurationError(f"{shown}: in the password, write / as %2F, ? as %3F and # as %23") from None
         raise ConfigurationError(f"{shown}: {error}") from error
 
 
-def read_sentinel(parts: SplitResult, timeout: float) -> SentinelPrimary:
+def read_sentinel(parts: SplitResult) -> SentinelPrimary:
     """redis+sentinel://login@host,host/service/db"""
     service, _, db = unquote(parts.path).strip("/").partition("/")
     if not service or not (db or "0").isdecimal():
         raise ValueError("after the hosts, write the service's name and the database's number, as in /mymaster/0")
     options = dict(parse_qsl(parts.query))
     login = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    url = plain(parts._replace(path=f"/{db or 0}", query=urlencode(options)))
-    ask = dialler(url, timeout, {**login, "db": 0})
-    return SentinelPrimary(dialler(url, timeout), ask, addresses(parts, SENTINEL_PORT), service)
+    url = plain_url(parts._replace(path=f"/{db or 0}", query=urlencode(options)))
+    parse_url: Any = redis.connection.parse_url
+    own = {**parse_url(url), **login, "db": 0, "protocol": 2}
+    for name in ("host", "port", "max_connections"):
+        own.pop(name, None)
+    if own.pop("connection_class", None) is not None:
+        own["ssl"] = True
+    return SentinelPrimary(read_connector(url), read_addresses(parts, SENTINEL_PORT), service, own)
 
 
-def plain(parts: SplitResult) -> str:
+def plain_url(parts: SplitResult) -> str:
     """The URL as redis-py reads it, with the first of its hosts; `tls=true` makes it rediss://."""
     options = dict(parse_qsl(parts.query))
     scheme = "rediss" if options.pop("tls", "").lower() in ("true", "1") else "redis"
@@ -200,27 +228,22 @@ def plain(parts: SplitResult) -> str:
     return parts._replace(scheme=scheme, netloc=netloc, query=urlencode(options)).geturl()
 
 
-def addresses(parts: SplitResult, port: int) -> list[Address]:
+def read_addresses(parts: SplitResult, port: int) -> list[Address]:
     """Each host and port of a list such as `a:7000,b,[::1]:7001`."""
     hosts = [urlsplit(f"//{host}") for host in parts.netloc.rpartition("@")[2].split(",")]
     return [(host.hostname or "localhost", host.port or port) for host in hosts]
 
 
-def dialler(url: str, timeout: float, changes: dict[str, Any] | None = None) -> Dial:
-    """Makes redis-py connections by what *url* says, and checks its options by making one of each."""
-    made = {}
-    for on_loop, module in ((False, redis.connection), (True, redis.asyncio.connection)):
+def read_connector(url: str) -> Connector:
+    """A connector with the options of *url*, which are checked by making one connection of each kind."""
+    kinds = []
+    for module in (redis.connection, redis.asyncio.connection):
         options = module.parse_url(url)
         options.pop("max_connections", None)
         kind = options.pop("connection_class", module.Connection)
-        options = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "client_name": "oncemore", **options}
-        made[on_loop] = (kind, {**options, **(changes or {}), "protocol": 2, "decode_responses": False})
-
-    def dial(address: Address, on_loop: bool) -> Any:
-        kind, options = made[on_loop]
-        place = {"host": address[0], "port": address[1]} if address else {}
-        return kind(**{**options, **place})
-
-    dial(None, False)
-    dial(None, True)
-    return dial
+        ours = {"socket_timeout": None, "socket_connect_timeout": None, "client_name": "oncemore"}
+        kinds.append((kind, {**ours, **options, "protocol": 2, "decode_responses": False}))
+    connector = Connector(*kinds)
+    connector.open(None)
+    connector.open_on_loop(None)
+    return connector

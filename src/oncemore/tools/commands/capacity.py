@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..._contract.readers import size
+from ..._contract.settings import size
 from ...errors import ConfigurationError
 from ..storage import STORES, Load, Need, need
 from .options import Number, json_option, read_span

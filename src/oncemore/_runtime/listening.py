@@ -1,0 +1,98 @@
+"""A background thread that listens for messages of a server: connect, listen, back off and connect again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import suppress
+from typing import Generic, Protocol, TypeVar
+
+from .forks import reset_in_child
+
+log = logging.getLogger("oncemore")
+
+RECEIVE_SECONDS = 0.25  # how long one `receive` may block, and so how soon a closed listener ends
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+
+
+class Closable(Protocol):
+    def close(self) -> object: ...
+
+
+Connection = TypeVar("Connection", bound=Closable)
+
+
+class CannotListen(Exception):
+    """Raised by `Listener.connect`: messages can never arrive this way, so the listener stops for good."""
+
+
+class Listener(Generic[Connection]):
+    """Keeps a connection open on a thread of its own, from `listen` to `close`, and handles the messages that arrive.
+
+    A subclass writes two methods, which are called on that thread alone:
+
+        connect()                     open a connection and subscribe; raise CannotListen if there is no point in trying
+        receive(connection, seconds)  wait at most *seconds* for messages, and handle all that have come
+
+    If either raises another exception, the connection is closed, and after a pause that grows to five seconds a new one is
+    opened.  Messages sent meanwhile are lost: after each `connect`, a subclass must assume that anything has changed.
+    A forked child has no thread until it calls `listen` itself.
+    """
+
+    name = "oncemore-listener"  # of the thread
+
+    def __init__(self, *, unavailable: bool = False) -> None:
+        self.unavailable = unavailable  # True: no messages arrive, so waiters must look for themselves
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def connect(self) -> Connection:
+        raise NotImplementedError
+
+    def receive(self, connection: Connection, seconds: float) -> None:
+        raise NotImplementedError
+
+    def listen(self) -> None:
+        """Start the thread, unless it is running or the listener is unavailable.  Cheap enough for every call."""
+        if self._thread is not None or self.unavailable:
+            return
+        with self._lock, suppress(RuntimeError):  # the interpreter is about to exit, and starts no more threads
+            if self._thread is None:
+                stop = threading.Event()
+                thread = threading.Thread(target=self._run, args=(stop,), name=self.name, daemon=True)
+                thread.start()
+                self._thread, self._stop = thread, stop
+
+    def close(self) -> None:
+        """Have the thread end and close its connection, in a quarter of a second unless it is connecting.
+
+        Does not wait for that, so it may be called on an event loop.  `listen` starts a new thread.
+        """
+        with self._lock:
+            self._thread = None
+            self._stop.set()
+
+    def _run(self, stop: threading.Event) -> None:
+        pause = FIRST_PAUSE
+        while not stop.is_set():
+            try:
+                connection = self.connect()
+                try:
+                    pause = FIRST_PAUSE
+                    while not stop.is_set():
+                        self.receive(connection, RECEIVE_SECONDS)
+                finally:
+                    connection.close()
+            except CannotListen as error:
+                log.info("%s: %s; waiters look for themselves instead", self.name, error)
+                self.unavailable = True
+                return
+            except Exception as error:
+                log.info("%s: no messages arrive for now: %s", self.name, error)
+                stop.wait(pause)
+                pause = min(pause * 2, LONGEST_PAUSE)

@@ -1,0 +1,103 @@
+"""What every door does when its process is killed or frozen: cases 24 to 26, as tests.
+
+Give a fixture `server` that serves the contract's app from a process of its own, on a ledger that outlives it, and a
+fixture `second` that serves it on the same ledger.  They are marked `chaos`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from examples.process import Server
+
+from .caller import Caller, refused, said
+
+LEASE = 0.6  # seconds, as the rules for these cases say
+UNKNOWN = "CONFLICT.idempotency.outcome_unknown"
+
+
+@pytest.mark.chaos
+class CrashCases:
+    """A process that ends at the worst moment."""
+
+    @pytest.fixture
+    def caller(self, server: Server) -> Iterator[Caller]:
+        with Caller(server.url) as caller:
+            yield caller
+
+    def killed_in_mid_handler(self, server: Server, caller: Caller, path: str) -> None:
+        """Kill the server while its app performs, start it again, and let the lease lapse."""
+        cut_off = caller.running(path)
+        server.crash()
+        with contextlib.suppress(httpx.TransportError):
+            cut_off.result()
+        server.start()
+        caller.open()  # the app starts anew, and so do its counts and gates
+        time.sleep(LEASE)
+
+    def test_a_kill_in_mid_operation_leaves_the_outcome_unknown(self, server: Server, caller: Caller) -> None:
+        """CASES 25: nobody can know whether the effect happened, so nothing runs until someone decides."""
+        self.killed_in_mid_handler(server, caller, "/crash-hold/slow")
+        for _ in range(2):
+            assert refused(caller.ask("/crash-hold/slow"), 409, UNKNOWN)["retryable"] is False
+        assert caller.runs == 0
+
+    def test_a_kill_in_mid_operation_is_tried_again_where_the_rule_says_so(
+        self, server: Server, caller: Caller
+    ) -> None:
+        """CASES 25."""
+        self.killed_in_mid_handler(server, caller, "/crash-retry/slow")
+        first, second = caller.ask("/crash-retry/slow"), caller.ask("/crash-retry/slow")
+        assert (first.json()["attempt"], said(first), said(second)) == (2, "stored", "replayed")
+        assert caller.runs == 1
+
+    def test_a_resolver_decides_what_became_of_a_killed_operation(self, server: Server, caller: Caller) -> None:
+        """CASES 25."""
+        self.killed_in_mid_handler(server, caller, "/crash-resolve/slow")
+        answer = caller.ask("/crash-resolve/slow")
+        assert (answer.status_code, answer.text, said(answer)) == (201, "it had happened", "replayed")
+        assert caller.runs == 0
+
+    def test_before_the_lease_is_over_a_kill_looks_like_work(self, server: Server, caller: Caller) -> None:
+        """CASES 24, 25."""
+        cut_off = caller.running("/default/slow")
+        server.crash()
+        with contextlib.suppress(httpx.TransportError):
+            cut_off.result()
+        server.start()
+        answer = caller.ask("/default/slow", headers={"X-Request-Timeout": "0"})
+        refused(answer, 409, "CONFLICT.idempotency.in_progress")
+        assert caller.runs == 0
+
+    def test_a_kill_after_the_outcome_was_stored_loses_nothing(self, server: Server, caller: Caller) -> None:
+        """CASES 26."""
+        first = caller.ask()
+        server.restart()
+        second = caller.ask()
+        assert (second.content, said(second), caller.runs) == (first.content, "replayed", 0)
+
+    def test_a_frozen_owner_is_overtaken_and_gets_the_others_outcome(
+        self, server: Server, second: Server, caller: Caller
+    ) -> None:
+        """CASES 24: the late owner's settle is refused, and its client is told what counts."""
+        frozen = caller.running("/crash-retry/slow")
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            time.sleep(LEASE)
+            with Caller(second.url) as other:
+                other.case, other.key, other.authorization = caller.case, caller.key, caller.authorization
+                other.open()
+                overtaken = other.ask("/crash-retry/slow")
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        caller.open()
+        late = frozen.result()
+        assert (overtaken.json()["attempt"], said(overtaken)) == (2, "stored")
+        assert (late.content, said(late)) == (overtaken.content, "replayed")

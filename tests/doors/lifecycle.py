@@ -1,0 +1,223 @@
+"""What every door does with repeats, from the first request to the last replay: part C of the cases, as tests."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from email.utils import formatdate, parsedate_to_datetime
+from urllib.parse import urlencode
+
+import pytest
+
+from .caller import PAYLOAD, Caller, refused, said
+
+IN_PROGRESS = "CONFLICT.idempotency.in_progress"
+
+
+def uuid7(age: float) -> str:
+    """A version 7 UUID that says it is *age* seconds old."""
+    stamp = int((time.time() - age) * 1000)
+    tail = uuid.uuid4().hex
+    return str(uuid.UUID(f"{stamp:012x}7{tail[:3]}8{tail[3:18]}"))
+
+
+class LifecycleCases:
+    """Part C of the cases: repeats in turn and at once, what is kept and for how long."""
+
+    def test_twice_is_once(self, caller: Caller) -> None:
+        """CASES 16."""
+        first, second = caller.ask(), caller.ask()
+        assert (said(first), said(second), caller.runs) == ("stored", "replayed", 1)
+        assert (first.status_code, first.content) == (second.status_code, second.content) == (201, first.content)
+        kept = ("content-type", "location", "etag")
+        assert [second.headers[name] for name in kept] == [first.headers[name] for name in kept]
+
+    def test_the_responses_say_until_when_the_outcome_is_kept(self, caller: Caller) -> None:
+        """CASES 16."""
+        for answer in (caller.ask(), caller.ask()):
+            expires = parsedate_to_datetime(answer.headers["idempotency-expires"]).timestamp()
+            assert 86000 < expires - time.time() < 86500
+
+    def test_of_ten_at_once_one_runs_and_nine_wait_for_its_response(self, caller: Caller) -> None:
+        """CASES 17."""
+        answers = [caller.later("/default/slow") for _ in range(10)]
+        caller.until(lambda: caller.waiting == 9)
+        caller.open()
+        results = [answer.result() for answer in answers]
+        assert caller.runs == 1
+        assert {(result.status_code, result.content) for result in results} == {(201, results[0].content)}
+        assert sorted(str(said(result)) for result in results) == ["replayed"] * 9 + ["stored"]
+
+    def test_where_the_rule_says_conflict_nobody_waits(self, caller: Caller) -> None:
+        """CASES 17."""
+        first = caller.running("/conflict/slow")
+        for answer in [caller.ask("/conflict/slow") for _ in range(9)]:
+            assert refused(answer, 409, IN_PROGRESS)["retryable"] is True
+            assert answer.headers["retry-after"] == "3"
+        caller.open()
+        assert first.result().status_code == 201
+        assert said(caller.ask("/conflict/slow")) == "replayed"
+        assert caller.runs == 1
+
+    def test_where_the_rule_says_accepted_a_status_url_tells_how_it_goes(self, caller: Caller) -> None:
+        """CASES 17, 32."""
+        first = caller.running("/accepted/slow")
+        answer = caller.ask("/accepted/slow")
+        assert (answer.status_code, "retry-after" in answer.headers) == (202, True)
+        url = answer.headers["location"]
+        assert caller.look(url).json()["state"] == "running"
+        caller.open()
+        performed = first.result()
+        shown = caller.look(url).json()
+        assert (shown["state"], shown["response"]["status"]) == ("settled", 201)
+        assert shown["response"]["body"] == performed.text
+        assert caller.runs == 1
+
+    def test_a_status_lookup_shows_nothing_to_another_principal_and_runs_nothing(self, caller: Caller) -> None:
+        """CASES 32."""
+        caller.ask()
+        url = f"/idempotency?{urlencode({'operation': 'POST /default/create', 'key': caller.key})}"
+        assert caller.look(url).json()["state"] == "settled"
+        stranger = caller.look(url, authorization="Bearer of a stranger")
+        refused(stranger, 404, "NOT_FOUND.idempotency.record")
+        refused(caller.look(url + "0"), 404, "NOT_FOUND.idempotency.record")
+        assert caller.runs == 1
+
+    def test_a_status_lookup_knows_an_operation_by_name_or_route_and_a_key_in_any_spelling(
+        self, caller: Caller
+    ) -> None:
+        """CASES 32."""
+        key = uuid7(0)
+        caller.ask("/named", key=key)
+        for operation in ("things.create", "POST /named"):
+            url = f"/idempotency?{urlencode({'operation': operation, 'key': key.upper()})}"
+            assert caller.look(url).json()["response"]["status"] == 201
+        assert caller.look("/idempotency?operation=things.create", key=key).json()["key"] == key
+
+    @pytest.mark.parametrize(
+        "query", ["", "?key=a", "?operation=a", "?operation=POST+/a&key=%00", "?operation=%ff&key=%ff"]
+    )
+    def test_a_status_lookup_that_names_nothing_is_refused(self, caller: Caller, query: str) -> None:
+        """CASES 32."""
+        answer = caller.look("/idempotency" + query)
+        assert answer.status_code in (400, 404)
+        assert answer.headers["content-type"] == "application/problem+json"
+
+    def test_waiting_ends_at_the_rules_limit(self, caller: Caller) -> None:
+        """CASES 18."""
+        first = caller.running("/impatient/slow")
+        answer = caller.ask("/impatient/slow")
+        refused(answer, 409, IN_PROGRESS)
+        assert answer.headers["retry-after"] == "2"
+        caller.open()
+        assert first.result().status_code == 201
+        assert caller.runs == 1
+
+    @pytest.mark.parametrize("patience", ["0.2", "200ms", "0"])
+    def test_waiting_ends_with_the_callers_own_patience(self, caller: Caller, patience: str) -> None:
+        """CASES 18."""
+        first = caller.running("/default/slow")
+        refused(caller.ask("/default/slow", headers={"X-Request-Timeout": patience}), 409, IN_PROGRESS)
+        caller.open()
+        assert first.result().status_code == 201
+        assert caller.runs == 1
+
+    @pytest.mark.parametrize("patience", ["soon", "-1", "", "1e9", "nan"])
+    def test_patience_that_cannot_be_read_is_ignored(self, caller: Caller, patience: str) -> None:
+        """CASES 18."""
+        assert caller.ask(headers={"X-Request-Timeout": patience}).status_code == 201
+
+    def test_a_waiter_whose_owner_fails_runs_it_itself(self, caller: Caller) -> None:
+        """CASES 18."""
+        first = caller.running("/default/slow", status="503,201")
+        second = caller.later("/default/slow", status="503,201")
+        caller.until(lambda: caller.waiting == 1)
+        caller.open()
+        assert (first.result().status_code, second.result().status_code) == (503, 201)
+        assert caller.runs == 2
+
+    @pytest.mark.parametrize("status", [200, 201, 202, 400, 402, 404, 409, 410, 422])
+    def test_a_final_response_is_kept(self, caller: Caller, status: int) -> None:
+        """CASES 19, 20: 201 stays 201."""
+        first, second = [caller.ask("/default/status", status=f"{status},200") for _ in range(2)]
+        assert (first.status_code, second.status_code, caller.runs) == (status, status, 1)
+        assert (said(second), second.content) == ("replayed", first.content)
+
+    @pytest.mark.parametrize("status", [401, 403, 408, 425, 429, 500, 502, 503, 504])
+    def test_a_response_that_may_change_is_not_kept(self, caller: Caller, status: int) -> None:
+        """CASES 20."""
+        first, second, third = [caller.ask("/default/status", status=f"{status},201") for _ in range(3)]
+        assert (first.status_code, second.status_code, third.status_code) == (status, 201, 201)
+        assert (said(first), said(second), said(third), caller.runs) == ("unstored", "stored", "replayed", 2)
+
+    def test_an_exception_is_not_kept(self, caller: Caller) -> None:
+        """CASES 20."""
+        answers = [caller.ask("/default/raise") for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [500, 201, 201]
+        assert answers[1].json()["attempt"] == 2
+        assert caller.runs == 2
+
+    @pytest.mark.parametrize(("rule", "status", "kept"), [("keep-all", 500, True), ("keep-success", 422, False)])
+    def test_the_rule_says_what_is_kept(self, caller: Caller, rule: str, status: int, kept: bool) -> None:
+        """CASES 20, 30: each rule keeps its own settings."""
+        first, second = [caller.ask(f"/{rule}/status", status=f"{status},201") for _ in range(2)]
+        assert (first.status_code, second.status_code) == (status, status if kept else 201)
+        assert caller.runs == (1 if kept else 2)
+
+    def test_a_repeat_can_be_rejected(self, caller: Caller) -> None:
+        caller.ask("/reject/create")
+        assert refused(caller.ask("/reject/create"), 409, "CONFLICT.idempotency.duplicate")["retryable"] is False
+        assert caller.runs == 1
+
+    def test_a_repeat_can_be_answered_with_a_plain_ok(self, caller: Caller) -> None:
+        caller.ask("/ok/create")
+        answer = caller.ask("/ok/create")
+        assert (answer.status_code, answer.content, said(answer), caller.runs) == (200, b"", "replayed", 1)
+
+    def test_after_the_retention_a_key_runs_as_new(self, caller: Caller) -> None:
+        """CASES 29."""
+        caller.ask("/brief/create")
+        assert said(caller.ask("/brief/create")) == "replayed"
+        time.sleep(0.7)
+        assert said(caller.ask("/brief/create", payload={})) == "stored"
+        assert caller.runs == 2
+
+    def test_a_key_that_is_too_old_is_refused_where_its_age_is_known(self, caller: Caller) -> None:
+        """CASES 29."""
+        refused(caller.ask("/late/create", key=uuid7(3700)), 412, "PRECONDITION.idempotency.key_expired")
+        old, young = (formatdate(time.time() - age, usegmt=True) for age in (3700, 5))
+        late = caller.ask("/first-sent/create", headers={"Repeatability-First-Sent": old})
+        refused(late, 412, "PRECONDITION.idempotency.key_expired")
+        unreadable = caller.ask("/first-sent/create", headers={"Repeatability-First-Sent": "yesterday"})
+        refused(unreadable, 400, "VALIDATION.idempotency.key_invalid")
+        assert caller.runs == 0
+        assert caller.ask("/late/create", key=uuid7(5)).status_code == 201
+        assert caller.ask("/first-sent/create", headers={"Repeatability-First-Sent": young}).status_code == 201
+
+    def test_a_conditional_update_needs_the_current_etag(self, caller: Caller) -> None:
+        refused(caller.ask("/conditional/thing", method="PUT"), 428, "PRECONDITION.if_match_required")
+        stale, current = {"If-Match": '"v9"'}, {"If-Match": '"v0"'}
+        refused(caller.ask("/conditional/thing", method="PUT", headers=stale), 412, "PRECONDITION.if_match_failed")
+        assert caller.runs == 0
+        first = caller.ask("/conditional/thing", method="PUT", headers=current)
+        assert (first.status_code, first.headers["etag"]) == (200, '"v1"')
+        assert said(caller.ask("/conditional/thing", method="PUT", headers=current)) == "replayed"
+        refused(
+            caller.ask("/conditional/thing", method="PUT", key="other", headers=current),
+            412,
+            "PRECONDITION.if_match_failed",
+        )
+        assert caller.runs == 1
+
+    def test_what_is_unique_happens_once_whatever_the_key(self, caller: Caller) -> None:
+        order = {**PAYLOAD, "order": caller.case}
+        first, second = (caller.ask("/unique/create", key=key, payload=order) for key in ("one", "two"))
+        assert (first.content, caller.runs) == (second.content, 1)
+        stranger = caller.ask("/unique/create", payload=order, headers={"Authorization": "Bearer of a stranger"})
+        refused(stranger, 409, "CONFLICT.idempotency.duplicate")
+        assert caller.runs == 1
+
+    def test_the_same_request_under_a_new_key_can_be_suspicious(self, caller: Caller) -> None:
+        caller.ask("/suspicious/create", key="one")
+        refused(caller.ask("/suspicious/create", key="two"), 409, "CONFLICT.idempotency.suspected_duplicate")
+        assert caller.runs == 1

@@ -1,0 +1,51 @@
+"""The parts of psycopg that its manual does not mention behave as `_compat.py` expects.
+
+If one of these fails after an upgrade of psycopg, `stores/postgres/_compat.py` is the file to change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import psycopg
+
+from oncemore.stores.postgres._compat import KNOWN_VERSIONS, WAIT_READ, PgGenerator, error_from_result, wait
+
+
+def test_psycopg_version_is_known() -> None:
+    version = ".".join(psycopg.__version__.split(".")[:2])
+    assert version in KNOWN_VERSIONS, f"psycopg {version}: check _compat.py, then add the version to KNOWN_VERSIONS"
+
+
+def three_ticks() -> PgGenerator[list[Any]]:
+    """Ends though the socket never becomes ready."""
+    ticks: list[Any] = []
+    for _ in range(3):
+        ticks.append((yield WAIT_READ))
+    return ticks
+
+
+def test_psycopg_connection_wait_resumes_generator_without_data(server: psycopg.Connection[Any]) -> None:
+    assert [int(tick) for tick in wait(server, three_ticks())] == [0, 0, 0]
+
+
+async def test_psycopg_async_connection_wait_resumes_generator_without_data(postgres_url: str) -> None:
+    async with await psycopg.AsyncConnection.connect(postgres_url) as connection:
+        assert [int(tick) for tick in await wait(connection, three_ticks())] == [0, 0, 0]
+
+
+async def test_psycopg_async_connection_wait_finishes_generator_after_cancellation(postgres_url: str) -> None:
+    async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as connection:
+        task = asyncio.create_task(connection.execute("SELECT pg_sleep(20)"))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert (await (await connection.execute("SELECT 1")).fetchone()) == (1,)
+
+
+def test_psycopg_error_from_result_is_the_drivers_own(server: psycopg.Connection[Any]) -> None:
+    error = error_from_result(server.pgconn.exec_(b"SELECT 1 / 0"))
+    assert isinstance(error, psycopg.errors.DivisionByZero)
+    assert (error.sqlstate, error.diag.message_primary) == ("22012", "division by zero")

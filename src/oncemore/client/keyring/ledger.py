@@ -34,7 +34,6 @@ FOREVER = 100 * 365 * 86400.0
 
 TOLD = "its caller was told that the outcome is unknown"
 TOO_OLD = "the server may have forgotten the key"
-UNREADABLE = "the stored request cannot be read"
 
 T = TypeVar("T")
 
@@ -234,8 +233,8 @@ class LedgerKeyring:
         found = []
         for record in (yield from self._idle(opened=True)):
             entry = yield from self._read(record)
-            if isinstance(entry, Entry):
-                found.append(replace(entry, state=state_of(record)))
+            if entry is not None:
+                found.append(entry)
         return sorted(found, key=lambda entry: entry.created_at)
 
     def _idle(self, *, opened: bool) -> Plan[list[Record]]:
@@ -254,15 +253,20 @@ class LedgerKeyring:
             found.extend(page.records)
         return found
 
-    def _read(self, record: Record) -> Plan[Entry | CorruptRecord | None]:
+    def _read(self, record: Record) -> Plan[Entry | None]:
         """Return the entry of a listed record; one that cannot be read is logged, and does not affect the others."""
         try:
-            record = (yield from self.store.find(*record.id)) or record  # lists do not decrypt
-            entry = stored_entry(record)
+            found = yield from self.store.find(*record.id)  # because lists do not decrypt
+            if found is None or (found.state, found.token) != (record.state, record.token):
+                return None  # another process was quicker
+            entry = stored_entry(found)
         except CorruptRecord as error:
             log.error("%s, key %s, cannot be resumed: %s", record.scope, record.key, error)
-            return error
-        return None if entry is None else replace(entry, created_at=first_date(record, entry))
+            return None
+        if entry is None:
+            return None
+        state: State = "sending" if found.state == "running" else "open"
+        return replace(entry, created_at=first_date(found, entry), state=state)
 
     def _adopt_all(self, opened: bool, adopted: list[Entry]) -> Plan[None]:
         if self._own_store:
@@ -273,23 +277,21 @@ class LedgerKeyring:
                 adopted.append(entry)
 
     def _adopt(self, record: Record) -> Plan[Entry | None]:
+        entry = yield from self._read(record)
+        if entry is None:
+            return None
         if record.state == "held":
             yield from self._reopen(record)
         operation = Operation(record.scope, record.key, record.fingerprint, NAME)
         lease = yield from self.store.claim(operation, lease=self.lease)  # without a request: the stored one stays
         if isinstance(lease, Record):
             return None  # another process was quicker
-        entry = yield from self._read(record)
-        if isinstance(entry, CorruptRecord):
-            yield from self._unless_taken_over(self.store.hold(lease, note=UNREADABLE))
-            return None
-        if entry is None:  # it was settled or forgotten meanwhile, and this claim is a new record
+        if lease.attempt == 1:  # the entry was forgotten meanwhile, and this is a new record
             yield from self._unless_taken_over(self.store.release(lease, retention=0.0))
             return None
-        entry = replace(entry, state=state_of(record), token=secrets.randbits(62))
-        yield from self._keep_alive(lease, entry.token)
-        self._adopted[entry.scope, entry.key] = entry
-        return entry
+        adopted = self._adopted[entry.scope, entry.key] = replace(entry, token=secrets.randbits(62))
+        yield from self._keep_alive(lease, adopted.token)
+        return adopted
 
     def _release_all(self, adopted: list[Entry]) -> Plan[None]:
         for entry in adopted:
@@ -349,8 +351,3 @@ def first_date(record: Record, entry: Entry) -> float:
     if entry.created_at > now + CLOCK_TOLERANCE:
         return entry.created_at
     return min(entry.created_at, now - (record.now - record.created_at))
-
-
-def state_of(record: Record) -> State:
-    """Return the state of an idle record's entry."""
-    return "sending" if record.state == "running" else "open"

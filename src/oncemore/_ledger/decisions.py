@@ -8,6 +8,7 @@ import msgspec
 
 from .._contract.policy import Policy
 from ..errors import (
+    ConfigurationError,
     Duplicate,
     Fenced,
     InProgress,
@@ -19,7 +20,7 @@ from ..errors import (
     UnknownOutcome,
 )
 from .model import Lease, Operation, Outcome, Record
-from .values import NOTHING
+from .values import NOTHING, value_outcome
 
 How = Literal["stored", "replayed", "unstored", "released"]
 
@@ -35,6 +36,34 @@ class Answer(msgspec.Struct, frozen=True):
     expires_at: float | None = None
     attempt: int = 1
     value: Any = None
+
+
+class Resolution(msgspec.Struct, frozen=True):
+    """It happened and this is its outcome (`settled`), it did not happen (`released`), or nobody can tell yet (`unknown`)."""
+
+    verdict: Literal["settled", "released", "unknown"]
+    outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        if (self.verdict == "settled") != (self.outcome is not None):  # without one, it would be performed again
+            raise ConfigurationError(
+                "What happened has an outcome, and nothing else has: say Resolution.settled(value)"
+            )
+
+    @classmethod
+    def settled(cls, outcome: Any) -> Resolution:
+        """It happened; *outcome* is an Outcome, or the value that the function returned."""
+        return cls("settled", outcome if isinstance(outcome, Outcome) else value_outcome(outcome))
+
+    @classmethod
+    def released(cls) -> Resolution:
+        """It did not happen, and may be performed."""
+        return cls("released")
+
+    @classmethod
+    def unknown(cls) -> Resolution:
+        """Nobody can tell yet; ask again later."""
+        return cls("unknown")
 
 
 def check(operation: Operation, fingerprint: str) -> None:

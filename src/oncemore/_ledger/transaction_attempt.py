@@ -324,6 +324,8 @@ class TransactionAttempt(LeaseAttempt):
                 try:
                     return (yield from self.call(performer))
                 except TransactionRefused as refused:
+                    if self.runs > self.policy.reruns:  # given up already, after the performer's error was the outcome
+                        raise
                     yield from self._pause(refused.cause)
                     self.ended = self.performed = False
                     self.unique_lease = None

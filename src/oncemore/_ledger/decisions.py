@@ -1,4 +1,4 @@
-"""Judgements that need no store: what a caller gets when the ledger knows the operation.  They return or raise."""
+"""Decisions that need no store: the answer or the refusal for a caller whose operation the ledger knows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ How = Literal["stored", "replayed", "unstored", "released"]
 class Answer(msgspec.Struct, frozen=True):
     """The outcome of an operation, and *how* it came: stored now, replayed, released for another try, or unstored.
 
-    *value* is what the performer gave just now, or the exception it raised; nothing where the outcome was replayed.
+    *value* is the performer's value or exception; None if the outcome was replayed.
     """
 
     outcome: Outcome
@@ -39,7 +39,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Resolution(msgspec.Struct, frozen=True):
-    """It happened and this is its outcome (`settled`), it did not happen (`released`), or nobody can tell yet (`unknown`)."""
+    """The decision about an unknown outcome: it happened (`settled`), it did not (`released`), or nobody can tell yet."""
 
     verdict: Literal["settled", "released", "unknown"]
     outcome: Outcome | None = None
@@ -73,7 +73,7 @@ def check(operation: Operation, fingerprint: str) -> None:
 
 
 def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None) -> Answer:
-    """What a repeated operation is answered with, by the rule's on_duplicate."""
+    """The answer to a repeated operation, by the rule's on_duplicate."""
     if policy.on_duplicate == "reject":
         raise Duplicate("This operation was performed before, and repeats are rejected")
     if policy.on_duplicate == "ok":
@@ -84,7 +84,7 @@ def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None)
 
 
 def shown(outcome: Outcome) -> Outcome:
-    """The outcome, where there is more left of it than that it happened."""
+    """The outcome; raises OutcomeNotKept if only a tombstone is left of it."""
     if outcome.kind == "tombstone":
         why = outcome.body.decode("utf-8", "replace")  # of a function: its result is of a class that it does not name
         raise OutcomeNotKept(
@@ -95,7 +95,7 @@ def shown(outcome: Outcome) -> Outcome:
 
 
 def is_over(record: Record) -> bool:
-    """Whether the record may be claimed by whoever asks for the same thing: it was released, or its lease is over."""
+    """Whether the same request may claim the record: it was released, or its lease has ended."""
     return record.state == "released" or (record.state == "running" and record.lease_until <= record.now)
 
 
@@ -122,7 +122,7 @@ def fenced(lease: Lease) -> Fenced:
 
 
 def not_resolvable(state: str) -> Refusal:
-    """The refusal to resolve what is not in doubt."""
+    """The refusal to resolve a record that is not in doubt."""
     if state == "running":
         return InProgress("It is running; only an operation whose outcome is unknown can be resolved", retry_after=1.0)
     if state == "absent":
@@ -131,7 +131,7 @@ def not_resolvable(state: str) -> Refusal:
 
 
 def not_deletable() -> InProgress:
-    """The refusal to delete a record that someone is working on."""
+    """The refusal to delete a record while its operation runs."""
     return InProgress(
         "It is running, and its holder would lose its place; wait for it, or for its lease", retry_after=1.0
     )

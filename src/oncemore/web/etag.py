@@ -13,7 +13,7 @@ from typing import Any
 
 from .._runtime.plan import Call, Plan
 from ..errors import PreconditionFailed
-from .headers import NOT_OF_A_GET, Headers, value_of
+from .request import NOT_OF_A_GET, Headers, value_of
 
 Message = MutableMapping[str, Any]
 Etag = tuple[int, str]  # the status of the GET, and the ETag, or nothing

@@ -7,13 +7,10 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InvalidPrincipal, PrincipalFailed
-from .headers import Fields, Headers
-
-if TYPE_CHECKING:
-    from .door import Request
+from .request import Fields, Headers, Request
 
 log = logging.getLogger("oncemore.web")
 

@@ -14,8 +14,7 @@ from .._ledger.model import Operation
 from .._ledger.transactions import Do
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError
-from .current import CURRENT, place_of
-from .headers import Headers
+from .request import CURRENT, Headers, native_mapping
 
 # In a scope or environ, what says which operation this is.  A client cannot say so: what it sends is text.
 REDRIVEN = "oncemore.redriven"
@@ -54,7 +53,7 @@ NOT_KEPT = frozenset(
 
 def redriven(native: Any) -> Operation | None:
     """The operation that a request in its client's place goes on with; None for a client's own."""
-    found = place_of(native).get(REDRIVEN)
+    found = native_mapping(native).get(REDRIVEN)
     return found if isinstance(found, Operation) else None
 
 

@@ -12,18 +12,18 @@ from .._contract.rule import Rule
 from .._ledger.model import Outcome, Record
 from .._runtime.plan import Plan, arun
 from ..errors import InvalidKey, NotFound
-from .door import Door, Request
-from .headers import lines
+from .door import Door
 from .principal import principal_of
 from .problem import JSON, Response, encode_json
+from .request import Request, lines
 
 
-async def status_response(door: Door, request: Request) -> Response:
+async def status_response(door: Door[Any], request: Request) -> Response:
     """The response to a lookup."""
     return await arun(status_plan(door, request))
 
 
-def status_plan(door: Door, request: Request) -> Plan[Response]:
+def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
     """Find the record that this principal's key names: `?operation=refunds.create&key=...`, or the key as a header."""
     query = parse_qs(request.query)
     operation = query.get("operation", [""])[0]

@@ -19,7 +19,7 @@ from ..._ledger.guard import Guard, check_guard
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call
 from ...errors import ConfigurationError, Duplicate, InvalidPayload, OncemoreError, OutcomeNotKept
-from .times import patience, time_left, within
+from .events import longest_wait, time_left, within
 
 Message = dict[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -102,7 +102,7 @@ class Batch:
 
         try:
             operation, policy = self.operation(message), within(self.policy, left)
-            answer = self.guard.run(operation, perform, policy=policy, wait=patience(None, left))
+            answer = self.guard.run(operation, perform, policy=policy, wait=longest_wait(None, left))
         except Exception as error:
             if isinstance(error, DONE_BEFORE) and not begun:
                 return True

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..._contract.contract import Contract
 from ..._contract.rule import Rule
-from ..routes import each, rules_in
+from ..discovery import each_route, starlette_rules
 from . import PROBLEM_BASE, enrich
 from .parts import Json
 
@@ -29,7 +29,7 @@ def documented(app: Any, prefix: str) -> Iterator[tuple[Any, str]]:
     """Each app that makes a document, with where it is mounted."""
     if makes_document(app):
         yield app, prefix
-    for route in each(getattr(app, "routes", None) or ()):
+    for route in each_route(getattr(app, "routes", None) or ()):
         inner = getattr(route, "app", None)
         if inner is not app and getattr(inner, "routes", None):
             yield from documented(inner, prefix + (getattr(route, "path", None) or ""))
@@ -69,7 +69,7 @@ class Enriched:
     def __call__(self) -> Json:
         document = self.plain()
         if self._made is None or self._made[0] is not document:  # it has new routes, which may have rules
-            self._contract.add(*rules_in(getattr(self._app, "routes", ()), self._options["prefix"]))
+            self._contract.add(*starlette_rules(getattr(self._app, "routes", ()), self._options["prefix"]))
             self._made = None
         rules = self._contract.rules
         if self._made is None or self._made[1] is not rules:

@@ -245,6 +245,10 @@ class AlchemyPsycopg2(OnEngine, Postgres):
     dialect = "postgresql+psycopg2"
 
 
+class AlchemyPg8000(OnEngine, Postgres):
+    dialect = "postgresql+pg8000"
+
+
 class AlchemyPsycopgAsync(OnEngine, Postgres):
     dialect = "postgresql+psycopg"
     sync = False
@@ -382,6 +386,7 @@ ON_POSTGRES: dict[str, type[Shop]] = {
     "asyncpg": Asyncpg,
     "alchemy-psycopg": AlchemyPsycopg,
     "alchemy-psycopg2": AlchemyPsycopg2,
+    "alchemy-pg8000": AlchemyPg8000,
     "alchemy-under-a-loop": AlchemyUnderLoop,
     "alchemy-psycopg-async": AlchemyPsycopgAsync,
     "alchemy-asyncpg": AlchemyAsyncpg,

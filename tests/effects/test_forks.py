@@ -1,4 +1,4 @@
-"""A process forks while the guard's own connections to a SQLite file are open, or at work: neither side loses anything."""
+"""A process forks while the guard's own connections to a SQLite file are open or in use: neither side loses anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 
 from oncemore import Guard, Operation, Policy
 from oncemore._ledger.context import Op
-from oncemore.stores.sqlite.lender import DESKS, LoopDesk
+from oncemore.errors import ConfigurationError
+from oncemore.stores.sqlite.transactions import SqliteSource
 
 from ..stores.sqlite.test_processes import in_a_fork
 
@@ -79,40 +80,48 @@ def test_what_a_child_was_told_is_stored_stays_so_after_its_parent_has_closed_th
     kept.close()
 
 
-def test_a_fork_waits_for_another_threads_transaction(tmp_path: Path) -> None:
-    """A child that took over one in mid-flight could never write the file."""
+def refused(guard: Guard) -> None:
+    """In a child: the file was in use when it was forked, so that nothing may be written here."""
+    for key in ("slow", "other"):
+        with pytest.raises(ConfigurationError, match=r"once\.db: it was in use .* Fork before serving"):
+            guard.run(asked(key), value, policy=TRANSACTION)
+
+
+def test_fork_during_another_threads_transaction_refuses_in_the_child(tmp_path: Path) -> None:
     guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
-    performing = threading.Event()
+    performing, forked = threading.Event(), threading.Event()
 
     def slow(op: Op) -> str:
         op.connection.execute("SELECT 1")
         performing.set()
-        time.sleep(0.5)
+        forked.wait(10)
         return op.key
 
     other = threading.Thread(target=lambda: guard.run(asked("slow"), slow, policy=TRANSACTION))
     other.start()
     assert performing.wait(10)
-    assert in_a_fork(lambda: check(guard.run(asked("slow"), value, policy=TRANSACTION).how == "replayed")) == 0
+    assert in_a_fork(lambda: refused(guard)) == 0
+    forked.set()
     other.join()
+    assert guard.run(asked("slow"), value, policy=TRANSACTION).how == "replayed"
     assert guard.run(asked("after"), value, policy=TRANSACTION).how == "stored"
     guard.close()
 
 
-async def test_a_fork_waits_for_another_loops_transaction(tmp_path: Path) -> None:
+async def test_fork_during_a_loops_transaction_refuses_in_the_child(tmp_path: Path) -> None:
     guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
-    performing = asyncio.Event()
+    performing, forked = asyncio.Event(), asyncio.Event()
 
     async def slow(op: Op) -> str:
         await op.connection.execute("SELECT 1")
         performing.set()
-        await asyncio.sleep(0.5)
+        await forked.wait()
         return op.key
 
     other = asyncio.create_task(guard.arun(asked("slow"), slow, policy=TRANSACTION))
     await performing.wait()
-    child = lambda: check(guard.run(asked("slow"), value, policy=TRANSACTION).how == "replayed")  # noqa: E731
-    assert await asyncio.to_thread(in_a_fork, child) == 0
+    assert await asyncio.to_thread(in_a_fork, lambda: refused(guard)) == 0
+    forked.set()
     await other
     assert (await guard.arun(asked("after"), awaited, policy=TRANSACTION)).how == "stored"
     await guard.aclose()
@@ -122,9 +131,10 @@ async def test_a_loop_goes_on_while_a_fork_keeps_its_connection(tmp_path: Path) 
     """It may take a while, where another borrower is waited for: on the same loop, say, which must be able to end."""
     guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
     await guard.arun(asked("before"), awaited, policy=TRANSACTION)
-    [desk] = (desk for desk in DESKS.things if isinstance(desk, LoopDesk) and desk.lender is guard.store.lender)
-    assert desk._rest()
-    over = threading.Timer(1, desk._go_on)
+    assert isinstance(guard.store.lender, SqliteSource)
+    writer = guard.store.lender._loops.get()
+    writer._lock.acquire()
+    over = threading.Timer(1, writer._lock.release)
     over.start()
     began = time.monotonic()
     gone, other = (asyncio.create_task(guard.arun(asked(key), awaited, policy=TRANSACTION)) for key in ("k1", "k2"))

@@ -15,6 +15,7 @@ import anyio
 import pytest
 from asgiref.sync import sync_to_async
 from sqlalchemy import create_engine, event
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from oncemore import Guard, Operation, Policy
@@ -208,7 +209,7 @@ def test_a_constraint_that_waits_for_the_commit_fails_as_the_performer_would(tmp
     with engine.begin() as connection:
         connection.exec_driver_sql("CREATE TABLE orders (id text PRIMARY KEY)")
         connection.exec_driver_sql("CREATE TABLE refunds (id text REFERENCES orders DEFERRABLE INITIALLY DEFERRED)")
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(IntegrityError):
         guard.run(
             Operation("a", "k"), lambda op: op.connection.exec_driver_sql("INSERT INTO refunds VALUES ('x')") and 1
         )

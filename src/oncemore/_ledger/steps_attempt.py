@@ -14,7 +14,7 @@ from .._runtime.plan import Plan
 from ..errors import Fenced, InProgress, OncemoreError, ProviderDuplicate, Refusal, StoreError, UnknownOutcome
 from .attempt import LeaseAttempt
 from .context import Op
-from .decisions import Answer, keeps
+from .decisions import Answer
 from .model import Lease, Outcome, Record
 from .steps import Steps, pack_request
 from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, untagged
@@ -186,7 +186,7 @@ class StepsAttempt(LeaseAttempt):
         if self.unique is None:
             return
         store, under = self.ledger.store, self.unique.policy
-        if outcome is None or not keeps(under, outcome):
+        if outcome is None or not under.keeps(outcome):
             yield from store.release(self.unique.lease, retention=0.0)
         else:
             yield from store.settle(self.unique.lease, tag(outcome, self.operation.scope), retention=under.ttl)

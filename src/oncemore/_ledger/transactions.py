@@ -1,7 +1,8 @@
-"""What a database lends: a transaction of the user's own driver, with the ledger's verbs inside it.
+"""Transactions that the ledger shares with the user's code: `effect = "transaction"`.
 
-A *lender* opens transactions; each is one small adapter over a driver (a connection flavour), and the statements are
-the store's.  The performer borrows the connection; only the guard ends the transaction.
+A TransactionSource opens them.  A Transaction has the ledger's verbs, written once for each database.  Below it, a
+TransactionAdapter runs statements on one driver's connection.  The performer uses the same connection; only the guard
+commits.
 """
 
 from __future__ import annotations
@@ -12,39 +13,86 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError, TransactionEnded
-from .events import log
 from .model import Lease, Operation, Outcome, Record
 
 T = TypeVar("T")
-
 
 ASYNC = "write 'async def' and await it, or hand the guard a sync pool or engine"
 
 
 class Again(Exception):
-    """The whole transaction came to nothing, or may have: open another, and see.
+    """The transaction failed, or its commit may have: open another one, and look.
 
-    A serialization failure, a deadlock, a commit whose answer was lost: whoever claims the key next finds the outcome if
-    it was committed after all, waits if that is not yet decided, and performs if it was not.
+    Raised after a serialization failure, a deadlock, or a commit whose answer was lost.  The next claim of the key finds
+    the outcome if it was committed after all, waits if that is not yet decided, and performs if it was not.
     """
 
 
 class Stale(Again):
-    """As that, where the connection had died before anything was asked on it: a restart of the server leaves a pool of them."""
+    """The pooled connection was already dead, so nothing was sent.  After a server restart the pool may be full of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """SQL text with numbered parameters: `$1` on PostgreSQL, `?1` on SQLite.  A statement with a *name* is worth preparing."""
+
+    text: str
+    name: bytes = b""
+
+
+Query = tuple[Statement, Sequence[Any]]  # a statement and its parameters
+Rows = Sequence[Sequence[Any]]
+
+
+class TransactionAdapter(Protocol):
+    """One transaction on a connection of one driver.  `begin` comes first; then each method may be called until the end.
+
+    A query that fails is raised as the driver's own error, and the queries behind it are not run.
+    """
+
+    @property
+    def connection(self) -> Any: ...  # lent to the performer; None before `begin` and after the end
+    @property
+    def awaited(self) -> bool: ...  # whether the performer must await what it does with the connection
+    def session(self) -> Any: ...  # an ORM session in the transaction
+
+    def begin(self, *queries: Query) -> Plan[Rows]:
+        """Take a connection, start a transaction, run *queries*, and return the rows of the last one."""
+        ...
+
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        """Run *queries*, and return the rows of the last one."""
+        ...
+
+    def commit(self, *queries: Query) -> Plan[None]:
+        """Run *queries*, commit, and give the connection back.  If any of that fails, `rollback` must follow.
+
+        Raises TransactionEnded if the adapter sees that the performer has ended the transaction or closed the connection.
+        """
+        ...
+
+    def rollback(self) -> Plan[None]:
+        """Roll back and give the connection back; close it if that fails.  Does nothing if there is no transaction."""
+        ...
+
+    def discard(self) -> None:
+        """Close the connection now, because nobody can wait for a rollback.  Does nothing if there is no transaction."""
+        ...
 
 
 class Transaction(Protocol):
-    """One open transaction.  `begin` comes first; what is settled or released in it is written with the commit."""
+    """One open transaction.  `begin` comes first; `settle` and `release` are written with the commit."""
 
     @property
-    def connection(self) -> Any: ...  # what the performer borrows
+    def connection(self) -> Any: ...  # lent to the performer
     @property
-    def awaited(self) -> bool: ...  # whether what is lent is of an async driver
+    def awaited(self) -> bool: ...  # whether the performer must await what it does with the connection
     def session(self) -> Any: ...
     def begin(
         self, operation: Operation, *, lease: float, wait: float, request: bytes = b""
@@ -55,25 +103,67 @@ class Transaction(Protocol):
     ) -> Plan[None]: ...
     def release(self, held: Lease, *, retention: float) -> Plan[None]: ...
     def find(self, scope: str, key: str) -> Plan[Record | None]: ...
-    def query(self, text: str, values: Sequence[Any]) -> Plan[Sequence[Sequence[Any]]]: ...  # with $1, on any driver
+    def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]: ...  # the user's own SQL, with $1, on any driver
     def commit(self) -> Plan[None]: ...
-    def abort(self) -> Plan[None]: ...  # roll back and give the connection back; it never fails
-    def drop(self) -> None: ...  # the same at once, without a word to the server
+    def abort(self) -> Plan[None]: ...  # roll back and give the connection back; never fails
+    def drop(self) -> None: ...  # close the connection at once, without a word to the server
 
 
-class Lender(Protocol):
+class AdapterTransaction:
+    """The part of a Transaction that is the same on every database: the connection, and the end without a commit."""
+
+    def __init__(self, adapter: TransactionAdapter) -> None:
+        self._adapter = adapter
+        self._open = True
+
+    @property
+    def connection(self) -> Any:
+        if not self._open:
+            raise transaction_over()
+        return self._adapter.connection
+
+    @property
+    def awaited(self) -> bool:
+        return self._adapter.awaited
+
+    def session(self) -> Any:
+        if not self._open:
+            raise transaction_over()
+        return self._adapter.session()
+
+    def abort(self) -> Plan[None]:
+        if not self._open:
+            return
+        try:
+            yield from self._adapter.rollback()
+        except BaseException:
+            self.drop()
+            raise
+        self._end()
+
+    def drop(self) -> None:
+        if self._open:
+            self._adapter.discard()
+            self._end()
+
+    def _end(self) -> None:
+        self._open = False
+
+
+class TransactionSource(Protocol):
     """Opens transactions on the database that the ledger is in."""
 
     def open(self) -> Plan[Transaction]: ...
-    def again(
-        self, error: BaseException
-    ) -> bool: ...  # whether a driver's error means that the same may work next time
+    def again(self, error: BaseException) -> bool: ...  # whether the same transaction may work next time
     def close(self) -> None: ...
     async def aclose(self) -> None: ...
 
 
+Lender = TransactionSource
+
+
 class Do(Generic[T]):
-    """The effect of one function or another: *plain* when run, *awaited* when awaited; where there is only one, it says so."""
+    """Effect: *plain* if run; *awaited* if awaited, or else *plain* in a thread.  One of the two may be missing."""
 
     __slots__ = ("awaited", "plain")
 
@@ -89,20 +179,20 @@ class Do(Generic[T]):
     def arun(self) -> Awaitable[T]:
         if self.awaited is not None:
             return self.awaited()
-        assert self.plain is not None, "an effect can be had in one way at least"
+        assert self.plain is not None, "an effect has one form at least"
         return in_thread(self.plain)
 
 
-def ended() -> TransactionEnded:
-    """The error for a borrower that has ended the transaction itself."""
+def commit_forbidden() -> TransactionEnded:
+    """The error for a performer that has ended the transaction itself."""
     return TransactionEnded(
         "The transaction that the guard lent was committed or rolled back by the code that borrowed it; leave both to the "
         "guard: it commits when the code returns, and rolls back when it raises"
     )
 
 
-def over() -> TransactionEnded:
-    """The error for a borrower that comes back for the connection too late."""
+def transaction_over() -> TransactionEnded:
+    """The error for a performer that asks for the connection too late."""
     return TransactionEnded(
         "The transaction is over: its outcome was committed before the first byte of the response was sent; do on "
         "op.connection what must be done before that"
@@ -110,14 +200,14 @@ def over() -> TransactionEnded:
 
 
 def unawaitable() -> ConfigurationError:
-    """The error for a borrower on a thread, where all that it could do with an async connection is to forget about it."""
+    """The error for a performer in a thread that asks for an async connection: it could not await anything."""
     return ConfigurationError(
         f"The connection that is lent here must be awaited, and this code runs in a thread, where it cannot be; {ASYNC}"
     )
 
 
 def unawaited(performer: object) -> ConfigurationError:
-    """The error for a borrower that has awaited nothing."""
+    """The error for a performer that has awaited nothing, so its statements were never sent."""
     return ConfigurationError(
         f"{performer!r} was lent a connection that must be awaited, and has awaited nothing; {ASYNC}"
     )
@@ -127,50 +217,15 @@ def no_session() -> ConfigurationError:
     return ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")
 
 
-class Loan:
-    """A connection for one transaction, of a driver that has no sessions."""
-
-    connection: Any = None  # what the performer borrows
-
-    def session(self) -> Any:
-        raise no_session()
-
-    def kept(self) -> bool:
-        """Whether it is still ours: a performer may have closed it, and then its pool has lent it to somebody else."""
-        return self.connection is not None
-
-
-class Returned(Protocol):
-    """What ends with a transaction: the use of a connection."""
-
-    def end(self, *, healthy: bool, committed: bool) -> Plan[None]: ...  # give the connection back, once
-    def drop(self) -> None: ...
-
-
-def give_back(wire: Returned, *, healthy: bool, committed: bool) -> Plan[None]:
-    """Give the connection back; whoever is cut off meanwhile drops it, for it must not stay anyone's.
-
-    What fails then (a hook of Django's that runs after the commit, say) changes nothing any more, but must not go unheard.
-    """
-    try:
-        yield from wire.end(healthy=healthy, committed=committed)
-    except Exception:
-        if committed:
-            log.exception("The transaction was committed; what was to be done after it has failed")
-    except BaseException:
-        wire.drop()
-        raise
-
-
 async def in_thread(function: Callable[[], T]) -> T:
-    """What the function returns, from a thread."""
+    """Call *function* in a thread, and return its result."""
     context = contextvars.copy_context()
     return await to_the_end(asyncio.get_running_loop().run_in_executor(threads(), context.run, function))
 
 
 async def to_the_end(work: asyncio.Future[T]) -> T:
-    """What the work gives; a caller that is cancelled waits for it, however often that is: the connection is in use."""
-    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains that nobody asked
+    """Await *work*.  A caller that is cancelled still waits for its end, because the connection is in use until then."""
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs it as never retrieved
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:
@@ -183,7 +238,7 @@ async def to_the_end(work: asyncio.Future[T]) -> T:
 
 
 def at_once(effect: Do[None]) -> None:
-    """Have it done though nobody can wait for it: here, or by a task where a loop runs, or not at all without one."""
+    """Carry *effect* out though nobody can wait for it: by a task if a loop runs here, else on this thread if it can be."""
     try:
         task = asyncio.get_running_loop().create_task(quietly(effect))
     except RuntimeError:
@@ -203,13 +258,13 @@ async def quietly(effect: Do[None]) -> None:
 TASKS: set[asyncio.Task[None]] = set()  # the loop's own references to tasks are weak
 
 
-# As many as there is work: those who wait for a row must never keep its owner from the thread that it commits on.
-MOST = 10_000
+# One for each piece of work: a caller that waits for a row must not keep the row's owner from the thread it commits on.
+MOST_THREADS = 10_000
 
 
 @lru_cache(maxsize=1)
 def threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MOST, thread_name_prefix="oncemore-lending")
+    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="oncemore-transactions")
 
 
 os.register_at_fork(after_in_child=threads.cache_clear)

@@ -1,26 +1,31 @@
-"""The ledger in a database of Django's, whose connections are the ones that are lent: `Guard("django:default")`.
+"""The ledger in a database of Django's: `Guard("django:default")`.
 
 The operation runs in `transaction.atomic(using=alias, durable=True)`: the ORM's writes are part of it, `on_commit` hooks run
-after it, and blocks of the view's own (`ATOMIC_REQUESTS` too) are savepoints.  Under an event loop all of that is done where
-the ORM's own async methods do their work, on the request's thread (`sync_to_async`).
+after it, and blocks of the view's own (`ATOMIC_REQUESTS` too) are savepoints.  Under an event loop all of that is done
+where the ORM's own async methods do their work, on the request's thread (`sync_to_async`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction  # type: ignore[import-untyped]
 from django.utils.connection import ConnectionDoesNotExist  # type: ignore[import-untyped]
 
 from .._ledger.connect import DJANGO
+from .._ledger.events import log
 from .._ledger.store import Store
-from .._ledger.transactions import Do, Loan, ended, to_the_end
+from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session, to_the_end
+from .._runtime.plan import Plan
 from ..errors import ConfigurationError, TransactionEnded
 
 T = TypeVar("T")
+
+LIBPQ_NAMES = {"NAME": "dbname", "USER": "user", "PASSWORD": "password", "HOST": "host", "PORT": "port"}
 
 
 def enlist(source: str, options: Mapping[str, str]) -> Store:
@@ -31,35 +36,87 @@ def enlist(source: str, options: Mapping[str, str]) -> Store:
     except ConnectionDoesNotExist as error:
         raise ConfigurationError(f"{source!r} names no database of settings.DATABASES: {error}") from error
     if database.vendor == "postgresql":
-        from .django_postgres import store_of as on_postgres
-
-        return on_postgres(alias, database, options)
+        return postgres_store(alias, database.settings_dict, options)
     if database.vendor == "sqlite":
-        from .django_sqlite import store_of as on_sqlite
-
-        return on_sqlite(alias, database, options)
+        return sqlite_store(alias, database.settings_dict, options)
     raise ConfigurationError(f"{source!r} is on {database.vendor}, which has no ledger: PostgreSQL and SQLite have")
 
 
+def postgres_store(alias: str, said: Mapping[str, Any], options: Mapping[str, str]) -> Store:
+    from .postgres import PostgresStore, url_of
+    from .postgres.psycopg import BelowDjango
+    from .postgres.transactions import PostgresSource
+
+    store = PostgresStore(url_of(libpq_settings(said), options))
+    store.lender = PostgresSource(store, lambda: DjangoAdapter(alias, BelowDjango()))
+    return store
+
+
+def libpq_settings(said: Mapping[str, Any]) -> dict[str, Any]:
+    """libpq's settings for what settings.DATABASES says: the ledger has connections of its own, through psycopg."""
+    from psycopg.pq import Conninfo
+
+    known = {option.keyword.decode() for option in Conninfo.get_defaults()}
+    found = {name: value for name, value in said.get("OPTIONS", {}).items() if name in known}
+    found |= {name: said[ours] for ours, name in LIBPQ_NAMES.items() if said.get(ours)}
+    if said.get("NAME", "") is None:
+        found["dbname"] = "postgres"  # as Django does
+    return found
+
+
+def sqlite_store(alias: str, said: Mapping[str, Any], options: Mapping[str, str]) -> Store:
+    from .sqlite import connect, url_of
+    from .sqlite.transactions import BelowDjango, SqliteSource
+
+    store = connect(url_of(str(said["NAME"]), options))
+    store.lender = SqliteSource(store, lambda writer: DjangoAdapter(alias, BelowDjango(store.sql)))
+    return store
+
+
+class Driver(Protocol):
+    """The driver's own connection below Django's, by which the ledger's statements are sent."""
+
+    def begin(
+        self, raw: Any, queries: Sequence[Query]
+    ) -> Rows: ...  # with the BEGIN that Django has left to the driver
+    def execute(self, raw: Any, queries: Sequence[Query]) -> Rows: ...
+    def commit(self, raw: Any, queries: Sequence[Query]) -> None: ...
+    def rollback(self, raw: Any) -> None: ...
+    def close(self, raw: Any) -> None: ...
+
+
 class RolledBack(Exception):
-    """Told to Django where the transaction came to nothing, so that it runs no hooks."""
+    """Told to Django if the transaction was rolled back, so that it runs no hooks."""
 
 
-class AtomicLoan(Loan):
-    """A connection of Django's for one transaction: that of the thread."""
+class DjangoAdapter:
+    """One transaction on Django's connection of the thread.
 
-    def __init__(self, alias: str) -> None:
+    The driver ends the transaction; Django hears of it afterwards, sends nothing more, and runs its hooks.
+    """
+
+    awaited = False
+
+    def __init__(self, alias: str, driver: Driver) -> None:
         self.alias = alias
+        self.driver = driver
+        self.connection: Any = None
         self._atomic: Any = None
 
-    def kept(self) -> bool:
-        return self.connection is not None and not self.connection.closed_in_transaction
+    @classmethod
+    def on(cls, alias: str, driver: Driver) -> DjangoAdapter:
+        """The adapter for `execute` in the transaction that the user has begun on this thread's connection."""
+        adapter = cls(alias, driver)
+        adapter.connection = connections[alias]
+        return adapter
 
-    def do(self, work: Callable[[], T]) -> Do[T]:
-        return do(work)
+    def session(self) -> Any:
+        raise no_session()
 
-    def take(self) -> Any:
-        """The driver's own connection, within an atomic block."""
+    def begin(self, *queries: Query) -> Plan[Rows]:
+        return (yield on_orm_thread(lambda: self._begin(queries)))  # type: ignore[no-any-return]
+
+    def _begin(self, queries: Sequence[Query]) -> Rows:
         connection = connections[self.alias]
         if connection.in_atomic_block or not connection.get_autocommit():
             raise ConfigurationError(
@@ -70,33 +127,67 @@ class AtomicLoan(Loan):
         atomic = transaction.atomic(using=self.alias, durable=True)
         atomic.__enter__()
         self.connection, self._atomic = connection, atomic
-        return self.raw
+        return self.driver.begin(connection.connection, queries)
 
-    @property
-    def raw(self) -> Any:
-        return self.connection.connection
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        return (yield on_orm_thread(lambda: self._execute(queries)))  # type: ignore[no-any-return]
 
-    def finish(self) -> None:
-        if not self.kept():
-            raise ended()
-        if self.connection.needs_rollback:
+    def _execute(self, queries: Sequence[Query]) -> Rows:
+        if self.connection.closed_in_transaction:
+            raise commit_forbidden()
+        return self.driver.execute(self.connection.connection, queries)
+
+    def commit(self, *queries: Query) -> Plan[None]:
+        yield on_orm_thread(lambda: self._commit(queries))
+
+    def _commit(self, queries: Sequence[Query]) -> None:
+        connection = self.connection
+        if connection.closed_in_transaction:
+            raise commit_forbidden()
+        if connection.needs_rollback:
             raise TransactionEnded(
                 "A database error, or set_rollback(True), has marked the transaction for rollback, and the code went on; let the "
                 "error out, or put what may fail into an atomic() block of its own"
             )
+        self.driver.commit(connection.connection, queries)
+        try:
+            self._leave(None)
+        except Exception:  # a hook's failure changes nothing any more, but must not go unheard
+            log.exception("The transaction was committed, but an on_commit hook has failed")
 
-    def give(self, *, healthy: bool, committed: bool) -> None:
-        """The driver has ended the transaction; Django hears of it here, sends nothing more, and runs its hooks."""
+    def rollback(self) -> Plan[None]:
+        if self._atomic is not None:
+            yield on_orm_thread(self._rollback)
+
+    def _rollback(self) -> None:
+        raw = self.connection.connection
+        try:
+            if not self.connection.closed_in_transaction:
+                self.driver.rollback(raw)
+        except Exception:
+            self.driver.close(raw)
+        with suppress(Exception):
+            self._leave(RolledBack())
+
+    def discard(self) -> None:
+        if self._atomic is not None:
+            at_once(on_orm_thread(self._discard))
+
+    def _discard(self) -> None:
+        self.driver.close(self.connection.connection)
+        self._leave(RolledBack())
+
+    def _leave(self, error: Exception | None) -> None:
+        """Leave the atomic block, once."""
         atomic, self._atomic, self.connection = self._atomic, None, None
         if atomic is not None:
-            error = None if committed else RolledBack()
             atomic.__exit__(type(error) if error is not None else None, error, None)
 
 
-def do(work: Callable[[], T]) -> Do[T]:
-    """The effect of *work* on this thread; or, on an event loop, on the thread that Django's ORM uses there."""
-    return Do(work, lambda: in_orm_thread(work))
+def on_orm_thread(work: Callable[[], T]) -> Do[T]:
+    """Effect: *work* on this thread; or, from an event loop, on the thread that Django's ORM uses there."""
 
+    async def awaited() -> T:
+        return await to_the_end(asyncio.ensure_future(sync_to_async(work, thread_sensitive=True)()))
 
-async def in_orm_thread(work: Callable[[], T]) -> T:
-    return await to_the_end(asyncio.ensure_future(sync_to_async(work, thread_sensitive=True)()))
+    return Do(work, awaited)

@@ -1,20 +1,45 @@
-"""The ledger in the database of a SQLAlchemy 2 engine, whose connections are the ones that are lent: `Guard(engine)`.
+"""The ledger in the database of a SQLAlchemy 2 engine: `Guard(engine)`.
 
-`op.connection` is a Connection or AsyncConnection, and `op.session()` a Session or AsyncSession that joins its transaction
-by savepoints.  Engines on PostgreSQL and SQLite, sync and async, with the drivers named in `sqlalchemy_postgres` and
-`sqlalchemy_sqlite`.
+Transactions run on the engine's connections.  `op.connection` is a Connection or AsyncConnection, and `op.session()` a
+Session or AsyncSession that joins its transaction by savepoints.  Works with every driver for PostgreSQL and SQLite, sync
+and async.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
 
-from sqlalchemy.engine import Engine
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy import TextClause, text
+from sqlalchemy.engine import Connection, Engine, RootTransaction
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session
 
+from .._ledger.events import log
 from .._ledger.store import Store
-from ..errors import ConfigurationError
+from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden
+from .._runtime.plan import Plan
+from ..errors import ConfigurationError, StoreTimeout
+from ._compat import pool_of
+
+T = TypeVar("T")
+
+# A session's own commit() and rollback() end a savepoint, and leave the guard's transaction alone.
+JOIN: Literal["create_savepoint"] = "create_savepoint"
+# Seconds for a rollback on an event loop.  If the network is silent, closing the connection does as well.
+PATIENCE = 5.0
+
+# A parameter, as in $1, ?1 or ?; or text that only looks as if it had one: a comment, a literal, a quoted name.
+PARAMETER = re.compile(r"""--[^\n]*|'(?:[^']|'')*'|"(?:[^"]|"")*"|[$?](\d+)|(\?)""")
+
+# SQLAlchemy's and asyncpg's names for libpq's settings, and settings that libpq does not have.
+LIBPQ_NAMES = {"database": "dbname", "ssl": "sslmode"}
+NOT_LIBPQ = {"prepared_statement_cache_size", "prepared_statement_name_func", "command_timeout", "timeout", "context"}
 
 
 def enlist(engine: Any, options: Mapping[str, str]) -> Store:
@@ -23,11 +48,264 @@ def enlist(engine: Any, options: Mapping[str, str]) -> Store:
         raise ConfigurationError(f"{type(engine).__name__} is no engine: hand the guard what create_engine returns")
     dialect = engine.dialect.name
     if dialect == "postgresql":
-        from .sqlalchemy_postgres import store_of as on_postgres
-
-        return on_postgres(engine, options)
+        return postgres_store(engine, options)
     if dialect == "sqlite":
-        from .sqlalchemy_sqlite import store_of as on_sqlite
-
-        return on_sqlite(engine, options)
+        return sqlite_store(engine, options)
     raise ConfigurationError(f"An engine on {dialect} has no ledger: PostgreSQL and SQLite have")
+
+
+def sqlite_store(engine: Engine | AsyncEngine, options: Mapping[str, str]) -> Store:
+    from .sqlite import connect, url_of
+    from .sqlite.transactions import SqliteSource, lock_query
+
+    store = connect(url_of(engine.url.database or "", options))
+
+    def first_queries(connection: Connection) -> Sequence[Query]:
+        driver: Any = connection.connection.driver_connection
+        return [lock_query(store.sql, driver.in_transaction)]
+
+    store.lender = SqliteSource(
+        store, lambda writer: SqlalchemyAdapter(engine, first_queries), awaited=isinstance(engine, AsyncEngine)
+    )
+    return store
+
+
+def postgres_store(engine: Engine | AsyncEngine, options: Mapping[str, str]) -> Store:
+    from .postgres import PostgresStore, url_of
+    from .postgres.transactions import PostgresSource
+
+    store = PostgresStore(url_of(libpq_settings(engine, options), options))
+    if engine.dialect.driver in ("psycopg", "psycopg_async"):
+        store.lender = PostgresSource(store, lambda: PipelineAdapter(engine))
+    else:
+        store.lender = PostgresSource(store, lambda: SqlalchemyAdapter(engine, refuse_autocommit))
+    return store
+
+
+def refuse_autocommit(connection: Connection) -> Sequence[Query]:
+    driver: Any = connection.connection.dbapi_connection
+    if driver.autocommit:  # the claim would be committed at once
+        raise ConfigurationError("The engine is in AUTOCOMMIT mode: hand the guard one that begins transactions")
+    return ()
+
+
+def libpq_settings(engine: Engine | AsyncEngine, options: Mapping[str, str]) -> dict[str, Any]:
+    """libpq's settings for the address in the engine's URL: the ledger has connections of its own, through psycopg."""
+    url = engine.url
+    if not (url.host or url.database or url.query) and not {"host", "dbname", "service"} & options.keys():
+        raise ConfigurationError(
+            "The engine's URL names no database, and what its creator connects to is not known: give the address by options, "
+            "as in Guard(connect(engine, host=..., dbname=..., user=...))"
+        )
+    _, said = engine.dialect.create_connect_args(url)
+    return {
+        LIBPQ_NAMES.get(name, name): ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        for name, value in said.items()
+        if value is not None and name not in NOT_LIBPQ and LIBPQ_NAMES.get(name, name) not in options
+    }
+
+
+class SqlalchemyAdapter:
+    """One transaction on a connection of an Engine or AsyncEngine, by `connection.execute(text(...))`.
+
+    Each method does its work in one function of the sync Connection.  An Engine's is called on this thread, or from an
+    event loop in another one; an AsyncEngine's is called by `AsyncConnection.run_sync`.  *first_queries* returns what must
+    be run first in a transaction, or raises if the connection cannot be used.
+    """
+
+    def __init__(
+        self, engine: Engine | AsyncEngine, first_queries: Callable[[Connection], Sequence[Query]] = lambda _: ()
+    ) -> None:
+        self.engine = engine
+        self.first_queries = first_queries
+        self.awaited = isinstance(engine, AsyncEngine)
+        self.connection: Any = None
+        self._transaction: RootTransaction | None = None
+        self._sessions: list[Session] = []
+
+    @classmethod
+    def on(cls, connection: Any) -> SqlalchemyAdapter:
+        """The adapter for `execute` in a transaction that the user has begun on *connection*, sync or async."""
+        adapter = cls(connection.engine)
+        adapter.connection = connection
+        return adapter
+
+    def session(self) -> Session | AsyncSession:
+        if self.awaited:
+            asynchronous = AsyncSession(bind=self.connection, join_transaction_mode=JOIN)
+            self._sessions.append(asynchronous.sync_session)
+            return asynchronous
+        session = Session(bind=self.connection, join_transaction_mode=JOIN)
+        self._sessions.append(session)
+        return session
+
+    def _do(self, work: Callable[[Connection], T], *, limit: float | None = None) -> Do[T]:
+        """Effect: call *work* with the connection.  *limit* bounds it in seconds, on an AsyncEngine."""
+        connection = self.connection
+        if connection is None or connection.closed:  # `with op.connection:` gives it back to its pool
+            raise commit_forbidden()
+
+        async def awaited() -> T:
+            async with asyncio.timeout(limit):
+                result: T = await connection.run_sync(work)
+                return result
+
+        return Do(None, awaited) if self.awaited else Do(lambda: work(connection), None)
+
+    def begin(self, *queries: Query) -> Plan[Rows]:
+        engine: Any = self.engine
+
+        def plain() -> Rows:
+            with pool_errors():
+                self.connection = engine.connect()
+            return self._begin(self.connection, queries)
+
+        async def awaited() -> Rows:
+            with pool_errors():
+                self.connection = await engine.connect()
+            rows: Rows = await self.connection.run_sync(self._begin, queries)
+            return rows
+
+        return (yield Do(None, awaited) if self.awaited else Do(plain, None))  # type: ignore[no-any-return]
+
+    def _begin(self, connection: Connection, queries: Sequence[Query]) -> Rows:
+        self._transaction = connection.begin()
+        return self._run(connection, [*self.first_queries(connection), *queries])
+
+    def _run(self, connection: Connection, queries: Sequence[Query]) -> Rows:
+        rows: Rows = ()
+        for statement, values in queries:
+            parameters = {f"p{number}": value for number, value in enumerate(values, 1)}
+            result = connection.execute(as_text(statement.text), parameters)
+            rows = [[as_bytes(value) for value in row] for row in result] if result.returns_rows else ()
+        return rows
+
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        return (yield self._do(lambda connection: self._run(connection, queries)))  # type: ignore[no-any-return]
+
+    def commit(self, *queries: Query) -> Plan[None]:
+        yield self._do(lambda connection: self._commit(connection, queries))
+
+    def _commit(self, connection: Connection, queries: Sequence[Query]) -> None:
+        for session in self._sessions:  # work that a session has not committed is rolled back, as ever
+            session.close()
+        transaction = self._transaction
+        if transaction is None or connection.get_transaction() is not transaction:
+            raise commit_forbidden()
+        self._end(connection, transaction, queries)
+        self.connection = None
+        try:
+            connection.close()
+        except Exception:
+            log.exception("The transaction was committed, but its connection could not be given back")
+
+    def _end(self, connection: Connection, transaction: RootTransaction, queries: Sequence[Query]) -> None:
+        self._run(connection, queries)
+        transaction.commit()
+
+    def rollback(self) -> Plan[None]:
+        try:
+            if self.connection is not None and not self.connection.closed:
+                yield self._do(self._rollback, limit=PATIENCE)
+            self.connection = None
+        except Exception:
+            self.discard()
+
+    def _rollback(self, connection: Connection) -> None:
+        if self._transaction is not None and self._transaction.is_active:
+            self._transaction.rollback()
+        connection.close()
+
+    def discard(self) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None and not connection.closed:
+            with suppress(Exception):
+                self._invalidate(connection.sync_connection if self.awaited else connection)
+
+    def _invalidate(self, connection: Connection) -> None:
+        connection.invalidate()
+        connection.close()
+
+
+class PipelineAdapter(SqlalchemyAdapter):
+    """The same on psycopg, with the ledger's statements in libpq pipelines on the connection below: no round trip more."""
+
+    def __init__(self, engine: Engine | AsyncEngine) -> None:
+        from .postgres import pipeline, psycopg  # here, because an engine on SQLite does without psycopg
+
+        super().__init__(engine, self._first_queries)
+        self._pipeline: Any = pipeline
+        self._psycopg: Any = psycopg
+
+    def _first_queries(self, connection: Connection) -> Sequence[Query]:
+        raw = driver_connection(connection)
+        if raw.pgconn.transaction_status != self._psycopg.IDLE:  # a hook of the engine's has sent something first
+            return ()
+        return [(self._pipeline.begin_statement(raw), ())]
+
+    def _run(self, connection: Connection, queries: Sequence[Query]) -> Rows:
+        raw = driver_connection(connection)
+        pipeline = self._pipeline.Pipeline(raw, [self._psycopg.adapt(raw, query) for query in queries])
+        if self.awaited:
+            adapted: Any = connection.connection.dbapi_connection
+            results = adapted.run_async(lambda _: pipeline.arun())
+        else:
+            results = pipeline.run()
+        return results[-1] if results else ()
+
+    def _end(self, connection: Connection, transaction: RootTransaction, queries: Sequence[Query]) -> None:
+        self._psycopg.check_open(driver_connection(connection))
+        self._run(connection, [*queries, (self._pipeline.COMMIT, ())])
+        try:
+            transaction.commit()  # sends nothing: psycopg sees that the transaction is over
+        except Exception:
+            log.exception("The transaction was committed, but a hook of the engine's has failed")
+
+    def _rollback(self, connection: Connection) -> None:
+        if driver_connection(connection).pgconn.transaction_status != self._psycopg.IDLE:
+            # Not psycopg's rollback(): it would deallocate our prepared statements.
+            self._run(connection, [(self._pipeline.ROLLBACK, ())])
+        super()._rollback(connection)
+
+    def _invalidate(self, connection: Connection) -> None:
+        raw = driver_connection(connection)
+        raw.pgconn.finish()  # its own close() may only give it back to a psycopg_pool below the engine
+        super()._invalidate(connection)
+        if (pool := pool_of(raw)) is not None:  # or the pool would take it for borrowed for ever
+            at_once(Do(None, lambda: pool.putconn(raw)) if self.awaited else Do(lambda: pool.putconn(raw), None))
+
+
+def driver_connection(connection: Connection) -> Any:
+    return connection.connection.driver_connection
+
+
+@contextmanager
+def pool_errors() -> Iterator[None]:
+    """Raise StoreTimeout if the engine's pool has no free connection in time."""
+    try:
+        yield
+    except PoolTimeout as error:
+        raise StoreTimeout(
+            f"No connection was free in time: {error}; raise the engine's pool_size or max_overflow"
+        ) from error
+
+
+@lru_cache(maxsize=256)
+def as_text(sql: str) -> TextClause:
+    """The statement with SQLAlchemy's own parameters, :p1 and so on.  All other colons are escaped: they name none."""
+    parts: list[str] = []
+    end = numbered = 0
+    for found in PARAMETER.finditer(sql):
+        if found[1] or found[2]:
+            numbered = int(found[1]) if found[1] else numbered + 1
+            parts += (escape_colons(sql[end : found.start()]), f":p{numbered}")
+            end = found.end()
+    return text("".join([*parts, escape_colons(sql[end:])]))
+
+
+def escape_colons(sql: str) -> str:
+    return sql.replace(":", "\\:")
+
+
+def as_bytes(value: Any) -> Any:
+    return bytes(value) if isinstance(value, memoryview) else value  # psycopg2 reads bytea as memoryview

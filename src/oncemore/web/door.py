@@ -19,7 +19,7 @@ from .._contract.rule import Rule
 from .._contract.templates import Field
 from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import Op
-from .._ledger.decisions import Answer, keeps
+from .._ledger.decisions import Answer
 from .._ledger.guard import ATTEMPTS, Guard, check_guard
 from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
 from .._ledger.transaction_attempt import TransactionAttempt
@@ -274,7 +274,7 @@ class Door(Generic[App]):
         but a transaction is rolled back at once.
         """
         tombstone = Outcome("tombstone", status)
-        if (has_length or rule.streams != "release") and keeps(attempt.policy, tombstone):
+        if (has_length or rule.streams != "release") and attempt.keeps(tombstone):
             return (yield from attempt.settle(tombstone))
         if attempt.policy.effect == "transaction":
             yield from attempt.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TypeVar
 
@@ -28,6 +29,9 @@ NAME = "oncemore.keyring"
 
 # After its process died, an operation can be resumed when so many seconds have passed.
 LEASE = 15.0
+
+# In a long failure of the store, only the last claims can have been written.
+MAX_FAILED = 1000
 
 # An operation without a final answer stays until a person decides: a hundred years.
 FOREVER = 100 * 365 * 86400.0
@@ -72,6 +76,7 @@ class LedgerKeyring:
     def _reset(self) -> None:
         self._sending: dict[int, Renewal] = {}  # by the token of the entry
         self._adopted: dict[tuple[str, str], Entry] = {}  # by scope and key, until the next claim sends it
+        self._failed: deque[Entry] = deque(maxlen=MAX_FAILED)  # whose claims failed, and may have been written
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         return (yield from self._translate_errors(self._claim(entry, oldest)))
@@ -161,7 +166,9 @@ class LedgerKeyring:
         except StoreError:
             # The caller is told that nothing was sent, and may make a new key.  But the claim may have been written: it must
             # be withdrawn, or another process would send it once its lease has lapsed.
-            yield self.heartbeat.renewal(entry, self.lease)
+            self._failed.append(replace(entry, headers=(), body=None))
+            if len(self._failed) == 1:
+                yield self.heartbeat.renewal(None, self.lease)
             raise
 
     def _begin(self, lease: Lease, entry: Entry, oldest: float) -> Plan[Entry]:
@@ -204,10 +211,10 @@ class LedgerKeyring:
         return lease
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
-        """Renew the lease of an entry that is being sent, or withdraw an entry whose claim failed."""
+        """Renew the lease of an entry that is being sent; if it is None, withdraw the entries whose claims failed."""
         try:
-            if isinstance(renewal.lease, Entry):
-                yield from self._withdraw(renewal.lease)
+            if renewal.lease is None:
+                yield from self._withdraw_failed()
                 renewal.stop()
             else:
                 yield from self.store.renew(renewal.lease, lease=renewal.seconds)
@@ -216,6 +223,15 @@ class LedgerKeyring:
             log.info("A lease on the keyring could not be renewed; the next tick tries again: %s", error)
         except Fenced:
             renewal.lost = True
+
+    def _withdraw_failed(self) -> Plan[None]:
+        while self._failed:
+            entry = self._failed.popleft()
+            try:
+                yield from self._unless_taken_over(self._withdraw(entry))
+            except StoreError:
+                self._failed.appendleft(entry)
+                raise
 
     def _withdraw(self, entry: Entry) -> Plan[None]:
         """Remove the record of a claim that was written although the store said that it failed."""

@@ -6,20 +6,21 @@ The ledger's own statements, which are not part of anyone's transaction, go thro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 from psycopg.conninfo import conninfo_to_dict
 
 from ..._ledger.store import Store
-from ..._ledger.transactions import Loan
-from ...errors import ConfigurationError
-from .asyncpg_wire import AsyncpgWire
-from .lender import busy
-from .statements import Ask, Rows
+from ..._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session
+from ..._runtime.plan import Plan
+from ...errors import ConfigurationError, StoreTimeout
+from .._compat import asyncpg_address, asyncpg_connection
+from .psycopg import PATIENCE
 from .store import PostgresStore, url_of
-from .transactions import Enlisted
+from .transactions import PostgresSource
 
 # asyncpg's words for what libpq has others for.
 NAMES = {"database": "dbname", "ssl": "sslmode", "passfile": "passfile", "service": "service"}
@@ -32,23 +33,21 @@ def enlist(pool: Any, options: Mapping[str, str]) -> Store:
     if not isinstance(pool, asyncpg.Pool):
         raise ConfigurationError(f"{type(pool).__name__} is no pool: hand the guard what asyncpg.create_pool returns")
     store = PostgresStore(url_of(settings_of(pool, options), options))
-    store.lender = Enlisted(store, lambda: AsyncpgWire(PoolLoan(pool, store.database.timeout)))
+    store.lender = PostgresSource(store, lambda: AsyncpgAdapter(pool, store.database.timeout))
     return store
 
 
 def settings_of(pool: Any, options: Mapping[str, str]) -> dict[str, Any]:
     """libpq's settings for the address that the pool connects to."""
     said: dict[str, Any] = {}
-    args = getattr(pool, "_connect_args", None)
-    dsn = args[0] if args else None
+    dsn, known, connect = asyncpg_address(pool)
     if dsn is not None:
         said = {name: value for name, value in conninfo_to_dict(address(dsn)).items() if value is not None}
-    known = getattr(pool, "_connect_kwargs", {})
     for name in PLACES:
         value = known.get(name)
         if value is not None and NAMES.get(name, name) not in options:
             said[NAMES.get(name, name)] = setting(name, value)
-    if getattr(pool, "_connect", asyncpg.connect) not in (asyncpg.connect, asyncpg.connection.connect):
+    if connect not in (asyncpg.connect, asyncpg.connection.connect):
         raise ConfigurationError(f"The pool connects by a function of its own, whose address is not known; {HOW}")
     return said
 
@@ -77,50 +76,86 @@ def setting(name: str, value: Any) -> str:
     return str(value)
 
 
-class PoolLoan(Loan):
-    """A connection of the pool's."""
+class AsyncpgAdapter:
+    """One transaction on a connection of an asyncpg pool.  asyncpg sends one statement at a time, and BEGIN is one."""
+
+    awaited = True
 
     def __init__(self, pool: Any, timeout: float) -> None:
         self.pool = pool
         self.timeout = timeout
-        self._transaction: Any = None
+        self.connection: Any = None
         self._raw: Any = None
+        self._transaction: Any = None
 
-    def kept(self) -> bool:
-        """What stands for a connection forgets it when that is released; also when it is lost, but then nobody else has it."""
-        released = self.connection is None or getattr(self.connection, "_con", self._raw) is None
-        return not released or (self._raw is not None and self._raw.is_closed())
+    @classmethod
+    def on(cls, connection: Any) -> AsyncpgAdapter:
+        """The adapter for `execute` in a transaction that the user has begun on *connection*."""
+        adapter = cls(None, 0.0)
+        adapter.connection, adapter._raw = connection, asyncpg_connection(connection)
+        return adapter
 
-    async def begin(self, ask: Ask) -> tuple[Any, Rows]:
+    def session(self) -> Any:
+        raise no_session()
+
+    def begin(self, *queries: Query) -> Plan[Rows]:
+        return (yield Do(None, lambda: self._begin(queries)))  # type: ignore[no-any-return]
+
+    async def _begin(self, queries: Sequence[Query]) -> Rows:
         try:
-            connection = self.connection = await self.pool.acquire(timeout=self.timeout)
+            self.connection = await self.pool.acquire(timeout=self.timeout)
         except TimeoutError as error:
-            raise busy(error) from error
+            raise StoreTimeout(f"No connection was free in time: {error}; raise the pool's max_size") from error
         except asyncpg.InterfaceError as error:
             raise ConfigurationError(f"asyncpg: {error}; await the pool before the first request") from error
-        raw = self._raw = getattr(connection, "_con", connection)
-        self._transaction = connection.transaction()
+        self._raw = asyncpg_connection(self.connection)
+        self._transaction = self.connection.transaction()
         await self._transaction.start()
-        statement, values = ask
-        return raw, await connection.fetch(statement.text, *values)
+        return await self._run(queries)
 
-    async def finish(self) -> None:
-        """Savepoints that were left open end with the transaction."""
+    async def _run(self, queries: Sequence[Query]) -> Rows:
+        if self._was_released():
+            raise commit_forbidden()
+        rows: Rows = ()
+        for statement, values in queries:
+            rows = await self.connection.fetch(statement.text, *values)
+        return rows
 
-    async def commit(self) -> None:
+    def _was_released(self) -> bool:
+        """Whether the performer has given the connection back to its pool, which may have lent it to somebody else."""
+        return asyncpg_connection(self.connection) is None and not self._raw.is_closed()
+
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        return (yield Do(None, lambda: self._run(queries)))  # type: ignore[no-any-return]
+
+    def commit(self, *queries: Query) -> Plan[None]:
+        yield Do(None, lambda: self._commit(queries))
+
+    async def _commit(self, queries: Sequence[Query]) -> None:
+        await self._run(queries)
         await self._transaction.commit()
+        await self._give_back()
 
-    def committed(self) -> None:
-        self._transaction = None
+    def rollback(self) -> Plan[None]:
+        try:
+            if self.connection is not None:
+                yield Do(None, self._rollback)
+        except Exception:
+            self.discard()
 
-    async def roll_back(self) -> None:
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None and self.kept():
-            await transaction.rollback()
+    async def _rollback(self) -> None:
+        async with asyncio.timeout(PATIENCE):
+            if asyncpg_connection(self.connection) is not None and self.connection.is_in_transaction():
+                await self._transaction.rollback()
+            await self._give_back()
 
-    async def give(self, *, healthy: bool, committed: bool) -> None:
-        connection, self.connection = self.connection, None
+    async def _give_back(self) -> None:
+        await self.pool.release(self.connection)
+        self.connection = None
+
+    def discard(self) -> None:
+        connection = self.connection
         if connection is not None:
-            if not healthy:
+            if asyncpg_connection(connection) is not None:
                 connection.terminate()
-            await self.pool.release(connection)
+            at_once(Do(None, self._give_back))

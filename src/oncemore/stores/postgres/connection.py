@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -155,6 +156,8 @@ class FreeList:
         self.slots: Any = slots
         self.connections: list[Any] = []
         self.closed = False
+        # An event loop may be gone before anybody closes its list.  Not at exit: a forked child would end the parent's.
+        weakref.finalize(self, close_connections, self.connections).atexit = False
 
     def pop(self) -> Any:
         """The free connection that came back last, or None."""
@@ -174,9 +177,13 @@ class FreeList:
     def close(self) -> None:
         """Close the free connections now, and each taken one when it is given back."""
         self.closed = True
-        with suppress(IndexError):
-            while True:
-                self.connections.pop().pgconn.finish()
+        close_connections(self.connections)
+
+
+def close_connections(connections: list[Any]) -> None:
+    with suppress(IndexError):  # looked at first, the list might be emptied by another thread
+        while True:
+            connections.pop().pgconn.finish()
 
 
 class TakeConnection:

@@ -1,53 +1,84 @@
-"""A pool of psycopg's for an event loop that may end at any moment."""
+"""Transactions on the connections of a user's psycopg_pool: `Guard(pool)`."""
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from psycopg_pool import AsyncConnectionPool
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
+
+from ..._ledger.transactions import Do, at_once, commit_forbidden
+from ..._runtime.plan import Plan
+from ...errors import StoreTimeout
+from .psycopg import IDLE, PsycopgAdapter
 
 
-class LoopPool(AsyncConnectionPool[Any]):
-    """A pool of our own on an event loop, whose tasks end when they are cancelled: asyncio.run waits for them at its end.
+class PoolAdapter(PsycopgAdapter):
+    """One transaction on a connection of the user's psycopg_pool.  From an event loop, a sync pool is used in threads."""
 
-    A worker that is cancelled while it connects would take that for a failure, and go back to its queue; the scheduler, one
-    that comes together with an order.  A psycopg_pool that is made in another way than those we know is left as it is.
-    """
+    def __init__(self, pool: Any, timeout: float) -> None:
+        self.connection: Any = None
+        self._pool = pool
+        self._timeout = timeout
 
-    def _start_workers(self) -> None:
-        sched = getattr(self, "_sched", None)
-        if hasattr(sched, "_event"):
-            sched._event = Wake()  # type: ignore[union-attr]
-        super()._start_workers()
+    def _take(self) -> Do[None]:
+        pool, timeout = self._pool, self._timeout
 
-    @classmethod
-    async def worker(cls, q: Any, *more: Any, **others: Any) -> None:
-        await super().worker(Tasks(q), *more, **others)  # type: ignore[arg-type]
+        def plain() -> None:
+            with pool_errors():
+                self.connection = pool.getconn(timeout)
+            self._keep_open(refuse_close)
+
+        async def awaited() -> None:
+            with pool_errors():
+                self.connection = await pool.getconn(timeout)
+            self._keep_open(arefuse_close)
+
+        return Do(None, awaited) if isinstance(pool, AsyncConnectionPool) else Do(plain, None)
+
+    def _keep_open(self, refuse: Callable[[], Any]) -> None:
+        if getattr(self._pool, "close_returns", False):
+            self.connection.close = refuse
+
+    def _give_back(self) -> Plan[None]:
+        yield self._put()
+
+    def _put(self) -> Do[None]:
+        """Effect: give the connection back.  It is forgotten last, so that a caller who is cancelled meanwhile discards it."""
+
+        def plain() -> None:
+            vars(self.connection).pop("close", None)
+            self._pool.putconn(self.connection)
+            self.connection = None
+
+        async def awaited() -> None:
+            vars(self.connection).pop("close", None)
+            await self._pool.putconn(self.connection)
+            self.connection = None
+
+        return Do(None, awaited) if self.awaited else Do(plain, None)
+
+    def discard(self) -> None:
+        if self.connection is not None:
+            if self.connection.pgconn.transaction_status != IDLE:
+                self.connection.pgconn.finish()  # not close(), which may only give it back to its pool
+            at_once(self._put())
 
 
-class Tasks:
-    """A worker's view of the queue *q*."""
-
-    def __init__(self, q: Any) -> None:
-        self.q = q
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.q, name)
-
-    async def get(self) -> Any:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise asyncio.CancelledError
-        return await self.q.get()
+def refuse_close() -> None:
+    """Replaces close() if that gives a connection back to its pool: the next user of it would be in our transaction."""
+    raise commit_forbidden()
 
 
-class Wake(asyncio.Event):
-    """What the scheduler waits for; `asyncio.wait_for` loses cancellations before Python 3.12."""
+async def arefuse_close() -> None:
+    raise commit_forbidden()
 
-    async def wait_timeout(self, timeout: float) -> bool:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                return await self.wait()
-        return False
+
+@contextmanager
+def pool_errors() -> Iterator[None]:
+    """Raise StoreTimeout if the pool has no free connection in time."""
+    try:
+        yield
+    except PoolTimeout as error:
+        raise StoreTimeout(f"No connection was free in time: {error}; raise the pool's max_size") from error

@@ -1,222 +1,212 @@
-"""How psycopg's connections carry the ledger's statements: sync ones on threads, async ones on event loops.
-
-Where a connection comes from, and where it goes, is its *loan*: a pool of our own or the user's, an engine, Django.
-"""
+"""Transactions on psycopg connections: the ledger's own, and those below Django's."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import psycopg
 from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
 
-from ..._ledger.transactions import Do, at_once
-from ..._runtime.plan import Plan
-from .pipeline import COMMIT, ROLLBACK, adapt_values, begin_statement, exchange
-from .statements import Ask, Rows
-from .transactions import Misuse
+from ..._ledger.transactions import Do, Query, Rows, Transaction, commit_forbidden, no_session
+from ..._runtime.clock import SYSTEM
+from ..._runtime.plan import Effect, Plan
+from .connection import Connections
+from .pipeline import COMMIT, ROLLBACK, Pipeline, adapt_values, begin_statement
+from .transactions import PostgresSource
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from .store import PostgresStore
 
 IDLE, UNKNOWN = int(TransactionStatus.IDLE), int(TransactionStatus.UNKNOWN)
-# Seconds for a rollback on an event loop: where the network is silent, to close the connection does as well.
-PATIENCE = 5.0
+PATIENCE = 5.0  # seconds for a rollback; if the network is silent, closing the connection does as well
+PLAIN = (bytes, int, float, bool, type(None))  # the values that need no adapters of psycopg
 
 
-class Borrowed(Protocol):
-    """A connection for one transaction."""
+class PsycopgAdapter:
+    """One transaction on a psycopg connection of the ledger's own, sync or async.
 
-    @property
-    def connection(self) -> Any: ...  # what the performer borrows
-    def session(self) -> Any: ...
-    def kept(self) -> bool: ...  # False where the performer has closed it: its pool may have lent it to somebody else
+    The claim travels with BEGIN and the outcome with COMMIT, so that the ledger adds no round trip.
+    """
 
+    def __init__(self, connections: Connections, timeout: float) -> None:
+        self.connection: Any = None
+        self._connections = connections
+        self._timeout = timeout
 
-class ThreadLoan(Borrowed, Protocol):
-    """As that, on threads."""
-
-    def do(self, work: Callable[[], T]) -> Do[T]: ...  # on whatever thread the connection can be used
-    def take(self) -> Any: ...  # the driver's own connection
-    def finish(self) -> None: ...  # before the outcome is written: what the performer left open is ended
-    def give(self, *, healthy: bool, committed: bool) -> None: ...
-
-
-class LoopLoan(Borrowed, Protocol):
-    """As that, on an event loop."""
-
-    async def take(self) -> Any: ...
-    async def finish(self) -> None: ...
-    async def give(self, *, healthy: bool, committed: bool) -> None: ...
-
-
-L = TypeVar("L", bound=Borrowed)
-
-
-class LoanWire(Generic[L]):
-    """What all wires have in common: the effects, each of which a driver carries out in its own way."""
-
-    awaited = True  # the connection that is lent
-    _begin: Callable[..., Any]  # plain on threads, to be awaited on event loops; so are the others
-    _rows: Callable[..., Any]
-    _commit: Callable[..., Any]
-    _roll_back: Callable[..., Any]
-    _end: Callable[..., Any]
-
-    def __init__(self, loan: L) -> None:
-        self.loan = loan
-        self.taken: Any = None  # the driver's own connection
-        self.committed = False  # also where whoever asked for it was cancelled before the answer
+    @classmethod
+    def on(cls, connection: Any) -> PsycopgAdapter:
+        """The adapter for `execute` in a transaction that the user has begun on *connection*, sync or async."""
+        adapter = cls.__new__(cls)
+        adapter.connection = connection
+        return adapter
 
     @property
-    def raw(self) -> Any:
-        """The driver's own connection, while it is ours."""
-        return self.taken if self.taken is not None and self.loan.kept() else None
-
-    def _ours(self) -> Any:
-        raw = self.raw
-        if raw is None:
-            raise Misuse
-        return raw
-
-    @property
-    def connection(self) -> Any:
-        return self.loan.connection
+    def awaited(self) -> bool:
+        return isinstance(self.connection, psycopg.AsyncConnection)
 
     def session(self) -> Any:
-        return self.loan.session()
+        raise no_session()
 
-    def _do(self, work: Callable[[], Any]) -> Do[Any]:
-        return Do(None, work)
-
-    def begin(self, ask: Ask) -> Do[Rows]:
-        return self._do(lambda: self._begin(ask))
-
-    def rows(self, ask: Ask) -> Do[Rows]:
-        return self._do(lambda: self._rows(ask))
-
-    def query(self, ask: Ask) -> Do[Rows]:
-        return self._do(lambda: self._rows(self._adapted(ask)))
-
-    def _adapted(self, ask: Ask) -> Ask:
-        """The user's statement, its values as the driver writes them."""
-        return ask
-
-    def commit(self, asks: Sequence[Ask]) -> Do[None]:
-        return self._do(lambda: self._commit(asks))
-
-    def roll_back(self) -> Do[None]:
-        return self._do(self._roll_back)
-
-    def end(self, *, healthy: bool, committed: bool) -> Plan[None]:
-        yield self._do(lambda: self._end(healthy, committed or self.committed))
-
-    def drop(self) -> None:
-        at_once(self._do(lambda: self._end(False, self.committed)))
-
-
-class ThreadWire(LoanWire[ThreadLoan]):
-    """A sync connection of psycopg's."""
-
-    awaited = False
-
-    def _do(self, work: Callable[[], Any]) -> Do[Any]:
-        return self.loan.do(work)
-
-    def _begin(self, ask: Ask) -> Rows:
-        raw = self.taken = self.loan.take()
-        _, rows = self._sent((begin_statement(raw), ()), ask)
-        raw.lent = True
+    def begin(self, *queries: Query) -> Plan[Rows]:
+        yield self._take()
+        rows = yield from self._send((begin_statement(self.connection), ()), *queries)
+        self.connection.lent = True
         return rows
 
-    def _sent(self, *asks: Ask) -> list[Rows]:
-        raw = self._ours()
-        with raw.lock:
-            sent: list[Rows] = raw.wait(exchange(raw, asks))
-        return sent
+    def _take(self) -> Do[None]:
+        """Effect: take a connection.  It is stored at once, so that a caller who is cancelled meanwhile gives it back."""
 
-    def _rows(self, ask: Ask) -> Rows:
-        return self._sent(ask)[0]
+        def plain() -> None:
+            connection = self.connection = self._connections.take(self._timeout)
+            connection.row_factory, connection.cursor_factory = tuple_row, psycopg.Cursor  # for the next performer
 
-    def _adapted(self, ask: Ask) -> Ask:
-        return ask[0], adapt_values(self._ours(), ask[1])
+        async def awaited() -> None:
+            connection = self.connection = await self._connections.atake(self._timeout)
+            connection.row_factory, connection.cursor_factory = tuple_row, psycopg.AsyncCursor
 
-    def _commit(self, asks: Sequence[Ask]) -> None:
-        self.loan.finish()
-        raw = self._ours()
-        check(raw)
-        raw.lent = False
-        self._sent(*asks, (COMMIT, ()))
-        self.committed = True
+        return Do(plain, awaited)
 
-    def _roll_back(self) -> None:
-        raw = self.raw
-        if raw is not None:
-            raw.lent = False
-            if raw.pgconn.transaction_status != IDLE:
-                self._sent((ROLLBACK, ()))  # its own rollback() would have our prepared statements forgotten
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        return (yield from self._send(*(adapt(self.connection, query) for query in queries)))
 
-    def _end(self, healthy: bool, committed: bool) -> None:
-        raw, self.taken = self.raw, None
-        if raw is not None and not healthy:
-            self._cut(raw)
-        self.loan.give(healthy=healthy, committed=committed)
+    def _send(self, *queries: Query, limit: float | None = None) -> Plan[Rows]:
+        deadline = None if limit is None else SYSTEM.monotonic() + limit
+        pipeline = Pipeline(self.connection, queries, deadline)
+        effect: Effect[Any] = pipeline if self.awaited else Do(pipeline.run, None)  # from a loop, in a thread
+        results = yield effect
+        return results[-1]  # type: ignore[no-any-return]
 
-    def _cut(self, raw: Any) -> None:
-        raw.pgconn.finish()  # its own close() may only give it back to its pool
+    def commit(self, *queries: Query) -> Plan[None]:
+        """Run *queries* and COMMIT in one pipeline.  If a query fails, the server skips the COMMIT behind it."""
+        check_open(self.connection)
+        self.connection.lent = False
+        yield from self._send(*queries, (COMMIT, ()))
+        yield from self._give_back()
 
+    def rollback(self) -> Plan[None]:
+        connection = self.connection
+        if connection is None:
+            return
+        try:
+            connection.lent = False
+            if connection.pgconn.transaction_status != IDLE:
+                # Not psycopg's rollback(): it would deallocate our prepared statements.
+                yield from self._send((ROLLBACK, ()), limit=PATIENCE)
+        except Exception:
+            connection.pgconn.finish()
+        yield from self._give_back()
 
-class LoopWire(LoanWire[LoopLoan]):
-    """An async connection of psycopg's."""
+    def discard(self) -> None:
+        if self.connection is not None:
+            if self.connection.pgconn.transaction_status != IDLE:
+                self.connection.pgconn.finish()
+            self._connections.give_back(self.connection)
+            self.connection = None
 
-    async def _begin(self, ask: Ask) -> Rows:
-        raw = self.taken = await self.loan.take()
-        _, rows = await self._sent((begin_statement(raw), ()), ask)
-        raw.lent = True
-        return rows
-
-    async def _sent(self, *asks: Ask) -> list[Rows]:
-        raw = self._ours()
-        async with raw.lock:
-            sent: list[Rows] = await raw.wait(exchange(raw, asks))
-        return sent
-
-    async def _rows(self, ask: Ask) -> Rows:
-        return (await self._sent(ask))[0]
-
-    def _adapted(self, ask: Ask) -> Ask:
-        return ask[0], adapt_values(self._ours(), ask[1])
-
-    async def _commit(self, asks: Sequence[Ask]) -> None:
-        await self.loan.finish()
-        raw = self._ours()
-        check(raw)
-        raw.lent = False
-        await self._sent(*asks, (COMMIT, ()))
-        self.committed = True
-
-    async def _roll_back(self) -> None:
-        raw = self.raw
-        if raw is not None:
-            raw.lent = False
-            if raw.pgconn.transaction_status != IDLE:
-                async with asyncio.timeout(PATIENCE):
-                    await self._sent((ROLLBACK, ()))
-
-    async def _end(self, healthy: bool, committed: bool) -> None:
-        raw, self.taken = self.raw, None
-        if raw is not None and not healthy:
-            raw.pgconn.finish()
-        await self.loan.give(healthy=healthy, committed=committed)
-
-    def drop(self) -> None:
-        if self.raw is not None:
-            self.raw.pgconn.finish()
-        super().drop()
+    def _give_back(self) -> Plan[None]:
+        self._connections.give_back(self.connection)
+        self.connection = None
+        return
+        yield
 
 
-def check(raw: Any) -> None:
-    """Refuse to settle on a connection whose transaction is over, or that the performer has closed; the network may have, too."""
-    status = raw.pgconn.transaction_status
-    if status == IDLE or (status == UNKNOWN and not raw.broken):
-        raise Misuse
+def check_open(connection: Any) -> None:
+    """Raise TransactionEnded if the performer has ended the transaction or closed the connection.
+
+    A connection that the network has closed passes: the next statement tells of that.
+    """
+    status = connection.pgconn.transaction_status
+    if status == IDLE or (status == UNKNOWN and not connection.broken):
+        raise commit_forbidden()
+
+
+def adapt(connection: Any, query: Query) -> Query:
+    """The query with a user's values as psycopg writes them; the ledger's own values need no adapters.
+
+    psycopg refuses a text with a NUL, which libpq would cut off there.
+    """
+    statement, values = query
+    if all(type(value) in PLAIN or (type(value) is str and "\0" not in value) for value in values):
+        return query
+    return statement, adapt_values(connection, values)
+
+
+class NoCommitConnection(psycopg.Connection[Any]):
+    """A connection of the ledger's own.  While it is lent, the performer can neither commit nor roll back by mistake."""
+
+    lent = False
+
+    def commit(self) -> None:
+        if self.lent:
+            raise commit_forbidden()
+        super().commit()
+
+    def rollback(self) -> None:
+        if self.lent:
+            raise commit_forbidden()
+        super().rollback()
+
+
+class AsyncNoCommitConnection(psycopg.AsyncConnection[Any]):
+    """The same for event loops."""
+
+    lent = False
+
+    async def commit(self) -> None:
+        if self.lent:
+            raise commit_forbidden()
+        await super().commit()
+
+    async def rollback(self) -> None:
+        if self.lent:
+            raise commit_forbidden()
+        await super().rollback()
+
+
+class OwnSource(PostgresSource):
+    """Opens transactions on the ledger's own connections: up to *limit* for threads, and as many for each event loop."""
+
+    def __init__(self, store: PostgresStore, conninfo: str, *, limit: int) -> None:
+        super().__init__(store, lambda: PsycopgAdapter(self.connections, store.database.timeout))
+        self.connections = Connections(
+            conninfo,
+            limit=limit,
+            autocommit=False,
+            sync_class=NoCommitConnection,
+            async_class=AsyncNoCommitConnection,
+        )
+
+    def open(self) -> Plan[Transaction]:
+        transaction = yield from super().open()
+        self.connections.prepares = not self.store.database.pooled  # the store has asked by now, and knows
+        return transaction
+
+    def close(self) -> None:
+        self.connections.close()
+
+    async def aclose(self) -> None:
+        await self.connections.aclose()
+        self.connections.close()
+
+
+class BelowDjango:
+    """Runs the ledger's statements on the psycopg connection below Django's."""
+
+    def begin(self, raw: Any, queries: Sequence[Query]) -> Rows:
+        return self.execute(raw, [(begin_statement(raw), ()), *queries])
+
+    def execute(self, raw: Any, queries: Sequence[Query]) -> Rows:
+        return Pipeline(raw, [adapt(raw, query) for query in queries]).run()[-1]
+
+    def commit(self, raw: Any, queries: Sequence[Query]) -> None:
+        check_open(raw)
+        self.execute(raw, [*queries, (COMMIT, ())])
+
+    def rollback(self, raw: Any) -> None:
+        if raw.pgconn.transaction_status != IDLE:
+            self.execute(raw, [(ROLLBACK, ())])
+
+    def close(self, raw: Any) -> None:
+        raw.pgconn.finish()

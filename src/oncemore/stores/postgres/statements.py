@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ..._ledger.store import Filter
+from ..._ledger.transactions import Query, Rows, Statement
+
+__all__ = ["Query", "Rows", "Statement", "Statements", "prepared"]
 
 # The columns of a Record, in the order of its fields.
 RECORD = """r.scope, r.key, r.name, r.fingerprint, r.state, r.token, r.holder, r.attempts,
@@ -184,6 +186,15 @@ WITH gone AS (
 )
 INSERT INTO {{archive}} ({ARCHIVED}) SELECT {ARCHIVED} FROM gone ON CONFLICT DO NOTHING"""
 
+# The same for one record, inside an effect's transaction.  $1 scope, $2 key, $3 shift
+ARCHIVE_HERE = f"""
+WITH gone AS (
+    DELETE FROM {{records}} r
+    WHERE r.scope = $1 AND r.key = $2 AND r.expires_at <= clock_timestamp() + make_interval(secs => $3) AND r.audit
+    RETURNING r.*
+)
+INSERT INTO {{archive}} ({ARCHIVED}) SELECT {ARCHIVED} FROM gone ON CONFLICT DO NOTHING"""
+
 # Remove a batch of expired records.  $1: shift, $2: how many.
 # In a partitioned table, rows of several partitions may have the same ctid; so the partition must be the same, too.
 PURGE = f"""
@@ -263,23 +274,10 @@ LOOK_UP = """, ('plan_cache_mode', 'force_generic_plan'),
     ('enable_seqscan', 'off'), ('enable_indexscan', 'off'), ('enable_indexonlyscan', 'off')"""
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """SQL text with numbered parameters.  A statement with a *name* is worth preparing."""
-
-    text: str
-    name: bytes = b""
-
-
 @lru_cache(maxsize=256)
 def prepared(text: str) -> Statement:
     """A statement that is worth preparing, with a name that stands for this very text."""
     return Statement(text, b"oncemore_" + hashlib.sha256(text.encode()).hexdigest()[:24].encode())
-
-
-Query = tuple[Statement, Sequence[Any]]  # a statement and its parameters
-Ask = Query
-Rows = Sequence[Sequence[Any]]
 
 
 class Statements:
@@ -302,6 +300,7 @@ class Statements:
         self.settle_here = self._prepared(SETTLE_HERE)
         self.release_here = self._prepared(RELEASE_HERE)
         self.find_here = self._prepared(FIND_HERE)
+        self.archive_here = self._plain(ARCHIVE_HERE)
         # For operators, and for the session
         self.purge = self._plain(PURGE)
         self.resolve = self._plain(RESOLVE)

@@ -18,15 +18,15 @@ from ..._ledger.events import log
 from ..._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State, read
 from ..._ledger.store import Filter, Holder, Page, Stats, Store
-from ..._ledger.transactions import Lender
+from ..._ledger.transactions import TransactionSource
 from ..._runtime.batching import Batcher, Submit
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, OncemoreError, StoreError
 from . import tables
 from .batch import Batches
-from .lender import PostgresLender, wire_of
 from .listener import PostgresListener
+from .psycopg import OwnSource
 from .rows import (
     LONGEST_SPAN,
     ChangeRow,
@@ -42,7 +42,7 @@ from .rows import (
     read_record,
 )
 from .session import Database
-from .transactions import Enlisted
+from .transactions import PostgresSource
 
 OPTIONS: dict[str, Any] = {
     "schema": "public",
@@ -85,7 +85,9 @@ def enlist(pool: Any, options: Mapping[str, str]) -> Store:
         )
     kwargs = {name: value for name, value in (pool.kwargs or {}).items() if name not in CLIENT_SIDE}
     store = PostgresStore(url_of(conninfo_to_dict(pool.conninfo, **kwargs), options))
-    store.lender = Enlisted(store, lambda: wire_of(pool, store.database.timeout))
+    from .pool import PoolAdapter  # here, because the ledger itself does without psycopg_pool
+
+    store.lender = PostgresSource(store, lambda: PoolAdapter(pool, store.database.timeout))
     return store
 
 
@@ -124,7 +126,7 @@ class PostgresStore:
         self._batches = Batches(self.database, self.wakeups, self._listener)
         self._claims = Batcher(self._batches.run_claims, limit=BATCH_LIMIT, undo=self._batches.undo_claims)
         self._writes = Batcher(self._batches.run_writes, limit=BATCH_LIMIT)
-        self.lender: Lender = PostgresLender(self, conninfo, most=options["pool"])
+        self.lender: TransactionSource = OwnSource(self, conninfo, limit=options["pool"])
         weakref.finalize(self, self._listener.close)  # or its thread would outlive a store that nobody closed
 
     @property

@@ -167,15 +167,6 @@ class Batch:
         ]
         return self.execute(*self.sql.claim.bind(now, rows)).rowcount
 
-    def claim_one(self, operation: Operation, lease: float, holder: str, request: bytes = b"") -> Lease | Record:
-        """As `claim`, for a single one."""
-        found = None if request else self.claim_new(operation, lease, holder)
-        if found is not None:
-            return found
-        claim = Claim(operation, lease, holder, request)
-        self.claim([claim])
-        return claim.result  # type: ignore[no-any-return]
-
     def claim_new(self, operation: Operation, lease: float, holder: str) -> Lease | None:
         """Insert a record by one statement, and return its lease; None if there is a record."""
         names = (*operation.id, operation.name, operation.fingerprint, holder)
@@ -186,19 +177,11 @@ class Batch:
 
     def take_over(self, record: Record, claim: Claim, token: int) -> Lease:
         """Give an existing record to *claim*."""
-        operation, state = claim.operation, state_of(record)
-        attempts, created_at = record.attempts + 1, record.created_at
-        columns = {**BLANK, "lapsed": int(state == "lapsed")}
-        if claim.request or state == "absent":
-            columns["request"] = claim.request or None
-        if state == "absent":
-            attempts, created_at = 1, record.now
+        columns, lease = taken_over(record, claim, token)
+        if lease.attempt == 1:  # it has expired
             self.execute(self.sql.archive, (record.token,))
-        until = record.now + claim.lease
-        names = {"name": operation.name, "fingerprint": operation.fingerprint, "holder": claim.holder}
-        times = {"attempts": attempts, "created_at": created_at, "lease_until": until}
-        self.change(record, {"token": token, "state": RUNNING, **names, **times, **columns})
-        return Lease(operation, token, until, attempts, lapsed=state == "lapsed")
+        self.change(record, columns)
+        return lease
 
     def settle(self, settles: list[Settle]) -> None:
         """Write the outcomes.  An owner whose lease is lost gets Fenced, unless it has settled before."""
@@ -302,6 +285,19 @@ def claimable(operation: Operation, record: Record) -> bool:
     """Whether the record may be claimed: it is as good as none, or it is free and of the same request."""
     state = state_of(record)
     return follows(state, "claim") is not None and (state == "absent" or record.fingerprint == operation.fingerprint)
+
+
+def taken_over(record: Record, claim: Claim, token: int) -> tuple[dict[str, Any], Lease]:
+    """The columns that give an existing record to *claim*, and its lease.  An expired record begins with attempt 1 again."""
+    operation, state = claim.operation, state_of(record)
+    attempts, created_at = (1, record.now) if state == "absent" else (record.attempts + 1, record.created_at)
+    until = record.now + claim.lease
+    columns = {"token": token, "state": RUNNING, **BLANK, "lapsed": int(state == "lapsed")}
+    columns |= {"name": operation.name, "fingerprint": operation.fingerprint, "holder": claim.holder}
+    columns |= {"attempts": attempts, "created_at": created_at, "lease_until": until}
+    if claim.request or state == "absent":
+        columns["request"] = claim.request or None
+    return columns, Lease(operation, token, until, attempts, lapsed=state == "lapsed")
 
 
 def bad_value_error(item: Item, error: Exception) -> OncemoreError:

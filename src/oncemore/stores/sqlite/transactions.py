@@ -1,228 +1,501 @@
-"""The ledger within a transaction on a SQLite connection that the performer borrows.
+"""Transactions in a SQLite file: the ledger's verbs, the order of writers, and the adapter for sqlite3 and aiosqlite.
 
-SQLite has one writer at a time, so a transaction takes the lock with its first statement (BEGIN IMMEDIATE) and nobody
-else's claim can be in the way.  A savepoint of ours tells at the end whether it is still the same transaction.
+SQLite has one writer at a time, so a transaction takes the write lock with its first statement (BEGIN IMMEDIATE), and no
+other claim can come in between.  A savepoint tells at the end whether it is still the same transaction.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import random
 import re
 import sqlite3
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..._ledger.model import Lease, Operation, Outcome, Record
-from ..._ledger.transactions import Again, ended, give_back, over
-from ..._runtime.plan import Effect, Plan
+from ..._ledger.transactions import (
+    AdapterTransaction,
+    Again,
+    Do,
+    Query,
+    Rows,
+    Statement,
+    Transaction,
+    TransactionAdapter,
+    commit_forbidden,
+    no_session,
+    threads,
+)
+from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
+from ..._runtime.loops import PerLoop
+from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
-from ...errors import OncemoreError, StoreTimeout
-from .batch import Batch, bad_value_error, state_of
+from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
+from .._compat import open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
+from .batch import claimable, state_of, taken_over
 from .items import Claim, Settle
-from .statements import Statements
-from .writer import BAD_VALUES, UNWRITTEN, as_store_error, code, disown, is_busy
+from .statements import NOW, Statements, as_record
+from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
+
+if TYPE_CHECKING:
+    from .store import SqliteStore
 
 T = TypeVar("T")
 
-# Between two tries for a file that another process is writing.
-SHORTEST, LONGEST = 0.0005, 0.01
+# Seconds between two tries for a file that another process is writing.
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.01
+FORK_PAUSE = 0.001  # between two looks at whether a fork is over, which mostly takes no longer
 
 PARAMETER = re.compile(r"\$(\d+)")
-DEEPEST = 10  # of errors that are each the cause of another, which may lead in a circle
+DEEPEST = 10  # of errors that are each the cause of another; they may form a circle
 
-MARK, MARKED = "SAVEPOINT oncemore_mark", "RELEASE oncemore_mark"
+MARK = "oncemore_mark"
+BEGIN, COMMIT = (Statement("BEGIN IMMEDIATE"), ()), (Statement("COMMIT"), ())
+SET_MARK, CHECK_MARK = (Statement(f"SAVEPOINT {MARK}"), ()), (Statement(f"RELEASE {MARK}"), ())
 
-
-class Wire(Protocol):
-    """How one driver lends a SQLite connection: *call* gives a function the raw one, where its thread is."""
-
-    @property
-    def connection(self) -> Any: ...
-    @property
-    def awaited(self) -> bool: ...
-    def open(self, id: Id, wait: float) -> Plan[None]: ...
-    def call(self, work: Callable[[sqlite3.Connection], T]) -> Effect[T]: ...
-    def session(self) -> Any: ...
-    def finish(self) -> Plan[None]: ...  # before the outcome is written: what the performer left open is ended
-    def end(self, *, healthy: bool, committed: bool) -> Plan[None]: ...  # give the connection back, once
-    def drop(self) -> None: ...
+# Fails with "integer overflow" unless there is exactly one such record, which keeps the COMMIT behind it from being run.
+# SQLite has no division by zero: it is NULL.
+CHECK = "SELECT abs(-9223372036854775807 - (1 - count(*))) FROM {records} WHERE token = ?1 AND state = ?2"
+RELEASE = "UPDATE {records} SET state = 'released', expires_at = {now} + ?2 WHERE token = ?3 AND state = 'running'"
 
 
-class SqliteTransaction:
-    """One transaction; *holder* names it, and *timeout* bounds how long it waits for the file."""
+class SqliteTransaction(AdapterTransaction):
+    """The ledger's verbs in one transaction.  *writer* is the queue that it waits in for its turn to write the file."""
 
-    def __init__(self, wire: Wire, sql: Statements, *, path: str, shift: float, holder: str, timeout: float) -> None:
-        self._wire = wire
-        self._sql = sql
-        self._path = path
-        self._shift = shift
-        self._holder = holder
-        self._timeout = timeout
-        self._writes: list[Callable[[Batch], None]] = []
-        self._open = False  # until the connection is this one's
-
-    @property
-    def connection(self) -> Any:
-        if not self._open:
-            raise over()
-        return self._wire.connection
-
-    @property
-    def awaited(self) -> bool:
-        return self._wire.awaited
-
-    def session(self) -> Any:
-        if not self._open:
-            raise over()
-        return self._wire.session()
+    def __init__(self, store: SqliteStore, writer: Writer, adapter: TransactionAdapter) -> None:
+        super().__init__(adapter)
+        self._store = store
+        self._sql = store.sql
+        self._writer = writer
+        self._writes: list[Query] = []
+        self._open = False  # until it has its turn
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
-        try:
-            yield from self._wire.open(operation.id, wait)
-        except OncemoreError:
-            raise
-        except Exception as error:
-            cause = driver_error(error)
-            if cause is None:
-                raise
-            raise as_store_error(cause, self._path) from error
-        self._open = True
-
-        def work(connection: sqlite3.Connection) -> Lease | Record:
-            lock(connection, self._sql.lock, self._path, max(wait, self._timeout))
-            found = self._claim(connection, operation, lease, request)
-            connection.execute(MARK)
-            return found
-
-        return (yield self._wire.call(plainly(work)))  # type: ignore[no-any-return]
+        yield from self._take_turn(operation.id, wait)
+        limit = max(wait, self._store.timeout)
+        ends = time.monotonic() + limit
+        claim = Claim(operation, lease, self._store.holder.next(), request)
+        insert, find = self._claim_queries(claim)
+        while True:
+            try:
+                rows = yield from self._adapter.begin(insert, SET_MARK, find)
+                break
+            except UnicodeError as error:
+                raise invalid_names() from error
+            except Exception as error:
+                cause = sqlite_error(error)
+                if cause is None or isinstance(error, OncemoreError):
+                    raise
+                yield from self._adapter.rollback()
+                if not is_busy(cause):
+                    raise as_store_error(cause, self._store.path) from error
+                if time.monotonic() > ends:
+                    raise StoreTimeout(f"{self._store.path}: locked by another for {limit:g} s") from error
+            yield Sleep(random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE))
+        return (yield from self._claimed(claim, rows))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        work = plainly(lambda connection: self._claim(connection, operation, lease, request))
-        return (yield self._wire.call(work))  # type: ignore[no-any-return]
-
-    def _claim(
-        self, connection: sqlite3.Connection, operation: Operation, lease: float, request: bytes
-    ) -> Lease | Record:
+        claim = Claim(operation, lease, self._store.holder.next(), request)
         try:
-            return Batch(connection, self._sql, self._shift).claim_one(operation, lease, self._holder, request)
-        except BAD_VALUES as error:
-            raise bad_value_error(Claim(operation, lease, self._holder), error) from error
+            rows = yield from self._adapter.execute(*self._claim_queries(claim))
+        except UnicodeError as error:
+            raise invalid_names() from error
+        return (yield from self._claimed(claim, rows))
+
+    def _claim_queries(self, claim: Claim) -> tuple[Query, Query]:
+        """Insert a record unless there is one; then read it, whoever has it."""
+        operation = claim.operation
+        names = (*operation.id, operation.name, operation.fingerprint, claim.holder)
+        insert = (Statement(self._sql.claim_one), (self._store.shift, *names, claim.lease))
+        return insert, self._find_query(operation.id)
+
+    def _find_query(self, id: Id) -> Query:
+        text, values = self._sql.look.bind(self._store.shift, [id])
+        return Statement(text), values
+
+    def _claimed(self, claim: Claim, rows: Rows) -> Plan[Lease | Record]:
+        """The lease on the record that was found: inserted just now, or taken over.  Otherwise the record."""
+        record = as_record(tuple(rows[0]))
+        if record.holder == claim.holder:  # no other claim ever has this name
+            if claim.request:
+                yield from self._adapter.execute((Statement(self._sql.set_request), (claim.request, record.token)))
+            return Lease(claim.operation, record.token, record.lease_until)
+        if not claimable(claim.operation, record):
+            return record
+        [(token, _)] = yield from self._adapter.execute((Statement(self._sql.next_token), (self._store.shift,)))
+        columns, lease = taken_over(record, claim, token)
+        archive: Query = (Statement(self._sql.archive), (record.token,))
+        change: Query = (Statement(self._sql.change(columns)), (*columns.values(), record.token))
+        yield from self._adapter.execute(
+            *([archive] if lease.attempt == 1 else []), change
+        )  # 1: the record has expired
+        return lease
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        item = Settle(held, outcome, retention, audit, note)
-
-        def write(flight: Batch) -> None:
-            flight.settle([item])
-            if item.result is not None:  # the row is not as this transaction has left it
-                raise ended()
-
-        self._writes.append(write)
+        text, values = self._sql.settle.bind(self._store.shift, [Settle(held, outcome, retention, audit, note).row])
+        self._writes += ((Statement(text), values), self._check(held, "settled"))
         return
         yield
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        self._writes.append(lambda flight: flight.release(held, retention))
+        text = RELEASE.format(records=self._records, now=NOW)
+        self._writes += (
+            (Statement(text), (self._store.shift, retention, held.token)),
+            self._check(held, "released"),
+        )
         return
         yield
 
+    def _check(self, held: Lease, state: str) -> Query:
+        return Statement(CHECK.format(records=self._records)), (held.token, state)
+
+    @property
+    def _records(self) -> str:
+        return f"{self._sql.prefix}records"
+
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        record = yield self._wire.call(plainly(lambda c: Batch(c, self._sql, self._shift).find((scope, key))))
+        rows = yield from self._adapter.execute(self._find_query((scope, key)))
+        record = as_record(tuple(rows[0])) if rows else None
         return record if state_of(record) != "absent" else None
 
-    def query(self, text: str, values: Sequence[Any]) -> Plan[Sequence[Sequence[Any]]]:
-        """The rows of the user's own statement, whose errors are the user's."""
-        text = PARAMETER.sub(r"?\1", text)
-        work = plainly(lambda connection: connection.execute(text, values).fetchall())
-        return (yield self._wire.call(work))  # type: ignore[no-any-return]
+    def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
+        return (yield from self._adapter.execute((Statement(PARAMETER.sub(r"?\1", text)), values)))
 
     def commit(self) -> Plan[None]:
-        yield from self._wire.finish()
-        yield self._wire.call(plainly(self._write_and_commit))
-        yield from self._end(healthy=True, committed=True)
+        try:
+            yield from self._adapter.commit(CHECK_MARK, *self._writes)
+        except Exception as error:
+            cause = sqlite_error(error)
+            if cause is None or isinstance(cause, sqlite3.IntegrityError):  # a deferred constraint of the user's
+                raise
+            if is_over(cause):
+                raise commit_forbidden() from error
+            yield from self._adapter.rollback()
+            if code(cause) in UNWRITTEN:
+                yield from self._overwrite()
+            raise as_store_error(cause, self._store.path) from error
+        self._end()
 
-    def _write_and_commit(self, connection: sqlite3.Connection) -> None:
+    def _overwrite(self) -> Plan[None]:
+        """Write over the log after a failed commit, with a small commit of another kind.
+
+        If only the sync failed, the log holds the whole transaction.  Nobody sees it now, but a recovery after a crash
+        would take it for committed, though its caller was told that it failed.
+        """
         try:
-            connection.execute(MARKED)
-        except (sqlite3.OperationalError, sqlite3.ProgrammingError) as error:  # it is over, or the connection is
-            raise ended() from error
-        flight = Batch(connection, self._sql, self._shift)
+            yield from self._adapter.begin((Statement(self._sql.overwrite), ()))
+            yield from self._adapter.commit()
+        except Exception:
+            yield from self._adapter.rollback()
+
+    # The turn to write
+
+    def _take_turn(self, id: Id, wait: float) -> Plan[None]:
+        writer, caller = self._writer, current_caller()
+        if writer.owner is not None and writer.owner == caller:
+            raise ConfigurationError(
+                "SQLite has one writer at a time: an operation with effect = 'transaction' cannot run inside another one; "
+                "do its work on op.connection"
+            )
+        duplicate = writer.operation == id
+        limit = wait if duplicate else max(wait, self._store.timeout)
         try:
-            for write in self._writes:
-                write(flight)
-            connection.execute("COMMIT")
-        except sqlite3.IntegrityError:  # of the borrower's own constraint, which waited for the commit
+            yield writer.turn(limit, self._got_turn)
+        except BaseException:  # a caller that is cancelled may have got the turn all the same
+            self._end()
             raise
-        except sqlite3.Error as error:
-            roll_back(connection)
-            if code(error) in UNWRITTEN:
-                disown(connection, self._sql.overwrite)
-            raise as_store_error(error, self._path) from error
+        if self._open:
+            writer.operation, writer.owner = id, caller
+        elif duplicate:
+            raise InProgress("The first request with this key is still running; retry later", retry_after=1.0)
+        else:
+            raise StoreTimeout(f"{self._store.path}: this process has been writing it for {limit:g} s")
 
-    def abort(self) -> Plan[None]:
-        if not self._open:
-            return
-        healthy = False
-        try:
-            with contextlib.suppress(Exception):
-                yield self._wire.call(roll_back)
-                healthy = True
-        except BaseException:
-            self.drop()
-            raise
-        yield from self._end(healthy=healthy, committed=False)
+    def _got_turn(self) -> None:
+        self._open = True
 
-    def _end(self, *, healthy: bool, committed: bool) -> Plan[None]:
-        self._open = False
-        yield from give_back(self._wire, healthy=healthy, committed=committed)
-
-    def drop(self) -> None:
+    def _end(self) -> None:
         if self._open:
             self._open = False
-            self._wire.drop()
+            self._writer.end_turn()
 
 
-def plainly(work: Callable[[sqlite3.Connection], T]) -> Callable[[sqlite3.Connection], T]:
-    """The work on a connection whose rows are tuples and whose texts are texts, whatever its borrower has made of them."""
+class Writer:
+    """The queue of all threads, or of one event loop, for the turn to write the file at *path*.
 
-    def done(connection: sqlite3.Connection) -> T:
-        rows, texts = connection.row_factory, connection.text_factory
-        if rows is None and texts is str:
-            return work(connection)
-        make_plain(connection)
-        try:
-            return work(connection)
-        finally:
-            connection.row_factory, connection.text_factory = rows, texts
-
-    return done
-
-
-def make_plain(connection: Any) -> None:
-    connection.row_factory, connection.text_factory = None, str
-
-
-def lock(connection: sqlite3.Connection, upgrade: str, path: str, limit: float) -> None:
-    """Become the file's one writer; where another process is that, wait.
-
-    A library may have begun already, with a BEGIN that takes no lock before it must: then *upgrade*, which writes nothing,
-    takes it.  Nothing was read before that, so it can wait like a BEGIN IMMEDIATE.
+    Waiting in order is fairer and faster than contending for the file's lock.  *connection* is a connection of the
+    ledger's own, if there is one; it stays open between two turns.
     """
-    ends = time.monotonic() + limit
-    statement = upgrade if connection.in_transaction else "BEGIN IMMEDIATE"
-    while True:
-        try:
-            connection.execute(statement)
+
+    def __init__(self, path: str, *, for_loop: bool = False) -> None:
+        self.path = path
+        self._for_loop = for_loop
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self.operation: Id | None = None  # running now
+        self.owner: object = None  # the task or thread that runs it
+        self.connection: Any = None
+        self._queue = asyncio.Lock() if self._for_loop else None  # of tasks; threads wait for the lock itself
+        self._lock = threading.Lock()  # held during a turn, and during a fork: a fork may come from any thread
+        self._stop: Callable[[], object] = lambda: None
+        self._stopping: Future[Any] | None = None
+
+    def turn(self, limit: float, got: Callable[[], None]) -> Do[None]:
+        """Effect: wait for the turn, at most *limit* seconds.  *got* is called in the very moment that it is ours."""
+        return Do(lambda: self._wait(limit, got), lambda: self._await(limit, got))
+
+    def _wait(self, limit: float, got: Callable[[], None]) -> None:
+        if self._lock.acquire(timeout=limit):
+            got()
+
+    async def _await(self, limit: float, got: Callable[[], None]) -> None:
+        assert self._queue is not None, "the writer is that of an event loop"
+        if not await acquired(self._queue, limit):
             return
-        except sqlite3.Error as error:
-            if not is_busy(error):
-                raise as_store_error(error, path) from error
-            if time.monotonic() > ends:
-                raise StoreTimeout(f"{path}: locked by another for {limit:g} s") from error
-        time.sleep(random.uniform(SHORTEST, LONGEST))
+        try:
+            while not self._lock.acquire(blocking=False):  # only a fork has it, and not for long
+                await asyncio.sleep(FORK_PAUSE)
+        except BaseException:
+            self._queue.release()
+            raise
+        got()
+
+    def end_turn(self) -> None:
+        self.operation = self.owner = None
+        self._lock.release()
+        if self._queue is not None:
+            self._queue.release()
+
+    def keep_open(self, connection: Any) -> None:
+        """Keep *connection* open between turns, until it is closed or this writer is gone; closed before each fork."""
+        self.connection = connection
+        close_before_fork(self)
+        if not isinstance(connection, sqlite3.Connection):
+            self._stop = weakref.finalize(self, stop_aiosqlite, connection)
+
+    def close_connection(self) -> None:
+        """Close our own connection, if there is one.  An aiosqlite thread finishes its statement first; nobody waits."""
+        connection, self.connection = self.connection, None
+        if isinstance(connection, sqlite3.Connection):
+            connection.close()
+        elif connection is not None:
+            with suppress(RuntimeError):  # the interpreter ends, and the connection with it
+                self._stopping = threads().submit(self._stop)
+
+    def close(self) -> None:
+        with self._lock:
+            self.close_connection()
+
+    async def aclose(self) -> None:
+        assert self._queue is not None, "the writer is that of an event loop"
+        async with self._queue:
+            self.close_connection()
+        if self._stopping is not None:
+            await asyncio.to_thread(self._stopping.result)
+
+    def _close_for_fork(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self.close_connection()
+            if self._stopping is not None:
+                self._stopping.result()
+        except BaseException:
+            self._lock.release()
+            raise
+        return True
+
+    def _end_fork(self) -> None:
+        self._lock.release()
+
+
+async def acquired(lock: asyncio.Lock, limit: float) -> bool:
+    if not lock.locked():
+        return await lock.acquire()  # does not wait
+    try:
+        async with asyncio.timeout(limit):
+            return await lock.acquire()
+    except TimeoutError:
+        return False
+
+
+def current_caller() -> object:
+    """The running task, or else the thread."""
+    loop = asyncio._get_running_loop()  # None if there is none, rather than an error
+    return (asyncio.current_task(loop) if loop is not None else None) or threading.get_ident()
+
+
+class SqliteSource:
+    """Opens transactions on *store*'s file.  *make_adapter* makes the adapter for one, given its writer.
+
+    *awaited* says that the adapter is for event loops alone.
+    """
+
+    def __init__(
+        self, store: SqliteStore, make_adapter: Callable[[Writer], TransactionAdapter], *, awaited: bool = False
+    ) -> None:
+        self.store = store
+        self._make_adapter = make_adapter
+        self._awaited = awaited
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        path = self.store.path
+        self._threads = Writer(path)
+        self._loops = PerLoop(lambda: Writer(path, for_loop=True), Writer.close_connection)
+
+    def open(self) -> Plan[Transaction]:
+        if self.store.path == MEMORY:
+            raise ConfigurationError("A ledger in memory lends no connection: effect = 'transaction' needs a file")
+        writer: Writer = yield Do(None if self._awaited else lambda: self._threads, self._on_loop)
+        yield from self.store.ready()
+        return SqliteTransaction(self.store, writer, self._make_adapter(writer))
+
+    async def _on_loop(self) -> Writer:
+        return self._loops.get()
+
+    def again(self, error: BaseException) -> bool:
+        """Whether the same transaction may work next time, because another process had the lock that it wanted.
+
+        A caller that has waited for the lock as long as it may does not wait once more.
+        """
+        if isinstance(error, Again | StoreTimeout):
+            return isinstance(error, Again)
+        cause = sqlite_error(error)
+        return cause is not None and is_busy(cause)
+
+    def close(self) -> None:
+        self._loops.drop_closed()
+        self._threads.close()
+
+    async def aclose(self) -> None:
+        writer = self._loops.pop()
+        if writer is not None:
+            await writer.aclose()
+        self.close()
+
+
+class SqliteAdapter:
+    """One transaction on the ledger's own connection to its file: sqlite3's on threads, aiosqlite's on an event loop."""
+
+    def __init__(self, writer: Writer, prepare: Callable[[sqlite3.Connection], None]) -> None:
+        self._writer = writer
+        self._prepare = prepare
+
+    @classmethod
+    def on(cls, connection: Any) -> SqliteAdapter:
+        """The adapter for `execute` in a transaction that the user has begun on *connection*, sqlite3's or aiosqlite's."""
+        writer = Writer("")
+        writer.connection = connection
+        return cls(writer, lambda _: None)
+
+    @property
+    def connection(self) -> Any:
+        return self._writer.connection
+
+    @property
+    def awaited(self) -> bool:
+        return not isinstance(self._writer.connection, sqlite3.Connection)
+
+    def session(self) -> Any:
+        raise no_session()
+
+    def begin(self, *queries: Query) -> Plan[Rows]:
+        if self._writer.connection is None:
+            check_usable(self._writer.path)
+            yield Do(self._connect, self._aconnect)
+        return (yield self._do(lambda connection: begin_again(connection, queries)))  # type: ignore[no-any-return]
+
+    def _connect(self) -> None:
+        connection = sqlite3.connect(self._writer.path, **CONNECTION)
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._writer.keep_open(connection)
+
+    async def _aconnect(self) -> None:
+        connection = await open_aiosqlite(self._writer.path, **CONNECTION)
+        self._writer.keep_open(connection)
+        try:
+            await run_in_aiosqlite(connection, self._prepare)
+        except BaseException:
+            self._writer.close_connection()
+            raise
+
+    def _do(self, work: Callable[[sqlite3.Connection], T]) -> Do[T]:
+        connection = self._writer.connection
+        return Do(lambda: work(connection), lambda: run_in_aiosqlite(connection, work))
+
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        return (yield self._do(lambda connection: run_queries(connection, queries)))  # type: ignore[no-any-return]
+
+    def commit(self, *queries: Query) -> Plan[None]:
+        yield from self.execute(*queries, COMMIT)
+
+    def rollback(self) -> Plan[None]:
+        try:
+            if self._writer.connection is not None:
+                yield self._do(roll_back)
+        except Exception:
+            self.discard()
+
+    def discard(self) -> None:
+        self._writer.close_connection()
+
+
+class NoCommitConnection(sqlite3.Connection):
+    """A connection whose transaction is the guard's: the performer can neither commit nor roll back by mistake."""
+
+    def commit(self) -> None:
+        raise commit_forbidden()
+
+    def rollback(self) -> None:
+        raise commit_forbidden()
+
+    def __exit__(self, *_: object) -> Any:
+        return False  # `with connection:` would commit; here it is a block like any other
+
+
+CONNECTION: dict[str, Any] = {
+    "timeout": 0,  # we wait ourselves, and give up in time
+    "isolation_level": None,
+    "check_same_thread": False,
+    "factory": NoCommitConnection,
+}
+
+
+def run_queries(connection: sqlite3.Connection, queries: Sequence[Query]) -> Rows:
+    """Run *queries*, and return the rows of the last one as tuples, whatever the performer has made of its rows."""
+    factories = connection.row_factory, connection.text_factory
+    if factories != (None, str):
+        connection.row_factory, connection.text_factory = None, str
+    try:
+        rows: Rows = ()
+        for statement, values in queries:
+            rows = connection.execute(statement.text, values).fetchall()
+        return rows
+    finally:
+        if factories != (None, str):
+            connection.row_factory, connection.text_factory = factories
+
+
+def begin_again(connection: sqlite3.Connection, queries: Sequence[Query]) -> Rows:
+    """Begin a transaction on a connection that another performer may have changed."""
+    connection.row_factory, connection.text_factory = None, str
+    return run_queries(connection, [BEGIN, *queries])
 
 
 def roll_back(connection: sqlite3.Connection) -> None:
@@ -230,21 +503,51 @@ def roll_back(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
 
 
-def again(error: BaseException) -> bool:
-    """Whether the same transaction may work next time: another process had the lock that it wanted.
+def lock_query(sql: Statements, in_transaction: bool) -> Query:
+    """The query that takes the write lock.
 
-    One who has waited for that lock as long as it may is not to wait once more.
+    A library may have begun with a plain BEGIN, which takes no lock.  Then a write of nothing takes it; nothing was read
+    before, so that it can wait like a BEGIN IMMEDIATE.
     """
-    if isinstance(error, Again | StoreTimeout):
-        return isinstance(error, Again)
-    cause = driver_error(error)
-    return cause is not None and is_busy(cause)
+    return (Statement(sql.lock), ()) if in_transaction else BEGIN
 
 
-def driver_error(error: BaseException | None) -> BaseException | None:
-    """SQLite's own error, also where a library has wrapped it."""
+def sqlite_error(error: BaseException | None) -> BaseException | None:
+    """SQLite's own error, also if a library has wrapped it."""
     for _ in range(DEEPEST):
         if error is None or isinstance(error, sqlite3.Error) or code(error):
             return error
         error = getattr(error, "orig", None) or error.__cause__
     return None
+
+
+def is_over(error: BaseException) -> bool:
+    """Whether a commit failed because the performer has ended the transaction, closed the connection or changed the record."""
+    text = str(error)
+    return isinstance(error, sqlite3.ProgrammingError) or MARK in text or "integer overflow" in text
+
+
+def invalid_names() -> InvalidKey:
+    return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
+
+
+class BelowDjango:
+    """Runs the ledger's statements on the sqlite3 connection below Django's."""
+
+    def __init__(self, sql: Statements) -> None:
+        self._sql = sql
+
+    def begin(self, raw: sqlite3.Connection, queries: Sequence[Query]) -> Rows:
+        return run_queries(raw, [lock_query(self._sql, raw.in_transaction), *queries])
+
+    def execute(self, raw: sqlite3.Connection, queries: Sequence[Query]) -> Rows:
+        return run_queries(raw, queries)
+
+    def commit(self, raw: sqlite3.Connection, queries: Sequence[Query]) -> None:
+        run_queries(raw, [*queries, COMMIT])
+
+    def rollback(self, raw: sqlite3.Connection) -> None:
+        roll_back(raw)
+
+    def close(self, raw: sqlite3.Connection) -> None:
+        raw.close()

@@ -1,0 +1,79 @@
+"""The private parts of other libraries that the stores use, each here alone, with the versions that it is known for.
+
+`tests/stores/test_compat.py` fails by name if an upgrade moves one.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .._ledger.transactions import commit_forbidden
+from ..errors import MissingDriver
+
+if TYPE_CHECKING:
+    import aiosqlite
+
+T = TypeVar("T")
+
+
+# aiosqlite 0.20 to 0.22
+
+
+async def open_aiosqlite(path: str, **settings: Any) -> aiosqlite.Connection:
+    """A connection whose thread does not keep the process from ending."""
+    try:
+        import aiosqlite
+    except ModuleNotFoundError as error:
+        raise MissingDriver(
+            "effect = 'transaction' on sqlite:/// from an event loop needs a driver; install it with: "
+            "pip install 'oncemore[aiosqlite]'"
+        ) from error
+    connection = aiosqlite.connect(path, **settings)
+    thread_of(connection).daemon = True
+    return await connection
+
+
+async def run_in_aiosqlite(connection: aiosqlite.Connection, work: Callable[[sqlite3.Connection], T]) -> T:
+    """Call *work* with the sqlite3 connection, on its thread: many statements for the price of one change of threads."""
+    try:
+        raw = connection._conn
+    except ValueError as error:  # the performer has closed it
+        raise commit_forbidden() from error
+    return await connection._execute(work, raw)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def stop_aiosqlite(connection: aiosqlite.Connection) -> None:
+    """End the connection and its thread.  Call this on a thread without a loop: aiosqlite then tells no loop of it."""
+    connection.stop()
+    thread_of(connection).join(5)
+
+
+def thread_of(connection: Any) -> threading.Thread:
+    thread: threading.Thread = getattr(connection, "_thread", connection)  # before 0.22 it was the thread itself
+    return thread
+
+
+# asyncpg 0.29 to 0.32
+
+
+def asyncpg_connection(lent: Any) -> Any:
+    """The connection behind the proxy that a pool lends; None if it was released, or lost."""
+    return getattr(lent, "_con", lent)
+
+
+def asyncpg_address(pool: Any) -> tuple[Any, dict[str, Any], Any]:
+    """The DSN and the keyword arguments that a pool connects with, and the function that it calls for that."""
+    args = getattr(pool, "_connect_args", None)
+    return (args[0] if args else None), getattr(pool, "_connect_kwargs", {}), getattr(pool, "_connect", None)
+
+
+# psycopg_pool 3.2 and 3.3
+
+
+def pool_of(connection: Any) -> Any:
+    """The psycopg_pool that a connection below an engine came from, if its close() gives it back there."""
+    pool = getattr(connection, "_pool", None)
+    return pool if getattr(pool, "close_returns", False) else None

@@ -18,7 +18,7 @@ from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
-from oncemore.stores.redis.commands import Item
+from oncemore.stores.redis.commands import ScriptItem
 from oncemore.stores.redis.connection import RoundTrip, pack
 from oncemore.stores.redis.records import fields, micros
 from oncemore.stores.redis.scripts import CLAIM
@@ -296,7 +296,7 @@ def test_server_that_does_not_reply_is_waited_for_as_long_as_asked(
     far: RedisStore, proxy: FaultProxy, drive: Drive, timeout: float
 ) -> None:
     """Also on a connection that was opened with more time; and a late reply is not taken for the next one's."""
-    pool = far._runner.pool
+    pool = far.topology.pool
 
     def echo(word: str, seconds: float) -> Plan[Any]:
         return (yield RoundTrip(pool, None, pack("ECHO", word), 1, seconds))
@@ -315,13 +315,18 @@ def test_server_that_does_not_reply_is_waited_for_as_long_as_asked(
     assert drive(echo("next", 5.0)) == [b"next"]
 
 
-@pytest.mark.parametrize(("seconds", "kept"), [(1.0, 0), (5.0, 1), (20.0, 0)])
-def test_connection_opened_with_another_timeout_is_not_kept(far: RedisStore, seconds: float, kept: int) -> None:
-    """The timeout of a socket stays as it was when it was opened, and would be wrong for the next caller."""
-    pool = far._runner.pool
-    assert RoundTrip(pool, None, pack("PING"), 1, seconds).run() == [b"PONG"]
-    assert len(pool.free_for_threads(None)) == kept
-    far.close()
+@pytest.mark.parametrize("dropped", [True, False])
+def test_dropped_connection_is_not_used_again(far: RedisStore, drive: Drive, dropped: bool) -> None:
+    pool = far.topology.pool
+
+    def client_id() -> Plan[Any]:
+        return (yield RoundTrip(pool, None, pack("CLIENT", "ID"), 1, 5.0))
+
+    before = drive(client_id())
+    if dropped:
+        pool.drop(None)
+    assert (drive(client_id()) != before) == dropped
+    assert drive(client_id()) == drive(client_id())
 
 
 def test_to_forget_an_operation_may_be_said_twice(near: RedisStore) -> None:
@@ -350,7 +355,7 @@ def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_grante
     else:
         run(near.release(lease, retention=HOUR))
     about = fields(holder, lease.operation.fingerprint, *lease.operation.id, lease.operation.name)
-    copy = Item(CLAIM, near._name(lease.operation.id), (micros(HOUR), about, b""), holder)
+    copy = ScriptItem(CLAIM, near._name(lease.operation.id), (micros(HOUR), about, b""), holder)
     ((now, _),) = run(near._runner.run([copy]))
     assert now > 0
     record = run(near.find("scope", "key"))

@@ -22,7 +22,7 @@ from oncemore._ledger.model import Lease, Operation, Record
 from oncemore._runtime.plan import arun, run
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis import listener as redis_listener
-from oncemore.stores.redis.commands import Item
+from oncemore.stores.redis.commands import ScriptItem
 from oncemore.stores.redis.scripts import FIND
 from tests.support.proxy import FaultProxy
 
@@ -259,7 +259,7 @@ def test_many_loops_may_begin_at_once(store: RedisStore) -> None:
             failures.append(error)
 
     async def enqueue() -> None:
-        store._writes.for_key("none").asubmit(Item(FIND, "none")).cancel()  # type: ignore[attr-defined]
+        store._writes.for_key("none").asubmit(ScriptItem(FIND, "none")).cancel()  # type: ignore[attr-defined]
 
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

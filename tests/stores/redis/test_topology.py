@@ -20,7 +20,7 @@ from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect, schema
-from oncemore.stores.redis.commands import Item
+from oncemore.stores.redis.commands import ScriptItem
 from oncemore.stores.redis.scripts import UNCLAIM
 from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 
@@ -232,7 +232,7 @@ def test_undo_for_one_node_does_not_travel_with_claims_for_another(cluster_url: 
     lost = run(store.claim(operation(there[0]), lease=HOUR))
     assert isinstance(lost, Lease)
     holder = run(store.find("scope", there[0])).holder  # type: ignore[union-attr]
-    store._pending_undos.append(Item(UNCLAIM, store._name(("scope", there[0])), (holder,)))
+    store._pending_undos.append(ScriptItem(UNCLAIM, store._name(("scope", there[0])), (holder,)))
     run(store.claim(operation(next(key for key, address in names.items() if address == here)), lease=HOUR))
     assert len(store._pending_undos) == 1
     other = next(key for key in there[1:] if names[key] == names[there[0]])

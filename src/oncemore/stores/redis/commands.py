@@ -14,10 +14,10 @@ from ..._runtime.backoff import Backoff
 from ..._runtime.batching import Batcher
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
-from ...errors import ConfigurationError, CorruptRecord, StoreError, StoreUnavailable
-from .connection import Address, ConnectionPool, Disconnect, RoundTrip, pack
+from ...errors import ConfigurationError, CorruptRecord, OncemoreError, StoreError, StoreUnavailable
+from .connection import Address, RoundTrip, pack
 from .scripts import Script
-from .topology import Cluster, Topology
+from .topology import Topology, read_redirection
 
 # Items of one script call.  The server does nothing else meanwhile, so this keeps a call well under a millisecond.
 CALL_LIMIT = 64
@@ -48,77 +48,54 @@ WITHIN_SCRIPT = re.compile(r"(?:ERR )?Error running script .*: -([A-Z]+) ")  # b
 ASKING = pack("ASKING")
 
 
-class Item(NamedTuple):
-    """One record's part in a call of *script*.  *holder* names a claim."""
+class ScriptItem(NamedTuple):
+    """One record's part in a call of *script*.  *holder* names a claim.
 
-    script: Script
+    If *script* is None, *args* are the words of a command for the primary with the number *server*.
+    """
+
+    script: Script | None
     key: str
     args: tuple[Any, ...] = ()
     holder: str = ""
-
-
-class Command(NamedTuple):
-    """A command that is no script, for the primary with the number *server*."""
-
-    words: tuple[Any, ...]
     server: int = 0
 
 
-class Call:
-    """One command of a batch: a script with its items, or a plain one.  *error* tells why it has to be sent again."""
+class ScriptCall(NamedTuple):
+    """One command of a batch: the items with these *indexes*, which all have the same script.
 
-    __slots__ = ("asking", "error", "full", "indexes", "items")
+    *asking* is the node that the slot is being moved to.
+    """
 
-    def __init__(self, indexes: Sequence[int], items: Sequence[Any]) -> None:
-        self.indexes = indexes  # of its items in the batch
-        self.items = items
-        self.full = False  # the server does not have the script
-        self.asking: Address = None  # the node that the slot is being moved to
-        self.error: StoreError | None = None
+    indexes: Sequence[int]
+    asking: Address = None
 
-    def address(self, topology: Topology) -> Address:
-        first = self.items[0]
-        if isinstance(first, Command):
-            primaries = topology.primaries()
-            return primaries[first.server % len(primaries)]
-        return self.asking or topology.address(first.key)
 
-    def packed(self, common: tuple[Any, ...]) -> bytes:
-        first = self.items[0]
-        if isinstance(first, Command):
-            return pack(*first.words)
-        script = first.script
-        words = [b"EVAL", script.source] if self.full else [b"EVALSHA", script.sha]
-        words += (len(self.items), *[item.key for item in self.items], *common)
-        for item in self.items:
-            words += item.args
-        return pack(*words)
+class CommandRunner:
+    """Sends items to the servers of *topology*.  *common* gives the arguments that every script call begins with."""
 
-    def take_reply(self, reply: Any, results: list[Any]) -> bool:
-        """Give each item its part of the reply; False if the reply is an error of the whole call."""
-        if isinstance(reply, redis.ResponseError):
-            return False
-        if isinstance(self.items[0], Command):
-            reply = [reply]
-        for index, own in zip(self.indexes, reply, strict=True):
-            results[index] = own if not isinstance(own, redis.ResponseError) else reply_error(own)
-        return True
+    def __init__(self, topology: Topology, common: Callable[[], tuple[Any, ...]], *, timeout: float) -> None:
+        self.topology = topology
+        self.common = common
+        self.timeout = timeout
 
-    def split(self) -> list[Call]:
-        """A call for each item."""
-        return [Call((index,), (item,)) for index, item in zip(self.indexes, self.items, strict=True)]
+    def run(self, items: Sequence[ScriptItem]) -> Plan[list[Any]]:
+        """The result of each item, or its own StoreError, within the timeout."""
+        return ScriptBatch(self, items).run()
 
 
 class NodeBatchers:
     """One batcher for each node, so that a node that is slow or down delays only the callers who need it."""
 
-    def __init__(self, topology: Topology, run_batch: Callable[[list[Item]], Plan[list[Any]]], **options: Any) -> None:
+    def __init__(
+        self, topology: Topology, run_batch: Callable[[list[ScriptItem]], Plan[list[Any]]], **options: Any
+    ) -> None:
         self._topology = topology
         self._run_batch = run_batch
         self._options = options
-        self._by_address: dict[Address, Batcher[Item]] = {}
+        self._by_address: dict[Address, Batcher[ScriptItem]] = {}
 
-    def for_key(self, key: str) -> Batcher[Item]:
+    def for_key(self, key: str) -> Batcher[ScriptItem]:
         address = self._topology.address(key)
         batcher = self._by_address.get(address)
         return batcher or self._by_address.setdefault(address, Batcher(self._run_batch, **self._options))
@@ -129,46 +106,47 @@ class NodeBatchers:
             await batcher.drain()
 
 
-class CommandRunner:
-    """Sends batches to the servers of *topology*.  *common* gives the arguments that every script call begins with."""
-
-    def __init__(self, topology: Topology, common: Callable[[], tuple[Any, ...]], *, timeout: float) -> None:
-        self.topology = topology
-        self.common = common
-        self.timeout = timeout
-        self.pool = ConnectionPool(topology.connector, timeout / 2)
-
-    def run(self, items: Sequence[Item | Command]) -> Plan[list[Any]]:
-        """The result of each item, or its own StoreError, within the timeout."""
-        return Batch(self, items).run()
-
-
-class Batch:
+class ScriptBatch:
     """Items that are sent together.  With *replicas*, a write counts only if so many replicas have it.
 
-    *unanswered* are the calls that have to be sent, or sent again.  Two kinds of items may have been carried out
-    although their result is an error: *uncertain*, without an answer, and *uncounted*, which too few replicas have.
+    Two kinds of items may have been carried out although their result is an error: *uncertain*, without an answer, and
+    *uncounted*, which too few replicas have.
     """
 
     def __init__(
-        self, runner: CommandRunner, items: Sequence[Item | Command], replicas: int = 0, timeout: float | None = None
+        self, runner: CommandRunner, items: Sequence[ScriptItem], replicas: int = 0, timeout: float | None = None
     ) -> None:
         self.runner = runner
-        self.deadline = SYSTEM.monotonic() + min(runner.timeout, timeout or runner.timeout)
         self.topology = runner.topology
+        self.items = items
         self.replicas = replicas
+        self.deadline = SYSTEM.monotonic() + min(runner.timeout, timeout or runner.timeout)
         self.results: list[Any] = [None] * len(items)
-        self.unanswered = list(make_calls(items, together=self.topology.one_primary))
-        self.uncertain: list[Item] = []
-        self.uncounted: list[Item] = []
-        self.lost = False  # the primary has to be located before the next attempt
+        self.uncertain: list[ScriptItem] = []
+        self.uncounted: list[ScriptItem] = []
+        self._calls = list(self._make_calls())  # to be sent, or sent again
+        self._errors: dict[int, OncemoreError] = {}  # why an item has to be sent again
+        self._unknown: set[Script | None] = set()  # scripts that a server did not have, and that are sent in full
+        self._lost = False  # the primary has to be located before the next attempt
+
+    def _make_calls(self) -> Iterator[ScriptCall]:
+        """One call for all items of a script; but one for each item in a cluster, where a call must keep to one slot."""
+        if not self.topology.one_primary:
+            yield from [ScriptCall((index,)) for index in range(len(self.items))]
+            return
+        by_script: dict[Script | None, list[int]] = {}
+        for index, item in enumerate(self.items):
+            by_script.setdefault(item.script, []).append(index)
+        for indexes in by_script.values():
+            for start in range(0, len(indexes), CALL_LIMIT):
+                yield ScriptCall(indexes[start : start + CALL_LIMIT])
 
     def run(self) -> Plan[list[Any]]:
         """Send all calls, and the unanswered ones again, until every call is answered or the time is up."""
         attempts = 0
         while True:
             yield from self._attempt()
-            if not self.unanswered:
+            if not self._calls:
                 return self.results
             attempts += 1
             pause = PAUSE.delay(attempts - QUICK_ATTEMPTS, random.random()) if attempts > QUICK_ATTEMPTS else 0.0
@@ -180,60 +158,83 @@ class Batch:
 
     def _time_left(self) -> float:
         """For one round trip: half of the whole time, so that there is a second one, or less."""
-        return max(SHORTEST_ATTEMPT, min(self.runner.pool.timeout, self.deadline - SYSTEM.monotonic()))
+        return max(SHORTEST_ATTEMPT, min(self.runner.timeout / 2, self.deadline - SYSTEM.monotonic()))
 
     def _attempt(self) -> Plan[None]:
         """Send all that is unanswered, to each node in one write."""
-        calls, self.unanswered = self.unanswered, []
-        try:
-            if self.lost or not self.topology.known:
-                yield from self.topology.locate(self.runner.pool, self._time_left())
-                self.lost = False
-        except StoreError as error:
-            return self._send_again(calls, error)
-        by_address: dict[Address, list[Call]] = {}
+        calls, self._calls = self._calls, []
+        if self._lost or not self.topology.known:
+            try:
+                yield from self.topology.locate(self._time_left())
+            except StoreError as error:
+                for call in calls:
+                    self._send_again(call.indexes, error)
+                return
+            self._lost = False
+        by_address: dict[Address, list[ScriptCall]] = {}
         for call in calls:
-            by_address.setdefault(call.address(self.topology), []).append(call)
+            by_address.setdefault(self._address(call), []).append(call)
         for address, sent in by_address.items():
             timeout = self._time_left()
             packets = self._packets(sent, timeout)
             try:
-                replies = yield RoundTrip(self.runner.pool, address, b"".join(packets), len(packets), timeout)
+                replies = yield RoundTrip(self.topology.pool, address, b"".join(packets), len(packets), timeout)
             except StoreError as error:
+                self._lose_primary(address)
                 for call in sent:
-                    call.asking = None
-                self._send_again(sent, error)
-                yield from self._lose_primary(address)
+                    self._send_again(call.indexes, error)
             else:
-                yield from self._take_replies(address, sent, replies)
+                self._take_replies(address, sent, replies)
 
-    def _packets(self, calls: list[Call], timeout: float) -> list[bytes]:
+    def _address(self, call: ScriptCall) -> Address:
+        item = self.items[call.indexes[0]]
+        if item.script is None:
+            primaries = self.topology.primaries()
+            return primaries[item.server % len(primaries)]
+        return call.asking or self.topology.address(item.key)
+
+    def _packets(self, calls: list[ScriptCall], timeout: float) -> list[bytes]:
         """The commands of one write, each of which has one reply."""
-        common = self.runner.common()
         packets = []
         for call in calls:
             if call.asking:
                 packets.append(ASKING)
-            packets.append(call.packed(common))
+            packets.append(self._pack(call))
         if self.replicas:  # on the same connection, or it would wait for somebody else's writes
             packets.append(pack("WAIT", self.replicas, int(timeout * 800)))
         return packets
 
-    def _take_replies(self, address: Address, calls: list[Call], replies: list[Any]) -> Plan[None]:
+    def _pack(self, call: ScriptCall) -> bytes:
+        items = [self.items[index] for index in call.indexes]
+        script = items[0].script
+        if script is None:
+            return pack(*items[0].args)
+        words: list[Any] = [b"EVAL", script.source] if script in self._unknown else [b"EVALSHA", script.sha]
+        words += (len(items), *[item.key for item in items], *self.runner.common())
+        for item in items:
+            words += item.args
+        return pack(*words)
+
+    def _take_replies(self, address: Address, calls: list[ScriptCall], replies: list[Any]) -> None:
+        """Give each item its part of its call's reply."""
         too_few = self._too_few_replicas(replies.pop()) if self.replicas else None
         remaining = iter(replies)
         for call in calls:
             if call.asking:
                 next(remaining)
-                call.asking = None
             reply = next(remaining)
-            if not call.take_reply(reply, self.results):
-                yield from self._take_error(address, call, reply)
-            elif too_few:
-                for index, item in zip(call.indexes, call.items, strict=True):
-                    if isinstance(item, Item) and not isinstance(self.results[index], StoreError):
-                        self.results[index] = StoreUnavailable(too_few)
-                        self.uncounted.append(item)
+            if isinstance(reply, redis.ResponseError):
+                self._take_error(address, call, reply)
+                continue
+            if self.items[call.indexes[0]].script is None:
+                reply = [reply]
+            for index, result in zip(call.indexes, reply, strict=True):
+                if isinstance(result, redis.ResponseError):
+                    result = reply_error(result)
+                elif too_few:
+                    result = StoreUnavailable(too_few)
+                    self.uncounted.append(self.items[index])
+                self.results[index] = result
 
     def _too_few_replicas(self, reply: int | redis.ResponseError) -> str | None:
         """The reason why the writes do not count, if there is one; a replica, and a user without the right, get an error."""
@@ -241,70 +242,50 @@ class Batch:
             return f"Redis does not wait for replicas: {reply_text(reply)}"
         return f"Only {reply} of {self.replicas} replicas have the write" if reply < self.replicas else None
 
-    def _take_error(self, address: Address, call: Call, error: redis.ResponseError) -> Plan[None]:
+    def _take_error(self, address: Address, call: ScriptCall, reply: redis.ResponseError) -> None:
         """The whole call failed: most often nothing happened, and it can be sent again in another way."""
-        text = reply_text(error)
+        text = reply_text(reply)
         code = error_code(text)
-        again = [call]
-        if code == "NOSCRIPT" and not call.full:
-            call.full = True
-        elif code in ("MOVED", "ASK"):
-            if not isinstance(self.topology, Cluster):
-                for index in call.indexes:
-                    self.results[index] = ConfigurationError(
-                        "The server is in a cluster: write redis+cluster:// in the URL"
-                    )
-                return
-            _, slot, place = text.split(" ")
-            host, _, port = place.rpartition(":")
-            node = (host or (address[0] if address else ""), int(port))
+        error: OncemoreError = reply_error(reply)
+        again, asking = [call.indexes], None
+        if code == "NOSCRIPT":
+            self._unknown.add(self.items[call.indexes[0]].script)
+        elif code in ("MOVED", "ASK") and not self.topology.one_primary:
+            slot, node = read_redirection(text, address)
             if code == "MOVED":  # for good
-                self.topology.move(int(slot), node)
+                self.topology.move(slot, node)
             else:  # for this call
-                call.asking = node
+                asking = node
         elif code in WRONG_SERVER:
-            yield from self._lose_primary(address)
+            self._lose_primary(address)
         elif code not in RETRIED:
-            if len(call.items) == 1:
-                self.results[call.indexes[0]] = reply_error(error)
+            if code in ("MOVED", "ASK"):
+                error = ConfigurationError("The server is in a cluster: write redis+cluster:// in the URL")
+            if len(call.indexes) == 1:
+                self.results[call.indexes[0]] = error
                 return
-            again = call.split()  # so that one bad item fails alone
-        self._send_again(again, reply_error(error))
+            again = [(index,) for index in call.indexes]  # so that one bad item fails alone
+        for indexes in again:
+            self._send_again(indexes, error, asking)
 
-    def _lose_primary(self, address: Address) -> Plan[None]:
+    def _lose_primary(self, address: Address) -> None:
         """Locate the primary before the next attempt, and use none of the connections that are open to it."""
-        self.lost = True
+        self._lost = True
         if self.topology.one_primary:  # in a cluster, the nodes of other batches may be well
             self.topology.known = False
-        yield Disconnect(self.runner.pool, address)
+        self.topology.pool.drop(address)
 
-    def _send_again(self, calls: list[Call], error: StoreError) -> None:
-        for call in calls:
-            call.error = error
-        self.unanswered += calls
+    def _send_again(self, indexes: Sequence[int], error: OncemoreError, asking: Address = None) -> None:
+        self._calls.append(ScriptCall(indexes, asking))
+        self._errors.update(dict.fromkeys(indexes, error))
 
     def _give_up(self) -> None:
         """An error of its own for each item, so that callers who share a failure do not share a traceback."""
-        for call in self.unanswered:
-            error = call.error or StoreUnavailable()
-            self.uncertain += [item for item in call.items if isinstance(item, Item)]
-            for index in call.indexes:
-                own = self.results[index] = type(error)(error.detail)
-                own.__cause__ = error.__cause__
-
-
-def make_calls(items: Sequence[Item | Command], *, together: bool) -> Iterator[Call]:
-    """One call for all items of a script; but one for each item in a cluster, where a call must keep to one slot."""
-    by_script: dict[Script, list[int]] = {}
-    for index, item in enumerate(items):
-        if together and type(item) is Item:
-            by_script.setdefault(item.script, []).append(index)
-        else:
-            yield Call((index,), (item,))
-    for indexes in by_script.values():
-        for start in range(0, len(indexes), CALL_LIMIT):
-            part = indexes[start : start + CALL_LIMIT]
-            yield Call(part, [items[index] for index in part])
+        for index in (index for call in self._calls for index in call.indexes):
+            error = self._errors[index]
+            own = self.results[index] = type(error)(error.detail)
+            own.__cause__ = error.__cause__
+            self.uncertain.append(self.items[index])
 
 
 def reply_text(error: redis.ResponseError) -> str:

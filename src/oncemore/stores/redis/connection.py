@@ -1,18 +1,18 @@
 """Connections to Redis: one write and its replies, from a thread or on an event loop, with a deadline.
 
-redis-py connects, encrypts, logs in, sends and parses.  This module keeps the free
-connections, and closes a connection that still has to be answered.
+redis-py connects, encrypts, logs in, sends and parses.  This module keeps the free connections, and closes a connection
+that still has to be answered.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 import hiredis
-import redis
+import redis.asyncio.connection
+import redis.connection
 
 from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import reset_in_child
@@ -20,10 +20,11 @@ from ..._runtime.loops import PerLoop
 from ...errors import StoreError, StoreTimeout, StoreUnavailable
 
 Address: TypeAlias = tuple[str, int] | None  # None: the server that the URL names
-Kind: TypeAlias = tuple[Any, dict[str, Any]]  # a connection class of redis-py, and its options
+FreeConnections: TypeAlias = dict[Address, list[tuple[int, Any]]]  # each with the generation in which it was opened
 
 # Every error that a connection may raise; a UnicodeError is a host name that cannot be looked up.
 CONNECTION_ERRORS = (redis.RedisError, OSError, UnicodeError)
+CLOSE_SECONDS = 2.0  # TLS waits for the server's answer when it closes a connection
 
 
 def pack(*words: str | bytes | int) -> bytes:
@@ -33,78 +34,116 @@ def pack(*words: str | bytes | int) -> bytes:
 
 
 class Connector:
-    """Makes redis-py connections that are not connected yet, with the options of the store's URL."""
+    """Makes redis-py connections that are not connected yet, with the options of *url*; *replaced* replace some of these.
 
-    def __init__(self, for_threads: Kind, for_loops: Kind) -> None:
-        self._for_threads = for_threads
-        self._for_loops = for_loops
+    Raises TypeError, ValueError or redis.RedisError for an option that redis-py does not know.
+    """
 
-    def open(self, address: Address) -> Any:
+    def __init__(self, url: str, **replaced: Any) -> None:
+        kinds: list[tuple[Any, dict[str, Any]]] = []
+        for module in (redis.connection, redis.asyncio.connection):
+            options = {"client_name": "oncemore", **module.parse_url(url), **replaced}
+            options.update(protocol=2, decode_responses=False)
+            options.pop("max_connections", None)
+            kinds.append((options.pop("connection_class", module.Connection), options))
+        self._for_threads, self._for_loops = kinds
+        self.open(None, 1.0)
+        self.open_on_loop(None)
+
+    def open(self, address: Address, timeout: float) -> Any:
+        """A connection for threads, which takes at most *timeout* seconds to connect, to log in, and to send."""
         kind, options = self._for_threads
-        return kind(**at(options, address))
+        return kind(**at(options, address, timeout))
 
     def open_on_loop(self, address: Address) -> Any:
+        """A connection for an event loop.  It has no timeouts, because redis-py would start a task for every write."""
         kind, options = self._for_loops
-        return kind(**at(options, address))
+        return kind(**at(options, address, None))
 
     def pubsub(self, address: Address, timeout: float) -> Any:
-        """A redis-py PubSub, which takes at most *timeout* seconds to connect, to send, and to log in."""
+        """A redis-py PubSub, with the timeouts of `open`."""
         kind, options = self._for_threads
-        options = {**at(options, address), "socket_timeout": timeout, "socket_connect_timeout": timeout}
-        client: Any = redis.Redis(connection_pool=redis.ConnectionPool(kind, **options))
+        client: Any = redis.Redis(connection_pool=redis.ConnectionPool(kind, **at(options, address, timeout)))
         return client.pubsub()
 
 
-def at(options: dict[str, Any], address: Address) -> dict[str, Any]:
+def at(options: dict[str, Any], address: Address, timeout: float | None) -> dict[str, Any]:
+    options = {**options, "socket_timeout": timeout, "socket_connect_timeout": timeout}
     return {**options, "host": address[0], "port": address[1]} if address else options
 
 
 class ConnectionPool:
     """The connections that are open and not in use, by address: a free list for threads, and one for each event loop.
 
-    A connection goes back to its list only if all replies to all that was sent on it were read, and if the list was not
-    dropped meanwhile by `disconnect`.  *timeout* is the longest that one round trip takes, in seconds.
+    A connection becomes free again only if all replies to all that was sent on it were read.  After `drop`, the
+    connections of that address belong to an old generation, and are closed instead of being used again.
     """
 
-    def __init__(self, connector: Connector, timeout: float) -> None:
+    def __init__(self, connector: Connector) -> None:
         self.connector = connector
-        self.timeout = timeout
         self._reset()
         reset_in_child(self)  # a child must not use its parent's connections, nor close them
 
     def _reset(self) -> None:
-        self._threads: dict[Address, list[Any]] = {}
-        self._loops: PerLoop[dict[Address, list[Any]]] = PerLoop(dict)
+        self._generations: dict[Address, int] = {}
+        self._threads: FreeConnections = {}
+        self._loops: PerLoop[FreeConnections] = PerLoop(dict)
 
-    def free_for_threads(self, address: Address) -> list[Any]:
-        return self._threads.setdefault(address, [])
+    def generation(self, address: Address) -> int:
+        return self._generations.setdefault(address, 0)
 
-    def free_on_loop(self, address: Address) -> list[Any]:
-        return self._loops.get().setdefault(address, [])
+    def drop(self, address: Address) -> None:
+        """Use no connection again that is open to *address* now.  May be called on any thread."""
+        self._generations[address] = self.generation(address) + 1
 
-    def disconnect(self, address: Address) -> None:
-        """Close the free connections of threads to *address*.  One that is in use is closed when its round trip is over."""
-        connections = self._threads.pop(address, [])
-        while connections:
-            connections.pop().disconnect()
+    def take(self, address: Address, generation: int, timeout: float) -> Any:
+        """A connection for this thread: a free one, or a new one that may take *timeout* seconds to open."""
+        free = self._threads.setdefault(address, [])
+        with suppress(IndexError):  # other threads take connections at the same time
+            while True:
+                opened, connection = free.pop()
+                if opened == generation:
+                    return connection
+                connection.disconnect()
+        return self.connector.open(address, timeout)
 
-    async def adisconnect(self, address: Address) -> None:
-        """As `disconnect`, for those of the running event loop."""
-        connections = self._loops.get().pop(address, [])
-        while connections:
-            await connections.pop().disconnect(nowait=True)
+    def put_back(self, address: Address, generation: int, connection: Any) -> None:
+        if generation == self.generation(address):
+            self._threads.setdefault(address, []).append((generation, connection))
+        else:
+            connection.disconnect()
+
+    async def atake(self, address: Address, generation: int) -> Any:
+        """A connection for the running event loop: a free one, or a new one."""
+        free = self._loops.get().setdefault(address, [])
+        while free:
+            opened, connection = free.pop()
+            if opened == generation:
+                return connection
+            await connection.disconnect(nowait=True)
+        return self.connector.open_on_loop(address)
+
+    async def aput_back(self, address: Address, generation: int, connection: Any) -> None:
+        if generation == self.generation(address):
+            self._loops.get().setdefault(address, []).append((generation, connection))
+        else:
+            await connection.disconnect(nowait=True)
 
     def close(self) -> None:
-        for address in tuple(self._threads):
-            self.disconnect(address)
+        """Close the free connections of threads.  All that are in use are closed when they are put back."""
+        for address in tuple(self._generations):
+            self.drop(address)
+        for free in tuple(self._threads.values()):
+            while free:
+                free.pop()[1].disconnect()
 
     async def aclose(self) -> None:
-        """Return when the sockets are closed too: the loop may end next."""
-        for connections in (self._loops.pop() or {}).values():
-            while connections:
-                with suppress(*CONNECTION_ERRORS):  # TLS waits for the server's answer
-                    async with asyncio.timeout(self.timeout):
-                        await connections.pop().disconnect()
+        """Close the free connections of the running event loop; return when the sockets are closed: the loop may end next."""
+        for free in (self._loops.pop() or {}).values():
+            while free:
+                with suppress(*CONNECTION_ERRORS):
+                    async with asyncio.timeout(CLOSE_SECONDS):
+                        await free.pop()[1].disconnect()
 
 
 class RoundTrip:
@@ -126,78 +165,46 @@ class RoundTrip:
 
     def run(self) -> list[Any]:
         deadline = SYSTEM.monotonic() + self.timeout
-        usual = self.timeout == self.pool.timeout
-        free = self.pool.free_for_threads(self.address)
+        generation = self.pool.generation(self.address)
+        connection = self.pool.take(self.address, generation, self.timeout)
+        replies: list[Any] = []
         try:
-            try:
-                connection, kept = free.pop(), True
-            except IndexError:
-                connection, kept = self.pool.connector.open(self.address), usual
-                connection.socket_timeout = min(connection.socket_timeout or self.timeout, self.timeout)
-                connection.socket_connect_timeout = min(connection.socket_connect_timeout or self.timeout, self.timeout)
-            try:
-                connection.send_packed_command([self.packet])  # connects first, if need be
-                replies = []
-                for _ in range(self.count):
-                    # The timeout of a socket stays as it was when it was opened, so another one needs a wait of its own.
-                    if not usual and not connection.can_read(max(0.0, deadline - SYSTEM.monotonic())):
-                        raise redis.TimeoutError("no reply")
-                    try:
-                        replies.append(connection.read_response())
-                    except redis.ResponseError as error:
-                        replies.append(error)
-            except BaseException:  # also Ctrl-C: a reply that comes later would be taken for the next caller's
-                connection.disconnect()
-                raise
-        except CONNECTION_ERRORS as error:
-            raise connection_error(error, self.address) from error
-        # One that was opened with little time left has timeouts that are too short for others.
-        if kept and self.pool.free_for_threads(self.address) is free:
-            free.append(connection)
-        else:
+            connection.send_packed_command([self.packet])  # connects first, if need be
+            while len(replies) < self.count:
+                # The timeout of a socket stays as it was when it was opened, so this one needs a wait of its own.
+                if not connection.can_read(max(0.0, deadline - SYSTEM.monotonic())):
+                    raise redis.TimeoutError("no reply")
+                try:
+                    replies.append(connection.read_response())
+                except redis.ResponseError as error:
+                    replies.append(error)
+        except BaseException as error:  # also Ctrl-C: a reply that comes later would be taken for the next caller's
             connection.disconnect()
+            if isinstance(error, CONNECTION_ERRORS):
+                raise connection_error(error, self.address) from error
+            raise
+        self.pool.put_back(self.address, generation, connection)
         return replies
 
     async def arun(self) -> list[Any]:
-        free = self.pool.free_on_loop(self.address)
+        generation = self.pool.generation(self.address)
+        connection = await self.pool.atake(self.address, generation)
+        replies: list[Any] = []
         try:
-            connection = free.pop() if free else self.pool.connector.open_on_loop(self.address)
-            try:
-                # One deadline for all of it.  redis-py's own timeouts, which are off, start a task for every write.
-                async with asyncio.timeout(self.timeout):
-                    await connection.send_packed_command([self.packet])
-                    replies = []
-                    for _ in range(self.count):
-                        try:
-                            replies.append(await connection.read_response())
-                        except redis.ResponseError as error:
-                            replies.append(error)
-            except BaseException:
-                await connection.disconnect(nowait=True)
-                raise
-        except CONNECTION_ERRORS as error:
-            raise connection_error(error, self.address) from error
-        if self.pool.free_on_loop(self.address) is free:
-            free.append(connection)
-        else:
+            async with asyncio.timeout(self.timeout):
+                await connection.send_packed_command([self.packet])
+                while len(replies) < self.count:
+                    try:
+                        replies.append(await connection.read_response())
+                    except redis.ResponseError as error:
+                        replies.append(error)
+        except BaseException as error:
             await connection.disconnect(nowait=True)
+            if isinstance(error, CONNECTION_ERRORS):
+                raise connection_error(error, self.address) from error
+            raise
+        await self.pool.aput_back(self.address, generation, connection)
         return replies
-
-
-class Disconnect:
-    """Effect: close the free connections to *address*, because the server there has failed or is another one by now."""
-
-    __slots__ = ("address", "pool")
-
-    def __init__(self, pool: ConnectionPool, address: Address) -> None:
-        self.pool = pool
-        self.address = address
-
-    def run(self) -> None:
-        self.pool.disconnect(self.address)
-
-    def arun(self) -> Awaitable[None]:
-        return self.pool.adisconnect(self.address)
 
 
 def connection_error(error: BaseException, address: Address) -> StoreError:

@@ -14,55 +14,31 @@ from ..._runtime.listening import CannotListen, Listener
 from ..._runtime.plan import run
 from ..._runtime.wakeups import Id, Wakeups
 from .commands import reply_text
-from .connection import ConnectionPool
 from .topology import Topology
 
 QUIET = 10.0  # seconds after which a silent server is asked whether it is still there, and then may take to answer
 
 
-class Subscription:
-    """A redis-py PubSub that is subscribed, and when the server was last heard."""
-
-    def __init__(self, pubsub: Any) -> None:
-        self.pubsub = pubsub
-        self.heard_at = time.monotonic()
-        self.pinged = False
-
-    def next_message(self, seconds: float) -> dict[str, Any] | None:
-        """The next message, if one comes within *seconds*.  Raises redis.TimeoutError if the server seems to be gone."""
-        message: dict[str, Any] | None = self.pubsub.get_message(timeout=min(seconds, QUIET))
-        now = time.monotonic()
-        if message is not None:
-            self.heard_at, self.pinged = now, False
-        elif now - self.heard_at > 2 * QUIET:
-            raise redis.TimeoutError("the server does not answer")
-        elif now - self.heard_at > QUIET and not self.pinged:
-            self.pubsub.ping()
-            self.pinged = True
-        return message
-
-    def close(self) -> None:
-        self.pubsub.close()
-
-
-class RedisListener(Listener[Subscription]):
+class RedisListener(Listener[Any]):
     """Notifies *wakeups* of every message on *channel*; and all waiters after each subscription, as messages were missed."""
 
     name = "oncemore-redis"
 
-    def __init__(self, topology: Topology, pool: ConnectionPool, channel: str, wakeups: Wakeups) -> None:
+    def __init__(self, topology: Topology, channel: str, wakeups: Wakeups) -> None:
         super().__init__()
         self.topology = topology
-        self.pool = pool
         self.channel = channel
         self.wakeups = wakeups
         self._connected_before = False
+        self._heard_at = 0.0  # the time of the server's last message
+        self._pinged = False  # since then
 
-    def connect(self) -> Subscription:
+    def connect(self) -> Any:
+        """A redis-py PubSub that is subscribed."""
         if self._connected_before or not self.topology.known:  # the primary may be another server by now
-            run(self.topology.locate(self.pool, QUIET))
+            run(self.topology.locate(QUIET))
         self._connected_before = True
-        pubsub = self.topology.connector.pubsub(random.choice(self.topology.primaries()), QUIET)
+        pubsub = self.topology.pool.connector.pubsub(random.choice(self.topology.primaries()), QUIET)
         try:
             pubsub.subscribe(self.channel)
             if pubsub.get_message(timeout=QUIET) is None:
@@ -74,14 +50,24 @@ class RedisListener(Listener[Subscription]):
         except BaseException:
             pubsub.close()
             raise
+        self._heard_at, self._pinged = time.monotonic(), False
         self.wakeups.notify_all()
-        return Subscription(pubsub)
+        return pubsub
 
-    def receive(self, connection: Subscription, seconds: float) -> None:
-        message = connection.next_message(seconds)
-        if message is not None and message["type"] == "message":
-            with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed, or the message is not ours
-                self.wakeups.notify(read_id(message["data"]))
+    def receive(self, connection: Any, seconds: float) -> None:
+        """Handle the next message, if one comes.  Raises redis.TimeoutError if the server seems to be gone."""
+        message: dict[str, Any] | None = connection.get_message(timeout=min(seconds, QUIET))
+        now = time.monotonic()
+        if message is not None:
+            self._heard_at, self._pinged = now, False
+            if message["type"] == "message":
+                with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed, or the message is not ours
+                    self.wakeups.notify(read_id(message["data"]))
+        elif now - self._heard_at > 2 * QUIET:
+            raise redis.TimeoutError("the server does not answer")
+        elif now - self._heard_at > QUIET and not self._pinged:
+            connection.ping()
+            self._pinged = True
 
 
 def read_id(payload: bytes) -> Id:

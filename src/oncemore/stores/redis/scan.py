@@ -13,7 +13,7 @@ from ..._ledger.model import Record
 from ..._ledger.store import Filter, Page, Stats
 from ..._runtime.plan import Plan
 from ...errors import CorruptRecord, InvalidPayload, StoreError
-from .commands import Command, CommandRunner, Item
+from .commands import CommandRunner, ScriptItem
 from .records import NOBODY, read_record
 from .scripts import FIND, PURGE, STATES, Script
 
@@ -56,7 +56,7 @@ class Scan:
 
     def _run(self, script: Script, keys: Sequence[str]) -> Plan[list[Any]]:
         """One result per key; None for a key that holds something else than a record."""
-        results = (yield from self.runner.run([Item(script, key) for key in keys])) if keys else []
+        results = (yield from self.runner.run([ScriptItem(script, key) for key in keys])) if keys else []
         return [result_or_raise(result) for result in results]
 
     def _step(self, cursor: ScanCursor, count: int, pattern: str = RECORD) -> Plan[tuple[list[str], ScanCursor]]:
@@ -65,7 +65,7 @@ class Scan:
             pending = [f"{self.prefix}:{{{name}}}" for name in cursor.pending]
             return pending, msgspec.structs.replace(cursor, pending=())
         words = ("SCAN", cursor.position, "MATCH", f"{self.prefix}:{pattern}", "COUNT", count)
-        (result,) = yield from self.runner.run([Command(words, cursor.server)])
+        (result,) = yield from self.runner.run([ScriptItem(None, "", words, server=cursor.server)])
         position, keys = result_or_raise(result)
         after = ScanCursor(cursor.server, int(position))
         if after.position == 0:

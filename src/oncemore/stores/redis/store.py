@@ -20,8 +20,8 @@ from ..._runtime.batching import Submit
 from ..._runtime.forks import reset_in_child
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Id, Wakeups
-from ...errors import ConfigurationError, StoreError
-from .commands import Batch, Command, CommandRunner, Item, NodeBatchers
+from ...errors import ConfigurationError, OncemoreError, StoreError
+from .commands import CommandRunner, NodeBatchers, ScriptBatch, ScriptItem
 from .connection import Address
 from .listener import RedisListener
 from .records import MICRO, HeldLease, clean, digest, encode, fields, micros, outcome_fields, read_record
@@ -40,7 +40,7 @@ ACL = (
 BATCH_LIMIT = 32
 GRANTED = 4  # parts in the answer to a claim that was granted, and not for the first time
 MOST_PENDING = 1000  # undos; in a long failure, the claims before the last ones were hardly ever sent
-UNDO_SECONDS = 1.0  # a caller that was cancelled or interrupted may wait for this
+SHORT_SECONDS = 1.0  # for what a caller waits for besides its claim: the undo of another, the check of the server
 
 
 def connect(url: str) -> RedisStore:
@@ -87,8 +87,8 @@ class RedisStore:
         )
         self._writes = NodeBatchers(self.topology, self._run_writes, limit=BATCH_LIMIT, linger=False)
         self._scan = Scan(self._runner, self.prefix)
-        self._listener = RedisListener(self.topology, self._runner.pool, self.channel, self.wakeups)
-        self._pending_undos: deque[Item] = deque(maxlen=MOST_PENDING)
+        self._listener = RedisListener(self.topology, self.channel, self.wakeups)
+        self._pending_undos: deque[ScriptItem] = deque(maxlen=MOST_PENDING)
         self._reset()
         reset_in_child(self)
         weakref.finalize(self, self._listener.close)
@@ -102,12 +102,12 @@ class RedisStore:
     def _name(self, id: Id) -> str:
         return f"{self.prefix}:{{{digest(id)}}}"
 
-    def _write(self, script: Script, key: str, *args: Any) -> Submit[Item]:
+    def _write(self, script: Script, key: str, *args: Any) -> Submit[ScriptItem]:
         """Effect: one record's call of *script*, together with those of other callers."""
-        return Submit(self._writes.for_key(key), Item(script, key, args))
+        return Submit(self._writes.for_key(key), ScriptItem(script, key, args))
 
-    def _run_writes(self, items: list[Item]) -> Plan[list[Any]]:
-        return Batch(self._runner, items, self._replicas).run()
+    def _run_writes(self, items: list[ScriptItem]) -> Plan[list[Any]]:
+        return ScriptBatch(self._runner, items, self._replicas).run()
 
     # Claims
 
@@ -116,7 +116,7 @@ class RedisStore:
         name, holder = self._name(id), self.holder.next()
         about = fields(holder, operation.fingerprint, *id, operation.name)
         args = (micros(lease), about, encode(request) if request else b"")
-        answer = yield Submit(self._claims.for_key(name), Item(CLAIM, name, args, holder))
+        answer = yield Submit(self._claims.for_key(name), ScriptItem(CLAIM, name, args, holder))
         if isinstance(answer, int):
             return HeldLease(operation, answer, answer / MICRO + self.shift + lease, record=name)
         if len(answer) == GRANTED:
@@ -124,28 +124,26 @@ class RedisStore:
             return HeldLease(operation, token, lease_until / MICRO, attempt, lapsed == 1, record=name)
         return read_record(id, *answer)
 
-    def _run_claims(self, claims: list[Item]) -> Plan[list[Any]]:
-        check = [] if self._checked else [Command(("INFO", "memory"))]
-        node = self.topology.address(claims[0].key)
-        batch = yield from self._send_behind_undos(node, [*claims, *check], self._replicas)
+    def _run_claims(self, claims: list[ScriptItem]) -> Plan[list[Any]]:
+        batch = yield from self._send_behind_undos(self.topology.address(claims[0].key), claims, self._replicas)
         if batch.uncounted:
             yield from self._undo_claims(batch.uncounted)
-        results = batch.results[-len(claims) - len(check) :]
-        if check:
-            self._check_server(results.pop(), results)
+        results = batch.results[-len(claims) :]
+        if not self._checked and not all(isinstance(result, OncemoreError) for result in results):
+            yield from self._check_server()
         return results
 
-    def _undo_claims(self, claims: Sequence[Item]) -> Plan[None]:
+    def _undo_claims(self, claims: Sequence[ScriptItem]) -> Plan[None]:
         """Undo claims that nobody will use: now, or ahead of the next claims if the server does not answer soon."""
         self._pending_undos.extend(map(undo_of, claims))
-        yield from self._send_behind_undos(self.topology.address(claims[0].key), [], timeout=UNDO_SECONDS)
+        yield from self._send_behind_undos(self.topology.address(claims[0].key), [], timeout=SHORT_SECONDS)
 
     def _send_behind_undos(
         self, node: Address, items: list[Any], replicas: int = 0, timeout: float | None = None
-    ) -> Plan[Batch]:
+    ) -> Plan[ScriptBatch]:
         """Send *items* and all pending undos for *node* in one batch; claims without an answer become pending undos."""
         undos = self._take_pending_undos(node) if self._pending_undos else []
-        batch = Batch(self._runner, [*undos, *items], replicas, timeout)
+        batch = ScriptBatch(self._runner, [*undos, *items], replicas, timeout)
         try:
             yield from batch.run()
         except BaseException:  # the batcher undoes the claims of a batch that was interrupted
@@ -154,9 +152,9 @@ class RedisStore:
         self._pending_undos.extend(map(undo_of, batch.uncertain))
         return batch
 
-    def _take_pending_undos(self, node: Address) -> list[Item]:
+    def _take_pending_undos(self, node: Address) -> list[ScriptItem]:
         """Each once, even if several threads and loops do this at the same time; those for other nodes are left."""
-        undos: list[Item] = []
+        undos: list[ScriptItem] = []
         with suppress(IndexError):
             for _ in range(len(self._pending_undos)):
                 undo = self._pending_undos.popleft()
@@ -164,17 +162,19 @@ class RedisStore:
         return undos
 
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
-        undos = [Item(UNCLAIM, self._name(claim.operation.id), (claim.holder,)) for claim in claims]
+        undos = [ScriptItem(UNCLAIM, self._name(claim.operation.id), (claim.holder,)) for claim in claims]
         for result in (yield from self._runner.run(undos)):
             if isinstance(result, StoreError):
                 raise result
         for claim in claims:
             self.wakeups.notify(claim.operation.id)
 
-    def _check_server(self, memory: Any, results: list[Any]) -> None:
+    def _check_server(self) -> Plan[None]:
         """After the first claims: warn if the server evicts records, and from now on hear of other processes' changes."""
+        self._checked = True
         self._listener.listen()
-        self._checked = not all(isinstance(result, StoreError) for result in results)
+        question = ScriptItem(None, "", ("INFO", "memory"))
+        (memory,) = yield from ScriptBatch(self._runner, [question], timeout=SHORT_SECONDS).run()
         policy = re.search(rb"maxmemory_policy:(\S+)", memory) if isinstance(memory, bytes) else None
         if policy and policy[1] != b"noeviction":
             log.warning(
@@ -254,19 +254,19 @@ class RedisStore:
         """Close the connections of threads, and stop the listener; the next use opens them again."""
         self._reset()
         self._listener.close()
-        self._runner.pool.close()
+        self.topology.close()
 
     async def aclose(self) -> None:
         """As `close`, and also the connections of the running event loop, once its batches are done."""
         await self._claims.drain()
         await self._writes.drain()
-        await self._runner.pool.aclose()
+        await self.topology.aclose()
         self.close()
 
 
-def undo_of(item: Item) -> Item:
+def undo_of(item: ScriptItem) -> ScriptItem:
     """The call that undoes a claim, or an undo that has to be sent again."""
-    return Item(UNCLAIM, item.key, (item.holder,)) if item.script is CLAIM else item
+    return ScriptItem(UNCLAIM, item.key, (item.holder,)) if item.script is CLAIM else item
 
 
 def owned(answer: int, held: Lease) -> int:

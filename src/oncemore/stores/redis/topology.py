@@ -3,52 +3,42 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
-import redis.asyncio.connection
-import redis.asyncio.retry
-import redis.asyncio.sentinel
-import redis.connection
-import redis.retry
-import redis.sentinel
-from redis.backoff import NoBackoff
+import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from ..._ledger.connect import hide_password
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, StoreError, StoreUnavailable
-from .connection import CONNECTION_ERRORS, Address, ConnectionPool, Connector, RoundTrip, pack
+from .connection import Address, ConnectionPool, Connector, RoundTrip, pack
 
 SENTINEL_PORT = 26379
 REDIS_PORT = 6379
 SEPARATOR = re.compile(r"[/?#]")  # the host is between the second and the third of these
 
-
-class Topology(Protocol):
-    """Knows the address of the primary for each key.  If it may be wrong, it is located again before the next attempt."""
-
-    connector: Connector
-    one_primary: bool  # then one script call may carry many records
-    known: bool  # False: `locate` must be called; until it succeeds, the last known address is used
-
-    def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]: ...
-    def address(self, key: str) -> Address: ...
-    def primaries(self) -> list[Address]: ...
+T = TypeVar("T")
 
 
-class SingleServer:
-    """The server that the URL names."""
+class Topology:
+    """Knows the address of the primary for each key: here the one server that the URL names.
+
+    If *known* is False, `locate` has to be called before the next attempt; until it succeeds, the last known address is
+    used.  With *one_primary*, one script call may carry many records.
+    """
 
     one_primary = True
 
     def __init__(self, connector: Connector) -> None:
-        self.connector = connector
+        self.pool = ConnectionPool(connector)
         self.known = True
         self.primary: Address = None
 
-    def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]:
+    def locate(self, timeout: float) -> Plan[None]:
+        """Find out which server is the primary.  Raises StoreError if nobody knows it."""
         self.known = True
         yield from ()
 
@@ -58,73 +48,47 @@ class SingleServer:
     def primaries(self) -> list[Address]:
         return [self.primary]
 
+    def move(self, slot: int, address: Address) -> None:
+        raise NotImplementedError
 
-class SentinelPrimary(SingleServer):
-    """The server that the sentinels name as the primary of *service*; they are asked at first, and after each failure.
+    def close(self) -> None:
+        self.pool.close()
 
-    *options* are those of redis-py's clients for the sentinels.
-    """
+    async def aclose(self) -> None:
+        await self.pool.aclose()
 
-    def __init__(self, connector: Connector, sentinels: list[Address], service: str, options: dict[str, Any]) -> None:
+
+class SentinelTopology(Topology):
+    """The server that the sentinels name as the primary of *service*; they are asked at first, and after each failure."""
+
+    def __init__(
+        self, connector: Connector, sentinel_pool: ConnectionPool, sentinels: list[Address], service: str
+    ) -> None:
         super().__init__(connector)
+        self.sentinel_pool = sentinel_pool
         self.sentinels = sentinels
         self.service = service
-        self.options = options
         self.known = False
-        for module in (redis, redis.asyncio):  # an option that redis-py does not know is refused now
-            self.clients(module, 1.0)
 
-    def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]:
-        self.primary = yield DiscoverPrimary(self, timeout)
+    def locate(self, timeout: float) -> Plan[None]:
+        self.sentinels = [*self.sentinels[1:], self.sentinels[0]]  # one may not have noticed the failover yet
+        question = pack("SENTINEL", "MASTER", self.service)
+        failure = f"No sentinel knows a primary for {self.service!r}"
+        self.primary = yield from first_answer(
+            self.sentinel_pool, self.sentinels, question, read_primary, timeout, failure
+        )
         self.known = True
 
-    def clients(self, module: Any, timeout: float) -> Any:
-        """redis-py's Sentinel, for threads or for event loops, whose clients together take no longer than *timeout*."""
-        # Each time another sentinel is asked first: one may not have noticed the failover yet.
-        self.sentinels = [*self.sentinels[1:], self.sentinels[0]]
-        each = timeout / len(self.sentinels)
-        limits = {"socket_timeout": each, "socket_connect_timeout": each, "retry": module.retry.Retry(NoBackoff(), 0)}
-        return module.sentinel.Sentinel(self.sentinels, sentinel_kwargs={**self.options, **limits})
+    def close(self) -> None:
+        super().close()
+        self.sentinel_pool.close()
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        await self.sentinel_pool.aclose()
 
 
-class DiscoverPrimary:
-    """Effect: the address of the primary of *topology*, from the first sentinel that answers."""
-
-    __slots__ = ("timeout", "topology")
-
-    def __init__(self, topology: SentinelPrimary, timeout: float) -> None:
-        self.topology = topology
-        self.timeout = timeout
-
-    def run(self) -> Address:
-        sentinel = self.topology.clients(redis, self.timeout)
-        try:
-            host, port = sentinel.discover_master(self.topology.service)
-        except CONNECTION_ERRORS as error:
-            raise self.not_found(error) from None
-        finally:
-            for client in sentinel.sentinels:
-                client.close()
-        return host, port
-
-    async def arun(self) -> Address:
-        sentinel = self.topology.clients(redis.asyncio, self.timeout)
-        try:
-            host, port = await sentinel.discover_master(self.topology.service)
-        except CONNECTION_ERRORS as error:
-            raise self.not_found(error) from None
-        finally:
-            for client in sentinel.sentinels:
-                await client.aclose()
-        return host, port
-
-    def not_found(self, error: Exception) -> StoreUnavailable:
-        # Nothing of redis-py's own message, which in some versions shows the password of the connections.
-        reason = f": {error}" if isinstance(error, redis.ResponseError) else ""
-        return StoreUnavailable(f"No sentinel knows a primary for {self.topology.service!r}{reason}")
-
-
-class Cluster:
+class ClusterTopology(Topology):
     """The primaries of a cluster and the slots that each has: learned from any node, corrected by MOVED replies.
 
     Our own map, because redis-py's cluster client believes the first node that it asks, and because a write and its WAIT
@@ -134,29 +98,17 @@ class Cluster:
     one_primary = False
 
     def __init__(self, connector: Connector, nodes: list[Address]) -> None:
-        self.connector = connector
+        super().__init__(connector)
         self.nodes = nodes  # of the URL
         self.known = False
         self._slots: list[Address] = [None] * REDIS_CLUSTER_HASH_SLOTS
 
-    def locate(self, pool: ConnectionPool, timeout: float) -> Plan[None]:
-        """Ask nodes for the map until one has it, each time another one first: a node may have lost sight of the others."""
-        deadline, reason = SYSTEM.monotonic() + timeout, ""
-        for address in dict.fromkeys([*self.nodes, *self.primaries()]):
-            if address in self.nodes:
-                self.nodes = [*(node for node in self.nodes if node != address), address]
-            try:
-                # Half of the time, so that there is some left to ask another node.
-                (ranges,) = yield RoundTrip(pool, address, pack("CLUSTER", "SLOTS"), 1, timeout / 2)
-            except StoreError as error:
-                ranges = error
-            if isinstance(ranges, list) and ranges:
-                self._slots, self.known = read_slots(ranges, address), True
-                return
-            reason = f": {ranges}" if ranges else reason
-            if SYSTEM.monotonic() >= deadline:
-                break
-        raise StoreUnavailable(f"No node of the Redis cluster knows which node has which slot{reason}")
+    def locate(self, timeout: float) -> Plan[None]:
+        self.nodes = [*self.nodes[1:], self.nodes[0]]  # one may have lost sight of the others
+        nodes = list(dict.fromkeys([*self.nodes, *self.primaries()]))
+        failure = "No node of the Redis cluster knows which node has which slot"
+        self._slots = yield from first_answer(self.pool, nodes, pack("CLUSTER", "SLOTS"), read_slots, timeout, failure)
+        self.known = True
 
     def address(self, key: str) -> Address:
         # If no node has the slot, any node replies with the reason.
@@ -169,13 +121,58 @@ class Cluster:
         self._slots[slot] = address
 
 
-def read_slots(ranges: list[Any], asked: Address) -> list[Address]:
-    """The primary of each slot; a node that does not know its own name is the one that was asked."""
+def first_answer(
+    pool: ConnectionPool,
+    servers: list[Address],
+    question: bytes,
+    read: Callable[[Any, Address], T | None],
+    timeout: float,
+    failure: str,
+) -> Plan[T]:
+    """The answer of the first server whose reply *read* can use, if there is one within *timeout* seconds."""
+    deadline, reason = SYSTEM.monotonic() + timeout, ""
+    for server in servers:
+        try:
+            # Half of the time, so that there is some left to ask another server.
+            (reply,) = yield RoundTrip(pool, server, question, 1, timeout / 2)
+        except StoreError as error:
+            reply = error
+        if isinstance(reply, Exception):
+            reason = f": {reply}"
+        elif (answer := read(reply, server)) is not None:
+            return answer
+        if SYSTEM.monotonic() >= deadline:
+            break
+    raise StoreUnavailable(f"{failure}{reason}")
+
+
+def read_primary(about: list[bytes], asked: Address) -> Address:
+    """From the reply to SENTINEL MASTER, which has names and values in turn; None if the primary seems to be down."""
+    values = dict(zip(about[::2], about[1::2], strict=True))
+    flags = values[b"flags"].split(b",")
+    if b"master" not in flags or b"s_down" in flags or b"o_down" in flags:
+        return None
+    return values[b"ip"].decode(), int(values[b"port"])
+
+
+def read_slots(ranges: list[Any], asked: Address) -> list[Address] | None:
+    """The primary of each slot, from the reply to CLUSTER SLOTS; None if the node knows of no slots."""
     slots: list[Address] = [None] * REDIS_CLUSTER_HASH_SLOTS
     for first, last, (host, port, *_), *_ in ranges:
-        assert asked is not None
-        slots[first : last + 1] = [(host.decode() if host else asked[0], port)] * (last - first + 1)
-    return slots
+        slots[first : last + 1] = [named(host.decode() if host else "", port, asked)] * (last - first + 1)
+    return slots if ranges else None
+
+
+def read_redirection(text: str, asked: Address) -> tuple[int, Address]:
+    """The slot and its node, from an error such as `MOVED 3999 127.0.0.1:6381`."""
+    _, slot, place = text.split(" ")
+    host, _, port = place.rpartition(":")
+    return int(slot), named(host, int(port), asked)
+
+
+def named(host: str, port: int, asked: Address) -> Address:
+    """A node that does not know its own name is at the host that was *asked*."""
+    return host or (asked[0] if asked else "localhost"), port
 
 
 # From a URL
@@ -189,11 +186,11 @@ def read_topology(url: str) -> Topology:
         if parts.scheme == "redis+sentinel":
             return read_sentinel(parts)
         if parts.scheme == "redis+cluster" and path in ("", "0"):
-            return Cluster(read_connector(plain_url(parts)), read_addresses(parts, REDIS_PORT))
+            return ClusterTopology(Connector(plain_url(parts)), read_addresses(parts, REDIS_PORT))
         if parts.scheme != "redis+cluster" and (not path or path.isdecimal()):
-            return SingleServer(read_connector(url))
+            return Topology(Connector(url))
         if parts.scheme == "redis" and not parts.hostname:
-            return SingleServer(read_connector(url.replace("redis", "unix", 1)))
+            return Topology(Connector(url.replace("redis", "unix", 1)))
         raise ValueError(f"/{path} is no database of this kind of server")
     except (TypeError, ValueError, redis.RedisError) as error:
         shown = hide_password(url)
@@ -202,7 +199,7 @@ def read_topology(url: str) -> Topology:
         raise ConfigurationError(f"{shown}: {error}") from error
 
 
-def read_sentinel(parts: SplitResult) -> SentinelPrimary:
+def read_sentinel(parts: SplitResult) -> SentinelTopology:
     """redis+sentinel://login@host,host/service/db"""
     service, _, db = unquote(parts.path).strip("/").partition("/")
     if not service or not (db or "0").isdecimal():
@@ -210,13 +207,8 @@ def read_sentinel(parts: SplitResult) -> SentinelPrimary:
     options = dict(parse_qsl(parts.query))
     login = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     url = plain_url(parts._replace(path=f"/{db or 0}", query=urlencode(options)))
-    parse_url: Any = redis.connection.parse_url
-    own = {**parse_url(url), **login, "db": 0, "protocol": 2}
-    for name in ("host", "port", "max_connections"):
-        own.pop(name, None)
-    if own.pop("connection_class", None) is not None:
-        own["ssl"] = True
-    return SentinelPrimary(read_connector(url), read_addresses(parts, SENTINEL_PORT), service, own)
+    sentinels = ConnectionPool(Connector(url, **login, db=0))
+    return SentinelTopology(Connector(url), sentinels, read_addresses(parts, SENTINEL_PORT), service)
 
 
 def plain_url(parts: SplitResult) -> str:
@@ -232,18 +224,3 @@ def read_addresses(parts: SplitResult, port: int) -> list[Address]:
     """Each host and port of a list such as `a:7000,b,[::1]:7001`."""
     hosts = [urlsplit(f"//{host}") for host in parts.netloc.rpartition("@")[2].split(",")]
     return [(host.hostname or "localhost", host.port or port) for host in hosts]
-
-
-def read_connector(url: str) -> Connector:
-    """A connector with the options of *url*, which are checked by making one connection of each kind."""
-    kinds = []
-    for module in (redis.connection, redis.asyncio.connection):
-        options = module.parse_url(url)
-        options.pop("max_connections", None)
-        kind = options.pop("connection_class", module.Connection)
-        ours = {"socket_timeout": None, "socket_connect_timeout": None, "client_name": "oncemore"}
-        kinds.append((kind, {**ours, **options, "protocol": 2, "decode_responses": False}))
-    connector = Connector(*kinds)
-    connector.open(None)
-    connector.open_on_loop(None)
-    return connector

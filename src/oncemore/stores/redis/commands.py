@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import redis
 from redis import exceptions
 
@@ -48,7 +49,7 @@ WITHIN_SCRIPT = re.compile(r"(?:ERR )?Error running script .*: -([A-Z]+) ")  # b
 ASKING = pack("ASKING")
 
 
-class ScriptItem(NamedTuple):
+class ScriptItem(msgspec.Struct, gc=False):
     """One record's part in a call of *script*.  *holder* names a claim.
 
     If *script* is None, *args* are the words of a command for the primary with the number *server*.
@@ -217,7 +218,13 @@ class ScriptBatch:
 
     def _take_replies(self, address: Address, calls: list[ScriptCall], replies: list[Any]) -> None:
         """Give each item its part of its call's reply."""
-        too_few = self._too_few_replicas(replies.pop()) if self.replicas else None
+        too_few = ""
+        if self.replicas:
+            count = replies.pop()
+            if isinstance(count, redis.ResponseError):  # from a replica, or to a user without the right
+                too_few = f"Redis does not wait for replicas: {reply_text(count)}"
+            elif count < self.replicas:
+                too_few = f"Only {count} of {self.replicas} replicas have the write"
         remaining = iter(replies)
         for call in calls:
             if call.asking:
@@ -235,12 +242,6 @@ class ScriptBatch:
                     result = StoreUnavailable(too_few)
                     self.uncounted.append(self.items[index])
                 self.results[index] = result
-
-    def _too_few_replicas(self, reply: int | redis.ResponseError) -> str | None:
-        """The reason why the writes do not count, if there is one; a replica, and a user without the right, get an error."""
-        if isinstance(reply, redis.ResponseError):
-            return f"Redis does not wait for replicas: {reply_text(reply)}"
-        return f"Only {reply} of {self.replicas} replicas have the write" if reply < self.replicas else None
 
     def _take_error(self, address: Address, call: ScriptCall, reply: redis.ResponseError) -> None:
         """The whole call failed: most often nothing happened, and it can be sent again in another way."""

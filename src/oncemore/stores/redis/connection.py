@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 import hiredis
+import msgspec
 import redis.asyncio.connection
 import redis.connection
 
@@ -146,7 +147,7 @@ class ConnectionPool:
                         await free.pop()[1].disconnect()
 
 
-class RoundTrip:
+class RoundTrip(msgspec.Struct, gc=False):
     """Effect: send *packet* to *address* in one write and return its *count* replies; an error reply is one of them.
 
     Raises StoreTimeout or StoreUnavailable if not all replies came within *timeout* seconds; the server may have carried
@@ -154,14 +155,11 @@ class RoundTrip:
     redis-py's blocking sockets have a timeout for each read, and none for a whole reply.
     """
 
-    __slots__ = ("address", "count", "packet", "pool", "timeout")
-
-    def __init__(self, pool: ConnectionPool, address: Address, packet: bytes, count: int, timeout: float) -> None:
-        self.pool = pool
-        self.address = address
-        self.packet = packet
-        self.count = count
-        self.timeout = timeout
+    pool: ConnectionPool
+    address: Address
+    packet: bytes
+    count: int
+    timeout: float
 
     def run(self) -> list[Any]:
         deadline = SYSTEM.monotonic() + self.timeout

@@ -13,7 +13,6 @@ from ...errors import InvalidKey
 
 MICRO = 1_000_000
 LONGEST = 3_200_000_000.0  # seconds, a century; Lua has no exact numbers for longer times in microseconds
-UNREADABLE = "unreadable record"
 NOBODY = ("\0", "\0")
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError)
 
@@ -95,10 +94,17 @@ def read_record(id: Id, now: int, value: bytes) -> Record:
     """
     try:
         row = decode_row(value)
+        readable = id in ((row.scope, row.key), NOBODY)
     except DECODE_ERRORS:
-        return unreadable(id, now)
-    if id != (row.scope, row.key) and id != NOBODY:
-        return unreadable(id, now)
+        readable = False
+    if not readable:
+        row = Row("settled", 0, 0, 0, 0, None, None, None, "", False, False, False, None, "", "", *id, "")
+    outcome, request, note = None, row.outcome, row.note
+    if row.state == "settled":
+        try:
+            outcome, request = decode_outcome(row.outcome), b""
+        except DECODE_ERRORS:
+            outcome, request, note = Outcome("tombstone"), b"", "unreadable record"
     return Record(
         scope=row.scope,
         key=row.key,
@@ -114,40 +120,10 @@ def read_record(id: Id, now: int, value: bytes) -> Record:
         settled_at=seconds(row.settled_at),
         expires_at=seconds(row.expires_at),
         accessed_at=seconds(row.accessed_at),
-        outcome=(outcome := read_outcome(row)),
+        outcome=outcome,
         response_hash=row.response_hash,
-        note=UNREADABLE if outcome is TOMBSTONE else row.note,
-        request=row.outcome if row.state != "settled" else b"",
-    )
-
-
-TOMBSTONE = Outcome("tombstone")
-
-
-def read_outcome(row: Row) -> Outcome | None:
-    if row.state != "settled":
-        return None
-    try:
-        return decode_outcome(row.outcome)
-    except DECODE_ERRORS:
-        return TOMBSTONE
-
-
-def unreadable(id: Id, now: int) -> Record:
-    return Record(
-        scope=id[0],
-        key=id[1],
-        name="",
-        fingerprint="",
-        state="settled",
-        token=0,
-        holder="",
-        attempts=0,
-        created_at=0.0,
-        lease_until=0.0,
-        now=now / MICRO,
-        outcome=TOMBSTONE,
-        note=UNREADABLE,
+        note=note,
+        request=request,
     )
 
 

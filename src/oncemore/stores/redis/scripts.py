@@ -25,6 +25,7 @@ FIELDS = (*HEAD, "holder", "fingerprint", "scope", "key", "name")
 # next token is higher even if the clock was set back.  For the same reason, settled and released records stay for a minute
 # after they have expired.  Records that are kept for the audit stay until they are archived.
 CAPITALS = re.compile(r"\b[A-Z_]+\b")
+ARGUMENT = re.compile(r"ARGV\[a(?: \+ (\d+))?\]")
 PRELUDE = r"""
 local time = redis.call('TIME')
 local real = time[1] * 1000000 + time[2]
@@ -107,18 +108,8 @@ local function notify_if_watched(r)
     r[WATCHED] = false
   end
 end
-"""
 
-LOOP = """
-local answers = {}
-for i = 1, #KEYS do
-  answers[i] = verb(KEYS[i], 3 + (i - 1) * WIDTH)
-end
-return answers
-"""
-
-# The owner's record; and 1 if it is running, 2 if it is in the state *target* already, 0 if the token is another.
-OWNED = """
+-- The owner's record; and 1 if it is running, 2 if it is in the state *target* already, 0 if the token is another.
 local function owned(key, token, target)
   local r = read(key, DECISION)
   if not r or r.err then
@@ -131,16 +122,24 @@ local function owned(key, token, target)
 end
 """
 
+LOOP = """
+local answers = {}
+for i = 1, #KEYS do
+  answers[i] = verb(KEYS[i], 3 + (i - 1) * WIDTH)
+end
+return answers
+"""
+
 
 class Script:
-    """One verb in Lua.  Each item has *width* arguments."""
+    """One verb in Lua, with as many arguments for each item as it reads."""
 
-    def __init__(self, name: str, width: int, *parts: str) -> None:
+    def __init__(self, verb: str) -> None:
+        arguments = {int(number or 0) for number in ARGUMENT.findall(verb)}
         # The index of each field in the result of `read`; before them come a success and the number of bytes read.
-        numbers = {"WIDTH": width, **{field.upper(): at for at, field in enumerate(FIELDS, start=3)}}
-        text = CAPITALS.sub(lambda name: str(numbers.get(name[0], name[0])), PRELUDE + "".join(parts) + LOOP)
-        self.name = name
-        self.width = width
+        numbers = {field.upper(): at for at, field in enumerate(FIELDS, start=3)}
+        numbers["WIDTH"] = max(arguments, default=-1) + 1
+        text = CAPITALS.sub(lambda name: str(numbers.get(name[0], name[0])), PRELUDE + verb + LOOP)
         self.source = text.strip().encode()
         self.sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest().encode()
 
@@ -148,10 +147,7 @@ class Script:
 # lease, packed fields from holder to name, packed request or '' → the token, which is the time, of a first claim;
 # {token, lease_until, attempts, lapsed} of a later one; or {now, record} of the record that prevents it.
 # A claim that is sent twice is granted twice, with the same token; but not after its lease has ended.
-CLAIM = Script(
-    "claim",
-    3,
-    """
+CLAIM = Script("""
 local function grant(key, a, token, attempts, created_at, watched, lapsed, request)
   local lease_until = now + ARGV[a]
   redis.call('SET', key, (request == '' and OPEN or ASKED) .. pack('running', token, attempts, created_at, lease_until,
@@ -199,15 +195,11 @@ local function verb(key, a)
   end
   return {now, r.value}
 end
-""",
-)
+""")
 
 # holder → 1 if the claim with that name was granted and is undone; otherwise 0.
 # A first attempt leaves its token and holder behind for a minute: a copy of the claim may still be on its way.
-UNCLAIM = Script(
-    "unclaim",
-    1,
-    """
+UNCLAIM = Script("""
 local function verb(key, a)
   local r = read(key, HOLDER)
   if not r or r.err or r[STATE] ~= 'running' or r[HOLDER] ~= ARGV[a] then
@@ -225,15 +217,10 @@ local function verb(key, a)
   end
   return 1
 end
-""",
-)
+""")
 
 # token, lease → lease_until, or 0 for a late owner.  A lease of 0 ends it now, so the waiters are notified.
-RENEW = Script(
-    "renew",
-    2,
-    OWNED,
-    """
+RENEW = Script("""
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'running')
   if own ~= 1 then
@@ -246,15 +233,10 @@ local function verb(key, a)
   write(key, r)
   return r[LEASE_UNTIL]
 end
-""",
-)
+""")
 
 # token, retention, note and audit if any, outcome and its hash → 1 or 2 (settled before), or 0 for a late owner.
-SETTLE = Script(
-    "settle",
-    4,
-    OWNED,
-    """
+SETTLE = Script("""
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'settled')
   if own == 1 then
@@ -267,15 +249,10 @@ local function verb(key, a)
   end
   return own
 end
-""",
-)
+""")
 
 # token, retention → as settle.  After one with a retention of 0, a second one does not find the record released.
-RELEASE = Script(
-    "release",
-    2,
-    OWNED,
-    """
+RELEASE = Script("""
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'released')
   if own == 1 then
@@ -287,15 +264,10 @@ local function verb(key, a)
   end
   return own
 end
-""",
-)
+""")
 
 # token, note → as settle.
-HOLD = Script(
-    "hold",
-    2,
-    OWNED,
-    """
+HOLD = Script("""
 local function verb(key, a)
   local r, own = owned(key, ARGV[a], 'held')
   if own == 1 then
@@ -305,14 +277,10 @@ local function verb(key, a)
   end
   return own
 end
-""",
-)
+""")
 
 # token, retention → 1 if the record is settled under that token, and now expires later.
-TOUCH = Script(
-    "touch",
-    2,
-    """
+TOUCH = Script("""
 local function verb(key, a)
   local r = read(key, DECISION)
   if not r or r.err then
@@ -325,14 +293,10 @@ local function verb(key, a)
   write(key, r, lifetime(ARGV[a + 1], r[AUDIT]))
   return 1
 end
-""",
-)
+""")
 
 # → {now, record}, or nothing if it is absent.
-FIND = Script(
-    "find",
-    0,
-    """
+FIND = Script("""
 local function verb(key)
   local r = read(key, DECISION)
   if not r or r.err then
@@ -340,14 +304,10 @@ local function verb(key)
   end
   return r.now ~= 'absent' and {now, r.value}
 end
-""",
-)
+""")
 
 # → the state as stored and by the clock; nothing if it is no record.
-STATES = Script(
-    "states",
-    0,
-    """
+STATES = Script("""
 local function verb(key)
   local r = read(key, DECISION)
   if not r or r.err or r.now == 'unreadable' then
@@ -355,14 +315,10 @@ local function verb(key)
   end
   return {r[STATE], r.now}
 end
-""",
-)
+""")
 
 # nonce, retention, note, settled or released, outcome and its hash → {now, record}, or the state that forbids it.
-RESOLVE = Script(
-    "resolve",
-    5,
-    """
+RESOLVE = Script("""
 local function verb(key, a)
   local r = read(key, DECISION)
   if not r or r.err then
@@ -382,14 +338,10 @@ local function verb(key, a)
   end
   return {now, redis.call('GET', key)}
 end
-""",
-)
+""")
 
 # nonce, scope, key → 1 if there was a record, 0 if there was none, -1 if it is running.
-DELETE = Script(
-    "delete",
-    3,
-    """
+DELETE = Script("""
 local function verb(key, a)
   local r = read(key, DECISION)
   if r and r.err then
@@ -409,14 +361,10 @@ local function verb(key, a)
   notify(ARGV[a + 1], ARGV[a + 2])
   return (again or r and r.now ~= 'absent') and 1 or 0
 end
-""",
-)
+""")
 
 # → 1 if the record had expired and is gone now; it is archived if its rule asks for that.
-PURGE = Script(
-    "purge",
-    0,
-    """
+PURGE = Script("""
 local function verb(key)
   local r = read(key, DECISION)
   if not r or r.err or r.now ~= 'absent' or r[STATE] == 'deleted' then
@@ -429,5 +377,4 @@ local function verb(key)
   end
   return 1
 end
-""",
-)
+""")

@@ -254,13 +254,15 @@ class RedisStore:
         """Close the connections of threads, and stop the listener; the next use opens them again."""
         self._reset()
         self._listener.close()
-        self.topology.close()
+        for pool in self.topology.pools:
+            pool.close()
 
     async def aclose(self) -> None:
         """As `close`, and also the connections of the running event loop, once its batches are done."""
         await self._claims.drain()
         await self._writes.drain()
-        await self.topology.aclose()
+        for pool in self.topology.pools:
+            await pool.aclose()
         self.close()
 
 

@@ -34,6 +34,7 @@ class Topology:
 
     def __init__(self, connector: Connector) -> None:
         self.pool = ConnectionPool(connector)
+        self.pools = [self.pool]  # all that have to be closed
         self.known = True
         self.primary: Address = None
 
@@ -51,21 +52,16 @@ class Topology:
     def move(self, slot: int, address: Address) -> None:
         raise NotImplementedError
 
-    def close(self) -> None:
-        self.pool.close()
-
-    async def aclose(self) -> None:
-        await self.pool.aclose()
-
 
 class SentinelTopology(Topology):
     """The server that the sentinels name as the primary of *service*; they are asked at first, and after each failure."""
 
     def __init__(
-        self, connector: Connector, sentinel_pool: ConnectionPool, sentinels: list[Address], service: str
+        self, connector: Connector, sentinel_connector: Connector, sentinels: list[Address], service: str
     ) -> None:
         super().__init__(connector)
-        self.sentinel_pool = sentinel_pool
+        self.sentinel_pool = ConnectionPool(sentinel_connector)
+        self.pools.append(self.sentinel_pool)
         self.sentinels = sentinels
         self.service = service
         self.known = False
@@ -78,14 +74,6 @@ class SentinelTopology(Topology):
             self.sentinel_pool, self.sentinels, question, read_primary, timeout, failure
         )
         self.known = True
-
-    def close(self) -> None:
-        super().close()
-        self.sentinel_pool.close()
-
-    async def aclose(self) -> None:
-        await super().aclose()
-        await self.sentinel_pool.aclose()
 
 
 class ClusterTopology(Topology):
@@ -207,8 +195,8 @@ def read_sentinel(parts: SplitResult) -> SentinelTopology:
     options = dict(parse_qsl(parts.query))
     login = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     url = plain_url(parts._replace(path=f"/{db or 0}", query=urlencode(options)))
-    sentinels = ConnectionPool(Connector(url, **login, db=0))
-    return SentinelTopology(Connector(url), sentinels, read_addresses(parts, SENTINEL_PORT), service)
+    sentinels = read_addresses(parts, SENTINEL_PORT)
+    return SentinelTopology(Connector(url), Connector(url, **login, db=0), sentinels, service)
 
 
 def plain_url(parts: SplitResult) -> str:

@@ -35,6 +35,18 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
             known = ", ".join(map(repr, get_args(State)))
             raise ConfigurationError(f"state = {self.state!r} is unknown: choose one of {known}, or lapsed=True")
 
+    def matches(self, record: Record) -> bool:
+        """Whether *record* is to be listed, at the time when it was read."""
+        lapsed = record.state == "running" and record.lease_until <= record.now
+        wanted = (
+            (self.state, record.state),
+            (self.scope, record.scope),
+            (self.key, record.key),
+            (self.name, record.name),
+            (self.lapsed, lapsed),
+        )
+        return all(want is None or want == actual for want, actual in wanted)
+
 
 class Page(msgspec.Struct, frozen=True):
     """Some records, and the *cursor* that continues the list; None at its end."""

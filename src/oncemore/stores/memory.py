@@ -212,11 +212,12 @@ class MemoryStore:
         after = read_cursor(cursor)
         with self._lock:
             now = self._now()
-            found = [
+            records = [
                 replace(record, now=now)
                 for record in sorted(self._records.values(), key=lambda record: record.token)
-                if record.token > after and self._state(record.id, now)[1] != "absent" and fits(record, where, now)
+                if record.token > after and self._state(record.id, now)[1] != "absent"
             ]
+        found = [record for record in records if where.matches(record)]
         more = str(found[limit - 1].token) if len(found) > limit else None
         return Page(tuple(found[:limit]), more)
 
@@ -295,15 +296,3 @@ def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:
         "accessed_at": now,
         "expires_at": now + retention,
     }
-
-
-def fits(record: Record, where: Filter, now: float) -> bool:
-    """Whether the record is one that the filter asks for."""
-    lapsed = record.state == RUNNING and record.lease_until <= now
-    wanted = (
-        (where.state, record.state),
-        (where.scope, record.scope),
-        (where.key, record.key),
-        (where.name, record.name),
-    )
-    return all(want is None or want == is_ for want, is_ in wanted) and where.lapsed in (None, lapsed)

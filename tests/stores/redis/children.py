@@ -1,4 +1,4 @@
-"""What the Redis tests do many at a time, and in other processes."""
+"""Functions that the Redis tests run many at a time, and in other processes."""
 
 from __future__ import annotations
 

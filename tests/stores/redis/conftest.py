@@ -1,4 +1,4 @@
-"""Where a ledger is, under a prefix of the test's own, and a way past it."""
+"""The URL of a ledger under a prefix of the test's own, and a plain connection to its server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Redis store when the network fails: no wrong answer, and nobody is kept out by himself."""
+"""The Redis store when the network fails: no wrong answer, and no caller is blocked by its own claim."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def healed_soon(proxy: FaultProxy) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_claim_whose_answer_was_lost_gets_its_own_lease(
+def test_claim_with_lost_answer_gets_its_own_lease(
     far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, after: int
 ) -> None:
     """The claim is made, the connection breaks, and the caller is not kept out by itself."""
@@ -96,7 +96,7 @@ def test_a_claim_whose_answer_was_lost_gets_its_own_lease(
     drive(far.settle(lease, DONE, retention=HOUR))
 
 
-def test_a_takeover_whose_answer_was_lost_is_still_a_takeover(
+def test_takeover_with_lost_answer_is_still_a_takeover(
     far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive
 ) -> None:
     """Or the caller would perform what its predecessor may have done."""
@@ -109,7 +109,7 @@ def test_a_takeover_whose_answer_was_lost_is_still_a_takeover(
 
 
 @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold", "resolve", "delete"])
-def test_a_verb_whose_answer_was_lost_succeeds(
+def test_verb_with_lost_answer_succeeds(
     far: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, verb: str
 ) -> None:
     lease = drive(far.claim(operation("key"), lease=HOUR))
@@ -136,7 +136,7 @@ def test_a_verb_whose_answer_was_lost_succeeds(
         assert record.state == states.get(verb, "settled")
 
 
-async def test_a_group_cut_in_mid_answer_is_answered_whole(far: RedisStore, proxy: FaultProxy) -> None:
+async def test_batch_cut_in_mid_answer_is_answered_whole(far: RedisStore, proxy: FaultProxy) -> None:
     await arun(far.find("scope", "none"))
     await arun(far.claim(operation("first"), lease=HOUR))
     proxy.cut_answers(after=200)
@@ -149,7 +149,7 @@ async def test_a_group_cut_in_mid_answer_is_answered_whole(far: RedisStore, prox
 
 
 @pytest.mark.parametrize("before", ["nothing", "released", "lapsed"])
-def test_a_claim_that_nobody_heard_of_is_given_back_with_the_next_that_is_answered(
+def test_unanswered_claim_is_undone_with_the_next_claim(
     impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, before: str
 ) -> None:
     """Its caller was refused and performed nothing; left to lapse, it would be held as one that may have happened."""
@@ -172,17 +172,13 @@ def test_a_claim_that_nobody_heard_of_is_given_back_with_the_next_that_is_answer
     assert lease.lapsed == (before == "lapsed")
 
 
-def test_a_connection_that_was_closed_while_idle_is_replaced_at_once(
-    impatient: RedisStore, proxy: FaultProxy, drive: Drive
-) -> None:
+def test_idle_connection_closed_by_server_is_replaced(impatient: RedisStore, proxy: FaultProxy, drive: Drive) -> None:
     for n in range(3):
         assert isinstance(drive(impatient.claim(operation(str(n)), lease=HOUR)), Lease)
         proxy.cut()
 
 
-def test_a_server_that_is_down_is_unavailable_and_then_available(
-    impatient: RedisStore, proxy: FaultProxy, drive: Drive
-) -> None:
+def test_server_down_is_unavailable_until_it_is_up(impatient: RedisStore, proxy: FaultProxy, drive: Drive) -> None:
     lease = drive(impatient.claim(operation("key"), lease=HOUR))
     proxy.refuse()
     with pytest.raises(StoreUnavailable):
@@ -196,10 +192,10 @@ def test_a_server_that_is_down_is_unavailable_and_then_available(
 
 
 @pytest.mark.parametrize("connected", [True, False])
-def test_a_server_that_does_not_answer_is_a_timeout(
+def test_silent_server_is_a_timeout(
     impatient: RedisStore, near: RedisStore, proxy: FaultProxy, drive: Drive, connected: bool
 ) -> None:
-    """What it may have granted is anyone's when its lease is over."""
+    """If it granted the claim all the same, the key is free again when the lease is over."""
     if connected:
         drive(impatient.claim(operation("before"), lease=HOUR))
     proxy.drop_answers()
@@ -209,7 +205,7 @@ def test_a_server_that_does_not_answer_is_a_timeout(
     assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Lease)
 
 
-async def test_callers_who_share_a_failure_do_not_share_the_error(impatient: RedisStore, proxy: FaultProxy) -> None:
+async def test_callers_of_a_failed_batch_get_separate_errors(impatient: RedisStore, proxy: FaultProxy) -> None:
     proxy.refuse()
     claims = [arun(impatient.claim(operation(str(n)), lease=HOUR)) for n in range(5)]
     errors = await asyncio.gather(*claims, return_exceptions=True)
@@ -218,9 +214,7 @@ async def test_callers_who_share_a_failure_do_not_share_the_error(impatient: Red
     await impatient.aclose()
 
 
-def test_an_answer_that_comes_after_an_interruption_is_not_taken_for_another(
-    far: RedisStore, proxy: FaultProxy
-) -> None:
+def test_late_reply_after_interrupt_is_not_read_by_next_call(far: RedisStore, proxy: FaultProxy) -> None:
     """Ctrl-C in mid-verb: the connection still owes an answer, and must not be used again."""
     run(far.claim(operation("key"), lease=HOUR))
     proxy.stall()
@@ -230,9 +224,7 @@ def test_an_answer_that_comes_after_an_interruption_is_not_taken_for_another(
     far.close()
 
 
-def test_a_claim_that_was_interrupted_is_given_back_with_the_next(
-    far: RedisStore, near: RedisStore, proxy: FaultProxy
-) -> None:
+def test_interrupted_claim_is_undone_with_the_next_claim(far: RedisStore, near: RedisStore, proxy: FaultProxy) -> None:
     run(far.claim(operation("first"), lease=HOUR))
     proxy.drop_answers()
     interrupt(far.claim(operation("key"), lease=HOUR))
@@ -264,7 +256,7 @@ def interrupt(plan: Plan[Any]) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_close_during_a_verb_lets_it_finish_and_closes_its_connection(
+def test_close_during_a_verb_lets_it_finish(
     url: str, proxy: FaultProxy, server: redis.Redis, redis_prefix: str
 ) -> None:
     far = connect(f"{proxy.url(url)}&client_name={redis_prefix}")
@@ -292,7 +284,7 @@ def connections(server: redis.Redis, name: str) -> int:
 
 
 @pytest.mark.parametrize("timeout", [0.1, 5.0])
-def test_server_that_does_not_reply_is_waited_for_as_long_as_asked(
+def test_round_trip_waits_as_long_as_its_timeout(
     far: RedisStore, proxy: FaultProxy, drive: Drive, timeout: float
 ) -> None:
     """Also on a connection that was opened with more time; and a late reply is not taken for the next one's."""
@@ -329,7 +321,7 @@ def test_dropped_connection_is_not_used_again(far: RedisStore, drive: Drive, dro
     assert drive(client_id()) == drive(client_id())
 
 
-def test_to_forget_an_operation_may_be_said_twice(near: RedisStore) -> None:
+def test_release_without_retention_may_be_sent_twice(near: RedisStore) -> None:
     """A release for no time at all whose answer was lost: it is sent again, and nobody has taken over."""
     lease = run(near.claim(operation("key"), lease=HOUR))
     assert isinstance(lease, Lease)
@@ -343,9 +335,7 @@ def test_to_forget_an_operation_may_be_said_twice(near: RedisStore) -> None:
 
 
 @pytest.mark.parametrize("undone", [True, False])
-def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_granted(
-    near: RedisStore, undone: bool
-) -> None:
+def test_delayed_copy_of_an_ended_claim_is_not_granted(near: RedisStore, undone: bool) -> None:
     """A copy that was delayed in the network would lock the key for nobody."""
     lease = run(near.claim(operation("key"), lease=HOUR))
     assert isinstance(lease, Lease)
@@ -363,7 +353,7 @@ def test_a_claim_that_arrives_again_after_its_lease_was_given_back_is_not_grante
     assert isinstance(run(near.claim(operation("key"), lease=HOUR)), Lease)
 
 
-def test_nothing_but_our_own_errors_comes_out(proxy: FaultProxy) -> None:
+def test_unreachable_server_raises_only_our_errors(proxy: FaultProxy) -> None:
     proxy.refuse()
     nobody = f"127.0.0.1:{proxy.port}"
     nonsense = f"redis://{64 * 'x'}.example"  # no name of a host is that long

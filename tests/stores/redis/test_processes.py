@@ -36,7 +36,7 @@ pytestmark = pytest.mark.server
 # Wake-ups
 
 
-def wait_for_ring(store: RedisStore, then: Callable[[], object], key: str = "key") -> bool:
+def woken_by(store: RedisStore, then: Callable[[], object], key: str = "key") -> bool:
     """Whether waiters were notified because of *then*, well before the waiter's patience ended."""
     with store.wakeups.waiting(("scope", key)) as waiter, redis.Redis.from_url(store.url.partition("?")[0]) as server:
         run(store.watch(blocked(store, key)))
@@ -50,7 +50,7 @@ def wait_for_ring(store: RedisStore, then: Callable[[], object], key: str = "key
 
 
 @pytest.mark.parametrize("verb", ["settle", "release", "hold", "lapse", "resolve", "delete"])
-def test_a_waiter_hears_of_what_another_process_does(store: RedisStore, other: RedisStore, verb: str) -> None:
+def test_waiter_is_woken_by_verbs_of_another_process(store: RedisStore, other: RedisStore, verb: str) -> None:
     lease = claimed(other)
     verbs: dict[str, Callable[[], Any]] = {
         "settle": lambda: other.settle(lease, DONE, retention=HOUR),
@@ -66,10 +66,10 @@ def test_a_waiter_hears_of_what_another_process_does(store: RedisStore, other: R
             other.shift = 2 * HOUR
         run(verbs[verb]())
 
-    assert wait_for_ring(store, act)
+    assert woken_by(store, act)
 
 
-def test_a_waiter_is_answered_by_another_process(url: str) -> None:
+def test_waiter_is_answered_by_another_process(url: str) -> None:
     """The poll is far too long to be what wakes it."""
     processes = separate_processes()
     mine, theirs = processes.Pipe()
@@ -93,7 +93,7 @@ def subscribed(store: RedisStore, server: Any) -> bool:
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_what_another_process_deletes_is_replayed_no_more(
+def test_record_deleted_by_another_process_is_not_replayed(
     store: RedisStore, other: RedisStore, server: Any, heard: bool
 ) -> None:
     """The guard's cache hears of it, though nobody has waited for anything in this process; or knows that it may not have."""
@@ -117,20 +117,18 @@ def test_what_another_process_deletes_is_replayed_no_more(
     assert len(performed) == 2
 
 
-def test_a_listener_that_lost_its_connection_comes_back_and_has_all_look_again(
-    store: RedisStore, other: RedisStore, server: Any
-) -> None:
+def test_listener_reconnects_and_wakes_all_waiters(store: RedisStore, other: RedisStore, server: Any) -> None:
     lease = claimed(other)
-    assert wait_for_ring(store, lambda: server.client_kill_filter(_type="pubsub"))
-    assert wait_for_ring(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
+    assert woken_by(store, lambda: server.client_kill_filter(_type="pubsub"))
+    assert woken_by(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
 
 
-def test_a_store_that_is_closed_hears_no_more_and_can_be_used_again(store: RedisStore, other: RedisStore) -> None:
+def test_closed_store_can_be_used_again(store: RedisStore, other: RedisStore) -> None:
     lease = claimed(other)
     run(store.watch(blocked(store)))
     store.close()
     store.close()
-    assert wait_for_ring(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
+    assert woken_by(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
 
 
 # Other processes, loops and forks
@@ -147,7 +145,7 @@ def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
-def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, verb: str) -> None:
+def test_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, verb: str) -> None:
     processes = separate_processes()
     mine, theirs = processes.Pipe()
     process = processes.Process(target=children.hold_then_write, args=(url, verb, theirs))
@@ -167,7 +165,7 @@ def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: RedisStore, v
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-async def test_parent_and_child_of_a_fork_both_go_on(store: RedisStore, other: RedisStore) -> None:
+async def test_fork_parent_and_child_both_use_the_store(store: RedisStore, other: RedisStore) -> None:
     """As under gunicorn with preload: both use the store that the parent had opened, also for listening."""
     lease = await arun(store.claim(Operation("scope", "parent's"), lease=HOUR))
     run(store.find("scope", "none"))
@@ -180,7 +178,7 @@ async def test_parent_and_child_of_a_fork_both_go_on(store: RedisStore, other: R
         settled(store, "child's")
         fresh = connect(store.url)
         own = claimed(fresh, "own")
-        assert wait_for_ring(store, lambda: run(fresh.settle(own, DONE, retention=HOUR)), "own")
+        assert woken_by(store, lambda: run(fresh.settle(own, DONE, retention=HOUR)), "own")
         asyncio.run(use_and_close())
 
     async def use_and_close() -> None:
@@ -191,12 +189,12 @@ async def test_parent_and_child_of_a_fork_both_go_on(store: RedisStore, other: R
     assert isinstance(lease, Lease)
     await arun(store.settle(lease, DONE, retention=HOUR))
     assert run(store.find("scope", "child's")) is not None
-    assert wait_for_ring(store, lambda: run(other.settle(held, DONE, retention=HOUR)))
+    assert woken_by(store, lambda: run(other.settle(held, DONE, retention=HOUR)))
     await store.aclose()
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_loop_that_ended_without_a_goodbye_is_not_kept(store: RedisStore) -> None:
+def test_loop_ended_without_aclose_is_not_kept(store: RedisStore) -> None:
     async def use() -> weakref.ref[asyncio.AbstractEventLoop]:
         await asyncio.gather(*(arun(store.claim(Operation("scope", str(n)), lease=HOUR)) for n in range(3)))
         return weakref.ref(asyncio.get_running_loop())
@@ -207,7 +205,7 @@ def test_a_loop_that_ended_without_a_goodbye_is_not_kept(store: RedisStore) -> N
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_loop_that_ended_in_mid_flight_is_not_kept_either(url: str, valkey_url: str) -> None:
+def test_loop_ended_during_a_claim_is_not_kept(url: str, valkey_url: str) -> None:
     async def leave() -> weakref.ref[asyncio.AbstractEventLoop]:
         task = asyncio.create_task(arun(store.claim(Operation("scope", "stalled"), lease=HOUR)))
         await asyncio.sleep(0.1)
@@ -231,14 +229,14 @@ async def use(store: RedisStore) -> None:
     await store.aclose()
 
 
-async def test_closing_waits_for_what_is_in_flight(store: RedisStore) -> None:
+async def test_aclose_waits_for_claims_under_way(store: RedisStore) -> None:
     tasks = [asyncio.create_task(arun(store.claim(Operation("scope", str(n)), lease=HOUR))) for n in range(100)]
     await asyncio.sleep(0)
     await store.aclose()
     assert all(task.done() and isinstance(task.result(), Lease) for task in tasks)
 
 
-async def test_two_who_close_at_once_both_return(store: RedisStore) -> None:
+async def test_concurrent_acloses_both_return(store: RedisStore) -> None:
     """As two guards on one store do when a service ends."""
     task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))
     await asyncio.sleep(0)
@@ -247,7 +245,7 @@ async def test_two_who_close_at_once_both_return(store: RedisStore) -> None:
     assert isinstance(task.result(), Lease)
 
 
-def test_many_loops_may_begin_at_once(store: RedisStore) -> None:
+def test_many_loops_can_start_at_once(store: RedisStore) -> None:
     """Each has a queue of its own; to make one is to look at all the others."""
     failures: list[BaseException] = []
 
@@ -274,7 +272,7 @@ def test_many_loops_may_begin_at_once(store: RedisStore) -> None:
     assert not failures
 
 
-def test_who_gets_no_thread_to_listen_looks_by_himself(
+def test_listener_without_a_thread_starts_later(
     store: RedisStore, other: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(thread: threading.Thread) -> None:
@@ -285,10 +283,10 @@ def test_who_gets_no_thread_to_listen_looks_by_himself(
         full.setattr(threading.Thread, "start", none_left)
         run(store.watch(blocked(store)))
         store.close()
-    assert wait_for_ring(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
+    assert woken_by(store, lambda: run(other.settle(lease, DONE, retention=HOUR)))
 
 
-def test_a_listener_asks_a_silent_server_for_a_sign_of_life(
+def test_listener_replaces_a_silent_connection(
     url: str, valkey_url: str, other: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that died without a word is found out, and replaced; one that lives is kept."""

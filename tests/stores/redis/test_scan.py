@@ -16,7 +16,7 @@ from ..parts import HOUR, claimed, settled
 pytestmark = pytest.mark.server
 
 
-def test_a_page_goes_on_where_it_ended_whatever_is_written_meanwhile(store: RedisStore) -> None:
+def test_list_shows_every_record_while_others_are_written(store: RedisStore) -> None:
     for n in range(200):
         settled(store, str(n))
     seen, cursor = [], None
@@ -31,7 +31,7 @@ def test_a_page_goes_on_where_it_ended_whatever_is_written_meanwhile(store: Redi
     assert sorted(key for key in seen if key < 1000) == list(range(200))
 
 
-def test_a_page_of_few_among_many_is_found(store: RedisStore) -> None:
+def test_list_finds_few_among_many(store: RedisStore) -> None:
     for n in range(500):
         settled(store, str(n))
     run(store.hold(claimed(store, "held")))
@@ -40,12 +40,12 @@ def test_a_page_of_few_among_many_is_found(store: RedisStore) -> None:
 
 
 @pytest.mark.parametrize("cursor", [f"0.{5000 * '9'}.", "x", "1.2", "0.0.{}", "-1.0.", "0.0.a b"])
-def test_a_cursor_of_another_origin_is_refused(store: RedisStore, cursor: str) -> None:
+def test_foreign_cursor_is_refused(store: RedisStore, cursor: str) -> None:
     with pytest.raises(InvalidPayload):
         run(store.list(Filter(), cursor=cursor))
 
 
-def test_a_purge_in_batches_passes_over_the_keys_once(store: RedisStore) -> None:
+def test_purge_in_batches_scans_the_keys_once(store: RedisStore) -> None:
     for n in range(30):
         settled(store, str(n))
     store.shift += 2 * HOUR
@@ -60,7 +60,7 @@ def test_a_purge_in_batches_passes_over_the_keys_once(store: RedisStore) -> None
 
 
 @pytest.mark.parametrize("verb", ["stats", "purge"])
-def test_record_that_goes_during_a_scan_does_not_stop_it(store: RedisStore, server: Any, verb: str) -> None:
+def test_record_deleted_during_a_scan_does_not_stop_it(store: RedisStore, server: Any, verb: str) -> None:
     """They expire in the server at any time, so between a step of SCAN and the look at what it found too."""
     for n in range(3):
         settled(store, str(n))

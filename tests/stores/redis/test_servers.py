@@ -1,4 +1,4 @@
-"""The Redis store when servers fail, move or refuse: no wrong answer, and nothing wedged past its lease."""
+"""The Redis store when servers fail, move or refuse: no wrong answer, and no key is blocked past its lease."""
 
 from __future__ import annotations
 
@@ -34,10 +34,7 @@ pytestmark = pytest.mark.server
 Drive = Callable[[Plan[Any]], Any]
 
 
-# The server
-
-
-async def test_scripts_flushed_in_mid_load_are_sent_again(store: RedisStore, valkey_url: str) -> None:
+async def test_flushed_scripts_are_sent_again(store: RedisStore, valkey_url: str) -> None:
     settled: set[str] = set()
     with redis.Redis.from_url(valkey_url) as server:
 
@@ -53,8 +50,8 @@ async def test_scripts_flushed_in_mid_load_are_sent_again(store: RedisStore, val
 
 
 @pytest.mark.chaos
-async def test_a_server_killed_and_restarted_in_mid_load_loses_nothing_acknowledged(own_valkey: ValkeyServer) -> None:
-    """What was settled is settled, and no key is wedged past its lease."""
+async def test_server_killed_under_load_loses_nothing_acknowledged(own_valkey: ValkeyServer) -> None:
+    """Every settled record stays settled, and no key is blocked past its lease."""
     store = connect(f"{own_valkey.url}?timeout=10s")
     settled: set[str] = set()
     lives = 0
@@ -84,7 +81,7 @@ async def test_a_server_killed_and_restarted_in_mid_load_loses_nothing_acknowled
 
 
 @pytest.mark.chaos
-def test_tokens_grow_across_a_restart_whatever_was_deleted(own_valkey: ValkeyServer) -> None:
+def test_tokens_grow_across_restarts_and_deletes(own_valkey: ValkeyServer) -> None:
     store = connect(own_valkey.url)
     tokens = []
     for _ in range(3):
@@ -106,9 +103,7 @@ def test_tokens_grow_across_a_restart_whatever_was_deleted(own_valkey: ValkeySer
     ],
     ids=["busy", "read-only"],
 )
-def test_a_server_that_refuses_for_a_moment_is_asked_again(
-    own_valkey: ValkeyServer, fault: list[str], cure: list[str]
-) -> None:
+def test_busy_or_read_only_server_is_retried(own_valkey: ValkeyServer, fault: list[str], cure: list[str]) -> None:
     store = connect(f"{own_valkey.url}?timeout=20s")
     run(store.claim(operation("before"), lease=HOUR))
     own_valkey.ask(*fault)
@@ -135,7 +130,7 @@ def spin(server: ValkeyServer) -> None:
         ("NOREPLICAS Not enough good replicas to write.", "NOREPLICAS"),
     ],
 )
-def test_what_redis_6_says_within_a_script_is_understood(said: str, word: str) -> None:
+def test_redis_6_error_within_a_script_is_recognised(said: str, word: str) -> None:
     """Word for word as 6.2.14 says it; a newer one says no more than the end of it."""
     within = "ERR Error running script (call to f_4929d58979d9): @user_script:72: @user_script: 72: -" + said
     for text in (said, within, within.removeprefix("ERR ")):  # redis-py removes the first word if it is ERR
@@ -156,12 +151,12 @@ def test_what_redis_6_says_within_a_script_is_understood(said: str, word: str) -
         (redis.ResponseError("BUSY Redis is busy"), "BUSY Redis is busy"),
     ],
 )
-def test_error_reply_reads_alike_in_all_versions_of_redis_py(error: redis.ResponseError, text: str) -> None:
+def test_error_reply_reads_alike_in_all_redis_py_versions(error: redis.ResponseError, text: str) -> None:
     """Newer versions have classes for more errors, and remove the word that names the error."""
     assert reply_text(error) == text
 
 
-def test_a_server_without_memory_refuses_and_changes_nothing(own_valkey: ValkeyServer) -> None:
+def test_server_out_of_memory_refuses_and_changes_nothing(own_valkey: ValkeyServer) -> None:
     store = connect(f"{own_valkey.url}?timeout=1s")
     lease = run(store.claim(operation("key"), lease=HOUR))
     assert isinstance(lease, Lease)
@@ -176,7 +171,7 @@ def test_a_server_without_memory_refuses_and_changes_nothing(own_valkey: ValkeyS
 
 
 @pytest.mark.parametrize(("policy", "warned"), [("allkeys-lru", True), ("volatile-ttl", True), ("noeviction", False)])
-def test_a_server_that_evicts_is_warned_of_once(
+def test_eviction_policy_is_warned_of_once(
     own_valkey: ValkeyServer, caplog: pytest.LogCaptureFixture, policy: str, warned: bool
 ) -> None:
     own_valkey.ask("CONFIG", "SET", "maxmemory-policy", policy)
@@ -188,7 +183,7 @@ def test_a_server_that_evicts_is_warned_of_once(
     assert [policy in message for message in caplog.messages] == [True] * warned
 
 
-def test_a_user_with_no_more_rights_than_the_script_gives_can_do_everything(own_valkey: ValkeyServer) -> None:
+def test_acl_user_of_the_schema_can_use_every_verb(own_valkey: ValkeyServer) -> None:
     script = schema(f"{own_valkey.url}?prefix=app")
     (command,) = [
         line for line in script.splitlines() if not line.startswith("#")
@@ -214,7 +209,7 @@ def test_a_user_with_no_more_rights_than_the_script_gives_can_do_everything(own_
         run(stranger.find("scope", "3"))
 
 
-def test_a_socket_file_is_a_server_too(tmp_path: Path) -> None:
+def test_unix_socket_url_is_served(tmp_path: Path) -> None:
     with ValkeyServer(fsync=False, unixsocket=tmp_path / "s") as server:
         store = connect(f"redis://{tmp_path}/s?db=3")
         run(store.claim(operation("key"), lease=HOUR))
@@ -222,7 +217,7 @@ def test_a_socket_file_is_a_server_too(tmp_path: Path) -> None:
         assert server.ask("INFO", "keyspace").count("db3:keys=2") == 1
 
 
-def test_a_server_behind_tls_is_spoken_to_in_groups_too(valkey_url: str, redis_prefix: str, tmp_path: Path) -> None:
+def test_tls_server_serves_threads_and_loops(valkey_url: str, redis_prefix: str, tmp_path: Path) -> None:
     with tls_front(urlsplit(valkey_url).port or 0, tmp_path) as (port, certificate):
         store = connect(f"rediss://127.0.0.1:{port}/0?prefix={redis_prefix}&ssl_ca_certs={certificate}")
         lease = run(store.claim(operation("key"), lease=HOUR))
@@ -241,7 +236,7 @@ async def use_and_close(store: RedisStore) -> None:
     await store.aclose()
 
 
-def test_who_may_not_listen_is_told_once_and_looks_by_himself(
+def test_user_without_channel_right_is_warned_once_and_polls(
     own_valkey: ValkeyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     own_valkey.ask("ACL", "SETUSER", "deaf", "on", ">pw", "~*", "resetchannels", "+@all")

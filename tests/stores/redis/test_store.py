@@ -1,4 +1,4 @@
-"""The Redis store on real Valkey servers: the contract on each kind, and what only Redis has to prove."""
+"""The Redis store on real Valkey servers: the store contract on each kind of server, URLs, records and batches."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class TestSentinel(StoreContract):
         return connect(f"{sentinel_url}?prefix={unique_name()}")
 
 
-def test_any_history_goes_as_in_the_model(url: str) -> None:
+def test_any_history_agrees_with_the_model(url: str) -> None:
     run_state_machine_as_test(store_machine(lambda: connect(url), examples=40))  # type: ignore[no-untyped-call]
 
 
-# Where the server is
+# URLs
 
 
 @pytest.mark.parametrize(
@@ -81,23 +81,23 @@ def test_any_history_goes_as_in_the_model(url: str) -> None:
         "redis+cluster://localhost:7000?wait_replicas=1",
     ],
 )
-def test_a_url_that_cannot_be_meant_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError):
         connect(url)
 
 
-def test_a_cluster_has_one_database() -> None:
+def test_cluster_url_with_a_database_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="/1 is no database of this kind of server"):
         connect("redis+cluster://localhost/1")
 
 
-def test_no_password_is_shown() -> None:
+def test_store_url_shows_no_password() -> None:
     store = connect("redis+sentinel://user:secret1@a,b/service?sentinel_password=secret2")
     assert "secret" not in store.url
 
 
 @pytest.mark.parametrize("password", ["se/cret", "se#cret", "se?cret", "se?secret&cret", "se/1"])
-def test_a_password_that_was_not_escaped_is_told_and_not_shown(password: str) -> None:
+def test_unescaped_password_is_explained_and_not_shown(password: str) -> None:
     for scheme, path in (("redis", "/0"), ("redis+sentinel", "/service"), ("redis+cluster", "")):
         with pytest.raises(ConfigurationError, match="%2F") as caught:
             connect(f"{scheme}://user:{password}@host:6379{path}")
@@ -115,7 +115,7 @@ def test_two_prefixes_and_two_databases_are_four_ledgers(valkey_url: str, redis_
         store.close()
 
 
-def test_a_server_of_a_cluster_says_so_when_it_is_taken_for_a_lone_one(cluster_url: str) -> None:
+def test_cluster_node_under_redis_url_names_the_right_scheme(cluster_url: str) -> None:
     store = connect(cluster_url.replace("redis+cluster", "redis").partition(",")[0])
     with pytest.raises(ConfigurationError, match=r"redis\+cluster://"):
         [claimed(store, str(n)) for n in range(30)]  # some of these are another node's
@@ -129,7 +129,7 @@ def names(store: RedisStore, server: Any) -> list[str]:
     return sorted(key.decode() for key in server.scan_iter(match=f"{store.prefix}:*", count=10_000))
 
 
-def test_what_is_unfinished_never_expires_by_itself_and_what_is_finished_does(store: RedisStore, server: Any) -> None:
+def test_only_settled_and_released_records_expire_in_the_server(store: RedisStore, server: Any) -> None:
     run(store.hold(claimed(store, "held")))
     claimed(store, "running")
     settled(store, "audited", audit=True)
@@ -141,20 +141,20 @@ def test_what_is_unfinished_never_expires_by_itself_and_what_is_finished_does(st
     assert sum(HOUR * 1000 < life <= (HOUR + 61) * 1000 for life in lives) == 2
 
 
-def test_a_record_that_is_claimed_again_does_not_keep_its_expiry(store: RedisStore, server: Any) -> None:
+def test_record_claimed_again_has_no_expiry(store: RedisStore, server: Any) -> None:
     run(store.release(claimed(store), retention=0.1))
     claimed(store)
     assert [server.pttl(name) for name in names(store, server)] == [-1]
 
 
-def test_an_expired_record_leaves_the_server_by_itself(store: RedisStore, server: Any) -> None:
+def test_expired_record_is_removed_by_the_server(store: RedisStore, server: Any) -> None:
     run(store.settle(claimed(store), DONE, retention=0.0))
     (name,) = names(store, server)
     assert 0 < server.pttl(name) <= 60_000
     assert run(store.stats()).expired == 1
 
 
-def test_an_audited_record_is_archived_whole_and_in_its_own_slot(store: RedisStore, server: Any) -> None:
+def test_audited_record_is_archived_whole_in_its_slot(store: RedisStore, server: Any) -> None:
     """In a cluster, a record must not have to cross to another node."""
     first = settled(store, audit=True, note="seen")
     (name,) = names(store, server)
@@ -167,7 +167,7 @@ def test_an_audited_record_is_archived_whole_and_in_its_own_slot(store: RedisSto
     assert run(store.stats()).archived == 1
 
 
-def test_tokens_grow_though_the_record_was_deleted_and_the_clock_was_set_back(store: RedisStore, server: Any) -> None:
+def test_tokens_grow_after_delete_and_clock_set_back(store: RedisStore, server: Any) -> None:
     """A deleted record leaves its token behind; here that of a clock which was an hour ahead."""
     ahead = settled(store)
     (name,) = names(store, server)
@@ -179,7 +179,7 @@ def test_tokens_grow_though_the_record_was_deleted_and_the_clock_was_set_back(st
     assert claimed(store).token == far + 1
 
 
-def test_a_client_whose_clock_is_wrong_does_not_matter(
+def test_wrong_client_clock_does_not_matter(
     store: RedisStore, other: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = time.time
@@ -200,7 +200,7 @@ def test_a_client_whose_clock_is_wrong_does_not_matter(
         lambda value: b"\xdc\x00\x14" + b"\x93" * 60,
     ],
 )
-def test_an_unreadable_record_is_answered_and_can_be_deleted(
+def test_unreadable_record_is_a_tombstone_and_can_be_deleted(
     store: RedisStore, server: Any, spoil: Callable[[bytes], bytes]
 ) -> None:
     """It neither fails nor wedges, and is never performed again unasked."""
@@ -219,8 +219,8 @@ def test_an_unreadable_record_is_answered_and_can_be_deleted(
     assert claimed(store).token > lease.token
 
 
-def test_a_record_that_was_moved_under_another_operations_key_shows_nothing(store: RedisStore, server: Any) -> None:
-    """Whoever can write to the server could otherwise show one caller another's outcome, though it is sealed."""
+def test_record_copied_to_another_key_shows_nothing(store: RedisStore, server: Any) -> None:
+    """Otherwise a user who can write to the server could show one caller the outcome of another, though it is sealed."""
     guard = Guard(store, seal=Seal([b"k" * 32]), cache=0)
     guard.run(Operation("alice", "key", "c1:aa"), lambda op: "alice's")
     server.copy(store._name(("alice", "key")), store._name(("bob", "key")))
@@ -231,7 +231,7 @@ def test_a_record_that_was_moved_under_another_operations_key_shows_nothing(stor
     assert (record.id, record.outcome, record.note) == (("bob", "key"), Outcome("tombstone"), "unreadable record")
 
 
-async def test_something_else_under_the_key_fails_alone(store: RedisStore, server: Any) -> None:
+async def test_foreign_value_under_the_key_fails_alone(store: RedisStore, server: Any) -> None:
     """A clear error for that operation, and nothing for its neighbours."""
     await arun(store.claim(OPERATION, lease=HOUR))
     (name,) = names(store, server)
@@ -246,7 +246,7 @@ async def test_something_else_under_the_key_fails_alone(store: RedisStore, serve
     await store.aclose()
 
 
-async def test_a_record_that_breaks_the_script_fails_alone(store: RedisStore, server: Any) -> None:
+async def test_record_that_breaks_the_script_fails_alone(store: RedisStore, server: Any) -> None:
     """Half a record, that someone waits for: its owner gets an error, and all others in the group their answers."""
     leases: list[Any] = [await arun(store.claim(Operation("scope", str(n)), lease=HOUR)) for n in range(5)]
     half = ["running", leases[2].token, 1, 1, 1, None, None, None, "", False, True, False, None]
@@ -257,7 +257,7 @@ async def test_a_record_that_breaks_the_script_fails_alone(store: RedisStore, se
     await store.aclose()
 
 
-async def test_half_a_character_fails_alone(store: RedisStore) -> None:
+async def test_lone_surrogate_in_a_key_fails_alone(store: RedisStore) -> None:
     keys = ["a", "\ud800", "b"]
     claims = [arun(store.claim(Operation("scope", key, "c1:\ud800"), lease=HOUR)) for key in keys]
     answers: list[Any] = await asyncio.gather(*claims, return_exceptions=True)
@@ -267,11 +267,11 @@ async def test_half_a_character_fails_alone(store: RedisStore) -> None:
     await store.aclose()
 
 
-# Groups
+# Batches
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 300])
-async def test_a_group_of_any_size_gets_an_answer_each(store: RedisStore, count: int) -> None:
+async def test_batch_of_any_size_answers_every_claim(store: RedisStore, count: int) -> None:
     operations = [Operation("scope", str(n)) for n in range(count)]
     leases: list[Any] = await asyncio.gather(*(arun(store.claim(each, lease=HOUR)) for each in operations))
     assert [lease.operation.key for lease in leases] == [each.key for each in operations]
@@ -283,7 +283,7 @@ async def test_a_group_of_any_size_gets_an_answer_each(store: RedisStore, count:
     await store.aclose()
 
 
-async def test_what_is_asked_at_once_travels_together(store: RedisStore, server: Any) -> None:
+async def test_concurrent_claims_are_one_call(store: RedisStore, server: Any) -> None:
     await arun(store.find("none", "none"))
     operations = [Operation("scope", str(n)) for n in range(60)]
     before = server.info("stats")["total_commands_processed"]
@@ -295,15 +295,15 @@ async def test_what_is_asked_at_once_travels_together(store: RedisStore, server:
     await store.aclose()
 
 
-async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(store: RedisStore) -> None:
+async def test_cancelled_takeover_stays_in_doubt(store: RedisStore) -> None:
     """Were it released, the next caller would perform what may have happened already."""
     told = await left_in_doubt(store, (0.0, 0.0, 0.0005, 0.001, 0.002))
     assert set(told) == {True}
     await store.aclose()
 
 
-async def test_what_failed_before_is_still_remembered_when_its_claimer_goes_away(store: RedisStore) -> None:
-    """Another payload under the same key is refused, whoever has gone away meanwhile."""
+async def test_cancelled_claim_of_a_released_record_keeps_its_fingerprint(store: RedisStore) -> None:
+    """Another payload under the same key is refused, also after a caller was cancelled."""
     lease: Any = await arun(store.claim(OPERATION, lease=HOUR))
     await arun(store.release(lease, retention=24 * HOUR))
     task = asyncio.create_task(arun(store.claim(OPERATION, lease=HOUR)))
@@ -319,7 +319,7 @@ async def test_what_failed_before_is_still_remembered_when_its_claimer_goes_away
     await store.aclose()
 
 
-async def test_claims_whose_callers_have_left_are_given_back_together(store: RedisStore, server: Any) -> None:
+async def test_cancelled_claims_are_undone_in_one_batch(store: RedisStore, server: Any) -> None:
     """One after the other, they would hold up everyone else's claims for a round trip each."""
     await arun(store.find("none", "none"))
     await arun(store.claim(OPERATION, lease=HOUR))

@@ -1,4 +1,4 @@
-"""The Redis store on replicas, sentinels and clusters: it finds the way, and what does not count is not taken."""
+"""The Redis store on replicas, sentinels and clusters: it finds the primary, and refuses writes that do not count."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import redis
 from redis.crc import key_slot
 
 from oncemore._ledger.model import Lease, Record
@@ -22,6 +23,7 @@ from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect, schema
 from oncemore.stores.redis.commands import ScriptItem
 from oncemore.stores.redis.scripts import UNCLAIM
+from oncemore.stores.redis.topology import SentinelTopology, read_primary
 from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 
 from ..parts import DONE, HOUR, operation
@@ -33,7 +35,7 @@ Drive = Callable[[Plan[Any]], Any]
 
 
 @pytest.mark.chaos
-async def test_a_failover_keeps_serving_and_loses_nothing_that_the_replica_has(own_sentinel: ValkeySentinel) -> None:
+async def test_sentinel_failover_loses_nothing_that_the_replica_has(own_sentinel: ValkeySentinel) -> None:
     store = connect(f"{own_sentinel.url}?timeout=20s&wait_replicas=1")
     settled: set[str] = set()
     await load(store, 50, settled)
@@ -51,14 +53,14 @@ async def test_a_failover_keeps_serving_and_loses_nothing_that_the_replica_has(o
     await store.aclose()
 
 
-def test_a_write_that_too_few_replicas_have_does_not_count(url: str) -> None:
+def test_write_on_too_few_replicas_is_unavailable(url: str) -> None:
     store = connect(f"{url}&wait_replicas=1&timeout=2s")
     with pytest.raises(StoreUnavailable, match="replicas"):
         run(store.claim(operation("key"), lease=HOUR))
     store.close()
 
 
-def test_a_claim_that_too_few_replicas_have_is_given_back(url: str, store: RedisStore) -> None:
+def test_claim_on_too_few_replicas_is_undone(url: str, store: RedisStore) -> None:
     """It was refused and not performed; left to lapse, it would be held as one that may have happened."""
     short = connect(f"{url}&wait_replicas=1&timeout=1s")
     with pytest.raises(StoreUnavailable, match="replicas"):
@@ -69,7 +71,7 @@ def test_a_claim_that_too_few_replicas_have_is_given_back(url: str, store: Redis
     assert not lease.lapsed
 
 
-def test_who_waits_for_replicas_follows_a_primary_that_was_one(own_valkey: ValkeyServer) -> None:
+def test_wait_replicas_on_a_demoted_primary_is_unavailable(own_valkey: ValkeyServer) -> None:
     """A replica refuses WAIT itself."""
     store = connect(f"{own_valkey.url}?wait_replicas=1&timeout=1s")
     own_valkey.ask("REPLICAOF", "127.0.0.1", "1")
@@ -78,7 +80,7 @@ def test_who_waits_for_replicas_follows_a_primary_that_was_one(own_valkey: Valke
     store.close()
 
 
-def test_a_walk_waits_for_no_replicas(url: str, store: RedisStore) -> None:
+def test_scan_does_not_wait_for_replicas(url: str, store: RedisStore) -> None:
     run(store.claim(operation("key"), lease=HOUR))
     short = connect(f"{url}&wait_replicas=1&timeout=1s")
     assert len(run(short.list(Filter())).records) == 1
@@ -86,7 +88,7 @@ def test_a_walk_waits_for_no_replicas(url: str, store: RedisStore) -> None:
 
 
 @pytest.mark.chaos
-def test_a_slot_that_moves_is_followed() -> None:
+def test_moving_slot_is_followed() -> None:
     """While it moves, absent keys are the new node's (ASK); then all are (MOVED).  The script's user has the right to it."""
     with ValkeyCluster(fsync=False) as cluster:
         (command,) = [line for line in schema(cluster.url).splitlines() if not line.startswith("#")]
@@ -115,7 +117,7 @@ def test_a_slot_that_moves_is_followed() -> None:
 
 
 @pytest.mark.chaos
-def test_a_slot_that_moves_to_a_node_that_fails_is_followed_back() -> None:
+def test_slot_moving_to_a_failed_node_is_followed_back() -> None:
     with ValkeyCluster(fsync=False, cluster_node_timeout=60_000) as cluster:
         store = connect(f"{cluster.url}?timeout=4s")
         run(store.claim(operation("before"), lease=HOUR))
@@ -134,7 +136,7 @@ def test_a_slot_that_moves_to_a_node_that_fails_is_followed_back() -> None:
 
 
 @pytest.mark.chaos
-def test_a_node_that_restarts_is_waited_for_and_does_not_hold_up_the_others() -> None:
+def test_cluster_node_restart_is_waited_for() -> None:
     with ValkeyCluster(cluster_require_full_coverage="no") as cluster:
         store = connect(f"{cluster.url}?timeout=15s")
         leases: list[Any] = [run(store.claim(operation(str(n)), lease=HOUR)) for n in range(30)]
@@ -146,7 +148,7 @@ def test_a_node_that_restarts_is_waited_for_and_does_not_hold_up_the_others() ->
         store.close()
 
 
-def test_a_node_that_has_lost_sight_of_the_others_is_not_asked_for_ever(cluster_url: str, redis_prefix: str) -> None:
+def test_isolated_cluster_node_is_not_asked_for_ever(cluster_url: str, redis_prefix: str) -> None:
     with ValkeyServer(fsync=False, cluster_enabled="yes") as lost:
         lost.ask("CLUSTER", "ADDSLOTSRANGE", 0, 100)
         hosts = f"127.0.0.1:{lost.port},{urlsplit(cluster_url).netloc}"
@@ -161,7 +163,7 @@ def test_a_node_that_has_lost_sight_of_the_others_is_not_asked_for_ever(cluster_
     ("kind", "reason"),
     [("redis+cluster://{}", "cluster support disabled"), ("redis+sentinel://{}/main", "unknown command")],
 )
-def test_a_server_that_cannot_show_the_way_says_why(valkey_url: str, kind: str, reason: str) -> None:
+def test_wrong_kind_of_server_error_says_why(valkey_url: str, kind: str, reason: str) -> None:
     store = connect(f"{kind.format(urlsplit(valkey_url).netloc)}?timeout=2s")
     with pytest.raises(StoreUnavailable, match=reason):
         run(store.claim(operation("key"), lease=HOUR))
@@ -169,8 +171,8 @@ def test_a_server_that_cannot_show_the_way_says_why(valkey_url: str, kind: str, 
 
 
 @pytest.mark.chaos
-async def test_a_node_that_does_not_answer_holds_up_nobody_who_asks_another() -> None:
-    """By threads and on a loop: whoever needs that node waits for it, and everyone else has an answer at once."""
+async def test_frozen_cluster_node_does_not_delay_other_nodes() -> None:
+    """On threads and on a loop, callers that need the frozen node wait, and all others have an answer at once."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(24))
     with ValkeyCluster(cluster_require_full_coverage="no", cluster_node_timeout=60_000) as cluster:
         store = connect(f"{cluster.url}?timeout=8s")
@@ -195,7 +197,7 @@ async def test_a_node_that_does_not_answer_holds_up_nobody_who_asks_another() ->
         await store.aclose()
 
 
-async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_prefix: str) -> None:
+async def test_cluster_waiters_are_woken_by_every_node(cluster_url: str, redis_prefix: str) -> None:
     one, two = (connect(f"{cluster_url}?prefix={redis_prefix}") for _ in range(2))
     for n in range(6):
         lease = await arun(two.claim(operation(str(n)), lease=HOUR))
@@ -213,7 +215,7 @@ async def test_waiters_in_a_cluster_hear_of_every_node(cluster_url: str, redis_p
 
 
 @pytest.mark.parametrize("drive", [run, lambda plan: asyncio.run(arun(plan))], ids=["run", "arun"])
-def test_sentinels_that_cannot_be_reached_are_named_without_passwords(drive: Drive) -> None:
+def test_unreachable_sentinels_error_shows_no_password(drive: Drive) -> None:
     """Some versions of redis-py show the options of the connections in the error, with the password."""
     store = connect("redis+sentinel://user:secret1@127.0.0.1:1/service?sentinel_password=secret2&timeout=200ms")
     with pytest.raises(StoreUnavailable, match="No sentinel knows a primary for 'service'") as caught:
@@ -222,7 +224,7 @@ def test_sentinels_that_cannot_be_reached_are_named_without_passwords(drive: Dri
     store.close()
 
 
-def test_undo_for_one_node_does_not_travel_with_claims_for_another(cluster_url: str, redis_prefix: str) -> None:
+def test_undo_is_sent_with_claims_of_its_own_node(cluster_url: str, redis_prefix: str) -> None:
     """If that node does not answer, the claims would have to wait for it."""
     store = connect(f"{cluster_url}?prefix={redis_prefix}")
     run(store.claim(operation("first"), lease=HOUR))
@@ -240,3 +242,22 @@ def test_undo_for_one_node_does_not_travel_with_claims_for_another(cluster_url: 
     assert not store._pending_undos
     assert run(store.find("scope", there[0])) is None
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "known"),
+    [("master", True), ("s_down,master", False), ("s_down,o_down,master", False), ("slave", False)],
+)
+def test_primary_that_the_sentinel_holds_down_is_not_used(flags: str, known: bool) -> None:
+    about = [b"name", b"main", b"ip", b"10.0.0.1", b"port", b"6380", b"flags", flags.encode()]
+    assert read_primary(about, None) == (("10.0.0.1", 6380) if known else None)
+
+
+def test_sentinels_have_a_login_of_their_own() -> None:
+    topology = connect("redis+sentinel://user:secret1@a,b:99/service/3?sentinel_password=secret2&tls=true").topology
+    assert isinstance(topology, SentinelTopology)
+    server, sentinel = (pool.connector.open(("host", 1), 1.0) for pool in (topology.pool, topology.sentinel_pool))
+    assert (server.username, server.password, server.db) == ("user", "secret1", 3)
+    assert (sentinel.username, sentinel.password, sentinel.db) == (None, "secret2", 0)
+    assert type(server) is type(sentinel) is redis.SSLConnection
+    assert topology.sentinels == [("a", 26379), ("b", 99)]

@@ -81,7 +81,8 @@ class Scan:
             keys, cursor = yield from self._step(cursor, count)
             answers = yield from self._run(FIND, keys)
             records = {key: read_record(NOBODY, *answer) for key, answer in zip(keys, answers, strict=True) if answer}
-            fitting = {key: record for key, record in records.items() if matches(record, where)}
+            # One that could not be read does not say whose it is.
+            fitting = {key: each for key, each in records.items() if each.id != NOBODY and where.matches(each)}
             found.update(fitting)
             if 2 * len(fitting) < count:  # few are wanted: look at more at a time
                 count = min(2 * count, STEP)
@@ -131,18 +132,3 @@ def result_or_raise(result: Any) -> Any:
     if isinstance(result, StoreError):
         raise result
     return result
-
-
-def matches(record: Record, where: Filter) -> bool:
-    """Whether the filter asks for the record."""
-    if record.id == NOBODY:  # it could not be read
-        return False
-    lapsed = record.state == "running" and record.lease_until <= record.now
-    wanted = (
-        (where.state, record.state),
-        (where.scope, record.scope),
-        (where.key, record.key),
-        (where.name, record.name),
-        (where.lapsed, lapsed),
-    )
-    return all(want is None or want == is_ for want, is_ in wanted)

@@ -19,7 +19,7 @@ from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis.commands import ScriptItem
-from oncemore.stores.redis.connection import RoundTrip, pack
+from oncemore.stores.redis.connection import SendCommands, pack
 from oncemore.stores.redis.records import fields, micros
 from oncemore.stores.redis.scripts import CLAIM
 from tests.support.proxy import FaultProxy
@@ -291,7 +291,7 @@ def test_round_trip_waits_as_long_as_its_timeout(
     pool = far.topology.pool
 
     def echo(word: str, seconds: float) -> Plan[Any]:
-        return (yield RoundTrip(pool, None, pack("ECHO", word), 1, seconds))
+        return (yield SendCommands(pool, None, pack("ECHO", word), 1, seconds))
 
     assert drive(echo("first", 5.0)) == [b"first"]
     proxy.stall()
@@ -312,7 +312,7 @@ def test_dropped_connection_is_not_used_again(far: RedisStore, drive: Drive, dro
     pool = far.topology.pool
 
     def client_id() -> Plan[Any]:
-        return (yield RoundTrip(pool, None, pack("CLIENT", "ID"), 1, 5.0))
+        return (yield SendCommands(pool, None, pack("CLIENT", "ID"), 1, 5.0))
 
     before = drive(client_id())
     if dropped:

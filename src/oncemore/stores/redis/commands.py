@@ -16,7 +16,7 @@ from ..._runtime.batching import Batcher
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
 from ...errors import ConfigurationError, CorruptRecord, OncemoreError, StoreError, StoreUnavailable
-from .connection import Address, RoundTrip, pack
+from .connection import Address, SendCommands, pack
 from .scripts import Script
 from .topology import Topology, read_redirection
 
@@ -158,7 +158,7 @@ class ScriptBatch:
                 yield Sleep(pause)
 
     def _time_left(self) -> float:
-        """For one round trip: half of the whole time, so that there is a second one, or less."""
+        """Seconds for one write and its replies: at most half of the whole time, so that there is a second attempt."""
         return max(SHORTEST_ATTEMPT, min(self.runner.timeout / 2, self.deadline - SYSTEM.monotonic()))
 
     def _attempt(self) -> Plan[None]:
@@ -179,7 +179,7 @@ class ScriptBatch:
             timeout = self._time_left()
             packets = self._packets(sent, timeout)
             try:
-                replies = yield RoundTrip(self.topology.pool, address, b"".join(packets), len(packets), timeout)
+                replies = yield SendCommands(self.topology.pool, address, b"".join(packets), len(packets), timeout)
             except StoreError as error:
                 self._lose_primary(address)
                 for call in sent:

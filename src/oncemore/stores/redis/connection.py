@@ -83,7 +83,7 @@ class ConnectionPool:
     def __init__(self, connector: Connector) -> None:
         self.connector = connector
         self._reset()
-        reset_in_child(self)  # a child must not use its parent's connections, nor close them
+        reset_in_child(self)  # a child must not use or close its parent's connections
 
     def _reset(self) -> None:
         self._generations: dict[Address, int] = {}
@@ -100,13 +100,14 @@ class ConnectionPool:
     def take(self, address: Address, generation: int, timeout: float) -> Any:
         """A connection for this thread: a free one, or a new one that may take *timeout* seconds to open."""
         free = self._threads.setdefault(address, [])
-        with suppress(IndexError):  # other threads take connections at the same time
-            while True:
+        while True:
+            try:
                 opened, connection = free.pop()
-                if opened == generation:
-                    return connection
-                connection.disconnect()
-        return self.connector.open(address, timeout)
+            except IndexError:  # not asked before, because other threads take connections at the same time
+                return self.connector.open(address, timeout)
+            if opened == generation:
+                return connection
+            connection.disconnect()
 
     def put_back(self, address: Address, generation: int, connection: Any) -> None:
         if generation == self.generation(address):
@@ -147,7 +148,7 @@ class ConnectionPool:
                         await free.pop()[1].disconnect()
 
 
-class RoundTrip(msgspec.Struct, gc=False):
+class SendCommands(msgspec.Struct, gc=False):
     """Effect: send *packet* to *address* in one write and return its *count* replies; an error reply is one of them.
 
     Raises StoreTimeout or StoreUnavailable if not all replies came within *timeout* seconds; the server may have carried
@@ -169,8 +170,9 @@ class RoundTrip(msgspec.Struct, gc=False):
         try:
             connection.send_packed_command([self.packet])  # connects first, if need be
             while len(replies) < self.count:
-                # The timeout of a socket stays as it was when it was opened, so this one needs a wait of its own.
-                if not connection.can_read(max(0.0, deadline - SYSTEM.monotonic())):
+                # The timeout of a socket stays as it was when it was opened, so another one needs a wait of its own.
+                unusual = connection.socket_timeout != self.timeout
+                if unusual and not connection.can_read(max(0.0, deadline - SYSTEM.monotonic())):
                     raise redis.TimeoutError("no reply")
                 try:
                     replies.append(connection.read_response())

@@ -68,7 +68,7 @@ def fields(*values: str | bytes | bool) -> bytes:
     """Consecutive fields of a record, fewer than sixteen, as they are stored."""
     try:
         return encode(values)[1:]  # without the byte that makes them an array
-    except (UnicodeEncodeError, TypeError):  # msgpack takes neither a lone surrogate nor a subclass of str
+    except (UnicodeEncodeError, TypeError):  # msgpack refuses a lone surrogate, and a subclass of str
         return encode([clean(value) if isinstance(value, str) else value for value in values])[1:]
 
 
@@ -90,7 +90,7 @@ def read_record(id: Id, now: int, value: bytes) -> Record:
     """The record *id*.  One that cannot be read is shown as settled with a tombstone, so that the caller gets an answer.
 
     The same holds for a record that was moved here from another operation: its outcome must not be shown to this caller.
-    A scan does not know whose record it has found, and passes NOBODY.
+    A scan does not know which operation a record belongs to, and passes NOBODY.
     """
     try:
         row = decode_row(value)

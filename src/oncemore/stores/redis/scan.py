@@ -47,7 +47,7 @@ class ScanCursor(msgspec.Struct, frozen=True):
 
 
 class Scan:
-    """The scans of one store.  They are not batched with claims, and so never wait for these, nor these for them."""
+    """The scans of one store.  They are not batched with claims, so that neither waits for the other."""
 
     def __init__(self, runner: CommandRunner, prefix: str) -> None:
         self.runner = runner
@@ -81,7 +81,7 @@ class Scan:
             keys, cursor = yield from self._step(cursor, count)
             answers = yield from self._run(FIND, keys)
             records = {key: read_record(NOBODY, *answer) for key, answer in zip(keys, answers, strict=True) if answer}
-            # One that could not be read does not say whose it is.
+            # An unreadable record does not tell its operation, and is left out.
             fitting = {key: each for key, each in records.items() if each.id != NOBODY and where.matches(each)}
             found.update(fitting)
             if 2 * len(fitting) < count:  # few are wanted: look at more at a time

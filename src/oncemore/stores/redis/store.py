@@ -258,7 +258,7 @@ class RedisStore:
             pool.close()
 
     async def aclose(self) -> None:
-        """As `close`, and also the connections of the running event loop, once its batches are done."""
+        """Close also the connections of the running event loop, once its batches are done."""
         await self._claims.drain()
         await self._writes.drain()
         for pool in self.topology.pools:

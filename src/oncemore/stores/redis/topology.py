@@ -14,7 +14,7 @@ from ..._ledger.connect import hide_password
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, StoreError, StoreUnavailable
-from .connection import Address, ConnectionPool, Connector, RoundTrip, pack
+from .connection import Address, ConnectionPool, Connector, SendCommands, pack
 
 SENTINEL_PORT = 26379
 REDIS_PORT = 6379
@@ -117,12 +117,12 @@ def first_answer(
     timeout: float,
     failure: str,
 ) -> Plan[T]:
-    """The answer of the first server whose reply *read* can use, if there is one within *timeout* seconds."""
+    """The first answer that *read* can use, from the servers in turn.  Raises StoreUnavailable if there is none in time."""
     deadline, reason = SYSTEM.monotonic() + timeout, ""
     for server in servers:
         try:
             # Half of the time, so that there is some left to ask another server.
-            (reply,) = yield RoundTrip(pool, server, question, 1, timeout / 2)
+            (reply,) = yield SendCommands(pool, server, question, 1, timeout / 2)
         except StoreError as error:
             reply = error
         if isinstance(reply, Exception):

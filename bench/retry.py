@@ -2,8 +2,8 @@
 
 Beside it: a hand-written loop, backoff, stamina and tenacity for functions; bare httpx and httpx-retries for requests.
 All take turns in small batches, and the quietest tenth of the batches counts, so that other work on the machine does not.
-Requests are also counted by the processor time of the client alone, the median over the turns: that is what a client costs,
-whoever else uses the machine.
+Requests are also counted by the processor time of the client alone, the median over the turns: other work on the machine hardly
+affects it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._runtime.backoff import Backoff, Jitter
+from oncemore._runtime.backoff import Jitter
+from oncemore.client import Backoff
 from oncemore.client.retry import WEBHOOK_OFFSETS, Retry
 from oncemore.errors import ConfigurationError
 

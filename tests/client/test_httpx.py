@@ -67,6 +67,18 @@ async def test_an_event_stream_is_passed_on_live_to_async_clients() -> None:
     assert arrived[-1] - arrived[0] > 0.3
 
 
+async def test_async_event_stream_may_be_silent_for_longer_than_the_deadline() -> None:
+    def silent(visit: Visit) -> None:
+        visit.send(chunk(b"data: 0\n\n"))
+        time.sleep(0.6)
+        visit.send(chunk(b"data: 1\n\n") + b"0\r\n\r\n")
+
+    transport = AsyncRetryTransport(Retry(deadline=0.3))
+    with Server(raw(CHUNKED % b"text/event-stream", silent)) as server:
+        async with httpx.AsyncClient(transport=transport, timeout=5) as http, http.stream("POST", server.url) as stream:
+            assert [part async for part in stream.aiter_bytes()] == [b"data: 0\n\n", b"data: 1\n\n"]
+
+
 def test_a_download_is_passed_on_live_but_only_until_the_deadline() -> None:
     with Server(slow_stream(b"application/octet-stream")) as server, client(Retry(deadline=0.3)) as http:
         with http.stream("GET", server.url) as stream:

@@ -27,7 +27,7 @@ from oncemore.client.errors import KeyReused, KeyringError, OutcomeUnknown, Retr
 from oncemore.client.httpx import AsyncRetryTransport, HttpxRequest, RetryTransport
 from oncemore.client.keyring import open_keyring
 from oncemore.client.keyring.entry import Entry
-from oncemore.client.keyring.ledger import NAME, LedgerKeyring, operation_of
+from oncemore.client.keyring.ledger import MAX_FAILED, NAME, LedgerKeyring, operation_of
 from oncemore.client.retry import Retry
 from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
@@ -359,6 +359,19 @@ def test_claim_whose_answer_was_lost_is_withdrawn_and_never_sent() -> None:
         time.sleep(0.4)
         assert run(LedgerKeyring(inner).adopt(opened=True)) == []
         eventually(lambda: not ring.heartbeat.threads.renewals)
+
+
+def test_claims_that_fail_in_a_long_outage_are_remembered_up_to_a_limit() -> None:
+    inner = connect("memory://")
+    store = Failing(inner, "claim", "find")
+    with closing(LedgerKeyring(store, lease=0.06)) as ring:  # type: ignore[arg-type]
+        for number in range(MAX_FAILED + 10):
+            with pytest.raises(KeyringError):
+                claim(ring, entry(f"k{number}"))
+        assert len(ring._failed) <= MAX_FAILED
+        assert len(ring.heartbeat.threads.renewals) <= 2
+        store.verbs = ()
+        eventually(lambda: not ring._failed and not ring.heartbeat.threads.renewals)
 
 
 def test_claim_whose_answer_was_lost_keeps_an_earlier_attempt_pending() -> None:

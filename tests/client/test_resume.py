@@ -213,8 +213,7 @@ def test_a_ledger_that_fails_while_it_is_searched_loses_nothing() -> None:
     assert sorted(one.key for one in run(ring.adopt(opened=True))) == KEYS
 
 
-def test_one_letter_that_cannot_be_read_does_not_keep_the_others_from_being_sent(caplog: Any) -> None:
-    """It was sealed with a key that is lost."""
+def test_adopt_skips_request_sealed_with_a_lost_key(caplog: Any) -> None:
     guard = Guard("memory://")
     old, new = (Guard(guard.store, seal=Seal([bytes([n]) * 32])) for n in (1, 2))
     for number, (sealed, key) in enumerate([(old, "lost"), (new, "kept")]):

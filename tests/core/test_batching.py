@@ -515,13 +515,14 @@ def interrupt_before_line(number: int, *, undoes: bool) -> bool:
     threads.lock.acquire()
     call = passenger.submit(batcher.submit, "passenger")
     threads.lock.release()
+    former = sys.gettrace()  # that of a coverage measurement
     sys.settrace(trace)
     try:
         with suppress(Interrupted):
             batcher.submit("leader")
             held.remove("leader")
     finally:
-        sys.settrace(None)
+        sys.settrace(former)
     with suppress(StoreError):
         assert call.result(PATIENCE) == "passenger"
         held.remove("passenger")
@@ -929,6 +930,23 @@ def test_ctrl_c_in_a_batch_reaches_the_loop_and_its_batch_alone(undoes: bool) ->
     assert store.undone == ([[1]] if undoes else [])
     assert store.batches == ([[1], [2], [3]] if undoes else [[1], [1], [2], [3]])
     gc.collect()  # asyncio tells of the interrupted task now, and not in the next test
+
+
+def test_ctrl_c_in_the_last_batch_leaves_the_batcher_usable() -> None:
+    def interrupt_first(items: list[Any]) -> list[Any]:
+        return fail(KeyboardInterrupt()) if len(store.batches) == 1 else items
+
+    async def call(item: int) -> Any:
+        return await submit(batcher, item)
+
+    store = FakeStore(interrupt_first)
+    store.let_through()
+    batcher = Batcher(store.run_batch)
+    with asyncio.Runner() as runner:
+        with pytest.raises(KeyboardInterrupt):
+            runner.run(call(1))
+        assert runner.run(call(2)) == 2
+    gc.collect()
 
 
 # Event loops that end

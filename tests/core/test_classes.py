@@ -256,6 +256,13 @@ def test_annotation_names_its_classes(annotation: Any, named: list[type]) -> Non
         assert list(returning(annotation)) == named
 
 
+def test_alias_that_contains_itself_names_its_classes() -> None:
+    """As `type Tree = Order | list[Tree]` does, from Python 3.12 on."""
+    alias = SimpleNamespace()
+    alias.__value__ = tuple[Order, list[alias]]  # type: ignore[valid-type]
+    assert list(_classes_in(alias)) == [tuple, Order, list]
+
+
 def take(order: Order, refund: Refund, session: NotImported) -> int:  # type: ignore[name-defined] # noqa: F821
     return 1
 

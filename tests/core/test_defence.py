@@ -433,7 +433,7 @@ def test_a_suspicion_that_cannot_be_looked_into_leaves_the_key_free(guard, call,
     """Nothing was performed, so nothing is in doubt."""
     claim = guard.store.claim
 
-    def fail_on_the_mark(operation: Operation, *, lease: float):
+    def fail_on_the_mark(operation: Operation, *, lease: float, request: bytes = b""):
         if operation.name == "oncemore.suspect":
             raise failure
         return (yield from claim(operation, lease=lease))
@@ -486,7 +486,7 @@ def test_a_plan_that_is_dropped_while_it_looks_for_twins_asks_for_nothing_more(g
     """As where an event loop is closed under it: a plan that went on then would be an error of its own."""
     claim = guard.store.claim
 
-    def claim_slowly(operation: Operation, *, lease: float):
+    def claim_slowly(operation: Operation, *, lease: float, request: bytes = b""):
         if operation.name == "oncemore.suspect":
             yield Sleep(60)
         return (yield from claim(operation, lease=lease))

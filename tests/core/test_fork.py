@@ -108,7 +108,12 @@ def test_file_in_use_is_refused_in_the_child_by_name() -> None:
 
     def check() -> None:
         fork.check_usable("idle")
-        with pytest.raises(ConfigurationError, match=r"busy: it was in use when process .* Fork before serving"):
+        assert in_child(refused) == 0  # also in the child's own children
+
+    def refused() -> None:
+        with pytest.raises(
+            ConfigurationError, match=r"busy: it was in use when this process was forked, .* Fork before serving"
+        ):
             fork.check_usable("busy")
 
     assert in_child(check) == 0
@@ -160,32 +165,23 @@ def test_fork_steps_in_one_process() -> None:
         fork._before()  # of the child's own fork
     finally:
         fork._after_in_parent()
+        fork._refused.clear()
         forking.release()
-    assert idle.calls == ["close", "end", "close", "close", "end"]
-    assert busy.calls == ["close", "close", "close"]
+    # In the child they are the parent's, and are left alone.
+    assert idle.calls == ["close", "end", "close"]
+    assert busy.calls == ["close", "close"]
 
 
-class Still:
-    def __init__(self, ready: bool = True) -> None:
-        self.ready = ready
-        self.told: list[str] = []
+def test_file_that_is_reset_in_the_child_is_closed_before_its_forks() -> None:
+    class ResetFile(File):
+        def _reset(self) -> None: ...
 
-    def _rest(self) -> bool:
-        self.told.append("rest")
-        return self.ready
-
-    def _put_away(self) -> None:
-        self.told.append("put away")
-
-    def _go_on(self) -> None:
-        self.told.append("go on")
-
-
-def test_rest_closes_what_is_ready_and_goes_on_after_the_fork() -> None:
-    rest, still, busy = fork.Rest(), Still(), Still(ready=False)
-    rest.things.update({still, busy})
-    assert in_child(lambda: in_child(list)) == 0
-    rest._begin()
-    rest._forget()
-    assert still.told == ["rest", "put away", "go on", "rest", "put away"]
-    assert busy.told == ["rest", "rest"]
+    file = ResetFile("reset")
+    fork.reset_in_child(file)
+    fork._before()
+    forking = fork._forking
+    fork._after_in_child()
+    fork._before()
+    fork._after_in_parent()
+    forking.release()
+    assert file.calls == ["close", "close", "end"]

@@ -439,7 +439,7 @@ def test_a_key_that_was_given_away_between_two_looks_is_looked_at_again(guard, c
     stolen = msgspec.structs.replace(OPERATION, fingerprint="c1:other")
     claim, looks = guard.store.claim, []
 
-    def claim_late(operation: Operation, *, lease: float):
+    def claim_late(operation: Operation, *, lease: float, request: bytes = b""):
         looks.append(operation.fingerprint)
         if len(looks) == 2:
             run(guard.store.delete(*OPERATION.id))

@@ -18,7 +18,7 @@ import pytest
 
 from oncemore import Guard
 from oncemore._ledger.model import Operation
-from oncemore._runtime.heartbeat import Renewal
+from oncemore._runtime.heartbeat import NEVER, Renewal
 
 from .pulse import LONG, Ledger
 
@@ -50,7 +50,7 @@ async def test_awaiting_holder_is_renewed_each_third_until_it_stops(ledger: Ledg
     await asyncio.sleep(0.1)
     assert len(ledger.renewals) <= renewals + 1
     timer = ledger.heartbeat.on_loop()
-    assert (timer.renewals, timer.tasks, timer.is_running) == (set(), set(), False)
+    assert (timer.renewals, timer.tasks, timer.shortest) == (set(), set(), NEVER)
 
 
 async def test_cancelled_performer_is_not_renewed_any_more() -> None:
@@ -183,7 +183,8 @@ async def test_thread_that_ends_a_lease_does_not_stop_the_timer_of_the_others(
     def close_streams() -> None:
         while not over.is_set():
             renewal = ledger.renewal(LONG, "stream")
-            renewal.begin(timer.renewals, time.monotonic())
+            renewal.among = timer.renewals
+            timer.renewals.add(renewal)
             renewal.stop()
 
     with ThreadPoolExecutor(1) as pool:

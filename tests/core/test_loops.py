@@ -77,6 +77,21 @@ def test_per_loop_drops_things_that_keep_their_closed_loop_alive() -> None:
     assert first() is second() is None
 
 
+def test_per_loop_drops_a_thing_once_if_two_threads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[Thing] = []
+
+    async def get() -> asyncio.AbstractEventLoop:
+        things.get()
+        return asyncio.get_running_loop()
+
+    things = PerLoop(Thing, dropped.append)
+    closed = weakref.ref(loop := asyncio.run(get()))
+    monkeypatch.setattr(things._things, "keyrefs", lambda: [closed, closed])
+    things.drop_closed()
+    assert len(dropped) == 1
+    assert closed() is loop
+
+
 def test_per_loop_lets_go_of_a_collected_loops_thing() -> None:
     async def get() -> weakref.ref[Collected]:
         return weakref.ref(things.get())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._runtime.plan import Call, Ended, Plan, Sleep, arun, arun_to, run, run_to
+from oncemore._runtime.plan import Call, Plan, Sleep, arun, run
 from oncemore.errors import ConfigurationError
 
 Drive = Callable[[Plan[Any]], Awaitable[Any]]
@@ -199,61 +199,3 @@ async def test_sleep_lets_time_pass() -> None:
     Sleep(0.01).run()
     await Sleep(0.01).arun()
     assert time.monotonic() - begun >= 0.02
-
-
-# Driving a plan to a certain effect
-
-
-class Ours(Call):
-    """The effect that the caller carries out itself."""
-
-
-async def blocking_to(kind: type, plan: Plan[Any], resume: Callable[[], Any]) -> Any:
-    return run_to(kind, plan, resume)
-
-
-both_to = pytest.mark.parametrize(
-    "drive_to", [pytest.param(blocking_to, id="run_to"), pytest.param(arun_to, id="arun_to")]
-)
-
-
-def story() -> Plan[list[Any]]:
-    seen = [(yield Call(lambda: "before"))]
-    try:
-        seen.append((yield Ours(fail, AssertionError("carried out by the driver"))))
-    except Boom:
-        seen.append("mended")
-    seen.append((yield Call(lambda: "after")))
-    return seen
-
-
-@both_to
-async def test_a_plan_stops_at_the_callers_own_effect_and_goes_on_with_its_result(drive_to: Any) -> None:
-    plan = story()
-    assert isinstance(await drive_to(Ours, plan, lambda: next(plan)), Ours)
-    ended = await drive_to(Ours, plan, lambda: plan.send("mine"))
-    assert isinstance(ended, Ended)
-    assert ended.value == ["before", "mine", "after"]
-
-
-@both_to
-async def test_the_callers_own_effect_may_fail(drive_to: Any) -> None:
-    plan = story()
-    await drive_to(Ours, plan, lambda: next(plan))
-    ended = await drive_to(Ours, plan, lambda: plan.throw(Boom()))
-    assert ended.value == ["before", "mended", "after"]
-
-
-@both_to
-async def test_an_error_on_the_way_to_the_callers_own_effect_is_thrown_into_the_plan(drive_to: Any) -> None:
-    def plan() -> Plan[str]:
-        try:
-            yield Call(fail, Boom())
-        except Boom:
-            return "ended early"
-        yield Ours(fail)
-        return "never"
-
-    begun = plan()
-    ended = await drive_to(Ours, begun, lambda: next(begun))
-    assert ended.value == "ended early"

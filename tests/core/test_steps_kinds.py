@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from oncemore import Guard, Op, Operation, Outcome
 from oncemore._ledger.attempt import Perform
 from oncemore._ledger.events import Event
-from oncemore._runtime.plan import Call
+from oncemore._ledger.steps import unpack_request
+from oncemore._runtime.plan import Call, run
 from oncemore.errors import ConfigurationError, StoreError
 
 from .stepping import ASKED, POLICY, Broken, Caller, Performing, Shop, steps_of, take
@@ -224,12 +227,38 @@ def test_a_plan_that_is_dropped_takes_no_further_step(guard: Guard) -> None:
     while not isinstance(effect, Perform):
         effect = plan.send(effect.run())
     plan.close()
-    assert [name for name, _ in steps_of(guard)] == ["orders.pay/request"]
+    assert steps_of(guard) == []
 
 
-def test_a_request_that_is_too_large_or_strange_is_not_kept(guard: Guard, call: Caller) -> None:
-    for key, request in (("large", lambda: "x" * 2_000_000), ("strange", object)):
-        call(guard, Shop().pay, Operation("s", key, "f", "orders.pay", request=request))
-    kept = [record.outcome for record in guard.list().records if record.name == "orders.pay/request"]
-    assert all(b"request\xc0\xa6unique" in outcome.body for outcome in kept if outcome is not None)
-    assert len(kept) == 2
+@pytest.mark.parametrize(
+    ("request_of", "kept"), [(lambda: {"amount": 7}, {"amount": 7}), (lambda: "x" * 2_000_000, None), (object, None)]
+)
+def test_request_is_kept_until_settled_unless_too_large_or_strange(
+    guard: Guard, call: Caller, request_of: Any, kept: Any
+) -> None:
+    asked = Operation("s", "k", "f", "orders.pay", unique="order-1", request=request_of)
+    with pytest.raises(RuntimeError):
+        call(guard, Shop("after charge").pay, asked, wait=5.0)
+    for _ in range(2):  # a later attempt leaves what the first has kept
+        record = guard.find(*asked.id)
+        assert record is not None
+        found = unpack_request(record.request, ())
+        assert (found["request"], found["unique"]) == (kept, "order-1")
+        assert found["deadline"] is not None
+        with pytest.raises(RuntimeError):
+            call(guard, Shop("after ship").pay, msgspec.structs.replace(asked, request=lambda: "another"), wait=500.0)
+        assert unpack_request(guard.find(*asked.id).request, ()) == found  # type: ignore[union-attr]
+    call(guard, Shop().pay, asked)
+    assert guard.find(*asked.id).request == b""  # type: ignore[union-attr]
+
+
+def test_waiter_that_takes_over_a_forgotten_claim_keeps_its_own_request(guard: Guard) -> None:
+    lease = run(guard.store.claim(ASKED, lease=30))
+    threading.Timer(0.05, lambda: run(guard.store.release(lease, retention=0.0))).start()
+    asked = msgspec.structs.replace(ASKED, request=lambda: "what was asked")
+    attempt = guard.attempt(asked, POLICY)
+    run(attempt.begin())
+    record = guard.find(*ASKED.id)
+    assert record is not None
+    assert unpack_request(record.request, ())["request"] == "what was asked"
+    run(attempt.release())

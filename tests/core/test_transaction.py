@@ -105,9 +105,9 @@ class Meanwhile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def claim(self, operation: Operation, *, lease: float) -> Any:
+    def claim(self, operation: Operation, *, lease: float, **options: Any) -> Any:
         self.happens()
-        return self.inner.claim(operation, lease=lease)
+        return self.inner.claim(operation, lease=lease, **options)
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_forgotten_wait_may_end_during_notify() -> None:
     assert wakeups._waiters == {}
 
 
-def test_subscribers_that_come_at_once_are_all_heard_of() -> None:
+def test_subscribers_of_many_threads_are_all_kept() -> None:
     wakeups = Wakeups()
 
     def come() -> None:
@@ -235,7 +235,7 @@ def test_subscribers_that_come_at_once_are_all_heard_of() -> None:
     assert len(wakeups._subscribers) == 800
 
 
-def test_subscribers_hear_of_every_change() -> None:
+def test_subscribers_are_told_of_every_change() -> None:
     wakeups = Wakeups()
     heard: list[Any] = []
     wakeups.subscribe(heard.append)
@@ -291,5 +291,5 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-def test_a_forked_child_has_a_bell_of_its_own_with_the_same_subscribers() -> None:
+def test_forked_child_has_the_subscribers_but_no_waiters() -> None:
     subprocess.run([sys.executable, "-c", FORK], check=True, timeout=PATIENCE)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from oncemore import Guard, Inbox, Operation, Policy
+from oncemore import Guard, Inbox, Operation, Outcome, Policy
 from oncemore._ledger.context import Op
 from oncemore._ledger.model import Lease
 from oncemore._ledger.store import Filter
+from oncemore._ledger.values import replayed
 from oncemore._runtime.plan import Sleep, arun, run
 from oncemore.errors import (
     ConfigurationError,
@@ -24,7 +25,7 @@ from oncemore.errors import (
     UnknownOutcome,
     WrongState,
 )
-from oncemore.messages.inbox import DEAD, Received
+from oncemore.messages.inbox import DEAD, Received, packed
 
 from .conftest import on_each_kind
 from .shops import Shop
@@ -324,6 +325,29 @@ def test_only_dead_letters_are_listed_and_requeued() -> None:
         inbox.requeue("ev_003", "payments")
     inbox.requeue("ev_001", "payments")
     assert inbox.handle("ev_001", "payments", EVENT, lambda op, payload: "handled").how == "processed"
+
+
+def test_dead_letter_keeps_its_payload_until_it_is_handled() -> None:
+    guard = Guard("memory://")
+    inbox = Inbox(guard, effect="lease", attempts=1)
+    id = inbox.operation("ev_001", "payments", EVENT).id
+
+    def handle(op: Op, payload: Any) -> None:
+        assert guard.find(*id).request == b""  # type: ignore[union-attr]  # an ordinary event costs nothing
+        raise RuntimeError("cannot be handled")
+
+    assert inbox.handle("ev_001", "payments", EVENT, handle).how == "dead"
+    [letter] = inbox.dead("payments").records
+    assert replayed(Outcome("value", body=letter.request)) == EVENT
+    inbox.requeue("ev_001", "payments")
+    assert guard.find(*id).request == letter.request  # type: ignore[union-attr]
+    assert inbox.handle("ev_001", "payments", EVENT, lambda op, payload: "handled").how == "processed"
+    assert guard.find(*id).request == b""  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("payload", [b"x" * 2_000_000, {"when": object()}])
+def test_dead_letter_without_a_payload_that_can_be_kept(payload: Any) -> None:
+    assert packed(payload, ()) == b""
 
 
 @pytest.mark.parametrize(("setting", "message"), [({"ttl": "30d"}, "say retention"), ({"keep": "success"}, "is final")])

@@ -25,12 +25,11 @@ from werkzeug.serving import make_server as make_werkzeug
 
 from examples.process import Server
 
-from ..nurse import MEASURED
-from ..support.processes import ForkedServer
+from ..support.processes import COVERAGE, ForkedServer
 
 ROOT = Path(__file__).parents[2]
 App = Callable[..., Any]
-UNMEASURED = [part for name in MEASURED for part in ("-u", name)]  # a server is killed in the end, and could not tell
+UNMEASURED = [part for name in COVERAGE for part in ("-u", name)]  # a server is killed in the end, and could not tell
 
 
 class Threading(ThreadingMixIn, WSGIServer):

@@ -19,8 +19,8 @@ from werkzeug.middleware.proxy_fix import ProxyFix
 from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule
 from oncemore._ledger.guard import Guard
-from oncemore._ledger.heartbeat import ThreadBeats
 from oncemore._ledger.model import Outcome
+from oncemore._runtime.heartbeat import ThreadTimer
 from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.web.wsgi import IdempotencyMiddleware, current_operation, idempotent
 
@@ -445,7 +445,7 @@ def test_a_late_owner_answers_with_what_the_other_has_settled(
         answer.call_on_close(lambda: closed.append(f"run {number}"))
         return answer
 
-    monkeypatch.setattr(ThreadBeats, "add", lambda *_: None)
+    monkeypatch.setattr(ThreadTimer, "add", lambda *_: None)
     url = serve(app)
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(asked, url, "/orders", "a")

@@ -52,6 +52,7 @@ class LeaseAttempt:
     op: Op
     renewal: Renewal = None  # type: ignore[assignment]  # until the operation is claimed
     unique: LeaseAttempt | None = None  # the second attempt, at what must happen once whatever the key
+    request = b""  # what the claim keeps of the request, if the operation may have to be finished without its caller
     in_doubt = False  # an earlier attempt has crashed, and it is not known yet whether it took effect
     ended = False
     reports = True  # whether observers are told of its refusals
@@ -72,11 +73,11 @@ class LeaseAttempt:
             deadline = None if wait is None else ledger.clock.time() + wait
             found = yield from self.claim(deadline)
             if not isinstance(found, Lease):
-                found = yield from ledger.wait_for(found, operation, policy, wait)
+                found = yield from ledger.wait_for(found, operation, policy, wait, self.request)
                 if isinstance(found, Record):
                     return (yield from ledger.replay(found, operation, policy))
             self.take(found, deadline)
-            known = yield from self._start()
+            known = yield from self.start()
         except OncemoreError as error:
             self.refused(error)
             raise
@@ -97,7 +98,7 @@ class LeaseAttempt:
         self.op = Op(lease, deadline=deadline)
         self.renewal = self.ledger.heartbeat.renewal(lease, self.policy.lease)
 
-    def _start(self) -> Plan[Answer | None]:
+    def start(self) -> Plan[Answer | None]:
         """Renew the lease from now on.  If anything goes wrong before the performer is called, the claim is given back."""
         try:
             yield self.renewal
@@ -153,7 +154,7 @@ class LeaseAttempt:
             return done_before(found, self.op, self.policy)
         if found.lapsed and not self.lease.lapsed:  # it was another key that vanished
             under = trust_only_yes(under)
-        return (yield from self._take_unique(found, under)._start())
+        return (yield from self._take_unique(found, under).start())
 
     def _take_unique(self, lease: Lease, policy: Policy) -> LeaseAttempt:
         self.unique = LeaseAttempt(self.ledger, lease.operation, policy)
@@ -170,7 +171,7 @@ class LeaseAttempt:
         if isinstance(found, Lease):
             self._take_unique(found, inner_policy(self.policy))
 
-    def _end_unique(self, unique: LeaseAttempt, answer: Answer) -> Plan[Answer]:
+    def _end_both(self, unique: LeaseAttempt, answer: Answer) -> Plan[Answer]:
         """Record the unique part first: no record may say that the operation is done before this one does."""
         owner = self.operation.scope
         try:
@@ -190,7 +191,7 @@ class LeaseAttempt:
                 yield from self.record(answer)
             raise
         how: How = "replayed" if found.how == "replayed" else "stored"
-        return Answer(outcome, how, found.expires_at, found.attempt, found.value)
+        return (yield from self.record(Answer(outcome, how, found.expires_at, found.attempt, found.value)))
 
     # The four ends
 
@@ -201,13 +202,7 @@ class LeaseAttempt:
     def end(self, answer: Answer) -> Plan[Answer]:
         """Record an answer: the performer's, a resolver's, or that of another key."""
         self.stop()
-        if self.unique is not None:
-            answer = yield from self._end_unique(self.unique, answer)
-        try:
-            return (yield from self.record(answer))
-        except OncemoreError as error:
-            self.refused(error)
-            raise
+        return self.record(answer) if self.unique is None else self._end_both(self.unique, answer)
 
     def record(self, answer: Answer) -> Plan[Answer]:
         """Settle this operation's own record, or release it if the policy does not keep the outcome."""
@@ -219,7 +214,11 @@ class LeaseAttempt:
         try:
             yield from ledger.store.settle(lease, outcome, retention=policy.ttl, audit=audit, note=self.op.note)
         except Exception as error:
-            return (yield from ledger.settle_failed(lease, answer, policy, self.op.note, error))
+            try:
+                return (yield from ledger.settle_failed(lease, answer, policy, self.op.note, error))
+            except OncemoreError as refusal:
+                self.refused(refusal)
+                raise
         return self.settled(answer)
 
     def keeps(self, outcome: Outcome) -> bool:

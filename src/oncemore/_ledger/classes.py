@@ -142,22 +142,23 @@ def _hints(thing: Any, namespace: dict[str, Any] | None = None) -> dict[str, Any
         return {}
 
 
-def _classes_in(annotation: Any) -> Iterator[type]:
-    """Yield the classes in an annotation: itself, the members of unions, containers and their items."""
+def _classes_in(annotation: Any, aliases: tuple[Any, ...] = ()) -> Iterator[type]:
+    """Yield the classes in an annotation: itself, the members of unions, containers and their items.
+
+    *aliases* are those that it is part of: an alias such as `type Json = str | list[Json]` may contain itself.
+    """
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        yield from _classes_in(members[0])
-    elif origin is Literal:
+    if origin is Literal:
         yield from map(type, members)
     elif origin is not None:
-        if isinstance(origin, type) and origin is not types.UnionType:
+        if isinstance(origin, type) and origin not in (types.UnionType, Annotated):
             yield origin
-        for member in members:
-            yield from _classes_in(member)
+        for member in members[:1] if origin is Annotated else members:
+            yield from _classes_in(member, aliases)
     elif isinstance(annotation, type):
         if annotation is not Any:  # which is a class, too
             yield annotation
-    else:  # a NewType, or an alias such as `type Orders = list[Order]`
+    elif annotation not in aliases:  # a NewType, or an alias such as `type Orders = list[Order]`
         meant = getattr(annotation, "__supertype__", None) or getattr(annotation, "__value__", None)
         if meant is not None:
-            yield from _classes_in(meant)
+            yield from _classes_in(meant, (*aliases, annotation))

@@ -22,10 +22,9 @@ from .context import Op
 from .decisions import Answer
 from .events import log
 from .guard import Guard
-from .model import Operation, Outcome, Record
-from .steps import record_epoch, step_operation
+from .model import Operation, Record
+from .steps import unpack_request
 from .store import Filter
-from .values import replayed
 
 PAGE = 100
 
@@ -170,14 +169,10 @@ class Completer:
         return "completed" if state == "settled" else "held" if state == "held" else "failing"
 
     def _kept(self, record: Record) -> Plan[dict[str, Any]]:
-        """What was kept of the request, from step 0; no request where nobody wrote it down, or it was too large."""
+        """What the claim kept of the request; it is read one by one, because a page of records may be sealed."""
         types = getattr(self.performers[record.name], "types", lambda: self.policy.types)()
-        zero = step_operation(identity(record), record_epoch(record), 0, "")
-        found = yield from self.guard.store.find(*zero.id)
-        if found is None or found.state != "settled":
-            return {"request": None}
-        kept: dict[str, Any] = replayed(found.outcome or Outcome("tombstone"), types=types)
-        return kept
+        found = yield from self.guard.store.find(record.scope, record.key)
+        return unpack_request(b"" if found is None else found.request, types)
 
     def _driven(self, record: Record, kept: dict[str, Any]) -> Plan[Any]:
         performer, request = self.performers[record.name], kept["request"]

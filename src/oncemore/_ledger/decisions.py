@@ -18,7 +18,6 @@ from ..errors import (
     Refusal,
     UnknownOutcome,
 )
-from .events import log
 from .model import Lease, Operation, Outcome, Record
 from .values import NOTHING
 
@@ -64,15 +63,6 @@ def shown(outcome: Outcome) -> Outcome:
             "look up its result"
         )
     return outcome
-
-
-def keeps(policy: Policy, outcome: Outcome) -> bool:
-    """Whether the outcome is final; a `keep` function that fails must not lead to a second effect."""
-    try:
-        return policy.keeps(outcome)
-    except Exception:
-        log.exception("The rule's keep function failed; the outcome is kept")
-        return True
 
 
 def is_over(record: Record) -> bool:

@@ -46,7 +46,7 @@ class Ledger:
         return found if isinstance(found, Lease) else (yield from self.wait_for(found, operation, policy, wait))
 
     def wait_for(
-        self, record: Record, operation: Operation, policy: Policy, wait: float | None
+        self, record: Record, operation: Operation, policy: Policy, wait: float | None, request: bytes = b""
     ) -> Plan[Lease | Record]:
         """Wait, as far as the policy allows, for the attempt whose *record* a claim has met."""
         found = yield from self._judge(record, operation, policy)
@@ -56,14 +56,14 @@ class Ledger:
         if policy.in_flight != "wait" or limit <= 0:
             raise in_progress(found)
         self.emit("waiting", operation, token=found.token)
-        return (yield from self._wait(operation, policy, self.clock.monotonic() + limit))
+        return (yield from self._wait(operation, policy, self.clock.monotonic() + limit, request))
 
-    def _wait(self, operation: Operation, policy: Policy, ends: float) -> Plan[Lease | Record]:
+    def _wait(self, operation: Operation, policy: Policy, ends: float, request: bytes) -> Plan[Lease | Record]:
         """Wait for the running attempt to end; if it fails, this caller gets the lease."""
         delay = FIRST_POLL
         with self.store.wakeups.waiting(operation.id) as waiter:
             while True:  # the store is asked after the waiter is registered, so that no wake-up is missed
-                found = yield from self.store.claim(operation, lease=policy.lease)
+                found = yield from self.store.claim(operation, lease=policy.lease, request=request)
                 if not isinstance(found, Lease):
                     found = yield from self._judge(found, operation, policy)
                 if isinstance(found, Lease) or found.state == "settled":

@@ -69,21 +69,15 @@ class Steps:
 
     # Before the first step
 
-    def open(self, deadline: float | None) -> Plan[float | None]:
-        """Write down what was asked, and this *deadline*, as step 0; where a former attempt has, its own is the deadline."""
+    def open(self) -> Plan[float | None]:
+        """Find the operation's own record, which names its steps; the deadline that the first attempt kept in it."""
         record = yield from self.ledger.store.find(*self.operation.id)
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
         self.epoch = record_epoch(record)
-        if self.lease.lapsed:
+        if self.lease.attempt > 1 and (self.lease.lapsed or (yield from self.any_taken())):
             check_age(record)
-        found = yield from self.ledger.claim(self.named(0, "request"), step_policy(self.policy, "lease"))
-        if isinstance(found, Record):
-            if (yield from self.any_taken()):  # also where a person has released it
-                check_age(found)
-            former: float | None = replayed(found.outcome or Outcome("tombstone"), types=self.policy.types)["deadline"]
-            return former
-        yield from self._settle(found, request_outcome(self.operation, deadline, self.policy.types))
+        deadline: float | None = unpack_request(record.request, self.policy.types)["deadline"]
         return deadline
 
     def named(self, number: int | str, name: str) -> Operation:
@@ -546,14 +540,22 @@ def closed_with(outcome: Outcome | None) -> Outcome | None:
     return decode_outcome(outcome.body) if outcome is not None and outcome.body else None
 
 
-def request_outcome(operation: Operation, deadline: float | None, types: Types) -> Outcome:
-    """Step 0: what was asked, as far as it can be kept, and all that whoever goes on with it could not tell from that."""
+def pack_request(operation: Operation, deadline: float | None, types: Types) -> bytes:
+    """What a claim keeps for a completer: the request, if it can be kept, and what the request alone does not tell."""
     request = None if operation.request is None else operation.request()
     kept = {"deadline": deadline, "request": request, "unique": operation.unique}
     outcome = value_outcome(kept, types)
     if outcome.kind == "tombstone" or len(outcome.body) > LARGEST:
-        return value_outcome({**kept, "request": None})
-    return outcome
+        return value_outcome({**kept, "request": None}).body
+    return outcome.body
+
+
+def unpack_request(data: bytes, types: Types) -> dict[str, Any]:
+    """The parts that `pack_request` kept; no request if a claim kept nothing."""
+    if not data:
+        return {"deadline": None, "request": None, "unique": None}
+    kept: dict[str, Any] = replayed(Outcome("value", body=data), types=types)
+    return kept
 
 
 def check_age(record: Record) -> None:

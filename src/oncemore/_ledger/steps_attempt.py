@@ -14,9 +14,9 @@ from .._runtime.plan import Plan
 from ..errors import Fenced, InProgress, OncemoreError, ProviderDuplicate, Refusal, StoreError, UnknownOutcome
 from .attempt import LeaseAttempt
 from .context import Op
-from .decisions import Answer, keeps
+from .decisions import Answer
 from .model import Lease, Outcome, Record
-from .steps import Steps
+from .steps import Steps, pack_request
 from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, untagged
 
 
@@ -29,6 +29,16 @@ class StepsAttempt(LeaseAttempt):
 
     steps: Steps
     too_old = False  # left unfinished for so long that its checkpoints may be gone
+
+    def claim(self, deadline: float | None) -> Plan[Lease | Record]:
+        """Claim, and keep the request for a completer.  If an earlier attempt has kept its own, that stays, and its deadline."""
+        store = self.ledger.store
+        record = yield from store.find(*self.operation.id)
+        if record is not None and record.state == "settled":
+            return record
+        if record is None or not record.request:
+            self.request = pack_request(self.operation, deadline, self.policy.types)
+        return (yield from store.claim(self.operation, lease=self.policy.lease, request=self.request))
 
     def take(self, lease: Lease, deadline: float | None) -> None:
         self.lease = lease
@@ -59,7 +69,7 @@ class StepsAttempt(LeaseAttempt):
     def _open(self) -> Plan[float | None]:
         """The first caller's deadline.  An operation that was left for too long is held: nobody can continue or repeat it."""
         try:
-            return (yield from self.steps.open(self.op.deadline))
+            return (yield from self.steps.open())
         except UnknownOutcome as error:
             self.too_old = True
             raise (yield from self._hold(error.detail)) from error
@@ -176,7 +186,7 @@ class StepsAttempt(LeaseAttempt):
         if self.unique is None:
             return
         store, under = self.ledger.store, self.unique.policy
-        if outcome is None or not keeps(under, outcome):
+        if outcome is None or not under.keeps(outcome):
             yield from store.release(self.unique.lease, retention=0.0)
         else:
             yield from store.settle(self.unique.lease, tag(outcome, self.operation.scope), retention=under.ttl)

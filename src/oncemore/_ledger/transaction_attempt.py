@@ -16,7 +16,7 @@ from .._runtime.plan import Plan, Sleep
 from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable, UnknownOutcome
 from .attempt import LeaseAttempt, Performer
 from .context import Op
-from .decisions import Answer, check, in_progress, is_over, keeps, unknown
+from .decisions import Answer, check, in_progress, is_over, unknown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .transactions import Again, Lender, Stale, Transaction
@@ -234,7 +234,7 @@ class TransactionAttempt(LeaseAttempt):
     def _settle_unique(self, transaction: Transaction, lease: Lease, outcome: Outcome) -> Plan[None]:
         """A success answers every other key; anything else leaves the way free."""
         under = inner_policy(self.policy)
-        if keeps(under, outcome):
+        if under.keeps(outcome):
             yield from transaction.settle(lease, tag(outcome, self.operation.scope), retention=under.ttl)
         else:
             yield from transaction.release(lease, retention=0.0)

@@ -396,8 +396,8 @@ class LoopBatcher(Generic[Item]):
     def _give_up(self) -> None:
         log.error("The store does not answer, and the event loop ends without it; outcomes may be lost")
         self.gave_up = True
-        if self.task is not None:
-            self.task.cancel()
+        assert self.task is not None, "the timer ends with the task"
+        self.task.cancel()
 
 
 def set_result(future: asyncio.Future[Any], result: Any) -> None:

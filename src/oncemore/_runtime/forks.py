@@ -39,7 +39,8 @@ class ForkSensitive(Protocol):
 
 _sensitive: WeakSet[ForkSensitive] = WeakSet()
 _closed: list[ForkSensitive] = []  # during a fork
-_in_use: set[str] = set()  # during a fork; afterwards, in the child: paths that were open when it was forked
+_in_use: set[str] = set()  # during a fork: paths of things that could not be closed
+_refused: set[str] = set()  # paths that were in use when this process, or an ancestor of it, was forked
 _forking = threading.Lock()
 
 
@@ -54,9 +55,9 @@ def close_before_fork(thing: ForkSensitive) -> None:
 
 def check_usable(path: str) -> None:
     """Refuse a file that was in use when this process was forked."""
-    if path in _in_use:
+    if path in _refused:
         raise ConfigurationError(
-            f"{path}: it was in use when process {os.getppid()} forked this one, and SQLite would lose what is written here. "
+            f"{path}: it was in use when this process was forked, and SQLite would lose what is written here. "
             "Fork before serving: start worker processes before the first request, or with the spawn method"
         )
 
@@ -87,42 +88,16 @@ def _after_in_child() -> None:
     global _forking
     _forking = threading.Lock()
     _closed.clear()
+    _refused.update(_in_use)
+    _in_use.clear()
+    # Things that are replaced rather than reset stay as they were in the parent, and are not this process's to close.
+    ours: set[object] = {*_resettable}
+    for file in tuple(_sensitive):
+        if file not in ours:
+            _sensitive.discard(file)
     for thing in tuple(_resettable):
         _inherited.append(dict(vars(thing)))
         thing._reset()
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
-
-
-class Resting(Protocol):
-    """What must be at rest while its process forks."""
-
-    def _rest(self) -> bool: ...  # nobody uses it from now on; False where that cannot be
-    def _put_away(self) -> None: ...  # close what must not be open then
-    def _go_on(self) -> None: ...  # the fork is over; not called in the child
-
-
-class Rest:
-    """Brings its *things* to rest before each fork.  Of two, the one that was made later does so first."""
-
-    def __init__(self) -> None:
-        self.things: WeakSet[Resting] = WeakSet()
-        self._resting: list[Resting] = []
-        self._forking = threading.Lock()
-        os.register_at_fork(before=self._begin, after_in_parent=self._end, after_in_child=self._forget)
-
-    def _begin(self) -> None:
-        self._forking.acquire()
-        for thing in tuple(self.things):
-            if thing._rest():
-                self._resting.append(thing)  # first, that it may go on where an interrupt comes while it is closed
-                thing._put_away()
-
-    def _end(self) -> None:
-        while self._resting:
-            self._resting.pop()._go_on()
-        self._forking.release()
-
-    def _forget(self) -> None:
-        self._forking, self._resting = threading.Lock(), []

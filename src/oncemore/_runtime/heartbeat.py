@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextvars import Context
 from typing import Any
 
@@ -17,8 +17,19 @@ from .plan import Plan, arun, run
 log = logging.getLogger("oncemore")
 
 SHORTEST_TICK = 0.005
+NEVER = float("inf")
 # How long `close` waits for a renewal that is under way.
 CLOSING = 5.0
+
+
+class Done:
+    """An awaitable that is done: no coroutine is needed to add a lease."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return iter(())  # type: ignore[return-value]
+
+
+DONE = Done()
 
 
 class Renewal:
@@ -27,11 +38,11 @@ class Renewal:
     *lost* is set by the renew function if the store refuses the lease; it is then not renewed any more.
     """
 
-    __slots__ = ("_among", "_heartbeat", "due", "lease", "lost", "seconds", "stopped")
+    __slots__ = ("_heartbeat", "among", "due", "lease", "lost", "seconds", "stopped")
 
     def __init__(self, heartbeat: Heartbeat, lease: Any, seconds: float) -> None:
         self._heartbeat = heartbeat
-        self._among: set[Renewal] | None = None
+        self.among: set[Renewal] | None = None  # those of the same thread or loop
         self.lease = lease
         self.seconds = seconds
         self.due = 0.0
@@ -41,19 +52,15 @@ class Renewal:
     def run(self) -> None:
         self._heartbeat.threads.add(self)
 
-    async def arun(self) -> None:
+    def arun(self) -> Done:
         self._heartbeat.on_loop().add(self)
-
-    def begin(self, among: set[Renewal], now: float) -> None:
-        self.due = now + self.seconds / 3
-        self._among = among
-        among.add(self)
+        return DONE
 
     def stop(self) -> None:
         """Renew the lease no more.  A renewal that is under way may still arrive; `stopped` tells that it came too late."""
         self.stopped = True
-        if self._among is not None:
-            self._among.discard(self)
+        if self.among is not None:
+            self.among.discard(self)
 
 
 class Heartbeat:
@@ -108,10 +115,6 @@ class Heartbeat:
         self.threads.close()
 
 
-def interval_for(seconds: float) -> float:
-    return max(SHORTEST_TICK, seconds / 6)
-
-
 class LoopTimer:
     """The renewals of one event loop.  Its timer runs only while there are any."""
 
@@ -119,32 +122,35 @@ class LoopTimer:
         self.heartbeat = heartbeat
         self.renewals: set[Renewal] = set()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.interval = 0.0
+        self.shortest = NEVER  # of the leases that the timer serves; NEVER if it does not run
         self.started = 0  # counts the timers; the latest is the one that counts
-        self.is_running = False
 
     def add(self, renewal: Renewal) -> None:
-        renewal.begin(self.renewals, self.heartbeat.now())
-        interval = interval_for(renewal.seconds)
-        if not self.is_running or interval < self.interval:
-            self._start(interval)
+        renewals = renewal.among = self.renewals
+        renewals.add(renewal)
+        seconds = renewal.seconds
+        renewal.due = self.heartbeat.now() + seconds / 3
+        if seconds < self.shortest:
+            self._start(seconds)
 
-    def _start(self, interval: float) -> None:
-        self.interval, self.is_running, self.started = interval, True, self.started + 1
+    def _start(self, shortest: float) -> None:
+        self.shortest, self.started = shortest, self.started + 1
         # In an empty context, because the timer outlives the caller that starts it.  Its handle is not kept: it would keep
         # the loop alive, and with it this entry of a weak dictionary.
+        interval = max(SHORTEST_TICK, shortest / 6)
         asyncio.get_running_loop().call_later(interval, self._tick, self.started, context=Context())
 
     def _tick(self, started: int) -> None:
         if started != self.started:  # another timer was started since, with a shorter interval
             return
-        self.is_running = False
         for renewal in self.heartbeat.take_due(self.renewals):
             task = asyncio.get_running_loop().create_task(arun(self.heartbeat.renew_one(renewal)))
             self.tasks.add(task)  # the loop's own references to tasks are weak
             task.add_done_callback(self.tasks.discard)
         if self.renewals:
-            self._start(self.interval)
+            self._start(self.shortest)
+        else:
+            self.shortest = NEVER
 
 
 class ThreadTimer:
@@ -153,38 +159,39 @@ class ThreadTimer:
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat
         self.renewals: set[Renewal] = set()
-        self.interval = 0.0
+        self.shortest = NEVER  # of the leases that the thread serves
         self.thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._wake = threading.Event()
 
     def add(self, renewal: Renewal) -> None:
-        renewal.begin(self.renewals, self.heartbeat.now())  # before the thread is looked at: see _is_over
-        interval = interval_for(renewal.seconds)
-        if self.thread is None or interval < self.interval:
+        renewals = renewal.among = self.renewals
+        renewal.due = self.heartbeat.now() + renewal.seconds / 3
+        renewals.add(renewal)  # before the thread is looked at: see _is_over
+        if self.thread is None or renewal.seconds < self.shortest:
             try:
-                self._start(interval)
+                self._start(renewal.seconds)
             except BaseException:
                 renewal.stop()
                 raise
 
-    def _start(self, interval: float) -> None:
+    def _start(self, shortest: float) -> None:
         with self._lock:
             if self.thread is None:
-                self.interval = interval
+                self.shortest = shortest
                 self._wake = threading.Event()
                 thread = threading.Thread(target=self._run, name="oncemore-heartbeat", daemon=True)
                 thread.start()
                 self.thread = thread
-            elif interval < self.interval:
-                self.interval = interval
+            elif shortest < self.shortest:
+                self.shortest = shortest
                 self._wake.set()
 
     def _run(self) -> None:
         with self._lock:  # until the thread that starts this one has said so
             wake = self._wake
         while True:
-            wake.wait(self.interval)
+            wake.wait(max(SHORTEST_TICK, self.shortest / 6))
             wake.clear()
             if self._is_over():
                 return

@@ -10,12 +10,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator
 from types import CoroutineType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..errors import ConfigurationError
 
 T = TypeVar("T")
-E = TypeVar("E")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -44,14 +43,10 @@ def run(plan: Plan[T]) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
-async def arun(plan: Plan[T], effect: Effect[Any] | None = None) -> T:
-    """The plan's result, each effect awaited; a cancellation is thrown into the plan like any other error.
-
-    *effect* is where the plan stands already.
-    """
+async def arun(plan: Plan[T]) -> T:
+    """The plan's result, each effect awaited; a cancellation is thrown into the plan like any other error."""
     try:
-        if effect is None:
-            effect = next(plan)
+        effect = next(plan)
         while True:
             try:
                 result = await effect.arun()
@@ -97,44 +92,3 @@ class Sleep:
 
     def arun(self) -> Awaitable[None]:
         return asyncio.sleep(self.seconds)
-
-
-class Ended(Generic[T]):
-    """A plan's result, from a driver that may also stop on the way."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-
-def run_to(kind: type[E], plan: Plan[T], resume: Callable[[], Effect[Any]]) -> E | Ended[T]:
-    """The plan's next effect of *kind*, for the caller to carry out, or its end; *resume* takes the plan's next step."""
-    try:
-        effect = resume()
-        while not isinstance(effect, kind):
-            try:
-                result = effect.run()
-            except BaseException as error:
-                effect = plan.throw(error)
-            else:
-                effect = plan.send(result)
-    except StopIteration as end:
-        return Ended(end.value)
-    return effect
-
-
-async def arun_to(kind: type[E], plan: Plan[T], resume: Callable[[], Effect[Any]]) -> E | Ended[T]:
-    """As `run_to`, with each effect on the way awaited."""
-    try:
-        effect = resume()
-        while not isinstance(effect, kind):
-            try:
-                result = await effect.arun()
-            except BaseException as error:
-                effect = plan.throw(error)
-            else:
-                effect = plan.send(result)
-    except StopIteration as end:
-        return Ended(end.value)
-    return effect

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+from .._runtime.loops import keep_task
 from .._runtime.plan import Plan, arun, run
 
 
@@ -39,10 +40,4 @@ class FinishDespiteCancel:
         return run(self.plan)
 
     async def arun(self) -> Any:
-        task = asyncio.create_task(arun(self.plan))
-        _running.add(task)
-        task.add_done_callback(_running.discard)
-        return await asyncio.shield(task)
-
-
-_running: set[asyncio.Task[Any]] = set()  # the event loop itself keeps only weak references
+        return await asyncio.shield(keep_task(arun(self.plan)))

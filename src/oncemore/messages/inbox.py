@@ -16,8 +16,9 @@ from .._fingerprint.fingerprint import fingerprint_of
 from .._ledger.context import Op
 from .._ledger.guard import Guard, check_guard
 from .._ledger.model import Lease, Operation, Outcome, Record
+from .._ledger.steps import LARGEST
 from .._ledger.store import Filter, Page
-from .._ledger.values import replayed
+from .._ledger.values import Types, replayed, value_outcome
 from .._runtime.plan import Plan, arun, run
 from ..errors import (
     ConfigurationError,
@@ -120,7 +121,7 @@ class Inbox:
             return handler(op, payload)
 
         try:
-            if delivery > self.attempts and (yield from self._bury(operation, f"delivery {delivery}")):
+            if delivery > self.attempts and (yield from self._bury(operation, payload, f"delivery {delivery}")):
                 return Received("dead", attempt=delivery)
             answer = yield from self.guard.guarded(operation, perform, self.policy)
         except Refusal as refusal:
@@ -133,7 +134,7 @@ class Inbox:
             if not begun:  # a guard that cannot lend, say: no event is to die of that
                 raise
             failures = yield from self._failed(operation, self.policy.ttl)
-            if failures < self.attempts or not (yield from self._bury(operation, repr(error))):
+            if failures < self.attempts or not (yield from self._bury(operation, payload, repr(error))):
                 raise
             log.error("The event %r of %s has failed %d times", operation.key, operation.name, self.attempts)
             return Received("dead", attempt=self.attempts)
@@ -176,8 +177,10 @@ class Inbox:
         yield from self.guard.store.release(found, retention=retention)
         return found.attempt
 
-    def _bury(self, operation: Operation, why: str) -> Plan[bool]:
-        lease = yield from self.guard.store.claim(operation, lease=self.policy.lease)
+    def _bury(self, operation: Operation, payload: Any, why: str) -> Plan[bool]:
+        """Make the event a dead letter, whose record keeps the payload until it is handled after all."""
+        request = packed(payload, self.policy.types)
+        lease = yield from self.guard.store.claim(operation, lease=self.policy.lease, request=request)
         if not isinstance(lease, Lease):
             return False
         if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect != "steps":
@@ -213,6 +216,12 @@ class Inbox:
         if record is not None:  # whoever buried it may have come no further than that
             yield from self._failed(Operation(scope, event_id), 0.0)
         return (yield from self.guard.store.resolve(scope, event_id, None, retention=self.policy.ttl))
+
+
+def packed(payload: Any, types: Types) -> bytes:
+    """The payload as a record keeps it; nothing if it is too large, or of a kind that cannot be read back."""
+    outcome = value_outcome(payload, types)
+    return outcome.body if outcome.kind == "value" and len(outcome.body) <= LARGEST else b""
 
 
 def is_dead(record: Record) -> bool:

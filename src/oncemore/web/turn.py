@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .._contract.contract import Match
-from .._ledger.decisions import Answer, keeps
+from .._ledger.decisions import Answer
 from .._ledger.model import Operation, Outcome
 from .._runtime.plan import Plan
 from .current import CURRENT, GUARDED
@@ -78,7 +78,7 @@ class Turn:
         transaction is rolled back at once.
         """
         tombstone = Outcome("tombstone", status)
-        if (stream and self.rule.streams == "release") or not keeps(self.policy, tombstone):
+        if (stream and self.rule.streams == "release") or not self.attempt.keeps(tombstone):
             if self.policy.effect == "transaction":
                 yield from self.attempt.release()
             return Answer(tombstone, "unstored")

@@ -62,10 +62,10 @@ def healed_soon(proxy: FaultProxy, seconds: float = 0.3) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("fault", ["cut_answers", "refuse"])
-def test_a_claim_whose_answer_was_lost_gets_its_own_lease_again(
+def test_claim_whose_answer_was_lost_gets_its_lease(
     far: PostgresStore, store: PostgresStore, proxy: FaultProxy, drive: Drive, fault: str
 ) -> None:
-    """CASES 26: the server had granted it; the retry must not take it for someone else's."""
+    """The server had granted it; the retry must not take it for another claim's."""
     drive(far.claim(Operation("s", "warm"), lease=LEASE))
     getattr(proxy, fault)()
     with healed_soon(proxy):
@@ -76,9 +76,7 @@ def test_a_claim_whose_answer_was_lost_gets_its_own_lease_again(
     drive(far.settle(lease, DONE, retention=RETENTION))
 
 
-def test_a_claim_whose_answer_was_lost_is_its_own_even_after_its_lease(
-    far: PostgresStore, proxy: FaultProxy, drive: Drive
-) -> None:
+def test_claim_whose_answer_was_lost_survives_its_lease(far: PostgresStore, proxy: FaultProxy, drive: Drive) -> None:
     drive(far.claim(Operation("s", "warm"), lease=LEASE))
     proxy.cut_answers()
     with healed_soon(proxy):
@@ -86,7 +84,7 @@ def test_a_claim_whose_answer_was_lost_is_its_own_even_after_its_lease(
     assert (lease.attempt, lease.lapsed) == (1, False)
 
 
-def test_writes_whose_answers_were_lost_are_done_once(
+def test_writes_whose_answers_were_lost_are_applied_once(
     far: PostgresStore, store: PostgresStore, proxy: FaultProxy, drive: Drive
 ) -> None:
     leases = [drive(far.claim(Operation("s", verb), lease=LEASE)) for verb in ("settle", "release", "hold", "renew")]
@@ -108,9 +106,7 @@ def test_writes_whose_answers_were_lost_are_done_once(
     assert states == {"settle": "settled", "release": "released", "hold": "held", "renew": "running"}
 
 
-def test_a_resolution_whose_answer_was_lost_is_known_for_ones_own(
-    far: PostgresStore, proxy: FaultProxy, drive: Drive
-) -> None:
+def test_resolution_whose_answer_was_lost_succeeds(far: PostgresStore, proxy: FaultProxy, drive: Drive) -> None:
     drive(far.hold(drive(far.claim(Operation("s", "k"), lease=LEASE))))
     drive(far.stats())
     proxy.cut_answers()
@@ -136,10 +132,10 @@ def cut_after_the_first(plan: Plan[bool], proxy: FaultProxy) -> Plan[bool]:
         return end.value  # type: ignore[no-any-return]
 
 
-def test_a_deletion_whose_answer_was_lost_says_that_there_was_a_record(
+def test_deletion_whose_answer_was_lost_returns_true(
     far: PostgresStore, store: PostgresStore, proxy: FaultProxy, drive: Drive
 ) -> None:
-    """CASES 26: the statement that is sent again finds nothing any more."""
+    """The statement that is sent again finds nothing any more."""
     drive(far.settle(drive(far.claim(Operation("s", "k"), lease=LEASE)), DONE, retention=RETENTION))
     drive(far.stats())
     with healed_soon(proxy, 0.5):
@@ -148,10 +144,8 @@ def test_a_deletion_whose_answer_was_lost_says_that_there_was_a_record(
     assert drive(far.delete("s", "k")) is False
 
 
-def test_a_claim_that_was_given_up_is_taken_back_when_the_server_answers_again(
-    store: PostgresStore, proxy: FaultProxy, url: str
-) -> None:
-    """CASES 27: its caller was told 503 and performed nothing, so the key must not end up as one in doubt."""
+def test_claim_that_timed_out_is_undone_once_server_answers(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
+    """Its caller got a 503 and performed nothing, so the key must not end up in doubt."""
     far = PostgresStore(f"{proxy.url(url)}&listen=false&timeout=3s")
     run(far.claim(Operation("s", "warm"), lease=LEASE))
     proxy.cut_answers()
@@ -165,10 +159,8 @@ def test_a_claim_that_was_given_up_is_taken_back_when_the_server_answers_again(
     far.close()
 
 
-async def test_a_takeover_that_was_given_up_leaves_the_operation_in_doubt(
-    store: PostgresStore, proxy: FaultProxy, url: str
-) -> None:
-    """CASES 25: its former holder vanished, perhaps after the effect; taken back, it must not look as if it had failed."""
+async def test_takeover_that_timed_out_stays_in_doubt(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
+    """The holder before it crashed, perhaps after the effect: undone, the key must not look as if that had failed."""
     operation, beside = Operation("s", "k"), Operation("s", "beside")
     run(store.claim(operation, lease=0.01))
     far = PostgresStore(f"{proxy.url(url)}&listen=false&timeout=1s")
@@ -190,8 +182,8 @@ async def test_a_takeover_that_was_given_up_leaves_the_operation_in_doubt(
     await far.aclose()
 
 
-def test_a_claim_whose_loop_was_shut_down_is_taken_back(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
-    """As when a program ends by asyncio.run: nobody performs, so the key must not end up as one in doubt."""
+def test_claim_of_ended_event_loop_is_undone(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
+    """`asyncio.run` ends while the claim is under way: nobody performs, so the key must not end up in doubt."""
     far = PostgresStore(f"{proxy.url(url)}&listen=false")
 
     async def ask_and_leave() -> None:
@@ -212,8 +204,8 @@ def test_a_claim_whose_loop_was_shut_down_is_taken_back(store: PostgresStore, pr
 
 
 @pytest.mark.parametrize("fault", ["stall", "drop_answers"])
-def test_a_server_that_is_silent_is_given_up(proxy: FaultProxy, url: str, fault: str) -> None:
-    """CASES 27: within the time that the URL allows, and never as if nothing had been wrong."""
+def test_silent_server_times_out(proxy: FaultProxy, url: str, fault: str) -> None:
+    """Within the time that the URL allows, and never with a wrong answer."""
     store = PostgresStore(f"{proxy.url(url)}&listen=false&timeout=3s")
     lease = run(store.claim(Operation("s", "k"), lease=LEASE))
     run(store.renew(lease, lease=LEASE))
@@ -229,8 +221,7 @@ def test_a_server_that_is_silent_is_given_up(proxy: FaultProxy, url: str, fault:
     store.close()
 
 
-def test_a_server_that_is_away_is_unavailable(proxy: FaultProxy, url: str) -> None:
-    """CASES 27."""
+def test_unreachable_server_is_unavailable(proxy: FaultProxy, url: str) -> None:
     store = PostgresStore(f"{proxy.url(url)}&timeout=500ms")
     proxy.refuse()
     for drive in (run, lambda plan: asyncio.run(arun(plan))):
@@ -250,7 +241,7 @@ def answer(plan: Plan[Any]) -> Any:
         return error
 
 
-def test_who_watches_a_server_that_is_away_goes_on_waiting(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
+def test_watch_on_unreachable_server_does_not_fail(store: PostgresStore, proxy: FaultProxy, url: str) -> None:
     far = PostgresStore(f"{proxy.url(url)}&timeout=3s")
     run(store.claim(Operation("s", "k"), lease=LEASE))
     record = run(far.claim(Operation("s", "k"), lease=LEASE))
@@ -261,9 +252,7 @@ def test_who_watches_a_server_that_is_away_goes_on_waiting(store: PostgresStore,
     far.close()
 
 
-def test_an_idle_connection_that_the_server_closed_is_replaced_unnoticed(
-    store: PostgresStore, postgres_url: str
-) -> None:
+def test_free_connection_closed_by_server_is_replaced(store: PostgresStore, postgres_url: str) -> None:
     run(store.claim(Operation("s", "first"), lease=LEASE))
     (free,) = store.database.connections.threads.connections
     with psycopg.connect(postgres_url, autocommit=True) as server:
@@ -271,16 +260,14 @@ def test_an_idle_connection_that_the_server_closed_is_replaced_unnoticed(
     assert isinstance(run(store.claim(Operation("s", "second"), lease=LEASE)), Lease)
 
 
-async def test_an_event_loop_sleeps_well_when_the_server_closes_its_connection(
-    store: PostgresStore, postgres_url: str
-) -> None:
+async def test_event_loop_stays_idle_when_server_closes_connection(store: PostgresStore, postgres_url: str) -> None:
     await arun(store.claim(Operation("s", "first"), lease=LEASE))
     (free,) = store.database.connections.loops.get().connections
     async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as server:
         await server.execute("SELECT pg_terminate_backend(%s, 5000)", [free.pgconn.backend_pid])
     before = time.process_time()
     await asyncio.sleep(0.5)
-    assert time.process_time() - before < 0.4  # a socket at its end is always readable; nobody must keep looking
+    assert time.process_time() - before < 0.4  # the socket is readable from then on, and must not be polled
     assert isinstance(await arun(store.claim(Operation("s", "second"), lease=LEASE)), Lease)
     await store.aclose()
 
@@ -293,9 +280,9 @@ def test_listener_whose_connection_was_cut_listens_again(proxy: FaultProxy, url:
         run(mine.watch(record))
         time.sleep(0.3)
         proxy.cut()
-        run(other.settle(lease, DONE, retention=RETENTION))  # the message may go unheard
+        run(other.settle(lease, DONE, retention=RETENTION))  # the message may be lost
         begun = time.monotonic()
-        for _ in range(2):  # but whoever begins to listen again wakes all who wait
+        for _ in range(2):  # but a listener that connects again wakes all waiters
             waiter.wait(mine.poll).run()
             if run(mine.claim(Operation("s", "k"), lease=LEASE)).state == "settled":
                 break

@@ -37,8 +37,6 @@ def settle(store: PostgresStore, key: str, *, retention: float = 1000.0) -> None
 
 
 class TestPartitionedPostgres(StoreContract):
-    """CASES 52."""
-
     @pytest.fixture
     def store(self, partitioned: str) -> PostgresStore:
         store = PostgresStore(partitioned)
@@ -46,7 +44,7 @@ class TestPartitionedPostgres(StoreContract):
         return store
 
 
-def test_what_was_there_before_is_there_after(partitioned: str) -> None:
+def test_record_survives_partitioning(partitioned: str) -> None:
     store = PostgresStore(partitioned)
     record = run(store.find("s", "before"))
     assert record is not None
@@ -54,10 +52,8 @@ def test_what_was_there_before_is_there_after(partitioned: str) -> None:
     store.close()
 
 
-def test_a_purge_takes_no_row_for_one_in_another_partition(
-    partitioned: str, postgres_url: str, postgres_schema: str
-) -> None:
-    """CASES 29: rows of two partitions may have the same ctid, and only one of them has expired."""
+def test_purge_spares_same_ctid_in_another_partition(partitioned: str, postgres_url: str, postgres_schema: str) -> None:
+    """Rows of two partitions may have the same ctid, and only one of them has expired."""
     store = PostgresStore(partitioned)
     for number in range(60):
         settle(store, f"old-{number}", retention=0.001)

@@ -67,8 +67,8 @@ def children(url: str, task: str, count: int = 1) -> Iterator[list[Child]]:
 # Other processes
 
 
-def test_16_processes_start_on_an_empty_database_and_one_wins(url: str) -> None:
-    """CASES 52: they race for the tables first, and for the key then."""
+def test_16_processes_on_empty_database_grant_one_lease(url: str) -> None:
+    """They race for the tables first, and for the key then."""
     with children(url, "claim", 16) as processes:
         for process in processes:
             assert process.hear() == "ready"
@@ -79,8 +79,8 @@ def test_16_processes_start_on_an_empty_database_and_one_wins(url: str) -> None:
     assert len({token for _, token in found}) == 1
 
 
-def test_serialization_failures_are_retried_inside(url: str) -> None:
-    """CASES 54: four processes run after the same keys in the strictest isolation, and none hears of a failure."""
+def test_serialization_failures_are_retried_by_the_store(url: str) -> None:
+    """Four processes run after the same keys in the strictest isolation, and none hears of a failure."""
     with children(f"{url}&options={SERIALIZABLE}&timeout=30s", "contend", 4) as processes:
         for process in processes:
             assert process.hear() == "ready"
@@ -90,8 +90,7 @@ def test_serialization_failures_are_retried_inside(url: str) -> None:
 
 
 @pytest.mark.chaos
-def test_the_key_of_a_killed_holder_is_free_after_its_lease(store: PostgresStore, url: str) -> None:
-    """CASES 25."""
+def test_key_of_killed_holder_is_free_after_its_lease(store: PostgresStore, url: str) -> None:
     with children(url, "settle") as (child,):
         token = int(child.hear())
         child.signal(signal.SIGKILL)
@@ -104,8 +103,7 @@ def test_the_key_of_a_killed_holder_is_free_after_its_lease(store: PostgresStore
 
 
 @pytest.mark.chaos
-def test_a_frozen_holder_is_fenced_on_every_verb_when_it_thaws(store: PostgresStore, url: str) -> None:
-    """CASES 24."""
+def test_frozen_holder_is_fenced_on_every_verb(store: PostgresStore, url: str) -> None:
     with children(url, "hold") as (child,):
         token = int(child.hear())
         child.signal(signal.SIGSTOP)
@@ -122,8 +120,7 @@ def test_a_frozen_holder_is_fenced_on_every_verb_when_it_thaws(store: PostgresSt
     assert run(store.find("s", "k")).outcome == DONE
 
 
-def test_a_waiter_is_woken_by_another_process_long_before_it_would_look(url: str) -> None:
-    """CASES 17."""
+def test_waiter_is_woken_by_another_process(url: str) -> None:
     store = PostgresStore(f"{url}&poll=30s")
     with children(url, "settle") as (child,), store.wakeups.waiting(("s", "k")) as waiter:
         child.hear()
@@ -143,8 +140,8 @@ def test_a_waiter_is_woken_by_another_process_long_before_it_would_look(url: str
 
 
 @pytest.mark.chaos
-def test_a_restart_in_mid_load_leads_to_no_wrong_answer_and_no_second_effect(own_postgres: PostgresServer) -> None:
-    """CASES 26, 27, 53: each key performed at most once, and none wedged past its lease."""
+def test_server_restart_under_load_causes_no_second_effect(own_postgres: PostgresServer) -> None:
+    """Each key performed at most once, and none wedged past its lease."""
     policy = Policy(lease=LEASE, wait=0.2, on_unknown="hold")
     performed: Counter[str] = Counter()
     answers: list[tuple[str, bytes]] = []
@@ -193,8 +190,7 @@ def test_a_restart_in_mid_load_leads_to_no_wrong_answer_and_no_second_effect(own
 
 
 @pytest.mark.chaos
-def test_tokens_grow_across_a_restart(own_postgres: PostgresServer) -> None:
-    """CASES 53."""
+def test_tokens_grow_across_server_restarts(own_postgres: PostgresServer) -> None:
     store = PostgresStore(own_postgres.url)
     tokens = []
     for _ in range(3):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from oncemore._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
+from oncemore._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_outcome
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import arun, run
 from oncemore.errors import (
@@ -35,15 +35,13 @@ SERIALIZABLE = quote("-c default_transaction_isolation=serializable")
 
 
 class TestPostgres(StoreContract):
-    """CASES 52."""
-
     @pytest.fixture
     def store(self, url: str) -> PostgresStore:
         return PostgresStore(url)
 
 
 class TestPooledPostgres(StoreContract):
-    """CASES 54: behind PgBouncer in transaction mode, where each statement may meet another server process."""
+    """Behind PgBouncer in transaction mode, in which each statement may meet another server process."""
 
     @pytest.fixture
     def store(self, pgbouncer_url: str, postgres_schema: str) -> PostgresStore:
@@ -51,22 +49,22 @@ class TestPooledPostgres(StoreContract):
 
 
 class TestSerializablePostgres(StoreContract):
-    """CASES 54: under the strictest isolation, where the server refuses whatever might collide."""
+    """Under the strictest isolation, in which the server refuses every possible conflict."""
 
     @pytest.fixture
     def store(self, url: str) -> PostgresStore:
         return PostgresStore(f"{url}&options={SERIALIZABLE}")
 
 
-def test_any_history_is_answered_as_the_model_answers_it(url: str) -> None:
+def test_any_history_is_answered_like_the_model(url: str) -> None:
     run(PostgresStore(url).stats())  # the tables are made once
     run_state_machine_as_test(store_machine(lambda: PostgresStore(f"{url}&listen=false"), examples=40))  # type: ignore[no-untyped-call]
 
 
-# Many at once
+# Batches
 
 
-async def test_what_one_flight_says_of_one_record_twice_is_done_in_order(store: PostgresStore) -> None:
+async def test_changes_of_one_record_in_one_batch_keep_order(store: PostgresStore) -> None:
     lease = await arun(store.claim(Operation("s", "k"), lease=LEASE))
     assert isinstance(lease, Lease)
     renewed, settled, again, held = await asyncio.gather(
@@ -84,9 +82,7 @@ async def test_what_one_flight_says_of_one_record_twice_is_done_in_order(store: 
     await store.aclose()
 
 
-async def test_one_that_the_server_refuses_does_not_fail_its_neighbours(
-    store: PostgresStore, server: psycopg.Connection[Any]
-) -> None:
+async def test_refused_item_does_not_fail_its_batch(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     await arun(store.stats())
     names = store.database.names
     server.execute(f"ALTER TABLE {names['records']} ADD CHECK (key <> 'bad')")
@@ -99,9 +95,7 @@ async def test_one_that_the_server_refuses_does_not_fail_its_neighbours(
     await store.aclose()
 
 
-def test_a_row_that_someone_keeps_locked_does_not_hold_up_the_others_for_long(
-    url: str, server: psycopg.Connection[Any]
-) -> None:
+def test_locked_row_does_not_hold_up_its_batch(url: str, server: psycopg.Connection[Any]) -> None:
     store = PostgresStore(f"{url}&timeout=3s")
     locked = run(store.claim(Operation("s", "locked"), lease=LEASE))
     free = run(store.claim(Operation("s", "free"), lease=LEASE))
@@ -117,10 +111,10 @@ def test_a_row_that_someone_keeps_locked_does_not_hold_up_the_others_for_long(
     store.close()
 
 
-async def test_callers_that_go_away_leave_behind_what_they_should(
+async def test_cancelled_claims_are_undone_and_cancelled_writes_are_kept(
     store: PostgresStore, server: psycopg.Connection[Any]
 ) -> None:
-    """A claim is given back, and a failure before it is not forgotten sooner; what an owner says is written."""
+    """A claim is undone, and the released attempt before it is remembered; an owner's write is carried out."""
     operation, ahead = Operation("s", "k", "c1:aa"), Operation("s", "ahead")
     held = await arun(store.claim(operation, lease=LEASE))
     await arun(store.release(held, retention=RETENTION))
@@ -129,14 +123,14 @@ async def test_callers_that_go_away_leave_behind_what_they_should(
         server.execute(f"SELECT * FROM {store.database.names['records']} WHERE key IN ('k', 'ahead') FOR UPDATE")
         gone = [asyncio.create_task(arun(store.claim(operation, lease=LEASE)))]
         gone.append(asyncio.create_task(arun(store.renew(owned[0], lease=LEASE))))
-        await asyncio.sleep(0.2)  # both lanes fly, and wait for the rows
+        await asyncio.sleep(0.2)  # both batches are under way, and wait for the rows
         gone.append(asyncio.create_task(arun(store.settle(owned[1], DONE, retention=RETENTION))))
         await asyncio.sleep(0.05)
         for task in gone:
             task.cancel()
     await asyncio.gather(*gone, return_exceptions=True)
-    for lane in (store._claims, store._writes):
-        await lane.drain()
+    for batcher in (store._claims, store._writes):
+        await batcher.drain()
     assert (await arun(store.find("s", "owned"))).state == "settled"
     record = await arun(store.find("s", "k"))
     assert (record.state, record.attempts) == ("released", 2)
@@ -156,8 +150,8 @@ def test_escaped_text_is_distinct_and_comes_back(one: str, two: str) -> None:
 
 
 @pytest.mark.parametrize("awkward", ["\0", "a\0b", "\ud800", "\\0", "\\\\0", "\\ud800", "\x1f", "🙂"])
-def test_text_that_postgresql_cannot_hold_is_held_all_the_same(store: PostgresStore, awkward: str) -> None:
-    """CASES 11: hostile input has a defined answer."""
+def test_text_that_postgresql_cannot_store_comes_back(store: PostgresStore, awkward: str) -> None:
+    """Hostile input has a defined answer."""
     operation = Operation(awkward, awkward, awkward, awkward)
     run(store.settle(run(store.claim(operation, lease=LEASE)), DONE, retention=RETENTION, note=awkward))
     record = run(store.claim(operation, lease=LEASE))
@@ -167,22 +161,22 @@ def test_text_that_postgresql_cannot_hold_is_held_all_the_same(store: PostgresSt
     assert run(store.delete(*operation.id)) is True
 
 
-def test_a_name_that_no_index_has_room_for_is_refused(store: PostgresStore) -> None:
+def test_key_too_long_for_the_index_is_refused(store: PostgresStore) -> None:
     random = secrets.token_hex(1300)  # a repetitive one might be compressed into an entry
     assert isinstance(run(store.claim(Operation("", random), lease=LEASE)), Lease)
     with pytest.raises(InvalidKey, match="2601 bytes"):
         run(store.claim(Operation("x", random), lease=LEASE))
 
 
-def test_a_span_longer_than_the_calendar_is_cut(store: PostgresStore) -> None:
+def test_span_longer_than_the_calendar_is_shortened(store: PostgresStore) -> None:
     lease = run(store.claim(Operation("s", "k"), lease=1e15))
     run(store.settle(lease, DONE, retention=1e15))
     assert run(store.find("s", "k")).remaining > 1e9
 
 
 @pytest.mark.parametrize("callers", ["threads", "tasks"])
-def test_large_outcomes_at_once_come_back_as_they_were(store: PostgresStore, callers: str) -> None:
-    """CASES 19: more than fits into one message to the server."""
+def test_large_outcomes_in_one_batch_come_back(store: PostgresStore, callers: str) -> None:
+    """More than fits into one message to the server."""
     leases = [run(store.claim(Operation("s", str(n)), lease=LEASE)) for n in range(4)]
     bodies = [secrets.token_bytes(5_000_000) for _ in leases]
     settles = [
@@ -204,10 +198,10 @@ def test_large_outcomes_at_once_come_back_as_they_were(store: PostgresStore, cal
 
 
 @pytest.mark.parametrize("bytes_", [b"", b"\xc1", b"\x94\xa5other", b"nonsense"])
-def test_an_outcome_that_cannot_be_read_is_a_tombstone(
+def test_unreadable_outcome_is_a_tombstone(
     store: PostgresStore, server: psycopg.Connection[Any], bytes_: bytes
 ) -> None:
-    """CASES 28: a defined answer, never an eternal conflict."""
+    """A defined answer, never an eternal conflict."""
     operation = Operation("s", "k")
     run(store.settle(run(store.claim(operation, lease=LEASE)), DONE, retention=RETENTION))
     server.execute(f"UPDATE {store.database.names['records']} SET outcome = %s", [bytes_])
@@ -215,15 +209,13 @@ def test_an_outcome_that_cannot_be_read_is_a_tombstone(
     assert (record.state, record.outcome, record.note) == ("settled", Outcome("tombstone"), "unreadable record")
 
 
-def test_a_cursor_of_someone_elses_making_is_refused(store: PostgresStore) -> None:
+def test_invalid_cursor_is_refused(store: PostgresStore) -> None:
     with pytest.raises(InvalidPayload):
         run(store.list(Filter(), cursor="17"))
 
 
-def test_the_statements_run_on_a_connection_of_the_users_within_its_transaction(
-    store: PostgresStore, server: psycopg.Connection[Any]
-) -> None:
-    """They are text with positional parameters: whoever can execute that can claim and settle with a commit of its own."""
+def test_statements_run_inside_a_users_transaction(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+    """They are text with numbered parameters, so any driver can run them."""
     run(store.stats())
     known, cursor = store.database.sql, psycopg.RawCursor(server)
     asked = ["s", "k", "name", "c1:aa", "my holder", LEASE, 0.0, "1000", b"asked"]
@@ -242,8 +234,8 @@ def test_the_statements_run_on_a_connection_of_the_users_within_its_transaction(
 # Clocks, tokens
 
 
-def test_the_clients_clock_does_not_matter(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CASES 53: an hour ahead or behind, leases live by the server's clock."""
+def test_clients_clock_does_not_matter(store: PostgresStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour ahead or behind, leases live by the server's clock."""
     operation = Operation("s", "k")
     right = time.time()
     lease = run(store.claim(operation, lease=LEASE))
@@ -253,10 +245,17 @@ def test_the_clients_clock_does_not_matter(store: PostgresStore, monkeypatch: py
     assert abs(lease.expires_at - right - LEASE) < 60
 
 
-def test_tokens_come_from_a_sequence_that_outlives_the_records(
-    store: PostgresStore, server: psycopg.Connection[Any]
-) -> None:
-    """CASES 53."""
+def test_unclaimed_first_attempt_stays_gone_if_clock_goes_back(store: PostgresStore) -> None:
+    operation = Operation("s", "k", "c1:aa")
+    run(store.claim(operation, lease=LEASE))
+    run(store.unclaim([Claim(operation, run(store.find("s", "k")).holder, LEASE)]))
+    store.shift -= 3600
+    assert run(store.find("s", "k")) is None
+    assert run(store.delete("s", "k")) is False
+    assert run(store.claim(Operation("s", "k", "c1:other"), lease=LEASE)).attempt == 1
+
+
+def test_tokens_grow_after_records_were_deleted(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     names = store.database.names
     first = run(store.claim(Operation("s", "k"), lease=LEASE))
     server.execute(f"TRUNCATE {names['records']}")

@@ -27,9 +27,7 @@ from .parts import same, until
 
 
 @pytest.mark.parametrize("rows", [0, 2, 40, 3000])
-def test_kept_plans_look_rows_up_by_key_however_small_the_table_was(
-    store: PostgresStore, server: psycopg.Connection[Any], rows: int
-) -> None:
+def test_kept_plans_look_rows_up_by_key(store: PostgresStore, server: psycopg.Connection[Any], rows: int) -> None:
     """A plan that reads the whole table is good for a small one, and ruinous when it has grown."""
     run(store.stats())
     names = store.database.names
@@ -59,9 +57,7 @@ def explain(server: psycopg.Connection[Any], text: str, values: str) -> str:
     return plan
 
 
-def test_the_purge_and_the_list_of_open_records_use_their_index(
-    store: PostgresStore, server: psycopg.Connection[Any]
-) -> None:
+def test_purge_and_list_use_their_index(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     run(store.stats())
     names = store.database.names
     fill(server, names, 3000)
@@ -95,7 +91,7 @@ def test_renewing_a_lease_changes_no_index(store: PostgresStore, server: psycopg
 # The schema
 
 
-def test_the_script_makes_what_the_store_needs(url: str, server: psycopg.Connection[Any]) -> None:
+def test_schema_script_creates_the_tables(url: str, server: psycopg.Connection[Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"oncemore\.stores\.schema\(url\)"):
         run(PostgresStore(f"{url}&create=false").stats())
     server.execute(schema(url))
@@ -114,18 +110,18 @@ def test_names_can_be_chosen(url: str, server: psycopg.Connection[Any], postgres
 
 
 @pytest.mark.parametrize("query", ["schema=a-b", "schema=", 'schema="', "prefix=A", "prefix=1a", "prefix=" + "x" * 41])
-def test_names_that_are_none_are_refused(query: str) -> None:
+def test_invalid_names_are_refused(query: str) -> None:
     with pytest.raises(ConfigurationError, match=query.partition("=")[0]):
         connect(f"postgresql://localhost/?{query}")
 
 
 @pytest.mark.parametrize("query", ["nonsense=1", "timeout=0", "poll=0", "pool=0", "timeout=soon", "create=maybe"])
-def test_options_that_are_none_are_refused(query: str) -> None:
+def test_invalid_options_are_refused(query: str) -> None:
     with pytest.raises(ConfigurationError, match=query.partition("=")[0]):
         connect(f"postgresql://localhost/?{query}")
 
 
-def test_a_password_with_a_stray_percent_sign_is_not_shown_either() -> None:
+def test_password_with_stray_percent_sign_is_not_shown() -> None:
     with pytest.raises(ConfigurationError, match="write it as %25") as told:
         connect("postgresql://user:secret%zz1@localhost/db")
     assert "secret" not in str(told.value)
@@ -137,7 +133,7 @@ def test_no_password_is_shown() -> None:
     assert store.poll == 2.0
 
 
-def test_without_the_right_to_create_the_error_names_the_script(
+def test_missing_right_to_create_names_the_script(
     postgres_url: str, server: psycopg.Connection[Any], postgres_schema: str
 ) -> None:
     role, password = f"r{postgres_schema}", secrets.token_hex(8)
@@ -167,7 +163,7 @@ def test_without_the_right_to_create_the_error_names_the_script(
         server.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
 
 
-def test_tables_that_have_gone_are_missed_by_name(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+def test_missing_table_is_named(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     run(store.claim(Operation("s", "k"), lease=LEASE))
     server.execute(f"DROP TABLE {store.database.names['records']}")
     for verb in (store.claim(Operation("s", "k"), lease=LEASE), store.stats(), store.find("s", "k")):
@@ -176,7 +172,7 @@ def test_tables_that_have_gone_are_missed_by_name(store: PostgresStore, server: 
 
 
 def test_statement_is_prepared_again_after_a_migration(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
-    """Outside, somebody changes a column's type: the kept plans are refused once, and nobody hears of it."""
+    """The server refuses the kept plans once, and no caller notices."""
     run(store.claim(Operation("s", "k"), lease=LEASE))
     assert run(store.find("s", "k")) is not None
     server.execute(f"ALTER TABLE {store.database.names['records']} ALTER COLUMN note TYPE varchar")
@@ -191,7 +187,7 @@ def test_tables_of_a_newer_release_are_left_alone(store: PostgresStore, server: 
         run(PostgresStore(same(store)).stats())
 
 
-def test_an_older_schema_is_brought_up_to_date_once(
+def test_older_schema_is_migrated_once(
     store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(store.stats())

@@ -31,7 +31,7 @@ from .parts import connections, same, until
 # Waking up
 
 
-def test_a_waiter_hears_at_once_of_what_another_process_does(url: str) -> None:
+def test_waiter_is_woken_by_each_verb_of_another_process(url: str) -> None:
     mine, other = PostgresStore(url), PostgresStore(url)  # each with wake-ups of its own, as in two processes
     for verb in ("settle", "release", "hold", "lapse", "resolve"):
         operation = Operation("s", verb)
@@ -71,7 +71,7 @@ def forward(effect: Any) -> Any:
     return (yield effect)
 
 
-def test_watching_what_is_over_already_rings_at_once(url: str) -> None:
+def test_watch_of_finished_record_wakes_at_once(url: str) -> None:
     mine, other = PostgresStore(url), PostgresStore(url)
     operation = Operation("s", "k")
     lease = run(other.claim(operation, lease=LEASE))
@@ -84,7 +84,7 @@ def test_watching_what_is_over_already_rings_at_once(url: str) -> None:
     other.close()
 
 
-def test_nothing_is_sent_where_nobody_in_another_process_waits(url: str, postgres_url: str) -> None:
+def test_no_message_is_sent_if_no_other_process_waits(url: str, postgres_url: str) -> None:
     store = PostgresStore(url)
     operation = Operation("s", "k")
     lease = run(store.claim(operation, lease=LEASE))
@@ -109,7 +109,7 @@ def test_unclaim_wakes_waiters_of_another_process(url: str) -> None:
     other.close()
 
 
-async def test_a_deletion_in_another_process_empties_the_cache(url: str) -> None:
+async def test_deletion_in_another_process_empties_the_cache(url: str) -> None:
     mine, other = Guard(url), PostgresStore(url)
     operation = Operation("s", "k", "fp")
     performed = 0
@@ -133,7 +133,7 @@ async def test_a_deletion_in_another_process_empties_the_cache(url: str) -> None
     await other.aclose()
 
 
-def test_a_message_that_is_none_is_ignored(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+def test_invalid_message_is_ignored(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     other = PostgresStore(same(store))
     lease = run(other.claim(Operation("s", "k"), lease=LEASE))
     record = run(store.claim(Operation("s", "k"), lease=LEASE))
@@ -156,8 +156,8 @@ def test_long_messages_are_split(store: PostgresStore, server: psycopg.Connectio
 # Poolers
 
 
-def test_behind_a_pooler_waiters_look_for_themselves(pgbouncer_url: str, postgres_schema: str) -> None:
-    """CASES 54: messages would not arrive, so a waiter polls, and gets its answer all the same."""
+def test_waiters_behind_a_pooler_look_for_themselves(pgbouncer_url: str, postgres_schema: str) -> None:
+    """Messages would not arrive, so a waiter polls, and gets its answer all the same."""
     guards = [Guard(f"{pgbouncer_url}?schema={postgres_schema}") for _ in range(2)]
     operation, begun = Operation("s", "k"), threading.Event()
 
@@ -180,8 +180,8 @@ def test_behind_a_pooler_waiters_look_for_themselves(pgbouncer_url: str, postgre
 
 
 @pytest.mark.parametrize("verb", ["DEALLOCATE ALL", "SELECT 1"])
-def test_a_pooler_that_hides_itself_is_found_out(store: PostgresStore, verb: str) -> None:
-    """CASES 54: a prepared statement that is missing, or there already, is no failure; the statement is sent again."""
+def test_hidden_pooler_is_detected(store: PostgresStore, verb: str) -> None:
+    """A prepared statement that is missing, or there already, is no failure; the statement is sent again."""
     run(store.claim(Operation("s", "before"), lease=LEASE))
     (connection,) = store.database.connections.threads.connections
     state = state_of(connection)
@@ -215,7 +215,7 @@ async def test_closing_ends_every_connection_and_thread(url: str, server: psycop
     await store.aclose()
 
 
-def test_event_loops_that_are_gone_leave_nothing_behind(url: str, server: psycopg.Connection[Any]) -> None:
+def test_ended_event_loops_leave_no_connections(url: str, server: psycopg.Connection[Any]) -> None:
     name = f"loops{secrets.token_hex(4)}"
     store = PostgresStore(f"{url}&application_name={name}&listen=false")
     for n in range(5):
@@ -230,7 +230,7 @@ def test_event_loops_that_are_gone_leave_nothing_behind(url: str, server: psycop
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_connections_of_its_own(store: PostgresStore) -> None:
+def test_forked_child_has_its_own_connections(store: PostgresStore) -> None:
     """As under gunicorn with preload: parent and child go on, each with its own answers."""
     run(store.claim(Operation("s", "before"), lease=LEASE))
     child = os.fork()
@@ -249,8 +249,8 @@ def test_a_forked_child_has_connections_of_its_own(store: PostgresStore) -> None
     assert len(found) == len({record.token for record in found}) == 101
 
 
-def test_a_guard_waits_for_another_process_without_polling_it_to_death(url: str) -> None:
-    """CASES 17: a duplicate in another process gets the outcome."""
+def test_guard_waits_for_another_process_and_replays(url: str) -> None:
+    """A duplicate in another process gets the outcome."""
     guards = [Guard(url, policy=Policy(wait=20)) for _ in range(2)]
     begun = threading.Event()
 

@@ -315,6 +315,15 @@ def test_server_that_does_not_reply_is_waited_for_as_long_as_asked(
     assert drive(echo("next", 5.0)) == [b"next"]
 
 
+@pytest.mark.parametrize(("seconds", "kept"), [(1.0, 0), (5.0, 1), (20.0, 0)])
+def test_connection_opened_with_another_timeout_is_not_kept(far: RedisStore, seconds: float, kept: int) -> None:
+    """The timeout of a socket stays as it was when it was opened, and would be wrong for the next caller."""
+    pool = far._runner.pool
+    assert RoundTrip(pool, None, pack("PING"), 1, seconds).run() == [b"PONG"]
+    assert len(pool.free_for_threads(None)) == kept
+    far.close()
+
+
 def test_to_forget_an_operation_may_be_said_twice(near: RedisStore) -> None:
     """A release for no time at all whose answer was lost: it is sent again, and nobody has taken over."""
     lease = run(near.claim(operation("key"), lease=HOUR))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TypeVar
 
@@ -29,12 +30,14 @@ NAME = "oncemore.keyring"
 # After its process died, an operation can be resumed when so many seconds have passed.
 LEASE = 15.0
 
+# In a long failure of the store, only the last claims can have been written.
+MAX_FAILED = 1000
+
 # An operation without a final answer stays until a person decides: a hundred years.
 FOREVER = 100 * 365 * 86400.0
 
 TOLD = "its caller was told that the outcome is unknown"
 TOO_OLD = "the server may have forgotten the key"
-UNREADABLE = "the stored request cannot be read"
 
 T = TypeVar("T")
 
@@ -73,6 +76,7 @@ class LedgerKeyring:
     def _reset(self) -> None:
         self._sending: dict[int, Renewal] = {}  # by the token of the entry
         self._adopted: dict[tuple[str, str], Entry] = {}  # by scope and key, until the next claim sends it
+        self._failed: deque[Entry] = deque(maxlen=MAX_FAILED)  # whose claims failed, and may have been written
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         return (yield from self._translate_errors(self._claim(entry, oldest)))
@@ -162,7 +166,9 @@ class LedgerKeyring:
         except StoreError:
             # The caller is told that nothing was sent, and may make a new key.  But the claim may have been written: it must
             # be withdrawn, or another process would send it once its lease has lapsed.
-            yield self.heartbeat.renewal(entry, self.lease)
+            self._failed.append(replace(entry, headers=(), body=None))
+            if len(self._failed) == 1:
+                yield self.heartbeat.renewal(None, self.lease)
             raise
 
     def _begin(self, lease: Lease, entry: Entry, oldest: float) -> Plan[Entry]:
@@ -205,10 +211,10 @@ class LedgerKeyring:
         return lease
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
-        """Renew the lease of an entry that is being sent, or withdraw an entry whose claim failed."""
+        """Renew the lease of an entry that is being sent; if it is None, withdraw the entries whose claims failed."""
         try:
-            if isinstance(renewal.lease, Entry):
-                yield from self._withdraw(renewal.lease)
+            if renewal.lease is None:
+                yield from self._withdraw_failed()
                 renewal.stop()
             else:
                 yield from self.store.renew(renewal.lease, lease=renewal.seconds)
@@ -217,6 +223,15 @@ class LedgerKeyring:
             log.info("A lease on the keyring could not be renewed; the next tick tries again: %s", error)
         except Fenced:
             renewal.lost = True
+
+    def _withdraw_failed(self) -> Plan[None]:
+        while self._failed:
+            entry = self._failed.popleft()
+            try:
+                yield from self._unless_taken_over(self._withdraw(entry))
+            except StoreError:
+                self._failed.appendleft(entry)
+                raise
 
     def _withdraw(self, entry: Entry) -> Plan[None]:
         """Remove the record of a claim that was written although the store said that it failed."""
@@ -234,8 +249,8 @@ class LedgerKeyring:
         found = []
         for record in (yield from self._idle(opened=True)):
             entry = yield from self._read(record)
-            if isinstance(entry, Entry):
-                found.append(replace(entry, state=state_of(record)))
+            if entry is not None:
+                found.append(entry)
         return sorted(found, key=lambda entry: entry.created_at)
 
     def _idle(self, *, opened: bool) -> Plan[list[Record]]:
@@ -254,15 +269,20 @@ class LedgerKeyring:
             found.extend(page.records)
         return found
 
-    def _read(self, record: Record) -> Plan[Entry | CorruptRecord | None]:
+    def _read(self, record: Record) -> Plan[Entry | None]:
         """Return the entry of a listed record; one that cannot be read is logged, and does not affect the others."""
         try:
-            record = (yield from self.store.find(*record.id)) or record  # lists do not decrypt
-            entry = stored_entry(record)
+            found = yield from self.store.find(*record.id)  # because lists do not decrypt
+            if found is None or (found.state, found.token) != (record.state, record.token):
+                return None  # another process was quicker
+            entry = stored_entry(found)
         except CorruptRecord as error:
             log.error("%s, key %s, cannot be resumed: %s", record.scope, record.key, error)
-            return error
-        return None if entry is None else replace(entry, created_at=first_date(record, entry))
+            return None
+        if entry is None:
+            return None
+        state: State = "sending" if found.state == "running" else "open"
+        return replace(entry, created_at=first_date(found, entry), state=state)
 
     def _adopt_all(self, opened: bool, adopted: list[Entry]) -> Plan[None]:
         if self._own_store:
@@ -273,23 +293,21 @@ class LedgerKeyring:
                 adopted.append(entry)
 
     def _adopt(self, record: Record) -> Plan[Entry | None]:
+        entry = yield from self._read(record)
+        if entry is None:
+            return None
         if record.state == "held":
             yield from self._reopen(record)
         operation = Operation(record.scope, record.key, record.fingerprint, NAME)
         lease = yield from self.store.claim(operation, lease=self.lease)  # without a request: the stored one stays
         if isinstance(lease, Record):
             return None  # another process was quicker
-        entry = yield from self._read(record)
-        if isinstance(entry, CorruptRecord):
-            yield from self._unless_taken_over(self.store.hold(lease, note=UNREADABLE))
-            return None
-        if entry is None:  # it was settled or forgotten meanwhile, and this claim is a new record
+        if lease.attempt == 1:  # the entry was forgotten meanwhile, and this is a new record
             yield from self._unless_taken_over(self.store.release(lease, retention=0.0))
             return None
-        entry = replace(entry, state=state_of(record), token=secrets.randbits(62))
-        yield from self._keep_alive(lease, entry.token)
-        self._adopted[entry.scope, entry.key] = entry
-        return entry
+        adopted = self._adopted[entry.scope, entry.key] = replace(entry, token=secrets.randbits(62))
+        yield from self._keep_alive(lease, adopted.token)
+        return adopted
 
     def _release_all(self, adopted: list[Entry]) -> Plan[None]:
         for entry in adopted:
@@ -349,8 +367,3 @@ def first_date(record: Record, entry: Entry) -> float:
     if entry.created_at > now + CLOCK_TOLERANCE:
         return entry.created_at
     return min(entry.created_at, now - (record.now - record.created_at))
-
-
-def state_of(record: Record) -> State:
-    """Return the state of an idle record's entry."""
-    return "sending" if record.state == "running" else "open"

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ..._runtime.forks import Rest, reset_in_child
+from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
 from ..._runtime.plan import Plan
 from ...errors import OncemoreError
 from ..effects import FinishDespiteCancel
@@ -56,10 +56,6 @@ PURGE = f"DELETE FROM oncemore_keys WHERE rowid IN ({OLD})"
 # How long to wait for other processes' commits, each of which takes milliseconds.
 PATIENCE = 10.0
 
-# A file that is open during a fork is safe in neither process: the child trusts in locks that only its parent holds, and rows
-# that it writes after the parent has closed the file are lost.  So the files are closed before a fork.
-KEYRINGS = Rest()
-
 
 class SqliteKeyring:
     """A keyring in the file at *path*, which only its owner may read because it holds request bodies."""
@@ -70,7 +66,7 @@ class SqliteKeyring:
         self._owners = f"{self.path}-owners"
         self._reset()
         reset_in_child(self)
-        KEYRINGS.things.add(self)
+        close_before_fork(self)
 
     def _reset(self) -> None:
         self._database: sqlite3.Connection | None = None
@@ -78,13 +74,17 @@ class SqliteKeyring:
         # One thread, so that a call after a cancelled claim also runs after it.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
-    def _rest(self) -> bool:
-        return self._lock.acquire(timeout=PATIENCE)  # a signal handler may fork while this very thread has it
+    def _close_for_fork(self) -> bool:
+        if not self._lock.acquire(timeout=PATIENCE):  # a signal handler may fork while this very thread has it
+            return False
+        try:
+            self._shut()
+        except BaseException:
+            self._lock.release()
+            raise
+        return True
 
-    def _put_away(self) -> None:
-        self._shut()
-
-    def _go_on(self) -> None:
+    def _end_fork(self) -> None:
         self._lock.release()
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
@@ -188,6 +188,7 @@ class SqliteKeyring:
             database.close()
 
     def _connect(self) -> sqlite3.Connection:
+        check_usable(self.path)
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
         _retry_while_locked(lambda: database.execute("PRAGMA journal_mode = WAL"))

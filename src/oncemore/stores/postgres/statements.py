@@ -152,14 +152,13 @@ WITH {CLOCK.format(shift="$3")}
 SELECT {RECORD} FROM {{records}} r CROSS JOIN clock WHERE r.scope = $1 AND r.key = $2"""
 
 # Undo claims whose callers are gone: nobody performs.  If a claim took over a lapsed lease, the effect of the attempt
-# before it is in doubt, and stays so: the lease ends now.  A first attempt expires at once, which is as if it had never
-# been.  A later one is released, and remembered for a day.
+# before it is in doubt, and stays so: the lease ends now.  A first attempt has expired long ago, whatever the clock says
+# from now on, which is as if it had never been.  A later one is released, and remembered for a day.
 UNCLAIM = f"""
 UPDATE {{records}} r SET
     state = CASE WHEN r.lapsed THEN 'running' ELSE 'released' END,
     lease_until = CASE WHEN r.lapsed THEN want.now ELSE r.lease_until END,
-    expires_at = CASE WHEN NOT r.lapsed THEN
-        want.now + CASE r.attempts WHEN 1 THEN interval '0' ELSE interval '1 day' END END
+    expires_at = CASE WHEN r.lapsed THEN NULL WHEN r.attempts = 1 THEN 'epoch' ELSE want.now + interval '1 day' END
 FROM {many("holder text")}
 WHERE r.scope = want.scope AND r.key = want.key AND r.holder = want.holder AND r.state = 'running'
 RETURNING want.n, r.watched"""

@@ -164,7 +164,7 @@ class Batch:
         self.lost = False  # the primary has to be located before the next attempt
 
     def run(self) -> Plan[list[Any]]:
-        """Send, and send again what has to be, until all is answered or the time is up."""
+        """Send all calls, and the unanswered ones again, until every call is answered or the time is up."""
         attempts = 0
         while True:
             yield from self._attempt()
@@ -314,7 +314,7 @@ def reply_text(error: redis.ResponseError) -> str:
 
 
 def error_code(text: str) -> str:
-    """The word that says what is wrong; before Redis 7, an error within a script has it inside."""
+    """The first word, which names the error; before Redis 7, an error within a script has it in the middle."""
     inside = WITHIN_SCRIPT.match(text)
     return inside[1] if inside else text.partition(" ")[0]
 

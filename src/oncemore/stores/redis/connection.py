@@ -1,6 +1,7 @@
 """Connections to Redis: one write and its replies, from a thread or on an event loop, with a deadline.
 
-redis-py connects, encrypts, logs in, sends and parses.  What is kept here is which connections are free.
+redis-py connects, encrypts, logs in, sends and parses.  This module keeps the free
+connections, and closes a connection that still has to be answered.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class RoundTrip:
     """Effect: send *packet* to *address* in one write and return its *count* replies; an error reply is one of them.
 
     Raises StoreTimeout or StoreUnavailable if not all replies came within *timeout* seconds; the server may have carried
-    out the commands all the same.
+    out the commands all the same.  On a thread, a reply that has begun to arrive may take so long again for its rest:
+    redis-py's blocking sockets have a timeout for each read, and none for a whole reply.
     """
 
     __slots__ = ("address", "count", "packet", "pool", "timeout")
@@ -124,21 +126,21 @@ class RoundTrip:
 
     def run(self) -> list[Any]:
         deadline = SYSTEM.monotonic() + self.timeout
-        hurried = self.timeout < self.pool.timeout
+        usual = self.timeout == self.pool.timeout
         free = self.pool.free_for_threads(self.address)
         try:
             try:
                 connection, kept = free.pop(), True
             except IndexError:
-                connection, kept = self.pool.connector.open(self.address), not hurried
+                connection, kept = self.pool.connector.open(self.address), usual
                 connection.socket_timeout = min(connection.socket_timeout or self.timeout, self.timeout)
                 connection.socket_connect_timeout = min(connection.socket_connect_timeout or self.timeout, self.timeout)
             try:
                 connection.send_packed_command([self.packet])  # connects first, if need be
                 replies = []
                 for _ in range(self.count):
-                    # The timeouts of a socket stay as they were when it was opened, so a shorter wait is one of our own.
-                    if hurried and not connection.can_read(max(0.0, deadline - SYSTEM.monotonic())):
+                    # The timeout of a socket stays as it was when it was opened, so another one needs a wait of its own.
+                    if not usual and not connection.can_read(max(0.0, deadline - SYSTEM.monotonic())):
                         raise redis.TimeoutError("no reply")
                     try:
                         replies.append(connection.read_response())
@@ -149,7 +151,7 @@ class RoundTrip:
                 raise
         except CONNECTION_ERRORS as error:
             raise connection_error(error, self.address) from error
-        # If it was opened with little time left, its timeouts are too short for others.
+        # One that was opened with little time left has timeouts that are too short for others.
         if kept and self.pool.free_for_threads(self.address) is free:
             free.append(connection)
         else:

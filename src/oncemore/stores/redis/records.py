@@ -19,9 +19,9 @@ DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
 class Row(msgspec.Struct, array_like=True):
-    """A stored record: the fields of `scripts.FIELDS`, in their order, and then what the state says.
+    """A stored record: the fields of `scripts.FIELDS`, in their order, and then one or two more.
 
-    The outcome and its hash, if it is settled; otherwise, in the place of the outcome, the request, if there is one.
+    These are the outcome and its hash, if it is settled; otherwise the request, if there is one, in the outcome's place.
     """
 
     state: State

@@ -90,7 +90,7 @@ class Scan:
         return Page(tuple(found.values())[:limit], None if cursor.over else str(cursor))
 
     def purge(self, batch: int) -> Plan[int]:
-        """Starts where the last purge stopped, so that batch after batch scans the keys once."""
+        """Continue the scan of the last purge, so that batch after batch scans the keys once."""
         cursor, fresh, gone = self._purged, self._purged == ScanCursor(), 0
         while gone < batch and not (cursor.over and (gone or fresh)):
             if cursor.over:

@@ -178,7 +178,7 @@ class RedisStore:
         policy = re.search(rb"maxmemory_policy:(\S+)", memory) if isinstance(memory, bytes) else None
         if policy and policy[1] != b"noeviction":
             log.warning(
-                "%s evicts records when its memory is full (maxmemory-policy %s), and what was done may be done again: "
+                "%s evicts records when its memory is full (maxmemory-policy %s), and their operations may run again: "
                 "set it to noeviction",
                 self.url,
                 policy[1].decode(),

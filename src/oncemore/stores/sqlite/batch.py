@@ -167,15 +167,6 @@ class Batch:
         ]
         return self.execute(*self.sql.claim.bind(now, rows)).rowcount
 
-    def claim_one(self, operation: Operation, lease: float, holder: str, request: bytes = b"") -> Lease | Record:
-        """As `claim`, for a single one."""
-        found = None if request else self.claim_new(operation, lease, holder)
-        if found is not None:
-            return found
-        claim = Claim(operation, lease, holder, request)
-        self.claim([claim])
-        return claim.result  # type: ignore[no-any-return]
-
     def claim_new(self, operation: Operation, lease: float, holder: str) -> Lease | None:
         """Insert a record by one statement, and return its lease; None if there is a record."""
         names = (*operation.id, operation.name, operation.fingerprint, holder)

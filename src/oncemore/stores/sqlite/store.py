@@ -96,12 +96,12 @@ def read_cursor(cursor: str) -> int:
 
 
 def empty_log(connection: sqlite3.Connection) -> None:
-    """Move what the log holds into the file, as a commit does that finds it long; nobody who writes has to wait for this."""
+    """Move the log into the file, as a commit does that finds the log long.  Writers do not wait for this."""
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
 class SqliteStore:
-    """Records in a file.  All writes of a process go in groups through one connection; long reads have another."""
+    """Records in a file.  All writes of a process go in batches through one connection; long reads have another."""
 
     poll = 0.25  # other processes send no notifications; looking again writes nothing, so it costs no sync
 
@@ -137,7 +137,7 @@ class SqliteStore:
         self._ready = False
 
     def ready(self) -> Plan[None]:
-        """Have the tables made, if they are not."""
+        """Make the tables, if there are none."""
         if not self._ready:
             yield Use(self._writer, lambda connection: None)
             self._ready = True
@@ -198,7 +198,7 @@ class SqliteStore:
         yield from self._change(record.id, lambda batch: batch.touch(record, retention))
 
     def watch(self, record: Record) -> Plan[None]:
-        """Other processes are heard of by looking."""
+        """Nothing to ask for: waiters look at the records of other processes themselves."""
         return
         yield
 
@@ -259,7 +259,7 @@ class SqliteStore:
         self._reader.close()
 
     async def aclose(self) -> None:
-        """As `close`, when what is in flight on this event loop has landed."""
+        """As `close`, once no batch is under way on this event loop."""
         await self._claims.drain()
         await self._writes.drain()
         await self.lender.aclose()

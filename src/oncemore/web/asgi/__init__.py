@@ -12,6 +12,7 @@ from ..._contract.contract import Contract, Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
 from ..._ledger.guard import Guard
+from ..._ledger.model import Operation
 from ..._runtime.plan import arun
 from ...errors import OncemoreError
 from ..current import CURRENT, GUARDED, current_operation, is_current
@@ -107,20 +108,29 @@ class IdempotencyMiddleware:
         if operation is None or (GUARDED in scope and is_current(operation, scope)):
             return await self.app(scope, body_first(body, receive), send)
         attempt = self.door.attempt(match.rule, operation)
-        response = GuardedResponse(self.door, match, attempt, request, receive, send)
         try:
             answer = await arun(attempt.begin(wait_of(headers)))
-            if answer is None:
-                return await response.finish(self.app)  # the effect may happen from here on, so finish in any case
+        except OncemoreError as error:
+            return await self._refuse(error, match, request, operation, receive, send)
+        if answer is not None:
+            return await respond(send, self.door.replayed(match.rule, answer))
+        response = GuardedResponse(self.door, match, attempt, request, receive, send)
+        try:
+            return await response.finish(self.app)  # the effect may happen from here on, so finish in any case
         except OncemoreError as error:
             if response.performed:  # it is the app's own
                 raise
-            if not self.door.runs_without(error, match.rule):
-                mount = scope.get("root_path", "")
-                return await respond(response.client_send, self.door.refused(error, match, operation, mount))
-            log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
-            return await self.app(scope, body_first(body, receive), send)
-        return await respond(send, self.door.replayed(match.rule, answer))
+            return await self._refuse(error, match, request, operation, receive, response.client_send)
+
+    async def _refuse(
+        self, error: OncemoreError, match: Match, request: Request, operation: Operation, receive: Receive, send: Send
+    ) -> None:
+        """Send the refusal.  If the store is down and the rule says `store_down = "run"`, call the app unguarded instead."""
+        if not self.door.runs_without(error, match.rule):
+            mount = request.native.get("root_path", "")
+            return await respond(send, self.door.refused(error, match, operation, mount))
+        log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
+        return await self.app(request.native, body_first(request.body, receive), send)
 
 
 def inner_path(scope: Scope) -> str:

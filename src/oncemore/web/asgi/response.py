@@ -9,12 +9,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from ..._contract.contract import Match
 from ..._ledger.attempt import LeaseAttempt
-from ..._ledger.decisions import Answer, keeps
+from ..._ledger.decisions import Answer
 from ..._ledger.model import Outcome
 from ..._ledger.transaction_attempt import TransactionRefused
 from ..._runtime.plan import Effect, Plan, arun
@@ -216,7 +216,7 @@ class GuardedResponse:
     async def _begin_passing(self) -> None:
         """From here on, chunk by chunk.  That it happened is recorded first; how it ended cannot be replayed."""
         tombstone = Outcome("tombstone", self.start["status"])
-        if self.rule.streams != "release" and keeps(self.attempt.policy, tombstone):
+        if self.rule.streams != "release" and self.attempt.keeps(tombstone):
             await self._settle(tombstone)
         elif self.attempt.policy.effect == "transaction":  # rolled back before the client gets the first byte
             await arun(self.attempt.release())
@@ -276,8 +276,9 @@ class GuardedResponse:
         """
         loop = asyncio.get_running_loop()
         done = loop.create_future()  # as asyncio.shield does, with less work
-        task = keep(loop.create_task(self.run(app)))
-        task.add_done_callback(lambda task: None if done.done() else done.set_result(None))
+        task = loop.create_task(self.run(app))
+        TASKS.add(task)
+        task.add_done_callback(partial(ended, done))
         try:
             await done
         except asyncio.CancelledError:
@@ -352,6 +353,12 @@ def keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
     TASKS.add(task)
     task.add_done_callback(TASKS.discard)
     return task
+
+
+def ended(done: asyncio.Future[None], task: asyncio.Task[None]) -> None:
+    TASKS.discard(task)
+    if not done.done():
+        done.set_result(None)
 
 
 async def respond(send: Send, response: Response) -> None:

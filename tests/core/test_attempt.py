@@ -1,0 +1,237 @@
+"""One attempt at an operation: what each of its ends leaves in the ledger, on all three levels."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Operation, Outcome, Policy
+from oncemore._ledger.attempt import LeaseAttempt
+from oncemore._ledger.events import Event
+from oncemore._ledger.transaction_attempt import TransactionRefused
+from oncemore._ledger.transactions import Again
+from oncemore._runtime.plan import arun, run
+from oncemore.errors import ConfigurationError, Duplicate, InProgress, PayloadMismatch, RateLimited, UnknownOutcome
+from oncemore.testing.clock import Clock
+
+from .test_guard import kinds
+
+ASKED = Operation("customer-1", "k", "same", "refunds.create")
+OTHER = Operation("customer-1", "k", "another", "refunds.create")
+CREATED = Outcome("response", 201, (), b"made")
+LEVELS = ("lease", "transaction", "steps")
+
+
+@pytest.fixture
+def events() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def guard(tmp_path: Path, events: list[Event]) -> Iterator[Guard]:
+    guard = Guard(f"sqlite:///{tmp_path}/once.db", observers=[events.append])
+    yield guard
+    guard.close()
+
+
+def begun(guard: Guard, level: Any, operation: Operation = ASKED, **settings: Any) -> LeaseAttempt:
+    """An attempt that has begun, and may perform."""
+    attempt = guard.attempt(operation, Policy(effect=level, **settings))
+    assert run(attempt.begin()) is None
+    assert attempt.op.key == operation.key
+    return attempt
+
+
+def state(guard: Guard) -> str | None:
+    record = guard.find(*ASKED.id)
+    return None if record is None else record.state
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_settled_attempt_is_replayed_and_ends_once(guard: Guard, level: str) -> None:
+    attempt = begun(guard, level)
+    assert run(attempt.settle(CREATED)).how == "stored"
+    for late in (attempt.fail(RuntimeError()), attempt.release(), attempt.withdraw()):
+        assert run(late) is None
+    assert state(guard) == "settled"
+    again = run(guard.attempt(ASKED, Policy(effect=level)).begin())  # type: ignore[arg-type]
+    assert again is not None
+    assert (again.how, again.outcome) == ("replayed", CREATED)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "end",
+    [lambda attempt: attempt.fail(RuntimeError("no luck")), lambda attempt: attempt.release()],
+    ids=["fail", "release"],
+)
+def test_failed_attempt_is_released_and_its_key_stays_bound(
+    guard: Guard, level: str, end: Callable[[LeaseAttempt], Any]
+) -> None:
+    attempt = begun(guard, level)
+    assert run(end(attempt)) is None
+    assert run(attempt.fail(KeyboardInterrupt())) is None  # the first end counts
+    assert state(guard) == "released"
+    with pytest.raises(PayloadMismatch):
+        run(guard.attempt(OTHER, attempt.policy).begin())
+    run(begun(guard, level).settle(CREATED))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_withdrawn_first_attempt_is_forgotten(guard: Guard, events: list[Event], level: str) -> None:
+    attempt = begun(guard, level)
+    run(attempt.withdraw(RateLimited("too many")))
+    run(attempt.withdraw())
+    assert state(guard) is None
+    assert (events[-1].kind, events[-1].code) == ("refused", RateLimited.code)
+    run(begun(guard, level, OTHER).settle(CREATED))
+
+
+@pytest.mark.parametrize("level", ["lease", "steps"])
+def test_withdrawn_later_attempt_leaves_the_key_bound(guard: Guard, level: str) -> None:
+    run(begun(guard, level).fail(RuntimeError("no luck")))
+    run(begun(guard, level).withdraw())
+    assert state(guard) == "released"
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dropped_attempt_is_not_renewed_and_can_be_taken_over(guard: Guard, level: str) -> None:
+    attempt = begun(guard, level)
+    attempt.drop()
+    assert guard.heartbeat.threads.renewals == set()
+    Clock(guard.store).advance(31)
+    run(begun(guard, level, on_unknown="retry").settle(CREATED))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_interrupted_attempt_is_as_on_unknown_says(guard: Guard, level: str) -> None:
+    run(begun(guard, level).fail(KeyboardInterrupt()))
+    assert state(guard) == {"lease": "held", "transaction": None, "steps": "released"}[level]
+
+
+def test_interrupted_attempt_that_has_lost_its_lease_leaves_it_alone(guard: Guard, events: list[Event]) -> None:
+    attempt = begun(guard, "lease")
+    attempt.renewal.lost = True
+    run(attempt.fail(KeyboardInterrupt()))
+    assert (state(guard), kinds(events)) == ("running", ["claimed"])
+
+
+@pytest.mark.parametrize("level", ["lease", "steps"])
+def test_lease_is_renewed_from_begin_to_the_end(guard: Guard, level: str) -> None:
+    attempt = begun(guard, level, ASKED)
+    assert guard.heartbeat.threads.renewals == {attempt.renewal}
+    run(attempt.settle(CREATED))
+    assert guard.heartbeat.threads.renewals == set()
+
+
+def test_unique_part_ends_with_its_attempt(guard: Guard) -> None:
+    asked = Operation("customer-1", "k", "same", "refunds.create", unique="order-7")
+    unique = ("unique|refunds.create", "order-7")
+    for end in (LeaseAttempt.withdraw, LeaseAttempt.release):
+        attempt = begun(guard, "lease", asked)
+        assert len(guard.heartbeat.threads.renewals) == 2
+        with pytest.raises(InProgress):
+            run(
+                guard.attempt(
+                    Operation("bob", "k2", unique="order-7", name=asked.name), Policy(in_flight="conflict")
+                ).begin()
+            )
+        run(end(attempt))
+        assert guard.heartbeat.threads.renewals == set()
+        record = guard.find(*unique)
+        assert record is None or record.state == "released"
+    run(begun(guard, "lease", asked).settle(CREATED))
+    with pytest.raises(Duplicate):
+        run(guard.attempt(Operation("bob", "k2", unique="order-7", name=asked.name), Policy()).begin())
+
+
+async def test_attempt_cut_off_while_it_decides_leaves_the_doubt(guard: Guard) -> None:
+    """A claim that took over a crashed attempt is never given back as if nothing had happened."""
+    asked = asyncio.Event()
+
+    async def resolver(op: Any) -> Any:
+        asked.set()
+        await asyncio.sleep(60)
+
+    await arun(guard.store.claim(ASKED, lease=0.0))
+    attempt = guard.attempt(ASKED, Policy(on_unknown="resolve", resolver=resolver))
+    task = asyncio.create_task(arun(attempt.begin()))
+    await asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    record = await guard.afind(*ASKED.id)
+    assert record is not None
+    assert (record.state, record.lease_until <= record.now) == ("running", True)
+    with pytest.raises(UnknownOutcome):
+        await guard.arun(ASKED, lambda op: "again", policy=Policy(on_unknown="hold"))
+    assert guard.heartbeat.on_loop().renewals == set()
+
+
+def test_doubt_stays_if_the_store_fails_while_it_is_left(guard: Guard, events: list[Event]) -> None:
+    run(guard.store.claim(ASKED, lease=0.0))
+
+    def interrupted(op: Any) -> Any:
+        run(guard.store.hold(op.lease))  # an operator was quicker
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        guard.run(ASKED, lambda op: None, policy=Policy(on_unknown="resolve", resolver=interrupted))
+    assert state(guard) == "held"
+    assert events[-1].kind == "failed"
+
+
+# Transactions
+
+
+def refusing(attempt: Any) -> None:
+    def refused() -> Any:
+        raise Again("a deadlock")
+        yield
+
+    attempt.transaction.commit = refused
+
+
+def test_refused_commit_is_rolled_back_and_may_be_tried_again(guard: Guard) -> None:
+    attempt = begun(guard, "transaction")
+    refusing(attempt)
+    with pytest.raises(TransactionRefused, match="a deadlock") as refused:
+        run(attempt.settle(CREATED))
+    assert (refused.value.status, refused.value.retry_after) == (503, 1.0)
+    assert state(guard) is None
+    run(begun(guard, "transaction").settle(CREATED))
+
+
+def test_refused_statement_is_rolled_back_and_may_be_tried_again(guard: Guard) -> None:
+    with pytest.raises(TransactionRefused, match="a deadlock"):
+        run(begun(guard, "transaction").fail(Again("a deadlock")))
+    assert state(guard) is None
+
+
+def test_outcome_that_is_not_kept_is_rolled_back_and_remembered(guard: Guard) -> None:
+    attempt = begun(guard, "transaction")
+    assert run(attempt.settle(Outcome("response", 503))).how == "released"
+    assert state(guard) == "released"
+
+
+def test_cached_outcome_of_another_payload_is_refused(guard: Guard, events: list[Event]) -> None:
+    run(begun(guard, "transaction").settle(CREATED))
+    with pytest.raises(PayloadMismatch):
+        run(guard.attempt(OTHER, Policy(effect="transaction")).begin())
+    assert events[-1].kind == "refused"
+
+
+def test_plan_of_a_commit_that_is_dropped_returns_the_connection(guard: Guard) -> None:
+    plan = begun(guard, "transaction").settle(CREATED)
+    next(plan)
+    plan.close()
+    run(begun(guard, "transaction").settle(CREATED))
+
+
+def test_transaction_needs_a_database() -> None:
+    with pytest.raises(ConfigurationError, match="lends no connection"):
+        run(Guard("memory://").attempt(ASKED, Policy(effect="transaction")).begin())

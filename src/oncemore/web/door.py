@@ -30,7 +30,6 @@ from ..errors import (
     InvalidKey,
     MissingKey,
     OncemoreError,
-    PayloadTooLarge,
     PreconditionRequired,
     StoreError,
     Undeclared,
@@ -151,11 +150,6 @@ class Door(Generic[App]):
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
         return match
-
-    def check_length(self, rule: Rule, length: int) -> None:
-        """Refuse a body that is larger than the rule allows."""
-        if length > rule.max_request:
-            raise PayloadTooLarge(f"The body may have {rule.max_request} bytes")
 
     def operation(self, match: Match, request: Request) -> Operation | None:
         """The operation that the request asks for; None if the key is optional and was not sent."""

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from .._contract.contract import Contract, Match
+from .._contract.rule import Rule
 from .._fingerprint.canonical import read_json
 from .._ledger.context import CURRENT, current_operation
 from .._ledger.model import Operation
-from ..errors import InvalidPayload
+from ..errors import InvalidPayload, PayloadTooLarge
 
 __all__ = [
     "CURRENT",
@@ -21,6 +22,7 @@ __all__ = [
     "Fields",
     "Headers",
     "Request",
+    "check_length",
     "current_operation",
     "is_current",
     "is_sent",
@@ -47,12 +49,21 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     body: bytes = b""
     native: Any = None  # the framework's own request, for the principal function
 
+    def with_body(self, body: bytes) -> Request:
+        return Request(self.method, self.path, self.query, self.headers, body, self.native)
+
     def json(self) -> Any:
         """The decoded body, for keys that are made from it."""
         try:
             return read_json(self.body)[0]
         except InvalidPayload as error:
             raise InvalidPayload(f"The idempotency key is made from the body; {error.detail}") from error
+
+
+def check_length(rule: Rule, length: int) -> None:
+    """Raise PayloadTooLarge if the body is larger than the rule allows."""
+    if length > rule.max_request:
+        raise PayloadTooLarge(f"The body may have {rule.max_request} bytes")
 
 
 def native_mapping(request: Any) -> Any:

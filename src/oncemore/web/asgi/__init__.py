@@ -17,7 +17,7 @@ from ..discovery import declare_starlette
 from ..door import Door, wait_of
 from ..openapi.app import document, outermost
 from ..redrive import check_passed
-from ..request import CURRENT, GUARDED, Fields, Request, current_operation, is_current, match_mounted
+from ..request import CURRENT, GUARDED, Fields, Request, check_length, current_operation, is_current, match_mounted
 from ..status import status_response
 from .response import App, GuardedResponse, Message, Receive, Scope, Send, respond
 
@@ -82,7 +82,7 @@ class IdempotencyMiddleware(Door[App]):
     async def _guard(self, match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
         """Name what is asked, and let it happen once."""
         try:
-            body = await read_body(receive, match, self, headers)
+            body = await read_body(receive, match, headers)
             if body is None:
                 return None  # the client went away before it had asked for anything
             request = request_of(scope, headers, body)
@@ -130,11 +130,11 @@ def request_of(scope: Scope, headers: Fields, body: bytes = b"") -> Request:
     return Request(scope["method"], scope["path"], str(query, "latin-1") if query else "", headers, body, scope)
 
 
-async def read_body(receive: Receive, match: Match, door: Door[App], headers: Fields) -> bytes | None:
+async def read_body(receive: Receive, match: Match, headers: Fields) -> bytes | None:
     """The whole body; None if the client went away in the middle of it."""
     most = match.rule.max_request
     if declared_length(headers) > most:
-        door.check_length(match.rule, declared_length(headers))
+        check_length(match.rule, declared_length(headers))
     chunks: list[bytes] = []
     length = 0
     while True:
@@ -144,7 +144,7 @@ async def read_body(receive: Receive, match: Match, door: Door[App], headers: Fi
         chunk = message.get("body", b"")
         length += len(chunk)
         if length > most:
-            door.check_length(match.rule, length)
+            check_length(match.rule, length)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunk if len(chunks) == 1 else b"".join(chunks)

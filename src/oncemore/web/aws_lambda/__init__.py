@@ -23,7 +23,7 @@ from ..._runtime.plan import Call, Plan, run
 from ...errors import OncemoreError, StoreError
 from ..door import Door, wait_of
 from ..etag import Etag
-from ..request import Request, current_operation, match_mounted, mount_prefix, value_of
+from ..request import Request, check_length, current_operation, match_mounted, mount_prefix, value_of
 from ..status import status_plan
 from .batch import check_plain, each_message
 from .events import Event, RestApi, caller_of, longest_wait, request_body, source_of, time_left, within
@@ -81,8 +81,8 @@ class IdempotencyMiddleware(Door[Handler]):
         event, left = request.native, time_left(context)
         try:
             body = request_body(event)
-            self.check_length(match.rule, len(body))
-            request = Request(request.method, request.path, request.query, request.headers, body, event)
+            check_length(match.rule, len(body))
+            request = request.with_body(body)
             operation = self.operation(match, request)
         except OncemoreError as error:
             return source.rendered(event, self.refusal(error, match))
@@ -170,3 +170,4 @@ def as_decorator(
 
 
 guarded = as_decorator(IdempotencyMiddleware)
+"""A decorator that puts a function behind an `IdempotencyMiddleware` with these options, as in `@guarded(guard=guard)`."""

@@ -17,11 +17,12 @@ from django.http.response import HttpResponseBase  # type: ignore[import-untyped
 
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
+from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import OncemoreError
 from ..door import Door, wait_of
 from ..redrive import check_passed
-from ..request import current_operation, is_current, match_mounted, mount_prefix, native_mapping
+from ..request import Request, current_operation, is_current, match_mounted, mount_prefix, native_mapping
 from ..status import status_plan
 from .request import GetResponse, body_of, request_of
 from .response import GuardedResponse, InThread, to_django
@@ -71,12 +72,13 @@ class IdempotencyMiddleware(Door[GetResponse]):
                 check_passed(request)
         except OncemoreError as error:
             return self._refuse(error)
-        return self._guard(match, request) if match is not None else None
+        return self._guard(match, asked) if match is not None else None
 
-    def _guard(self, match: Match, request: HttpRequest) -> Plan[HttpResponseBase]:
+    def _guard(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         """Call the view once for this key; every other request with the key gets the stored response."""
+        request = asked.native
         try:
-            asked = request_of(request, body_of(request, match.rule, self))
+            asked = asked.with_body(body_of(request, match.rule))
             operation = yield InThread(self.operation, match, asked)
         except OncemoreError as error:
             return to_django(self.refusal(error, match))
@@ -106,26 +108,21 @@ class IdempotencyMiddleware(Door[GetResponse]):
         yield  # a plan without effects
 
 
-running: set[asyncio.Task[Any]] = set()  # a loop alone would not keep them alive
-
-
 async def protect(coroutine: Coroutine[Any, Any, HttpResponseBase]) -> HttpResponseBase:
     """The response, from a task that runs to its end also if the client has gone; only then is the request given up.
 
     Django ends the thread of a request's sync views with the request, so to leave before they do would block the loop.
     """
-    task = asyncio.ensure_future(coroutine)
-    running.add(task)
-    task.add_done_callback(running.discard)
+    found: list[HttpResponseBase] = []
+
+    async def finish() -> HttpResponseBase:
+        found.append(await coroutine)
+        return found[0]
+
     try:
-        return await asyncio.shield(task)
+        return await finish_despite_cancel(finish())
     except asyncio.CancelledError:
-        await asyncio.wait([task])
-        await abandon(task)
+        for response in found:
+            if response.streaming:  # it will not be sent, and may keep its lease until it is closed
+                await sync_to_async(response.close)()
         raise
-
-
-async def abandon(task: asyncio.Task[HttpResponseBase]) -> None:
-    """Close a stream that will not be sent: it may keep its lease until then."""
-    if not task.cancelled() and task.exception() is None and task.result().streaming:
-        await sync_to_async(task.result().close)()

@@ -12,9 +12,8 @@ from django.http import HttpRequest  # type: ignore[import-untyped]
 from ..._contract.rule import Rule
 from ..._runtime.plan import Call, Plan
 from ...errors import ConfigurationError
-from ..door import Door
 from ..etag import VARIABLES_OF_CHANGE, Etag
-from ..request import Request
+from ..request import Request, check_length
 from ..wsgi.environ import headers_of, put_back, read_body
 from ._compat import copy_as_get, has_body, is_consumed, set_body
 
@@ -23,26 +22,26 @@ GetResponse = Callable[[HttpRequest], Any]  # a response, or a coroutine of it
 ERROR = "_oncemore_error"  # on a request: the exception behind an error page of Django's
 
 
-def request_of(request: HttpRequest, body: bytes = b"") -> Request:
+def request_of(request: HttpRequest) -> Request:
     meta = request.META
-    return Request(request.method, request.path, meta.get("QUERY_STRING", ""), headers_of(meta), body, request)
+    return Request(request.method, request.path, meta.get("QUERY_STRING", ""), headers_of(meta), b"", request)
 
 
-def body_of(request: HttpRequest, rule: Rule, door: Door[Any]) -> bytes:
+def body_of(request: HttpRequest, rule: Rule) -> bytes:
     """The whole body; the view can still read it, and Django's own limits hold for it."""
     if has_body(request):
-        door.check_length(rule, len(request.body))
+        check_length(rule, len(request.body))
         return request.body  # type: ignore[no-any-return]
     if is_consumed(request):
         raise ConfigurationError(
             "Another middleware has read the request's body before IdempotencyMiddleware could: move it after this one"
         )
     if hasattr(request, "environ"):  # WSGI, and perhaps in chunks, of which Django would see nothing
-        body = read_body(request.environ, rule, door)
+        body = read_body(request.environ, rule)
         put_back(request.environ, body)
     else:
         body = request.read(rule.max_request + 1)
-        door.check_length(rule, len(body))
+        check_length(rule, len(body))
     set_body(request, body)
     return body
 

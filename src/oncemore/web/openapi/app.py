@@ -1,4 +1,4 @@
-"""Has an app that makes its own OpenAPI document (FastAPI) show the contract in it."""
+"""Shows the contract in the OpenAPI document that an app makes by itself (FastAPI)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .parts import Json
 def document(
     app: Any, contract: Contract, *, prefix: str = "", status_path: str = "", problem_base: str = PROBLEM_BASE
 ) -> None:
-    """Have `app.openapi()`, and that of each app mounted in it, tell what the contract says.
+    """Make `app.openapi()`, and that of each app mounted in it, show the contract.
 
     The middleware does so for the app that it is added to.  *prefix* is where the app itself is mounted.
     """
@@ -26,7 +26,7 @@ def document(
 
 
 def documented(app: Any, prefix: str) -> Iterator[tuple[Any, str]]:
-    """Each app that makes a document, with where it is mounted."""
+    """Each app that makes a document, with the path that it is mounted at."""
     if makes_document(app):
         yield app, prefix
     for route in each_route(getattr(app, "routes", None) or ()):

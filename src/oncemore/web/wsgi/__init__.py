@@ -54,7 +54,7 @@ class IdempotencyMiddleware(Door[App]):
             return respond(start_response, self.refusal(error))
         if match is None:
             return self.app(environ, start_response)
-        return self._guard(match, environ, start_response)
+        return self._guard(match, request, start_response)
 
     def _declare(self) -> None:
         """Find the rules on the app's endpoints: at the first request, because routes may be added until then."""
@@ -65,11 +65,12 @@ class IdempotencyMiddleware(Door[App]):
                 self.rules_declared()
                 self._declared = True
 
-    def _guard(self, match: Match, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+    def _guard(self, match: Match, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         """Call the app once for this key; every other request with the key gets the stored response."""
+        environ = request.native
         try:
-            body = read_body(environ, match.rule, self)
-            request = request_of(environ, body)
+            body = read_body(environ, match.rule)
+            request = request.with_body(body)
             operation = self.operation(match, request)
         except OncemoreError as error:
             return respond(start_response, self.refusal(error, match))

@@ -10,17 +10,16 @@ from typing import Any
 
 from ..._contract.rule import Rule
 from ...errors import InvalidPayload
-from ..door import Door
-from ..request import Request
+from ..request import Request, check_length
 
 FLASK_ERROR = "oncemore.error"  # in the environ: the exception behind an error page of Flask's
 BLOCK = 64 * 1024
 NON_ASCII = re.compile(rb"[\x80-\xff]")
 
 
-def request_of(environ: Mapping[str, Any], body: bytes = b"") -> Request:
+def request_of(environ: Mapping[str, Any]) -> Request:
     path = decode_path(environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", ""))
-    return Request(environ["REQUEST_METHOD"], path, environ.get("QUERY_STRING", ""), headers_of(environ), body, environ)
+    return Request(environ["REQUEST_METHOD"], path, environ.get("QUERY_STRING", ""), headers_of(environ), b"", environ)
 
 
 def headers_of(environ: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -53,7 +52,7 @@ def declared_length(environ: Mapping[str, Any]) -> int | None:
     return int(text)
 
 
-def read_body(environ: dict[str, Any], rule: Rule, door: Door[Any]) -> bytes:
+def read_body(environ: dict[str, Any], rule: Rule) -> bytes:
     """The whole body, and not a byte more: some servers would wait for a byte after the end for ever."""
     declared = declared_length(environ)
     chunked = bool(environ.get("HTTP_TRANSFER_ENCODING"))
@@ -61,15 +60,15 @@ def read_body(environ: dict[str, Any], rule: Rule, door: Door[Any]) -> bytes:
     if chunked and not terminated:
         raise InvalidPayload("This server does not read chunked bodies; send a Content-Length")
     if declared is None or chunked:
-        return read(environ, rule.max_request + 1, rule, door) if terminated else b""
-    door.check_length(rule, declared)
-    body = read(environ, declared, rule, door)
+        return read(environ, rule.max_request + 1, rule) if terminated else b""
+    check_length(rule, declared)
+    body = read(environ, declared, rule)
     if len(body) < declared:
         raise InvalidPayload(f"The body ended after {len(body)} of its {declared} bytes; nothing was done")
     return body
 
 
-def read(environ: dict[str, Any], most: int, rule: Rule, door: Door[Any]) -> bytes:
+def read(environ: dict[str, Any], most: int, rule: Rule) -> bytes:
     """At most *most* bytes of the body."""
     chunks: list[bytes] = []
     length = 0
@@ -82,7 +81,7 @@ def read(environ: dict[str, Any], most: int, rule: Rule, door: Door[Any]) -> byt
             break
         chunks.append(chunk)
         length += len(chunk)
-    door.check_length(rule, length)
+    check_length(rule, length)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 

@@ -48,7 +48,7 @@ class GuardedResponse:
         self.request = request
         self.environ: Environ = request.native
         self.start_response = start_response
-        self.refusal: OncemoreError | None = None  # the client's answer, if the outcome could not be recorded in time
+        self.instead: Response | None = None  # the client's answer, if what the app has done is not what counts
         self.line = ""  # the app's status line; empty until it has called start_response
         self.headers: list[tuple[str, str]] = []
         self.lowered: Headers = ()
@@ -67,7 +67,7 @@ class GuardedResponse:
         except BaseException as error:
             run(self.attempt.withdraw(error))
             if isinstance(error, OncemoreError):
-                return self._refuse(error)
+                return respond(self.start_response, self._refusal(error))
             raise
         try:
             self.environ[GUARDED] = op
@@ -79,16 +79,16 @@ class GuardedResponse:
             try:
                 self._fail(error)
             except StoreError as refused:  # the database refused the transaction: the client's retry is safe
-                self.refusal = refused
-            if self.refusal is None:
+                self.instead = self._refusal(refused)
+            if self.instead is None:
                 raise
-        if self.refusal is not None:  # also if the app has caught it and answered: its effect was rolled back
+        if self.instead is not None:  # also if the app has caught the error and answered
             self._close_result()
-            return self._refuse(self.refusal)
+            return respond(self.start_response, self.instead)
         return self._answer(is_complete)
 
-    def _refuse(self, error: OncemoreError) -> Iterable[bytes]:
-        return respond(self.start_response, self.door.refusal(error, self.match, self.attempt.operation))
+    def _refusal(self, error: OncemoreError) -> Response:
+        return self.door.refusal(error, self.match, self.attempt.operation)
 
     # What the app sends
 
@@ -120,14 +120,10 @@ class GuardedResponse:
 
     def _write(self, data: bytes) -> None:
         """The old way to send: held back like a chunk; a second one shows that the response is a stream."""
-        if self.refusal is not None:
+        if self.instead is not None:
             return
         if data and self.write is None and self.chunks and not self._can_wait(more=True):
-            try:
-                self._begin(run(self._settle_stream(has_length=bool(self.length))))
-            except OncemoreError as error:
-                self.refusal = error
-                raise
+            self._begin_writing()
             held, self.chunks = self.chunks, []
             self._write(b"".join(held))
         if self.write is not None:
@@ -135,6 +131,18 @@ class GuardedResponse:
         elif data:
             self.chunks.append(data)
             self.size += len(data)
+
+    def _begin_writing(self) -> None:
+        """Record that it happened, within the app's own `write`; raise if that is not what counts."""
+        try:
+            answer = run(self._settle_stream(has_length=bool(self.length)))
+        except OncemoreError as error:
+            self.instead = self._refusal(error)
+            raise
+        if answer.how == "replayed":
+            self.instead = self.door.replay(answer, self.rule)
+            raise Fenced("This attempt took longer than its lease, and another's outcome counts")
+        self._begin(answer)
 
     @property
     def status(self) -> int:
@@ -173,7 +181,7 @@ class GuardedResponse:
                 answer = run(self.door.settle(self.attempt, self.rule, self.status, self.lowered, body))
         except OncemoreError as error:
             self.close()
-            return self._refuse(error)
+            return respond(self.start_response, self._refusal(error))
         except BaseException:
             self.close()
             raise
@@ -192,8 +200,6 @@ class GuardedResponse:
 
     def _begin(self, answer: Answer, body: bytes | None = None) -> None:
         """Start the response as the app does, with our headers added."""
-        if answer.how == "replayed":
-            raise Fenced("This attempt took longer than its lease, and another's outcome counts; retry to get it")
         added = self.door.headers(self.rule, answer)
         if body is not None and self.status >= 200 and self.status not in BODILESS:
             added += [] if self.length else [("Content-Length", str(len(body)))]

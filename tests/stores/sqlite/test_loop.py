@@ -137,8 +137,7 @@ async def test_what_an_owner_says_is_written_though_it_is_cancelled_before_its_t
     await ahead
     with pytest.raises(asyncio.CancelledError):
         await owner
-    await store._claims.drain()
-    await store._writes.drain()
+    await store._batcher.drain()
     record = await arun(store.find("scope", "key"))
     assert record is not None
     assert record.state == {"settle": "settled", "release": "released", "hold": "held"}[verb]
@@ -177,8 +176,7 @@ async def test_a_claimer_that_goes_away_does_not_make_a_failure_forgotten_sooner
     await asyncio.sleep(0.05)
     retry.cancel()
     other.execute("COMMIT")
-    await store._claims.drain()
-    await store._writes.drain()
+    await store._batcher.drain()
     record = await arun(store.find("scope", "key"))
     assert record is not None
     assert (record.state, record.attempts) == ("released", 2)
@@ -197,8 +195,7 @@ async def test_a_twin_whose_first_claim_was_abandoned_is_still_a_twin(store: Sql
     await asyncio.sleep(0.05)
     gone.cancel()
     other.execute("COMMIT")
-    await store._claims.drain()
-    await store._writes.drain()
+    await store._batcher.drain()
     other.close()
     with pytest.raises(Suspected):
         await guard.arun(twins[1], performed.append)

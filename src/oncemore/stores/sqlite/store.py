@@ -131,8 +131,10 @@ class SqliteStore:
         open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
         self._writer = open_file(threaded=thread == "always")
         self._reader = self._writer if path == MEMORY else open_file()
-        self._claims: Batcher[Claim] = Batcher(self._run_claims, undo=self._undo_claims)
-        self._writes: Batcher[Item] = Batcher(self._run_batch)
+        # One batcher for all, so that claims and outcomes share a commit.
+        self._batcher: Batcher[Item] = Batcher(
+            self._run_batch, undo=self._undo_claims, can_undo=lambda item: isinstance(item, Claim)
+        )
         self.lender: TransactionSource = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self._ready = False
 
@@ -141,9 +143,6 @@ class SqliteStore:
         if not self._ready:
             yield Use(self._writer, lambda connection: None)
             self._ready = True
-
-    def _run_claims(self, claims: list[Claim]) -> Plan[Sequence[Any]]:
-        return self._run_batch([*claims])
 
     def _run_batch(self, items: list[Item]) -> Plan[Sequence[Any]]:
         sql, shift = self.sql, self.shift
@@ -157,19 +156,19 @@ class SqliteStore:
         return results
 
     def _change(self, id: Id, apply: Callable[[Batch], Any], *, notifies: bool = False) -> Plan[Any]:
-        return (yield Submit(self._writes, Change(id, apply, notifies=notifies)))
+        return (yield Submit(self._batcher, Change(id, apply, notifies=notifies)))
 
     # The guard's verbs
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        found: Lease | Record = yield Submit(self._claims, Claim(operation, lease, self.holder.next(), request))
+        found: Lease | Record = yield Submit(self._batcher, Claim(operation, lease, self.holder.next(), request))
         return found
 
     def unclaim(self, claims: Sequence[model.Claim]) -> Plan[None]:
         yield from self._undo([(claim.operation.id, claim.holder) for claim in claims])
 
-    def _undo_claims(self, claims: list[Claim]) -> Plan[None]:
-        return self._undo([(claim.id, claim.holder) for claim in claims])
+    def _undo_claims(self, items: list[Item]) -> Plan[None]:
+        return self._undo([(item.id, item.holder) for item in items if isinstance(item, Claim)])
 
     def _undo(self, claims: list[tuple[Id, str]]) -> Plan[None]:
         """Undo claims, behind a batch of theirs that may still be under way on the writer's thread."""
@@ -186,7 +185,7 @@ class SqliteStore:
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        yield Submit(self._writes, Settle(held, outcome, retention, audit, note))
+        yield Submit(self._batcher, Settle(held, outcome, retention, audit, note))
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         yield from self._change(held.operation.id, lambda batch: batch.release(held, retention), notifies=True)
@@ -260,7 +259,6 @@ class SqliteStore:
 
     async def aclose(self) -> None:
         """As `close`, once no batch is under way on this event loop."""
-        await self._claims.drain()
-        await self._writes.drain()
+        await self._batcher.drain()
         await self.lender.aclose()
         await asyncio.to_thread(self.close)

@@ -93,7 +93,8 @@ class IdempotencyMiddleware(Door[App]):
             return await self.app(scope, body_first(body, receive), send)
         attempt = self.attempt(match.rule, operation)
         try:
-            answer = await arun(attempt.begin(wait_of(headers)))
+            wait = wait_of(headers) if "x-request-timeout" in headers.first else None
+            answer = await arun(attempt.begin(wait))
         except OncemoreError as error:
             return await self._refuse(error, match, request, operation, receive, send)
         if answer is not None:

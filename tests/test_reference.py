@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -69,6 +71,33 @@ def test_every_howto_and_explanation_is_linked_from_another_page() -> None:
         if not any(f"{page.name})" in text or f"{page.name}#" in text for other, text in texts.items() if other != page)
     ]
     assert alone == []
+
+
+# The tests that prove each behaviour
+
+
+@cache
+def functions(path: Path) -> frozenset[str]:
+    """The names of all functions in a file, those of its classes too."""
+    if not path.exists():
+        return frozenset()
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_behaviours_page_names_existing_tests() -> None:
+    """Tests may be renamed and moved; then this page follows."""
+    named = re.findall(r"`(\S+\.py)::(\w+)`", (DOCS / "reference" / "behaviours.md").read_text())
+    assert len(named) > 90
+    assert [f"{path}::{name}" for path, name in named if name not in functions(ROOT / path)] == []
+
+
+def test_behaviours_page_numbers_each_behaviour_once_and_names_its_tests() -> None:
+    parts = re.split(r"^- (?=<a id)", (DOCS / "reference" / "behaviours.md").read_text(), flags=re.MULTILINE)[1:]
+    heads = [re.match(r'<a id="(\w+-\d+)"></a>\*\*(\w+-\d+)\.\*\* ', part) for part in parts]
+    anchors = [head[1] for head in heads if head is not None and head[1] == head[2]]
+    assert len(set(anchors)) == len(parts)
+    assert [part for part in parts if "::test_" not in part] == []
 
 
 # The page on the architecture

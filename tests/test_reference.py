@@ -103,7 +103,7 @@ def test_behaviours_page_numbers_each_behaviour_once_and_names_its_tests() -> No
 # The page on the architecture
 
 
-@pytest.mark.parametrize("page", ["docs/explain/architecture.md"])
+@pytest.mark.parametrize("page", ["docs/explain/architecture.md", "CONTRIBUTING.md"])
 def test_page_names_existing_files(page: str) -> None:
     named = set(re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / page).read_text()))
     assert len(named) > 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +21,8 @@ from oncemore import Guard
 from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule
 from oncemore.web import asgi
-from oncemore.web.door import Door
 from oncemore.web.fastapi import IdempotencyMiddleware, Op, current_operation, document, idempotent
 from oncemore.web.openapi import resolved
-from oncemore.web.options import Options
 
 from .live import keyed, live
 
@@ -336,8 +333,3 @@ def test_a_dependency_that_ends_with_the_function_commits_before_the_outcome_is_
         asked = {**keyed("k"), "Connection": "close"}
         assert [client.post("/refunds", headers=asked).status_code for _ in range(2)] == [500, 200]
     assert seen == ["claimed", "commit", "released", "claimed", "commit", "settled"]
-
-
-def test_the_options_that_type_checkers_know_are_those_of_the_door() -> None:
-    known = set(inspect.signature(Door).parameters) - {"guard", "contract", "profile"}
-    assert set(Options.__annotations__) == known

@@ -25,8 +25,7 @@ from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.testing.faulty_store import FaultyStore
 from oncemore.web.aws_lambda import IdempotencyMiddleware, current_operation, guarded, idempotent
-from oncemore.web.aws_lambda.events import HttpApi
-from oncemore.web.aws_lambda.times import GRACE, patience, time_left, within
+from oncemore.web.aws_lambda.events import GRACE, HttpApi, longest_wait, time_left, within
 
 from .lambda_shapes import Context, Event, http_api, load_balancer, load_balancer_multi, rest_api
 
@@ -455,11 +454,11 @@ class TestTime:
         assert within(policy, 0.0).lease == GRACE
 
     def test_waiting_leaves_time_to_perform(self) -> None:
-        assert patience(None, None) is None
-        assert patience(None, 6.0) == 3.0
-        assert patience(1.0, 6.0) == 1.0
-        assert patience(8.0, 6.0) == 3.0
-        assert patience(8.0, None) == 8.0
+        assert longest_wait(None, None) is None
+        assert longest_wait(None, 6.0) == 3.0
+        assert longest_wait(1.0, 6.0) == 1.0
+        assert longest_wait(8.0, 6.0) == 3.0
+        assert longest_wait(8.0, None) == 8.0
 
     def test_without_a_context_there_is_no_end(self) -> None:
         assert time_left(None) is None

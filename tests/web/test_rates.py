@@ -19,10 +19,9 @@ from oncemore import Guard
 from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule, idempotent
 from oncemore.errors import ConfigurationError, MissingDriver, RateLimited
-from oncemore.web.admission import Admission
 from oncemore.web.asgi import IdempotencyMiddleware
 from oncemore.web.door import Door
-from oncemore.web.rates import NewKeys
+from oncemore.web.rates import Admission, NewKeys
 
 from .live import keyed, live
 
@@ -161,19 +160,19 @@ class TestStartUp:
     def test_without_the_package_the_command_that_installs_it_is_told(
         self, guard: Guard, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delitem(sys.modules, "oncemore.web.rates")
         monkeypatch.setitem(sys.modules, "limits", None)
+        monkeypatch.setitem(sys.modules, "limits.errors", None)
         with pytest.raises(MissingDriver, match=r"pip install 'oncemore\[limits\]'"):
-            Door(guard, Contract(THREE))
-        assert Door(guard, Contract(Rule("POST /pay"))).rates is None
+            Door(None, guard=guard, contract=Contract(THREE))
+        assert Door(None, guard=guard, contract=Contract(Rule("POST /pay"))).rates is None
 
     def test_a_rule_that_a_door_finds_late_is_counted_nonetheless(self, guard: Guard) -> None:
-        door = Door(guard)
+        door = Door(None, guard=guard)
         assert door.rates is None
         door.contract.add(THREE)
-        door.declared()
+        door.rules_declared()
         assert isinstance(door.rates, NewKeys)
 
     def test_an_own_counter_is_taken_instead(self, guard: Guard) -> None:
         own = NewKeys()
-        assert Door(guard, Contract(THREE), rates=own).rates is own
+        assert Door(None, guard=guard, contract=Contract(THREE), rates=own).rates is own

@@ -22,8 +22,8 @@ from oncemore._ledger.completer import Completer, Tally
 from oncemore._runtime.backoff import Backoff
 from oncemore._runtime.plan import arun
 from oncemore.web import asgi, fastapi, wsgi
-from oncemore.web.current import CURRENT
 from oncemore.web.redrive import RedriveAsgi, RedriveWsgi, kept_request
+from oncemore.web.request import CURRENT
 from tests.support.processes import Program
 
 from .live import keyed, live

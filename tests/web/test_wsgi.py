@@ -36,7 +36,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         door = guarded(store)
         with IN_A_THREAD[request.param](door) as url:
             yield url
-        door.door.guard.close()
+        door.guard.close()
         return
     threads = ("--threads", "8") if request.param.endswith("gthread") else ()
     with gunicorn("tests.web.apps_quirks:make()", *threads, STORE=store) as server:

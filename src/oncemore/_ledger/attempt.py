@@ -100,9 +100,10 @@ class LeaseAttempt:
 
     def start(self) -> Plan[Answer | None]:
         """Renew the lease from now on.  If anything goes wrong before the performer is called, the claim is given back."""
+        ordinary = self.is_ordinary()
         try:
             yield self.renewal
-            return None if self.is_ordinary() else (yield from self.prepare())
+            return None if ordinary else (yield from self.prepare())
         except GeneratorExit:
             self.drop()
             raise

@@ -11,12 +11,11 @@ from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError
 from .attempt import LeaseAttempt, Performer
 from .connect import connect
-from .decisions import Answer
+from .decisions import Answer, Resolution
 from .encrypted import SealedStore, Sealing
 from .events import Observer
 from .ledger import Ledger
 from .model import Operation, Record
-from .resolution import Resolution
 from .steps_attempt import StepsAttempt
 from .store import Filter, Page, Stats, Store
 from .transaction_attempt import TransactionAttempt

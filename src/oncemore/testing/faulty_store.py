@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from .._ledger.around import Around
+from .._ledger.encrypted import StoreWrapper
 from .._ledger.model import Lease, Operation, Outcome, Record
 from .._ledger.store import Store
 from .._runtime.plan import Plan
@@ -14,7 +14,7 @@ SECRET = "db-7.internal"  # a detail such as errors of drivers have, and callers
 CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS = "down.claim", "down.late", "down.settle"
 
 
-class FaultyStore(Around):
+class FaultyStore(StoreWrapper):
     """Passes every verb on to the *inner* store, except for operations whose names begin with one of the names above."""
 
     @classmethod

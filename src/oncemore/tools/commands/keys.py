@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import click
 
+from ..._ledger.decisions import Resolution
 from ..._ledger.guard import Guard
 from ..._ledger.model import Outcome, Record
-from ..._ledger.resolution import Resolution
 from ..._ledger.store import Filter
 from ...errors import ConfigurationError, InvalidPayload, NotFound, WrongState
 from .options import agreed, json_option, ledger, read_span, read_text, store_option, yes_option

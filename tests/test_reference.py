@@ -121,6 +121,15 @@ def test_state_diagram_has_each_transition_of_the_table() -> None:
     assert drawn.items() <= TRANSITIONS.items()
 
 
+def test_glossary_has_each_state_and_verb_once() -> None:
+    page = (DOCS / "explain" / "words.md").read_text()
+    words = [word for word in re.findall(r"^\| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE) if word != "word"]
+    assert len(set(words)) == len(words)
+    verbs = {verb.removesuffix("_as") for _, verb in TRANSITIONS}
+    assert verbs - set(words) == set()
+    assert [state for state, _ in TRANSITIONS if state not in words and f"(`{state}`)" not in page] == []
+
+
 async def test_architecture_page_names_each_file_that_a_post_goes_through(tmp_path: Path) -> None:
     """The second POST is traced: the first one opens the file, and finds the rules."""
 

@@ -259,5 +259,6 @@ def test_sentinels_have_a_login_of_their_own() -> None:
     server, sentinel = (pool.connector.open(("host", 1), 1.0) for pool in (topology.pool, topology.sentinel_pool))
     assert (server.username, server.password, server.db) == ("user", "secret1", 3)
     assert (sentinel.username, sentinel.password, sentinel.db) == (None, "secret2", 0)
+    assert (server.client_name, sentinel.client_name) == ("oncemore", None)
     assert type(server) is type(sentinel) is redis.SSLConnection
     assert topology.sentinels == [("a", 26379), ("b", 99)]

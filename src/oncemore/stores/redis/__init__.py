@@ -4,7 +4,7 @@
     redis+sentinel://host1,host2/service/0       the primary that the sentinels name
     redis+cluster://host1:7000,host2:7000        a cluster; the records are spread over its nodes
 
-Options, after `?`; all others are redis-py's own (`ssl_ca_certs=`, `client_name=`, ...):
+Options, after `?`; all others are redis-py's own (`ssl_ca_certs=`, `client_name=`, ...), without its timeouts:
 
     prefix=oncemore      the first part of the names of all keys
     timeout=5s           the longest time that a call may take, with all attempts, before it fails

@@ -29,15 +29,12 @@ class RedisListener(Listener[Any]):
         self.topology = topology
         self.channel = channel
         self.wakeups = wakeups
-        self._connected_before = False
         self._heard_at = 0.0  # the time of the server's last message
         self._pinged = False  # since then
 
     def connect(self) -> Any:
         """A redis-py PubSub that is subscribed."""
-        if self._connected_before or not self.topology.known:  # the primary may be another server by now
-            run(self.topology.locate(QUIET))
-        self._connected_before = True
+        run(self.topology.locate(QUIET))  # the primary may be another server by now
         pubsub = self.topology.pool.connector.pubsub(random.choice(self.topology.primaries()), QUIET)
         try:
             pubsub.subscribe(self.channel)

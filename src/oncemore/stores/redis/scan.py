@@ -59,12 +59,12 @@ class Scan:
         results = (yield from self.runner.run([ScriptItem(script, key) for key in keys])) if keys else []
         return [result_or_raise(result) for result in results]
 
-    def _step(self, cursor: ScanCursor, count: int, pattern: str = RECORD) -> Plan[tuple[list[str], ScanCursor]]:
+    def _step(self, cursor: ScanCursor, pattern: str = RECORD) -> Plan[tuple[list[str], ScanCursor]]:
         """The next keys, and the cursor behind them."""
         if cursor.pending or cursor.server is None:
             pending = [f"{self.prefix}:{{{name}}}" for name in cursor.pending]
             return pending, msgspec.structs.replace(cursor, pending=())
-        words = ("SCAN", cursor.position, "MATCH", f"{self.prefix}:{pattern}", "COUNT", count)
+        words = ("SCAN", cursor.position, "MATCH", f"{self.prefix}:{pattern}", "COUNT", STEP)
         (result,) = yield from self.runner.run([ScriptItem(None, "", words, server=cursor.server)])
         position, keys = result_or_raise(result)
         after = ScanCursor(cursor.server, int(position))
@@ -76,16 +76,12 @@ class Scan:
     def page(self, where: Filter, limit: int, start: str | None) -> Plan[Page]:
         cursor = ScanCursor.read(start) if start else ScanCursor()
         found: dict[str, Record] = {}
-        count = min(limit, STEP)
         while len(found) < limit and not cursor.over:
-            keys, cursor = yield from self._step(cursor, count)
+            keys, cursor = yield from self._step(cursor)
             answers = yield from self._run(FIND, keys)
             records = {key: read_record(NOBODY, *answer) for key, answer in zip(keys, answers, strict=True) if answer}
             # An unreadable record does not tell its operation, and is left out.
-            fitting = {key: each for key, each in records.items() if each.id != NOBODY and where.matches(each)}
-            found.update(fitting)
-            if 2 * len(fitting) < count:  # few are wanted: look at more at a time
-                count = min(2 * count, STEP)
+            found |= {key: each for key, each in records.items() if each.id != NOBODY and where.matches(each)}
         pending = tuple(key.partition("{")[2].rstrip("}") for key in tuple(found)[limit:])
         cursor = msgspec.structs.replace(cursor, pending=pending)
         return Page(tuple(found.values())[:limit], None if cursor.over else str(cursor))
@@ -96,7 +92,7 @@ class Scan:
         while gone < batch and not (cursor.over and (gone or fresh)):
             if cursor.over:
                 cursor, fresh = ScanCursor(), True
-            keys, after = yield from self._step(cursor, STEP)
+            keys, after = yield from self._step(cursor)
             old = [key for key, state in (yield from self._states(keys)) if state[1] == b"absent"]
             purged = yield from self._run(PURGE, old[: batch - gone])
             cursor = cursor if len(old) > batch - gone else after
@@ -108,14 +104,14 @@ class Scan:
         counts: Counter[str] = Counter()
         cursor = ScanCursor()
         while not cursor.over:
-            keys, cursor = yield from self._step(cursor, STEP)
+            keys, cursor = yield from self._step(cursor)
             for _, (stored, state) in (yield from self._states(keys)):
                 counts[stored.decode()] += 1
                 counts["expired"] += state == b"absent"
                 counts["lapsed"] += state == b"lapsed"
         cursor = ScanCursor()
         while not cursor.over:
-            keys, cursor = yield from self._step(cursor, STEP, RECORD + ":*")
+            keys, cursor = yield from self._step(cursor, RECORD + ":*")
             counts["archived"] += len(keys)
         return Stats(**{name: counts[name] for name in Stats.__struct_fields__})
 

@@ -195,8 +195,9 @@ def read_sentinel(parts: SplitResult) -> SentinelTopology:
     options = dict(parse_qsl(parts.query))
     login = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
     url = plain_url(parts._replace(path=f"/{db or 0}", query=urlencode(options)))
-    sentinels = read_addresses(parts, SENTINEL_PORT)
-    return SentinelTopology(Connector(url), Connector(url, **login, db=0), sentinels, service)
+    # Without a name, because a user of the sentinels with few rights may not set one.
+    sentinel_connector = Connector(url, **login, db=0, client_name=None)
+    return SentinelTopology(Connector(url), sentinel_connector, read_addresses(parts, SENTINEL_PORT), service)
 
 
 def plain_url(parts: SplitResult) -> str:

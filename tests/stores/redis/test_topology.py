@@ -62,7 +62,7 @@ def test_write_on_too_few_replicas_is_unavailable(url: str) -> None:
 
 def test_claim_on_too_few_replicas_is_undone(url: str, store: RedisStore) -> None:
     """It was refused and not performed; left to lapse, it would be held as one that may have happened."""
-    short = connect(f"{url}&wait_replicas=1&timeout=1s")
+    short = connect(f"{url}&wait_replicas=1&timeout=3s")
     with pytest.raises(StoreUnavailable, match="replicas"):
         run(short.claim(operation("key"), lease=HOUR))
     short.close()

@@ -24,7 +24,7 @@ def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
 
 @pytest.mark.parametrize("moment", ["before the money moves", "after it moved"])
 def test_a_refund_is_finished_though_its_caller_never_asks_again(shop: Shop, name: str, moment: str) -> None:
-    """CASES 25: the request was kept, and the completer sends it through the door once more."""
+    """The request was kept, and the completer sends it through the door once more."""
     charge, asked, moved = shop.captured(name), len(shop.calls()), shop.payouts()
     shop.provider.order({"latency": 2} if moment.startswith("before") else {"latency_after": 2})
     with asking(lambda: refund(shop, charge, name)):
@@ -42,7 +42,7 @@ def test_a_refund_is_finished_though_its_caller_never_asks_again(shop: Shop, nam
 
 
 def test_a_refund_that_the_provider_was_down_for_is_made_when_it_is_up(shop: Shop, name: str) -> None:
-    """CASES 25: the caller got its 5xx and left."""
+    """The caller got its 5xx and left."""
     charge, moved = shop.captured(name), shop.payouts()
     shop.provider.order(*[{"error_before": 503}] * 4)
     assert refund(shop, charge, name).status_code >= 500

@@ -80,7 +80,7 @@ def folders(pids: set[int]) -> set[Path]:
 
 
 def test_every_story_happens_once_with_oncemore_and_oftener_without() -> None:
-    """CASES 14, 16, 17, 25, 26, 45.  And a port that is taken is no obstacle, but said."""
+    """And a port that is taken is no obstacle, but said."""
     began = time.monotonic()
     with port_8000_taken():
         played = play()

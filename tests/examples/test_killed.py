@@ -44,7 +44,6 @@ def alive(shop: Shop) -> Iterator[None]:
 
 @pytest.mark.parametrize("moment", ["before the money moves", "after it moved"])
 def test_a_service_killed_in_mid_refund_goes_on_when_it_is_asked_again(shop: Shop, name: str, moment: str) -> None:
-    """CASES 25."""
     charge, asked, moved = shop.captured(name), len(shop.calls()), shop.payouts()
     shop.provider.order({"latency": 2} if moment.startswith("before") else {"latency_after": 2})
     with asking(lambda: refund(shop, charge, name)) as answers:
@@ -66,7 +65,6 @@ def test_a_service_killed_in_mid_refund_goes_on_when_it_is_asked_again(shop: Sho
 
 
 def test_a_service_killed_after_its_answer_replays_it(shop: Shop, name: str) -> None:
-    """CASES 26."""
     charge = shop.captured(name)
     first = refund(shop, charge, name)
     shop.service.restart()
@@ -77,7 +75,6 @@ def test_a_service_killed_after_its_answer_replays_it(shop: Shop, name: str) -> 
 
 
 def test_another_amount_cannot_have_the_key_of_a_killed_refund(shop: Shop, name: str) -> None:
-    """CASES 14."""
     charge, moved = shop.captured(name), shop.payouts()
     shop.provider.order({"latency_after": 2})
     with asking(lambda: refund(shop, charge, name)):
@@ -90,7 +87,6 @@ def test_another_amount_cannot_have_the_key_of_a_killed_refund(shop: Shop, name:
 
 
 def test_a_webhook_that_met_a_dead_service_is_booked_once(shop: Shop, name: str) -> None:
-    """CASES 42, 45."""
     charge, moved, asked = shop.captured(name), shop.payouts(), len(shop.calls())
     shop.provider.order({"latency": 1})
     with asking(lambda: refund(shop, charge, name)):
@@ -104,7 +100,6 @@ def test_a_webhook_that_met_a_dead_service_is_booked_once(shop: Shop, name: str)
 
 
 def test_killed_at_any_moment_a_payment_and_its_refund_are_made_once(shop: Shop, name: str) -> None:
-    """CASES 25, 26."""
     chance = random.Random(name)
     charge, moved = shop.captured(name), shop.payouts()
     for number in range(5):

@@ -41,7 +41,6 @@ def code(answer: httpx.Response) -> str:
 
 @pytest.mark.parametrize("action", ["capture", "void"])
 def test_create_and_what_follows_are_both_done_once(shop: Shop, name: str, action: str) -> None:
-    """CASES 16."""
     made = [pay(shop, name) for _ in range(2)]
     assert [answer.status_code for answer in made] == [201, 201]
     assert made[0].content == made[1].content
@@ -73,7 +72,6 @@ def test_a_captured_payment_is_charged_and_booked_once(shop: Shop, name: str) ->
 
 @pytest.mark.parametrize(("first", "second"), [("capture", "capture"), ("capture", "void"), ("void", "capture")])
 def test_what_the_state_does_not_allow_is_refused(shop: Shop, name: str, first: str, second: str) -> None:
-    """CASES 51."""
     payment = pay(shop, name).json()["id"]
     assert shop.post(f"/payments/{payment}/{first}", f"{name}-1").status_code == 200
     refused = shop.post(f"/payments/{payment}/{second}", f"{name}-2")
@@ -82,7 +80,6 @@ def test_what_the_state_does_not_allow_is_refused(shop: Shop, name: str, first: 
 
 
 def test_voiding_twice_has_the_same_result(shop: Shop, name: str) -> None:
-    """CASES 51."""
     payment = pay(shop, name).json()["id"]
     answers = [shop.post(f"/payments/{payment}/void", f"{name}-{number}") for number in range(2)]
     assert [answer.status_code for answer in answers] == [200, 200]
@@ -202,7 +199,6 @@ def test_what_the_contract_does_not_name_is_refused(shop: Shop, name: str) -> No
 
 
 def test_a_webhook_that_the_provider_did_not_sign_is_refused(shop: Shop, name: str) -> None:
-    """CASES 48."""
     charge = shop.captured(name)
     refund = shop.post("/refunds", name, {"charge_id": charge, "amount": 1000}).json()["id"]
     body = json.dumps({"type": "refund.succeeded", "data": {"reference": refund}}).encode()

@@ -45,7 +45,6 @@ def payouts_of(shop: Shop, refund_id: str) -> list[str]:
 
 
 def test_1_the_same_key_twice_is_the_same_refund_and_one_ledger_entry(shop: Shop, name: str) -> None:
-    """CASES 16."""
     charge = shop.captured(name)
     first, again = refund(shop, charge, name), refund(shop, charge, name)
     assert (first.status_code, first.headers["idempotency-status"]) == (201, "stored")
@@ -69,7 +68,7 @@ def test_2_a_different_key_with_the_same_payload_is_a_new_refund_while_there_is_
 
 @pytest.mark.parametrize("quirk", ["timeout_after", "drop_after", "error_after", "error_before"])
 def test_3_gateway_trouble_then_a_retry_is_one_payout(shop: Shop, name: str, quirk: str) -> None:
-    """CASES 25.  Whether the money had moved or not, the provider is asked again under the key that it knows."""
+    """Whether the money had moved or not, the provider is asked again under the key that it knows."""
     charge, asked = shop.captured(name), len(shop.calls())
     shop.provider.order({quirk: 20.0}, {quirk: 20.0})  # the service itself asks twice, where there is time
     first = refund(shop, charge, name)
@@ -88,7 +87,6 @@ def test_3_gateway_trouble_then_a_retry_is_one_payout(shop: Shop, name: str, qui
 
 
 def test_4_a_duplicate_webhook_is_one_ledger_entry(shop: Shop, name: str) -> None:
-    """CASES 45."""
     made = refund(shop, shop.captured(name), name).json()["id"]
     until(lambda: entries(shop, made, "settlement") == 1)
     events = shop.provider.get("/admin/events")["events"]
@@ -102,7 +100,6 @@ def test_4_a_duplicate_webhook_is_one_ledger_entry(shop: Shop, name: str) -> Non
 
 
 def test_a_different_amount_under_the_same_key_is_refused(shop: Shop, name: str) -> None:
-    """CASES 14."""
     charge = shop.captured(name)
     first, other = refund(shop, charge, name), refund(shop, charge, name, amount=2000)
     assert other.status_code == 409
@@ -112,7 +109,6 @@ def test_a_different_amount_under_the_same_key_is_refused(shop: Shop, name: str)
 
 
 def test_of_ten_at_once_one_is_paid_out_and_all_get_its_answer(shop: Shop, name: str) -> None:
-    """CASES 17."""
     charge, together = shop.captured(name), threading.Barrier(10)
 
     def ask(_: int) -> httpx.Response:
@@ -128,7 +124,6 @@ def test_of_ten_at_once_one_is_paid_out_and_all_get_its_answer(shop: Shop, name:
 
 
 def test_a_refund_without_a_key_is_refused(shop: Shop, name: str) -> None:
-    """CASES 4."""
     charge = shop.captured(name)
     answer = shop.post("/refunds", None, {"charge_id": charge, "amount": 1000})
     assert answer.status_code == 400

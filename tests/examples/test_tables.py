@@ -59,7 +59,7 @@ def renamed(made: Table, seed: Table, *names: str) -> Table:
 
 
 def test_the_client_retry_log(shop: Shop, name: str) -> None:
-    """CASES 34, 35.  The first answer is lost after the refund was made, a proxy fails, the third attempt replays it."""
+    """The first answer is lost after the refund was made, a proxy fails, the third attempt replays it."""
     charge = shop.captured(name)
     retry = Retry(attempts=5, deadline=20, attempt_timeout=3)
     with front(shop.service.url, "lose", 502) as url:
@@ -96,7 +96,6 @@ def outcome(shop: Shop, key: str, answer: httpx.Response) -> dict[str, str]:
 
 
 def test_the_replay_outcomes(shop: Shop, name: str) -> None:
-    """CASES 14, 16."""
     charge, seed = shop.captured(name), table(REPLAY_OUTCOMES)
     made = [outcome(shop, name, refund(shop, charge, name, amount)) for amount in (1000, 1000, 2000)]
     assert renamed(made, seed, "key", "payload_hash", "result_id") == seed
@@ -104,7 +103,6 @@ def test_the_replay_outcomes(shop: Shop, name: str) -> None:
 
 
 def test_the_consumer_inbox(shop: Shop, name: str) -> None:
-    """CASES 45."""
     made_id = refund(shop, shop.captured(name), name).json()["id"]
 
     def event() -> dict[str, Any]:

@@ -55,7 +55,6 @@ class TestFields:
         assert set(told("payload_hash", "operation", "scope")) == {("c1:aa", "refunds.create", REFUND.scope)}
 
     def test_attempts_are_counted_and_their_states_follow_each_other(self, told: Told) -> None:
-        """CASES 20."""
         story(log_events(logger), fails, lambda op: CREATED)
         assert told("event", "attempt", "from_state", "to_state") == [
             ("claimed", 1, "absent", "running"),
@@ -65,7 +64,6 @@ class TestFields:
         ]
 
     def test_a_takeover_is_told_with_a_warning(self, told: Told) -> None:
-        """CASES 25."""
         with closing(Guard("memory://", observers=[log_events(logger)], policy=Policy(on_unknown="retry"))) as guard:
             run(guard.store.claim(REFUND, lease=0.001))
             guard.store.shift = 10.0
@@ -76,7 +74,6 @@ class TestFields:
         ]
 
     def test_a_refusal_is_told_with_its_code(self, told: Told) -> None:
-        """CASES 14, 31."""
         with closing(Guard("memory://", observers=[log_events(logger)])) as guard:
             guard.run(REFUND, lambda op: CREATED)
             with pytest.raises(PayloadMismatch):

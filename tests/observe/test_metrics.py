@@ -78,7 +78,6 @@ class TestPrometheus:
         }
 
     def test_a_scrape_tells_of_retries_and_their_pauses(self) -> None:
-        """CASES 33, 35."""
         registry = CollectorRegistry()
         host = retry_until_it_works_and_until_it_does_not([prometheus.count_retries(registry)])
         found = samples(registry)
@@ -127,7 +126,6 @@ class TestOpenTelemetry:
         assert found["idempotency.events settled refunds.create"] == 1
 
     def test_it_counts_retries_and_measures_their_pauses(self, metered: Any) -> None:
-        """CASES 33, 35."""
         provider, read = metered
         host = retry_until_it_works_and_until_it_does_not([otel.count_retries(provider)])
         found = read()

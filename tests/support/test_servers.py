@@ -194,7 +194,6 @@ def test_the_replica_takes_over_from_a_dead_primary(own_sentinel: ValkeySentinel
 
 
 def test_pgbouncer_lends_one_server_connection_per_transaction(pgbouncer_url: str) -> None:
-    """CASES 54."""
     clients = [psycopg.connect(pgbouncer_url, autocommit=True, prepare_threshold=None) for _ in range(20)]
     backends = {client.execute("SELECT pg_backend_pid()").fetchone() for client in clients}
     for client in clients:

@@ -134,7 +134,6 @@ def test_no_store_at_all_is_a_mistake_that_names_the_fix() -> None:
     "url", ["redis://127.0.0.1:1/0?timeout=1s", "postgresql://me:hidden@127.0.0.1:1/db?timeout=1s"]
 )
 def test_a_store_that_is_down_is_told_apart_and_its_password_is_not_told(url: str) -> None:
-    """CASES 27."""
     for words in (["stats"], ["keys", "list", "--json"], ["init", "--store", url, "/dev/null"]):
         ran = oncemore(*words, ONCEMORE_STORE=url)
         assert ran.code == 3 or words[0] == "init", ran.err
@@ -214,7 +213,6 @@ def test_a_caller_may_close_what_it_gives_us(tmp_path: Path, closed: str, code: 
 
 
 def test_a_store_that_hangs_is_named() -> None:
-    """CASES 27."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"127.0.0.1:{silent.getsockname()[1]}"
         for url in (f"redis://{place}/0?timeout=0.5s", f"postgresql://me:hidden@{place}/db?timeout=0.5s"):
@@ -242,7 +240,7 @@ def test_ctrl_c_at_a_prompt_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_what_changed_while_the_prompt_was_open_is_not_decided(tmp_path: Path) -> None:
-    """CASES 25.  Another operator was quicker, the caller tried again, and nobody knows what came of that."""
+    """Another operator was quicker, the caller tried again, and nobody knows what came of that."""
     url = f"sqlite:///{tmp_path}/once.db"
     guard = Guard(url)
     operation = Operation("s", "k")

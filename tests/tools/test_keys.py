@@ -16,7 +16,6 @@ BOB = "payments:principal:bob"
 
 
 def test_the_list_shows_each_record_and_its_state(filled: Guard, store_url: str) -> None:
-    """CASES 25."""
     told = oncemore("keys", "list", "--json", "--store", store_url).json
     states = {record["key"]: record["state"] for record in told["records"]}
     assert states.items() >= {
@@ -103,7 +102,6 @@ def test_what_is_not_there_is_refused(filled: Guard, store_url: str) -> None:
 
 
 def test_a_key_that_two_own_must_be_told_apart(filled: Guard, store_url: str) -> None:
-    """CASES 8."""
     claim(filled, "settled-1", scope="O'Hara's")
     ran = oncemore("keys", "show", "settled-1", "--store", store_url)
     assert ran.code == 2
@@ -114,7 +112,6 @@ def test_a_key_that_two_own_must_be_told_apart(filled: Guard, store_url: str) ->
 
 
 def test_what_did_not_happen_may_be_performed_again(filled: Guard, store_url: str) -> None:
-    """CASES 25."""
     operation = Operation(BOB, "held-1", "c1:c", "payments.create")
     with pytest.raises(UnknownOutcome):
         filled.run(operation, lambda op: "again")
@@ -124,7 +121,6 @@ def test_what_did_not_happen_may_be_performed_again(filled: Guard, store_url: st
 
 
 def test_what_did_happen_is_answered_with_what_the_operator_said(filled: Guard, store_url: str) -> None:
-    """CASES 25."""
     response = ["--status", 201, "--header", "Content-Type: application/json", "--body", "-"]
     words = ["keys", "resolve", "held-1", *response, "--yes", "--ttl", "2h", "--json", "--store", store_url]
     ran = oncemore(*words, said='{"id": "pay_1"}')

@@ -27,7 +27,6 @@ def test_stats_count_by_state(filled: Guard, store_url: str) -> None:
 
 
 def test_a_purge_removes_what_has_expired_and_nothing_else(filled: Guard, store_url: str) -> None:
-    """CASES 29."""
     brief = Policy(ttl=0.001)
     for number in range(20):
         filled.run(Operation("old", f"many-{number}"), lambda op: "gone", policy=brief)

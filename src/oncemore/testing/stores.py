@@ -189,7 +189,6 @@ class Crowding(Part):
     # Many at once
 
     def test_24_threads_claim_one_key_and_one_wins(self, store: Store, operation: Operation) -> None:
-        """CASES 52."""
         start = threading.Barrier(24)
 
         def claim(_: int) -> Lease | Record:
@@ -293,7 +292,7 @@ class StoreContract(Operating, Crowding):
         assert record.outcome is None
 
     def test_a_settled_record_is_given_back_whole(self, store: Store, drive: Drive, operation: Operation) -> None:
-        """CASES 16, 19: what is stored comes back byte for byte, repeated headers included."""
+        """What is stored comes back byte for byte, repeated headers included."""
         lease = drive(store.claim(operation, lease=LEASE))
         drive(store.settle(lease, DONE, retention=RETENTION, note="seen"))
         record = drive(store.claim(operation, lease=LEASE))
@@ -304,7 +303,7 @@ class StoreContract(Operating, Crowding):
 
     @pytest.mark.parametrize("body", [b"", b"\x00\xff\xfe", "žluťoučký".encode(), b"x" * 300_000])
     def test_any_body_comes_back_as_it_was(self, store: Store, drive: Drive, operation: Operation, body: bytes) -> None:
-        """CASES 19: empty, binary and large bodies."""
+        """Empty, binary and large bodies."""
         lease = drive(store.claim(operation, lease=LEASE))
         drive(store.settle(lease, Outcome("response", 204, (), body), retention=RETENTION))
         assert drive(store.find(*operation.id)).outcome == Outcome("response", 204, (), body)
@@ -335,7 +334,7 @@ class StoreContract(Operating, Crowding):
         assert isinstance(drive(store.claim(operation, lease=LEASE)), Lease), "others are answered as ever"
 
     def test_scope_and_key_are_kept_apart(self, store: Store, drive: Drive, operation: Operation) -> None:
-        """CASES 7: moving a character from the one to the other makes another operation."""
+        """Moving a character from the one to the other makes another operation."""
         base = operation.scope
         one, two = Operation(base + "a:", "b"), Operation(base + "a", ":b")
         assert isinstance(drive(store.claim(one, lease=LEASE)), Lease)
@@ -344,7 +343,7 @@ class StoreContract(Operating, Crowding):
     def test_a_claim_with_another_fingerprint_gets_the_record_whatever_its_state(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock
     ) -> None:
-        """CASES 14: in flight, after a failure, after the lease, and after settling."""
+        """In flight, after a failure, after the lease, and after settling."""
         other = Operation(operation.scope, operation.key, "c1:bb")
         lease = drive(store.claim(operation, lease=LEASE))
         assert drive(store.claim(other, lease=LEASE)).state == "running"
@@ -480,7 +479,7 @@ class StoreContract(Operating, Crowding):
         assert second.token > first.token
 
     def test_a_lapsed_lease_is_taken_over(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
-        """CASES 24: no reaper is needed; the next claim is told that a holder vanished."""
+        """No reaper is needed; the next claim is told that a holder vanished."""
         first = drive(store.claim(operation, lease=LEASE))
         clock.advance(LEASE + 1)
         second = drive(store.claim(operation, lease=LEASE))
@@ -506,7 +505,7 @@ class StoreContract(Operating, Crowding):
     def test_a_late_owner_is_fenced(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock, verb: str
     ) -> None:
-        """CASES 24: every write of an owner whose operation was taken over is refused, and changes nothing."""
+        """Every write of an owner whose operation was taken over is refused, and changes nothing."""
         late = drive(store.claim(operation, lease=LEASE))
         clock.advance(LEASE + 1)
         current = drive(store.claim(operation, lease=LEASE))
@@ -521,7 +520,7 @@ class StoreContract(Operating, Crowding):
     def test_an_owner_of_a_former_life_is_fenced(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock, verb: str
     ) -> None:
-        """CASES 53: tokens grow even when the record was deleted, or expired and purged, in between."""
+        """Tokens grow even when the record was deleted, or expired and purged, in between."""
         former = drive(store.claim(operation, lease=LEASE))
         drive(store.settle(former, DONE, retention=RETENTION))
         drive(store.delete(*operation.id))
@@ -570,7 +569,6 @@ class StoreContract(Operating, Crowding):
     def test_an_expired_record_is_as_good_as_none(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock, verb: str
     ) -> None:
-        """CASES 29."""
         drive(write(store, verb, drive(store.claim(operation, lease=LEASE))))
         clock.advance(RETENTION + 1)
         assert drive(store.find(*operation.id)) is None
@@ -583,7 +581,7 @@ class StoreContract(Operating, Crowding):
     def test_running_and_held_records_never_expire(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock
     ) -> None:
-        """CASES 29: what is unfinished stays until someone finishes it."""
+        """What is unfinished stays until someone finishes it."""
         held = Operation(operation.scope, "held")
         drive(store.hold(drive(store.claim(held, lease=LEASE)), note="why"))
         drive(store.claim(operation, lease=LEASE))
@@ -606,7 +604,6 @@ class StoreContract(Operating, Crowding):
     def test_purge_takes_only_what_has_expired_a_batch_at_a_time(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock
     ) -> None:
-        """CASES 29."""
         old = [Operation(operation.scope, f"old-{n}") for n in range(5)]
         for each in old:
             drive(store.settle(drive(store.claim(each, lease=LEASE)), DONE, retention=RETENTION))

@@ -5,7 +5,7 @@
 For each store and each size of outcome: 10 000 operations through the guard, 64 at a time; then they all expire and are
 purged, and as many more follow, three times over, as in a ledger that has been in use for a while.  What counts is the
 largest size seen.  Outcomes are random bytes, so nothing is gained by compression.  The figures are the constants of
-`oncemore capacity` (`src/oncemore/tools/storage.py`), and the tests check that they still are what one record takes.
+`oncemore capacity` (`src/oncemore/tools/commands/capacity.py`), and the tests check that they still are what one record takes.
 """
 
 from __future__ import annotations

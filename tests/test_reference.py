@@ -12,7 +12,7 @@ import pytest
 
 import oncemore
 from oncemore._contract.settings import SETTINGS
-from oncemore.tools.commands.program import COMMANDS, program
+from oncemore.tools.commands import COMMANDS, program
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from examples.payments.processes import Provider, Service, World
+from examples.payments.processes import Provider, Service, PaymentSystem
 from oncemore.client.deadlines import no_sleeping
 
 from ..support.processes import ForkedServer
@@ -30,7 +30,7 @@ class RaisedService(ForkedServer, Service):
     """A provider from the forkserver."""
 
 
-class Shop(World):
+class Shop(PaymentSystem):
     """The two processes, and a look into the service's database and log that does not ask the service."""
 
     def __init__(self, **settings: str) -> None:

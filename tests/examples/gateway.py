@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from examples.payments.processes import World, http
+from examples.payments.processes import PaymentSystem, http
 from tests.support.proxy import FaultProxy
 
 # Of one connection, not of the message.
@@ -113,7 +113,7 @@ class Road:
 
 
 @contextmanager
-def road_to(world: World) -> Iterator[Road]:
+def road_to(world: PaymentSystem) -> Iterator[Road]:
     """A road to the service of *world*; whatever was broken at either end is whole again when it closes."""
     with ExitStack() as stack:
         before = stack.enter_context(gateway(world.service.url))

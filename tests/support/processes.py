@@ -248,9 +248,9 @@ class ForkedServer(Server):
             del command[:start]
         with (self.folder / "log").open("a") as log:
             program = Program(command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=self.folder, env=environment)
-        self._keeper, self.pid = program, program.pid  # type: ignore[assignment]
+        self._supervisor, self.pid = program, program.pid  # type: ignore[assignment]
 
     def stop(self) -> None:
-        if self._keeper is not None:
+        if self._supervisor is not None:
             self.crash()
         super().stop()

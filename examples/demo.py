@@ -57,9 +57,7 @@ def read_numbers(words: list[str]) -> list[int]:
 def demo(display: Display, stack: ExitStack, numbers: list[int]) -> int:
     began = time.monotonic()
     display.say("Ask once more; it happens once.", style="bold")
-    display.say(
-        "A caller that got no answer sends its request again. This is what a payments service does then, over real HTTP:"
-    )
+    display.say("A caller that got no answer asks again. What a payments service then does, over real HTTP:")
     with display.doing("starting two services and their providers"):
         plain, guarded = start_both(display, stack)
     played = [play(display, number, STORIES[number - 1], plain, guarded) for number in numbers]

@@ -5,11 +5,10 @@ from ._contract.policy import Policy
 from ._contract.rule import Rule
 from ._ledger.completer import Completer
 from ._ledger.context import Op, current_operation
-from ._ledger.decisions import Answer
+from ._ledger.decisions import Answer, Resolution
 from ._ledger.guard import Guard
 from ._ledger.model import Operation, Outcome, Record
 from ._ledger.once import once
-from ._ledger.resolution import Resolution
 from .client.function import retry
 from .client.retry import Retry
 from .errors import OncemoreError

@@ -14,8 +14,18 @@ from oncemore._ledger.attempt import LeaseAttempt
 from oncemore._ledger.events import Event
 from oncemore._ledger.transaction_attempt import TransactionRefused
 from oncemore._ledger.transactions import Again
-from oncemore._runtime.plan import arun, run
-from oncemore.errors import ConfigurationError, Duplicate, InProgress, PayloadMismatch, RateLimited, UnknownOutcome
+from oncemore._runtime.heartbeat import Renewal
+from oncemore._runtime.plan import Sleep, arun, run
+from oncemore.errors import (
+    ConfigurationError,
+    Duplicate,
+    InProgress,
+    PayloadMismatch,
+    ProviderDuplicate,
+    RateLimited,
+    StoreUnavailable,
+    UnknownOutcome,
+)
 from oncemore.testing.clock import Clock
 
 from .test_guard import kinds
@@ -235,3 +245,125 @@ def test_plan_of_a_commit_that_is_dropped_returns_the_connection(guard: Guard) -
 def test_transaction_needs_a_database() -> None:
     with pytest.raises(ConfigurationError, match="lends no connection"):
         run(Guard("memory://").attempt(ASKED, Policy(effect="transaction")).begin())
+
+
+def test_redirected_transaction_is_forgotten(guard: Guard) -> None:
+    run(begun(guard, "transaction").withdraw())
+    assert state(guard) is None
+
+
+@pytest.mark.parametrize("level", ["transaction", "steps"])
+def test_result_that_a_provider_remembers_does_not_finish_half_an_operation(guard: Guard, level: Any) -> None:
+    def duplicate(op: Any) -> None:
+        raise ProviderDuplicate("done before", result="receipt")
+
+    with pytest.raises(ProviderDuplicate):
+        guard.run(ASKED, duplicate, policy=Policy(effect=level))
+    assert state(guard) in ("released", None)
+
+
+def test_error_outcome_that_the_database_goes_on_refusing_is_unavailable(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The performer is not called again for it, and the caller may retry."""
+    lender: Any = guard.store.lender
+    opened, calls = lender.open, []
+
+    def refused(*_: object, **__: object) -> Any:
+        raise Again("a deadlock")
+        yield
+
+    def reopened() -> Any:
+        transaction = yield from opened()
+        transaction.begin = refused
+        return transaction
+
+    def declined(op: Any) -> None:
+        calls.append(op)
+        monkeypatch.setattr(lender, "open", reopened)
+        raise LookupError("declined")
+
+    monkeypatch.setattr(guard.store, "lender", lender, raising=False)
+    with pytest.raises(TransactionRefused, match="2 times: a deadlock"):
+        guard.run(ASKED, declined, policy=Policy(effect="transaction", errors=(LookupError,), reruns=1))
+    assert len(calls) == 1
+
+
+def test_interrupt_while_a_failure_is_remembered_is_raised(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = begun(guard, "transaction")
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(attempt.lender, "open", interrupted)  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        run(attempt.fail(RuntimeError("no luck")))
+
+
+# Plans that nobody drives on: nothing more can be asked
+
+
+def paused(store: Any, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the store's *verb* wait for a minute before it answers."""
+    found = getattr(store, verb)
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        yield Sleep(60)
+        return (yield from found(*args, **options))
+
+    monkeypatch.setattr(store, verb, slowly)
+
+
+def test_unique_attempt_dropped_while_it_settles_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard("memory://")
+    attempt = begun(guard, "lease", Operation("customer-1", "k", unique="order-7"))
+    paused(guard.store, "settle", monkeypatch)
+    plan = attempt.settle(CREATED)
+    assert isinstance(next(plan), Sleep)
+    plan.close()
+    assert state(guard) == "running"
+    assert guard.heartbeat.threads.renewals == set()
+
+
+def test_steps_dropped_while_they_open_or_end_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard("memory://")
+    run(begun(guard, "steps").fail(RuntimeError("no luck")))
+    attempt = guard.attempt(ASKED, Policy(effect="steps"))
+    with monkeypatch.context() as patch:
+        paused(guard.store, "find", patch)
+        plan = attempt.begin()
+        assert isinstance(next(plan), Sleep)  # before the claim
+        assert isinstance(plan.send(None), Renewal)
+        attempt.renewal.run()
+        assert isinstance(plan.send(None), Sleep)  # after it
+        plan.close()
+    assert (state(guard), guard.heartbeat.threads.renewals) == ("running", set())
+    Clock(guard.store).advance(31)
+    later = begun(guard, "steps")
+    paused(guard.store, "find", monkeypatch)
+    ending = later.settle(CREATED)
+    assert isinstance(next(ending), Sleep)
+    ending.close()
+    later.drop()
+
+
+def test_steps_that_could_not_be_opened_are_left_to_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows whether a step was taken, so the operation is not released as if none had been."""
+    guard, finds = Guard("memory://"), []
+    run(begun(guard, "steps").fail(RuntimeError("no luck")))
+    find = guard.store.find
+
+    def down_after_the_claim(*args: Any) -> Any:
+        finds.append(args)
+        if len(finds) > 1:
+            raise StoreUnavailable("down")
+        return (yield from find(*args))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guard.store, "find", down_after_the_claim)
+        with pytest.raises(StoreUnavailable):
+            run(guard.attempt(ASKED, Policy(effect="steps")).begin())
+    record = guard.find(*ASKED.id)
+    assert record is not None
+    assert (record.state, record.lease_until <= record.now) == ("running", True)

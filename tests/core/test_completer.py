@@ -208,7 +208,7 @@ def test_a_last_attempt_that_takes_other_steps_undoes_nothing(guard: Guard, call
     assert Round(guard, call, changed, attempts=1)() == Tally(held=1)
     record = guard.find(*asked().id)
     assert record is not None
-    assert "failed after 1 steps, and a former attempt had finished step 2, 'charge'" in record.note
+    assert "failed after 1 steps, and an earlier attempt had finished step 2, 'charge'" in record.note
     assert shop.log == []
 
 

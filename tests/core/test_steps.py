@@ -207,8 +207,8 @@ def other(*names: str) -> Any:
     [
         (("reserve", "bill"), "step 2 was 'charge' and is now 'bill'"),
         (("charge", "reserve"), "step 1 was 'reserve' and is now 'charge'"),
-        (("reserve",), "ended after 1 steps, and a former attempt had begun step 2, 'charge'"),
-        ((), "ended after 0 steps, and a former attempt had begun step 1, 'reserve'"),
+        (("reserve",), "ended after 1 steps, and an earlier attempt had begun step 2, 'charge'"),
+        ((), "ended after 0 steps, and an earlier attempt had begun step 1, 'reserve'"),
     ],
 )
 def test_changed_steps_are_refused_and_both_are_named(guard: Guard, call: Caller, names: Any, message: str) -> None:
@@ -233,7 +233,7 @@ def test_a_failure_before_the_steps_that_were_taken_is_a_change_too(guard: Guard
         yield take(op, "reserve", lambda: None)
         raise LookupError("a new check")
 
-    with pytest.raises(StepsChanged, match=r"ended after 1 steps, and a former attempt had begun step 2, 'charge'"):
+    with pytest.raises(StepsChanged, match=r"ended after 1 steps, and an earlier attempt had begun step 2, 'charge'"):
         call(guard, stricter)
 
 

@@ -10,7 +10,6 @@ from oncemore._ledger.store import Filter, Holder, Page, Stats
 
 
 def test_no_two_claims_have_the_same_name_whatever_thread_they_come_from() -> None:
-    """CASES 52."""
     holder = Holder()
     with ThreadPoolExecutor(8) as pool:
         names = [name for batch in pool.map(lambda _: [holder.next() for _ in range(200)], range(16)) for name in batch]

@@ -45,7 +45,7 @@ from oncemore._ledger.store import Store
 from oncemore._runtime.plan import Plan, Sleep, arun, run
 from oncemore.errors import Duplicate
 from oncemore.testing.faulty_store import FaultyStore
-from oncemore.web.current import CURRENT
+from oncemore.web.request import CURRENT
 
 from .rules import RULES
 

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 from oncemore._contract.rule import Rule
 from oncemore._contract.settings import Settings
 from oncemore._ledger.context import Op
+from oncemore._ledger.decisions import Resolution
 from oncemore._ledger.model import Outcome
-from oncemore._ledger.resolution import Resolution
 from oncemore.testing.faulty_store import CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS
 
 

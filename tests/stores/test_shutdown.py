@@ -34,7 +34,7 @@ STORES = [
 def test_what_was_performed_when_the_loop_was_shut_down_is_stored(
     fixture: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CASES 23.  All tasks are cancelled: also those that have performed, and whose outcomes are on their way."""
+    """All tasks are cancelled: also those that have performed, and whose outcomes are on their way."""
     guard = Guard(request.getfixturevalue(fixture))
     scope = random.randbytes(8).hex()
     begun: set[str] = set()

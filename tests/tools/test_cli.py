@@ -18,9 +18,9 @@ import pytest
 from oncemore._contract.contract import Contract
 from oncemore._contract.policy import Policy
 from oncemore._contract.profiles import PROFILES
+from oncemore._ledger.decisions import Resolution
 from oncemore._ledger.guard import Guard
 from oncemore._ledger.model import Lease, Operation, Outcome
-from oncemore._ledger.resolution import Resolution
 from oncemore._runtime.plan import run
 from oncemore.encryption import Seal
 from oncemore.tools.cli import EXIT_CODES, main

@@ -269,5 +269,5 @@ def guarded(store: str) -> IdempotencyMiddleware:
 def make() -> IdempotencyMiddleware:
     """The app for a server's process; its guard is used before that is forked."""
     door = guarded(os.environ["STORE"])
-    door.door.guard.run(Operation("tests", "before the fork"), lambda op: "used")
+    door.guard.run(Operation("tests", "before the fork"), lambda op: "used")
     return door

@@ -17,7 +17,7 @@ from oncemore._ledger.guard import Guard
 from oncemore.errors import ConfigurationError
 from oncemore.web.django import IdempotencyMiddleware, idempotent, required
 from oncemore.web.django import settings as django_settings
-from oncemore.web.django.response import body_of
+from oncemore.web.django.request import body_of
 from oncemore.web.django.views import Views
 from oncemore.web.door import Door
 
@@ -44,6 +44,10 @@ def who(request: Any) -> str:
     return "somebody"
 
 
+def door_from_settings() -> Door[Any]:
+    return Door(None, **django_settings.options_from_settings(Door))
+
+
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The project's settings, of this test alone."""
@@ -59,7 +63,7 @@ def test_objects_may_be_given_by_their_dotted_paths(settings: SimpleNamespace) -
         "principal": f"{__name__}.who",
         "status_path": "/status",
     }
-    door = django_settings.door_from_settings()
+    door = door_from_settings()
     assert (door.guard, door.contract, door.status_path) == (guard, contract, "/status")
     assert door.principal is not None
     assert door.principal(Somewhere()) == "somebody"
@@ -69,7 +73,7 @@ def test_who_is_calling_is_asked_once_for_each_request(settings: SimpleNamespace
     """Under ASGI it is asked in a thread, and not again on the loop."""
     asked: list[Any] = []
     settings.ONCEMORE["principal"] = lambda request: asked.append(request) or len(asked)
-    principal = django_settings.door_from_settings().principal
+    principal = door_from_settings().principal
     assert principal is not None
     one, two = Somewhere(), Somewhere()
     assert [principal(request) for request in (one, one, two, two)] == [1, 1, 2, 2]
@@ -80,17 +84,17 @@ def test_the_contract_is_a_file_beside_the_project(settings: SimpleNamespace, tm
     (tmp_path / "oncemore.toml").write_text('[[rule]]\nmatch = "POST /refunds"\nname = "refunds"\n')
     settings.BASE_DIR = tmp_path
     settings.ONCEMORE["contract"] = "oncemore.toml"
-    assert django_settings.door_from_settings().contract.rule("refunds").match == "POST /refunds"
+    assert door_from_settings().contract.rule("refunds").match == "POST /refunds"
 
 
 def test_a_profile_may_be_named_in_place_of_a_contract(settings: SimpleNamespace) -> None:
     settings.ONCEMORE["profile"] = "stripe"
-    assert django_settings.door_from_settings().contract.profile == "stripe"
+    assert door_from_settings().contract.profile == "stripe"
 
 
 def test_a_url_is_one_guard_for_all_handlers(settings: SimpleNamespace, tmp_path: Path) -> None:
     settings.ONCEMORE["guard"] = f"sqlite:///{tmp_path}/once.db"
-    first, second = (django_settings.door_from_settings() for _ in range(2))
+    first, second = (door_from_settings() for _ in range(2))
     assert first.guard is second.guard
 
 
@@ -110,7 +114,7 @@ def test_a_url_is_one_guard_for_all_handlers(settings: SimpleNamespace, tmp_path
 def test_a_setting_that_is_wrong_says_how_to_mend_it(settings: SimpleNamespace, said: Any, told: str) -> None:
     settings.ONCEMORE = said
     with pytest.raises(ConfigurationError, match=told):
-        django_settings.door_from_settings()
+        door_from_settings()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +207,6 @@ def test_a_view_at_two_routes_has_one_rule() -> None:
 
 
 def test_a_body_that_another_has_consumed_is_an_error_that_says_so() -> None:
-    door = Door(guard)
     with pytest.raises(ConfigurationError, match="move it after this one"):
-        body_of(SimpleNamespace(_read_started=True), Rule(), door)
-    assert body_of(SimpleNamespace(_body=b"x", body=b"x", _read_started=True), Rule(), door) == b"x"
+        body_of(SimpleNamespace(_read_started=True), Rule())
+    assert body_of(SimpleNamespace(_body=b"x", body=b"x", _read_started=True), Rule()) == b"x"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +16,11 @@ from oncemore._contract.rule import Rule
 from oncemore._ledger.decisions import Answer
 from oncemore._ledger.values import error_outcome, value_outcome
 from oncemore.errors import InvalidKey, InvalidPayload, PrincipalFailed
-from oncemore.web.door import Door, Request, issued_at, wait_of
+from oncemore.web import asgi, aws_lambda, wsgi
+from oncemore.web.door import Door, issued_at, wait_of
 from oncemore.web.etag import matches
 from oncemore.web.principal import principal_of, remembered_digest
+from oncemore.web.request import Request
 
 SENT = "Repeatability-First-Sent"
 
@@ -55,7 +58,7 @@ def in_california(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_a_date_is_read_in_all_forms_that_http_has_wherever_the_server_stands(date: str) -> None:
-    """CASES 29: one of them names no time zone, and was taken for the server's own: eight hours too late here."""
+    """One of them names no time zone, and was taken for the server's own: eight hours too late here."""
     rule = Rule("POST /things", late="refuse", first_sent=SENT)
     assert issued_at(rule, [(SENT.lower(), date)], "k") == 784111777
 
@@ -71,7 +74,7 @@ def test_what_is_no_date_is_refused() -> None:
 
 
 def test_a_name_that_is_not_made_from_the_body_does_not_ask_what_it_is() -> None:
-    """CASES 12: a photo is no JSON, and need not be where the path says whose it is."""
+    """A photo is no JSON, and need not be where the path says whose it is."""
     contract = Contract(
         Rule("POST /photos/{id}", key="template:{principal}:{path.id}:{header.x-place}"),
         Rule("POST /orders/{id}", unique_by="{path.id}"),
@@ -79,7 +82,7 @@ def test_a_name_that_is_not_made_from_the_body_does_not_ask_what_it_is() -> None
         Rule("POST /reports", key="template:{body.subject}"),
         Rule("POST /carts", unique_by="{body:/cart}"),
     )
-    door = Door(Guard("memory://"), contract)
+    door = Door(None, guard=Guard("memory://"), contract=contract)
     jpeg = b"\xff\xd8\xff\xe0"
     assert operation(door, post("/photos/7", jpeg, ("x-place", "left"))).key.endswith(":7:left")
     assert operation(door, post("/orders/7", jpeg)).unique == "7"
@@ -90,7 +93,8 @@ def test_a_name_that_is_not_made_from_the_body_does_not_ask_what_it_is() -> None
 
 def test_a_great_many_headers_take_no_time_to_speak_of() -> None:
     """Ten thousand fit into what servers accept, and took seconds: each was looked for among all the others."""
-    door = Door(Guard("memory://"), Contract(Rule("POST /photos/{id}", key="template:{principal}:{path.id}")))
+    contract = Contract(Rule("POST /photos/{id}", key="template:{principal}:{path.id}"))
+    door = Door(None, guard=Guard("memory://"), contract=contract)
     request = post("/photos/7", b"", *((f"a{number}", "") for number in range(10_000)))
     began = time.process_time()
     operation(door, request)
@@ -99,7 +103,7 @@ def test_a_great_many_headers_take_no_time_to_speak_of() -> None:
 
 @pytest.mark.parametrize("text", ["9" * 60_000 + "x", "9" * 60_000, "1s" * 30_000, "1." * 30_000])
 def test_a_patience_without_end_takes_no_time_to_read(text: str) -> None:
-    """CASES 18: a header of 16 KB, from anyone at all, held up every other request for 13 seconds."""
+    """A header of 16 KB, from anyone at all, held up every other request for 13 seconds."""
     began = time.process_time()
     assert wait_of([("x-request-timeout", text)]) is None
     assert time.process_time() - began < 0.1
@@ -107,7 +111,7 @@ def test_a_patience_without_end_takes_no_time_to_read(text: str) -> None:
 
 def test_what_strangers_choose_the_length_of_is_not_remembered() -> None:
     """Four thousand paths or credentials of 64 KB each, which no key needs, would have filled a quarter of a gigabyte."""
-    door = Door(Guard("memory://"))
+    door = Door(None, guard=Guard("memory://"))
     before = (remembered_digest.cache_info().currsize, joined.cache_info().currsize)
     path, bearer = "/" + "p" * 60_000, "b" * 60_000
     found = operation(door, Request("POST", path, "", [("authorization", bearer), ("idempotency-key", "k")]))
@@ -148,7 +152,7 @@ async def later() -> str:
     "found", [lambda: Named().get_id, later, object, lambda: (1, object()), lambda: Wrapped(object()), lambda: later]
 )
 def test_a_principal_whose_text_is_an_address_is_refused(found: Any) -> None:
-    """CASES 8: a method that was not called has another address in the next request, which would run again."""
+    """A method that was not called has another address in the next request, which would run again."""
     with pytest.raises(PrincipalFailed, match="a text or a number is needed"):
         principal_of(lambda native: found(), post("/things"))
 
@@ -159,7 +163,7 @@ def test_a_principal_with_a_name_of_its_own_is_taken_by_it(found: Any) -> None:
 
 
 def test_a_user_is_not_known_by_a_method_that_nobody_calls() -> None:
-    """CASES 8: its address would be another in the next request."""
+    """Its address would be another in the next request."""
 
     class User:
         is_authenticated = True
@@ -177,8 +181,8 @@ def test_a_user_is_not_known_by_a_method_that_nobody_calls() -> None:
 
 @pytest.mark.parametrize("given", [None, b"redacted", {"status": 200}])
 def test_a_redaction_that_returns_no_outcome_keeps_only_that_it_happened(given: Any) -> None:
-    """CASES 22: forgetting the `return` would have made every replay a response without a status."""
-    door = Door(Guard("memory://"), redact=lambda outcome: given)
+    """Forgetting the `return` would have made every replay a response without a status."""
+    door = Door(None, guard=Guard("memory://"), redact=lambda outcome: given)
     assert door.outcome(Rule("POST /things"), 201, [], b"secret") == Outcome("tombstone", 201)
 
 
@@ -215,12 +219,12 @@ def test_an_etag_is_one_of_those_that_the_caller_names(wanted: str, etag: str, s
 
 
 def test_a_value_that_a_resolver_tells_is_shown_as_json() -> None:
-    """CASES 25: it is no response, and had no status that a server could send."""
-    door, rule = Door(Guard("memory://")), Rule("POST /things")
+    """It is no response, and had no status that a server could send."""
+    door, rule = Door(None, guard=Guard("memory://")), Rule("POST /things")
 
     def shown(outcome: Outcome | None) -> tuple[int, bytes]:
         assert outcome is not None
-        response = door.replayed(rule, Answer(outcome, "replayed"))
+        response = door.replay(Answer(outcome, "replayed"), rule)
         return response.status, response.body
 
     assert shown(Resolution.settled({"id": 7}).outcome) == (200, b'{"id":7}')
@@ -229,3 +233,22 @@ def test_a_value_that_a_resolver_tells_is_shown_as_json() -> None:
         status, body = shown(kept)
         assert (status, b"CONFLICT.idempotency.outcome_not_kept" in body) == (409, True)
     assert shown(Outcome("value", body=b"\xc1"))[0] == 503
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    "kind", [asgi.IdempotencyMiddleware, wsgi.IdempotencyMiddleware, aws_lambda.IdempotencyMiddleware]
+)
+def test_middleware_options_are_shown_with_their_meaning(kind: type) -> None:
+    """`help()`, editors and type checkers read the parameters themselves."""
+    parameters = inspect.signature(kind).parameters
+    assert {"guard", "contract", "profile", "principal", "redact", "rates"} <= parameters.keys()
+    meaning = inspect.getdoc(kind.__init__) or ""
+    assert [name for name in parameters if f"\n    {name}: " not in meaning] == []
+
+
+def test_lambda_decorator_takes_the_options_of_its_middleware() -> None:
+    options = list(inspect.signature(aws_lambda.IdempotencyMiddleware).parameters)[1:]
+    assert list(inspect.signature(aws_lambda.guarded).parameters) == options

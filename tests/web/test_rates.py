@@ -19,10 +19,9 @@ from oncemore import Guard
 from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule, idempotent
 from oncemore.errors import ConfigurationError, MissingDriver, RateLimited
-from oncemore.web.admission import Admission
 from oncemore.web.asgi import IdempotencyMiddleware
 from oncemore.web.door import Door
-from oncemore.web.rates import NewKeys
+from oncemore.web.rates import Admission, NewKeys
 
 from .live import keyed, live
 
@@ -53,7 +52,6 @@ def served(guard: Guard, rule: Rule = THREE, **options: Any) -> Iterator[tuple[h
 
 class TestOverHttp:
     def test_one_key_too_many_is_refused_and_nothing_is_done(self, guard: Guard) -> None:
-        """CASES 31."""
         with served(guard) as (client, paid):
             statuses = [client.post("/pay/1", headers=keyed(f"k{n}")).status_code for n in range(3)]
             refused = client.post("/pay/1", headers=keyed("k3"))
@@ -63,7 +61,6 @@ class TestOverHttp:
         assert int(refused.headers["retry-after"]) >= 1
 
     def test_a_replay_is_not_counted(self, guard: Guard) -> None:
-        """CASES 16."""
         with served(guard) as (client, paid):
             found = [client.post("/pay/1", headers=keyed("same")).headers["idempotency-status"] for _ in range(6)]
             after = [client.post("/pay/1", headers=keyed(f"k{n}")).status_code for n in range(3)]
@@ -71,7 +68,6 @@ class TestOverHttp:
         assert (after, len(paid)) == ([201, 201, 429], 3)
 
     def test_a_retry_of_what_failed_is_no_new_key(self, guard: Guard) -> None:
-        """CASES 20."""
         with served(guard) as (client, _):
             retried = [client.post("/pay/1", headers=keyed("fail")).status_code for _ in range(3)]
             after = [client.post("/pay/1", headers=keyed(f"k{n}")).status_code for n in range(3)]
@@ -90,7 +86,6 @@ class TestOverHttp:
         assert statuses == [201, 201, 201, 429]
 
     def test_each_principal_has_its_own(self, guard: Guard) -> None:
-        """CASES 8."""
         with served(guard, Rule("POST /pay/{id}", rate="1/300d")) as (client, _):
             asked = [("k1", "alice"), ("k2", "alice"), ("k1", "bob"), ("k2", "bob")]
             found = [client.post("/pay/1", headers=keyed(key, Authorization=who)) for key, who in asked]
@@ -110,7 +105,6 @@ class TestOverHttp:
     def test_without_the_count_it_does_as_the_rule_does_without_the_ledger(
         self, guard: Guard, store_down: Any, status: int
     ) -> None:
-        """CASES 27."""
         rule = Rule("POST /pay/{id}", rate="3/300d", store_down=store_down)
         with served(guard, rule, rates=NewKeys(NOWHERE, socket_connect_timeout=1)) as (client, paid):
             found = client.post("/pay/1", headers=keyed("k"))
@@ -161,19 +155,19 @@ class TestStartUp:
     def test_without_the_package_the_command_that_installs_it_is_told(
         self, guard: Guard, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delitem(sys.modules, "oncemore.web.rates")
         monkeypatch.setitem(sys.modules, "limits", None)
+        monkeypatch.setitem(sys.modules, "limits.errors", None)
         with pytest.raises(MissingDriver, match=r"pip install 'oncemore\[limits\]'"):
-            Door(guard, Contract(THREE))
-        assert Door(guard, Contract(Rule("POST /pay"))).rates is None
+            Door(None, guard=guard, contract=Contract(THREE))
+        assert Door(None, guard=guard, contract=Contract(Rule("POST /pay"))).rates is None
 
     def test_a_rule_that_a_door_finds_late_is_counted_nonetheless(self, guard: Guard) -> None:
-        door = Door(guard)
+        door = Door(None, guard=guard)
         assert door.rates is None
         door.contract.add(THREE)
-        door.declared()
+        door.rules_declared()
         assert isinstance(door.rates, NewKeys)
 
     def test_an_own_counter_is_taken_instead(self, guard: Guard) -> None:
         own = NewKeys()
-        assert Door(guard, Contract(THREE), rates=own).rates is own
+        assert Door(None, guard=guard, contract=Contract(THREE), rates=own).rates is own

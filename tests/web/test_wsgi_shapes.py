@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -19,6 +22,7 @@ from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule
 from oncemore._ledger.guard import Guard
 from oncemore._ledger.store import Filter
+from oncemore._runtime.heartbeat import ThreadTimer
 from oncemore.web.wsgi import IdempotencyMiddleware
 
 WSGI = Callable[..., Iterable[bytes]]
@@ -137,7 +141,6 @@ def is_stream(shape: Shape) -> bool:
 def test_every_shape_of_response_is_passed_on_as_it_is_and_settled_before_it_is_sent(
     shape: Shape, streams: Any, most: int
 ) -> None:
-    """CASES 16, 19, 20, 21, 22."""
     rule = Rule("POST /orders", streams=streams, max_response=most)
     guard = Guard("memory://")
     states: list[str] = []
@@ -217,3 +220,33 @@ def test_a_header_that_a_template_engine_marked_is_kept_as_the_text_it_is(tmp_pa
     told = [(each.get("Location") or each["location"], each["idempotency-status"]) for each in found]
     assert told == [("/refunds/1", "stored"), ("/refunds/1", "replayed")]
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("catches", [True, False])
+def test_late_owner_that_writes_gets_its_successors_response(catches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease has lapsed before its second `write`, so nothing of its own response may reach the client."""
+    monkeypatch.setattr(ThreadTimer, "add", lambda *_: None)
+    others: list[Served] = []
+    runs: list[int] = []
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        runs.append(1)
+        number = len(runs)
+        write = start_response("201 Created", [])
+        if number == 2:
+            return [b"the successor's"]
+        write(b"too ")
+        time.sleep(0.1)
+        with ThreadPoolExecutor(1) as pool:
+            others.append(pool.submit(serve, door).result())
+        with suppress(Exception) if catches else nullcontext():
+            write(b"late")
+        return [b"!"]
+
+    guard = Guard("memory://")
+    rule = Rule("POST /orders", lease="50ms", on_unknown="retry")
+    door = IdempotencyMiddleware(app, guard=guard, contract=Contract(rule))
+    late = serve(door)
+    assert (others[0].body, others[0].header("idempotency-status")) == (b"the successor's", "stored")
+    assert (late.body, late.header("idempotency-status"), len(runs)) == (b"the successor's", "replayed", 2)
+    guard.close()

@@ -1,4 +1,4 @@
-"""Finishes what was left unfinished: operations in steps whose holder vanished or failed, from the request that was kept.
+"""Finishes operations in steps that crashed or failed, from the request that their claim kept.
 
 Each is claimed like any repeat of it, so a caller that asks again at the same moment is no trouble: one of the two goes on.
 """
@@ -40,7 +40,7 @@ End = Literal["completed", "failing", "held", "unreadable"]
 
 
 class Drives(Protocol):
-    """Knows how to go on with an operation: a function under `once`, or an app behind its door (`oncemore.web.redrive`)."""
+    """Continues an operation: a function under `once`, or an app with its middleware (`oncemore.web.redrive`)."""
 
     def drive(self, operation: Operation, request: Any) -> Plan[Any]: ...
 
@@ -49,7 +49,7 @@ Redriven = Drives | Callable[[Op, Any], Any]
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """What came of one round: *failing* ones are tried again later, *unreadable* ones have no request to go on from."""
+    """The results of one round: *failing* operations are tried again later, *unreadable* ones have no kept request."""
 
     completed: int = 0
     failing: int = 0
@@ -121,7 +121,7 @@ class Completer:
             await arun(pause(self.every))
 
     def _survived(self) -> Plan[None]:
-        """One round; where the store is down, the next one may find it up."""
+        """One round; if the store is down, the next round tries again."""
         try:
             yield from self._round()
         except OncemoreError:
@@ -149,7 +149,7 @@ class Completer:
         return record.now >= record.lease_until + self.pace.step(record.attempts)
 
     def _finished(self, record: Record) -> Plan[End]:
-        """What came of going on with it; whatever goes wrong with one, the others must not suffer."""
+        """Continue one operation, and return its end.  An error of one operation does not stop the others."""
         failed = False
         try:
             kept = yield from self._kept(record)

@@ -57,9 +57,9 @@ class Op:
         self.lease = lease
         self.transaction = transaction
         self.steps = steps
-        self.deadline = deadline  # when the caller stops waiting, in seconds since 1970; None where it did not say
-        self.lent = False  # whether the performer has asked for what it must await
-        self.note = ""  # kept in the record, for whoever reads the ledger
+        self.deadline = deadline  # when the caller stops waiting, in seconds since 1970; None if it did not say
+        self.lent = False  # whether the performer has used a connection that must be awaited
+        self.note = ""  # kept in the record, for an operator to read
 
     @property
     def operation(self) -> Operation:
@@ -76,7 +76,7 @@ class Op:
 
     @property
     def connection(self) -> Any:
-        """The driver's own connection, borrowed: what is done on it commits with the outcome, or not at all."""
+        """The driver's own connection: statements on it commit with the outcome, or not at all."""
         return self._lent("op.connection").connection
 
     def session(self) -> Any:
@@ -84,10 +84,10 @@ class Op:
         return self._lent("op.session()").session()
 
     def _lent(self, what: str) -> Transaction:
-        """The transaction, for one who can use it: an async driver's connection does nothing unless it is awaited."""
+        """The transaction.  Refused on a thread if its driver is async: statements would never be sent unless awaited."""
         transaction = self.borrowed(what)
         if transaction.awaited:
-            if asyncio._get_running_loop() is None:  # rather than an error
+            if asyncio._get_running_loop() is None:  # get_running_loop() raises instead
                 raise unawaitable()
             self.lent = True
         return transaction
@@ -109,18 +109,25 @@ class Op:
         on_unknown: OnUnknownStep = "retry",
         resolver: Callable[..., Any] | None = None,
     ) -> Any:
-        """What *function* gives, checkpointed: once it is, no later attempt calls it again.  To be awaited on an event loop.
+        """Call *function* and store its value: once that is done, no later attempt calls it again.  Await it on an event loop.
 
-        What it takes decides what it is: a `connection` or `session`, and its effect commits with its checkpoint; a `key`,
-        and it gets one for the provider that is the same on every attempt.  *retry* is how often it is tried (3 times; a
-        database step once), *undo* what is called, with the value, when the whole operation fails for good.  *on_unknown*
-        says what to do where a former attempt vanished in this very step; a *resolver*, given the key, asks the provider.
+        If the function takes a `connection` or `session`, its effect commits together with its checkpoint.  If it takes a
+        `key`, it gets one for the provider that is the same on every attempt.
+
+        Args:
+            name: The step's name in the ledger; steps must have the same names, in the same order, on every attempt.
+            function: Performs the step.
+            undo: Is called with the step's value if the whole operation fails for good.
+            retry: How often the step is tried: 3 times by default, a database step once.
+            effect: "lease" or "transaction", if it does not follow from the parameters.
+            on_unknown: What to do if an earlier attempt crashed in this very step.
+            resolver: Is given the step's key, and asks the provider whether it took effect.
         """
         steps = self._stepping("op.step()")
         return driven(steps.step(name, function, undo, retry, effect, "resolve" if resolver else on_unknown, resolver))
 
     def sleep(self, name: str, seconds: float) -> Any:
-        """Let *seconds* pass, as a step: a later attempt waits for what is left of them.  To be awaited on an event loop."""
+        """Let *seconds* pass, as a step: a later attempt waits for the rest of them.  Await it on an event loop."""
         return driven(self._stepping("op.sleep()").sleep(name, seconds))
 
     def _stepping(self, what: str) -> StepPlans:
@@ -134,7 +141,7 @@ class Op:
 
 
 def driven(plan: Plan[Any]) -> Any:
-    """The plan's result; where an event loop runs on this thread, an awaitable of it."""
+    """The plan's result, or an awaitable of it if an event loop runs on this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Judgements that need no store: what a caller gets when the ledger knows the operation.  They return or raise."""
+"""Decisions that need no store: the answer or the refusal for a caller whose operation the ledger knows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 
 from .._contract.policy import Policy
 from ..errors import (
+    ConfigurationError,
     Duplicate,
     Fenced,
     InProgress,
@@ -19,7 +20,7 @@ from ..errors import (
     UnknownOutcome,
 )
 from .model import Lease, Operation, Outcome, Record
-from .values import NOTHING
+from .values import NOTHING, value_outcome
 
 How = Literal["stored", "replayed", "unstored", "released"]
 
@@ -27,7 +28,7 @@ How = Literal["stored", "replayed", "unstored", "released"]
 class Answer(msgspec.Struct, frozen=True):
     """The outcome of an operation, and *how* it came: stored now, replayed, released for another try, or unstored.
 
-    *value* is what the performer gave just now, or the exception it raised; nothing where the outcome was replayed.
+    *value* is the performer's value or exception; None if the outcome was replayed.
     """
 
     outcome: Outcome
@@ -37,6 +38,34 @@ class Answer(msgspec.Struct, frozen=True):
     value: Any = None
 
 
+class Resolution(msgspec.Struct, frozen=True):
+    """The decision about an unknown outcome: it happened (`settled`), it did not (`released`), or nobody can tell yet."""
+
+    verdict: Literal["settled", "released", "unknown"]
+    outcome: Outcome | None = None
+
+    def __post_init__(self) -> None:
+        if (self.verdict == "settled") != (self.outcome is not None):  # without one, it would be performed again
+            raise ConfigurationError(
+                "What happened has an outcome, and nothing else has: say Resolution.settled(value)"
+            )
+
+    @classmethod
+    def settled(cls, outcome: Any) -> Resolution:
+        """It happened; *outcome* is an Outcome, or the value that the function returned."""
+        return cls("settled", outcome if isinstance(outcome, Outcome) else value_outcome(outcome))
+
+    @classmethod
+    def released(cls) -> Resolution:
+        """It did not happen, and may be performed."""
+        return cls("released")
+
+    @classmethod
+    def unknown(cls) -> Resolution:
+        """Nobody can tell yet; ask again later."""
+        return cls("unknown")
+
+
 def check(operation: Operation, fingerprint: str) -> None:
     """Refuse the operation unless the stored *fingerprint* is of the same request."""
     if not operation.same(fingerprint):
@@ -44,7 +73,7 @@ def check(operation: Operation, fingerprint: str) -> None:
 
 
 def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None) -> Answer:
-    """What a repeated operation is answered with, by the rule's on_duplicate."""
+    """The answer to a repeated operation, by the rule's on_duplicate."""
     if policy.on_duplicate == "reject":
         raise Duplicate("This operation was performed before, and repeats are rejected")
     if policy.on_duplicate == "ok":
@@ -55,7 +84,7 @@ def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None)
 
 
 def shown(outcome: Outcome) -> Outcome:
-    """The outcome, where there is more left of it than that it happened."""
+    """The outcome; raises OutcomeNotKept if only a tombstone is left of it."""
     if outcome.kind == "tombstone":
         why = outcome.body.decode("utf-8", "replace")  # of a function: its result is of a class that it does not name
         raise OutcomeNotKept(
@@ -66,7 +95,7 @@ def shown(outcome: Outcome) -> Outcome:
 
 
 def is_over(record: Record) -> bool:
-    """Whether the record may be claimed by whoever asks for the same thing: it was released, or its lease is over."""
+    """Whether the same request may claim the record: it was released, or its lease has ended."""
     return record.state == "released" or (record.state == "running" and record.lease_until <= record.now)
 
 
@@ -93,7 +122,7 @@ def fenced(lease: Lease) -> Fenced:
 
 
 def not_resolvable(state: str) -> Refusal:
-    """The refusal to resolve what is not in doubt."""
+    """The refusal to resolve a record that is not in doubt."""
     if state == "running":
         return InProgress("It is running; only an operation whose outcome is unknown can be resolved", retry_after=1.0)
     if state == "absent":
@@ -102,7 +131,7 @@ def not_resolvable(state: str) -> Refusal:
 
 
 def not_deletable() -> InProgress:
-    """The refusal to delete a record that someone is working on."""
+    """The refusal to delete a record while its operation runs."""
     return InProgress(
         "It is running, and its holder would lose its place; wait for it, or for its lease", retry_after=1.0
     )

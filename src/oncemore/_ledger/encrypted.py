@@ -1,4 +1,4 @@
-"""A store whose outcomes are sealed on their way in and opened on their way out, so that nothing above it need know."""
+"""A store that seals outcomes and requests before they are written, and opens them when they are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import msgspec
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Id
 from ..errors import ConfigurationError
-from .around import Around
 from .model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
 from .store import Store
 from .transactions import Lender, Transaction
@@ -25,7 +24,27 @@ class Sealing(Protocol):
     def open(self, id: Id, outcome: Outcome) -> Outcome: ...
 
 
-class SealedStore(Around):
+class StoreWrapper:
+    """A store around another one: what a subclass does not define, the *inner* store does."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    # Defined here because __getattr__ does not see assignments: the inner store's clock must be shifted, not this one's.
+
+    @property
+    def shift(self) -> float:
+        return self.inner.shift
+
+    @shift.setter
+    def shift(self, seconds: float) -> None:
+        self.inner.shift = seconds
+
+
+class SealedStore(StoreWrapper):
     """The *inner* store, with every outcome and request sealed in it.
 
     Pages of many records are left sealed: look one up to read it.

@@ -11,12 +11,11 @@ from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError
 from .attempt import LeaseAttempt, Performer
 from .connect import connect
-from .decisions import Answer
+from .decisions import Answer, Resolution
 from .encrypted import SealedStore, Sealing
 from .events import Observer
 from .ledger import Ledger
 from .model import Operation, Record
-from .resolution import Resolution
 from .steps_attempt import StepsAttempt
 from .store import Filter, Page, Stats, Store
 from .transaction_attempt import TransactionAttempt
@@ -116,7 +115,7 @@ class Guard(Ledger):
         return self.store.resolve(scope, key, resolution.outcome, retention=duration(retention), note=note)
 
     def delete(self, scope: str, key: str) -> bool:
-        """Forget the operation, so that its key runs as new; False where there was no record.  Never a running one."""
+        """Forget the operation, so that its key runs as new; False if there was no record.  A running one is refused."""
         return run(self.store.delete(scope, key))
 
     async def adelete(self, scope: str, key: str) -> bool:

@@ -58,12 +58,12 @@ class Steps:
         self.begun = 0  # the number of the last step that was asked for
         self.names: set[str] = set()  # of all that were
         self.done = 0  # how many are checkpointed; always the first ones
-        self.under_way = ""  # the name of the step that was asked for, and has not ended
+        self.under_way = ""  # the name of the step that is running
         self.failed = ""  # the name of the step that ended without a checkpoint
         self.undos: list[tuple[Step, Any]] = []
-        self.closed = False  # it has failed for good, in this attempt or a former one
-        self.failure: Outcome | None = None  # and this is its outcome; None where it was given up
-        self.doubt = ""  # the name of the step that was begun in vain, and may have taken effect all the same
+        self.closed = False  # it has failed for good, in this attempt or an earlier one
+        self.failure: Outcome | None = None  # and this is its outcome; None if it was given up
+        self.doubt = ""  # the name of a step that was begun, has no checkpoint, and may have taken effect
         self.lost: Fenced | None = None
         self._renewed = ledger.clock.monotonic()
 
@@ -81,7 +81,7 @@ class Steps:
         return deadline
 
     def named(self, number: int | str, name: str) -> Operation:
-        """The operation that step *number* is."""
+        """The operation of step *number*."""
         return step_operation(self.operation, self.epoch, number, name)
 
     # A step
@@ -96,11 +96,11 @@ class Steps:
         on_unknown: OnUnknownStep,
         resolver: Callable[..., Any] | None,
     ) -> Plan[Any]:
-        """The plan of the next step.  It has its number now, though it may be awaited later."""
+        """The plan of the next step.  Its number is taken now, even if the plan is awaited later."""
         again = name in self.names
         step = Step(self._next(name), name, function, retry, effect, on_unknown, resolver, again=again)
         back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, again=again, undoes=True)
-        return self._taken(step, back)
+        return self._take(step, back)
 
     def _next(self, name: str) -> int:
         if self.under_way:
@@ -117,11 +117,11 @@ class Steps:
         self.under_way = name
         return self.begun
 
-    def _taken(self, step: Step, back: Step | None) -> Plan[Any]:
+    def _take(self, step: Step, back: Step | None) -> Plan[Any]:
         try:
-            yield from self._stop_where_given_up(step)
+            yield from self._stop_if_given_up(step)
             answer = yield from self.perform(step)
-            self._stop_where_closed(answer.outcome)
+            self._stop_if_closed(answer.outcome)
         except BaseException:
             self.failed = step.name
             raise
@@ -134,19 +134,19 @@ class Steps:
         return value
 
     def perform(self, step: Step, value: Any = None) -> Plan[Answer]:
-        """The step's answer, from its checkpoint or by performing it as often as its retry allows."""
+        """The step's answer: from its checkpoint, or by performing it as often as its retry allows."""
         operation = self.named(step.number, step.name)
         key = derive(self.operation, step.label)
         policy = step.policy(step_policy(step.naming(self.policy), step.effect), key)
         delays = iter(step.retry.delays())
         while True:
-            yield from self.ours()
+            yield from self.check_owner()
             called = step.called(key, value)
             kind = TransactionAttempt if step.effect == "transaction" else LeaseAttempt
             try:
                 answer = yield from kind(self.ledger, operation, policy).perform(called)
             except PayloadMismatch as error:
-                if called.began:  # it is the function's own
+                if called.began:  # the function raised it
                     raise
                 raise (yield from self._changed(operation, step)) from error
             except Exception as error:
@@ -166,19 +166,19 @@ class Steps:
         )
 
     def sleep(self, name: str, seconds: float | str) -> Plan[None]:
-        """The plan of the next step, which is to let time pass: by the store's clock, and counted from the first attempt."""
+        """The plan of a step that lets time pass: by the store's clock, and counted from the first attempt."""
         length = duration(seconds)
         if length > UNFINISHED:
             raise ConfigurationError(
                 f"step {name!r} sleeps for {length:g} s; an operation may be unfinished for 30 days"
             )
-        return self._slept(Step(self._next(name), name, lambda: None), length)
+        return self._sleep(Step(self._next(name), name, lambda: None), length)
 
-    def _slept(self, step: Step, length: float) -> Plan[None]:
+    def _sleep(self, step: Step, length: float) -> Plan[None]:
         try:
-            yield from self._stop_where_given_up(step)
-            yield from self.ours()
-            left = yield from self._left(step, length)
+            yield from self._stop_if_given_up(step)
+            yield from self.check_owner()
+            left = yield from self._time_left(step, length)
         except BaseException:
             self.failed = step.name
             raise
@@ -188,8 +188,8 @@ class Steps:
         if left > 0:
             yield Sleep(left)
 
-    def _left(self, step: Step, length: float) -> Plan[float]:
-        """How long to sleep yet; the time to wake up at is the checkpoint."""
+    def _time_left(self, step: Step, length: float) -> Plan[float]:
+        """How long to sleep from now.  The checkpoint is the time at which to wake up."""
         operation, policy = self.named(step.number, step.name), step_policy(self.policy, "lease")
         try:
             found = yield from self.ledger.claim(operation, policy)
@@ -200,14 +200,14 @@ class Steps:
             yield from self._settle(found, value_outcome(now + length))
             return length
         outcome = found.outcome or Outcome("tombstone")
-        self._stop_where_closed(outcome)
+        self._stop_if_closed(outcome)
         wake: float = replayed(outcome)
         return wake - found.now
 
-    # Whose it is
+    # Late owners
 
-    def ours(self) -> Plan[None]:
-        """Refuse a late owner.  The store is asked again when it has not been for a third of the lease."""
+    def check_owner(self) -> Plan[None]:
+        """Raise Fenced if another attempt has taken over.  The store is asked if a third of the lease has passed since."""
         if self.lost is not None or self.renewal.lost:
             raise self._fence(self.lost or fenced(self.lease))
         now = self.ledger.clock.monotonic()
@@ -227,7 +227,7 @@ class Steps:
     # The end
 
     def ended(self, *, final: bool) -> Plan[None]:
-        """Refuse an end that did not wait for a step, and a *final* one that leaves out what a former attempt has done."""
+        """Refuse an end that did not wait for a step, and a *final* one that leaves out a step of an earlier attempt."""
         if self.under_way:
             raise ConfigurationError(f"step {self.under_way!r} was never awaited")
         if self.lease.attempt == 1 or self.closed or self.failed or not final:
@@ -239,22 +239,22 @@ class Steps:
             self._close(record.outcome)
             return
         raise StepsChanged(
-            f"the operation ended after {self.done} steps, and a former attempt had begun step {self.done + 1}, "
+            f"the operation ended after {self.done} steps, and an earlier attempt had begun step {self.done + 1}, "
             f"{record.fingerprint!r}: operations that began under the old code must take the same steps"
         )
 
     def any_taken(self) -> Plan[bool]:
-        """Whether this attempt or a former one has begun a step."""
+        """Whether this attempt or an earlier one has begun a step."""
         if self.begun or self.lease.attempt == 1:
             return self.begun > 0
-        if not self.epoch:  # it could not be opened, so nobody knows
+        if not self.epoch:  # `open` failed, so nobody knows
             return True
         return (yield from self.ledger.store.find(*self.named(1, "").id)) is not None
 
     # Failing for good
 
     def was_closed(self) -> Plan[bool]:
-        """Whether a former attempt has failed for good: then its mark stands behind the last of its steps."""
+        """Whether an earlier attempt has failed for good: then its mark stands behind the last of its steps."""
         number = 0
         while self.lease.attempt > 1:
             number += 1
@@ -264,12 +264,12 @@ class Steps:
         return False
 
     def close(self, failure: Outcome | None) -> Plan[None]:
-        """Let no attempt, late or later, take another step: what comes next is to undo those that were taken.
+        """Mark that no attempt takes another step: from here on, the steps that were taken are undone.
 
-        The mark stands where the next step would, so a late owner that is about to take it finds the mark, or has taken it
-        before us; and it remembers the outcome, for whoever has to go on from here.
+        The mark stands in the place of the next step.  So a late owner that is about to take that step finds the mark, or
+        has taken it before.  The mark also keeps the outcome, so that another attempt can continue the undoing.
         """
-        yield from self.ours()
+        yield from self.check_owner()
         found = yield from self.ledger.claim(self.named(self.done + 1, ""), step_policy(self.policy, "lease"))
         if isinstance(found, Lease):
             yield from self._settle(found, closing(failure, self.doubt))
@@ -278,7 +278,7 @@ class Steps:
             self._close(found.outcome)
         else:
             raise StepsChanged(
-                f"the operation failed after {self.done} steps, and a former attempt had finished step {self.done + 1}, "
+                f"the operation failed after {self.done} steps, and an earlier attempt had finished step {self.done + 1}, "
                 f"{found.fingerprint!r}: operations that began under the old code must take the same steps"
             )
 
@@ -288,13 +288,13 @@ class Steps:
     def _close(self, outcome: Outcome | None) -> None:
         self.closed, self.failure, self.doubt = True, closed_with(outcome), doubt_of(outcome)
 
-    def _stop_where_closed(self, outcome: Outcome) -> None:
+    def _stop_if_closed(self, outcome: Outcome) -> None:
         if is_closed(outcome):
             self._close(outcome)
             raise Undone("The operation has failed for good, and its steps are being undone")
 
-    def _stop_where_given_up(self, step: Step) -> Plan[None]:
-        """In the last attempt nothing new is begun: it is here to find out what there is to undo."""
+    def _stop_if_given_up(self, step: Step) -> Plan[None]:
+        """In the last attempt no step is begun: it runs only to find the steps that must be undone."""
         if self.operation.giving_up:
             record = yield from self.ledger.store.find(*self.named(step.number, "").id)
             if record is None or record.state != "settled":
@@ -314,7 +314,7 @@ BACKOFF = Backoff()
 
 @dataclass(frozen=True, slots=True)
 class StepRetry:
-    """So many *attempts*, whatever the error."""
+    """A number of *attempts*, whatever the error."""
 
     attempts: int = 3
     backoff: Backoff = BACKOFF
@@ -337,7 +337,7 @@ EXTERNAL, ONCE = StepRetry(), StepRetry(1)
 
 
 class Step:
-    """What `op.step` was given, judged before anything is claimed."""
+    """The arguments of one `op.step`, checked before anything is claimed."""
 
     def __init__(
         self,
@@ -355,13 +355,13 @@ class Step:
         self.number = number
         self.name = name
         self.function = function
-        # What its key for the provider is made from: a second charge under the first one's key would be the first.
+        # The key for the provider is made from this: a second charge under the first one's key would be the first.
         self.label = f"{name}\n{number}" if again else name
         self.undoes = undoes
         self.takes = taken_by(function, name, takes_value=undoes)
         borrows = any(each.name in BORROWED for each in self.takes)
         self.effect: StepEffect = effect or ("transaction" if borrows else "lease")
-        # A transaction that the database refused is run again anyway, and nothing else is cured by time alone.
+        # A transaction that the database refused is run again anyway, and no other failure is cured by time alone.
         usual = ONCE if self.effect == "transaction" else EXTERNAL
         self.retry: Retrying = usual if retry is None else StepRetry(retry) if isinstance(retry, int) else retry
         self.on_unknown = on_unknown
@@ -377,9 +377,9 @@ class Step:
         return dataclasses.replace(policy, types=policy.types + new) if new else policy
 
     def policy(self, policy: Policy, key: str) -> Policy:
-        """The usual policy of steps, with what this one says about a holder that vanished in it.
+        """The policy of steps, with this step's own on_unknown.
 
-        The policy's errors may be what comes of a step, and never what comes of its undoing: that has failed.
+        The policy's errors may be the outcome of a step.  An undo that raises one of them has failed.
         """
         if self.undoes:
             return dataclasses.replace(policy, errors=())
@@ -394,7 +394,7 @@ class Step:
 
 
 class Called:
-    """The performer of a step: calls its function with what it takes, and remembers that it was called."""
+    """The performer of a step: calls its function with the parameters it takes, and remembers that it was called."""
 
     __slots__ = ("began", "key", "step", "value")
 
@@ -413,7 +413,7 @@ class Called:
         given = self.step.function(*first, **rest)
         return nothing_of(given) if self.step.undoes else given
 
-    def __repr__(self) -> str:  # where it is named in an error
+    def __repr__(self) -> str:  # for error messages
         return f"{self.step.function!r} of step {self.step.name!r}"
 
     def _given(self, name: str, op: Op) -> Any:
@@ -425,7 +425,7 @@ class Called:
 
 
 def nothing_of(given: Any) -> Any:
-    """What an undo gives is nobody's business: it may well be what no checkpoint could hold."""
+    """Drop the value that an undo returns: nobody reads it, and a checkpoint might not be able to hold it."""
 
     async def ended() -> None:
         await given
@@ -434,10 +434,10 @@ def nothing_of(given: Any) -> Any:
 
 
 def taken_by(function: Callable[..., Any], name: str, *, takes_value: bool) -> tuple[inspect.Parameter, ...]:
-    """Those parameters that are given: of an undo, the first that is nothing else gets the step's value."""
+    """The parameters that are passed.  Of an undo, the first one with another name gets the step's value."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in functions do not tell
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return ()
     named = [each for each in parameters if each.kind not in VARIADIC]
     others = [each for each in named if each.name not in GIVEN and each.default is each.empty]
@@ -454,7 +454,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def wants(retry: Retrying, error: Exception) -> bool:
-    """Whether the same step may work in a moment; what the ledger refuses, or the programmer has to mend, will not."""
+    """Whether the same step may work in a moment: not if the ledger refuses it, or the code must be changed."""
     if isinstance(error, Refusal | Fenced | ConfigurationError):
         return getattr(error, "retryable", False) and not isinstance(error, Fenced)
     return retry.wants(error)
@@ -462,9 +462,9 @@ def wants(retry: Retrying, error: Exception) -> bool:
 
 # Checkpoints
 
-# For so long an operation may be unfinished: its checkpoints are kept that much longer than its outcome.
+# How long an operation may be unfinished: its checkpoints are kept that much longer than its outcome.
 UNFINISHED = 30 * 86400.0
-# A request that is larger is not kept: then only its caller can have the operation finished, by asking again.
+# A larger request is not kept: then only the caller can finish the operation, by a retry.
 LARGEST = 1024 * 1024
 DOUBT = "oncemore-doubt"
 CLOSED = ("oncemore-closed", "")  # marks the step at which an operation has failed for good
@@ -476,13 +476,13 @@ def step_operation(operation: Operation, epoch: str, number: int | str, name: st
 
 
 def record_epoch(record: Record) -> str:
-    """What tells this life of a key from the next, after its retention or deletion: when it began, by the store's clock."""
+    """When the record began, by the store's clock.  After its deletion, the same key has another epoch, and new steps."""
     return f"{record.created_at:.6f}"
 
 
 @lru_cache(maxsize=256)
 def step_policy(policy: Policy, effect: StepEffect) -> Policy:
-    """The policy of an operation's steps: whoever holds the operation waits for them, and all that comes of them is kept."""
+    """The policy of an operation's steps: the attempt that holds the operation waits for them, and every outcome is kept."""
     return dataclasses.replace(
         policy,
         effect=effect,
@@ -500,7 +500,7 @@ def step_policy(policy: Policy, effect: StepEffect) -> Policy:
 
 
 def kept(answer: Answer, name: str) -> Answer:
-    """The answer, if it is a checkpoint; without one, going on would be to forget where we are."""
+    """The answer, if it is a checkpoint.  Without one the operation must not go on: the next attempt would repeat the step."""
     if answer.how == "unstored":
         raise StoreError(f"step {name!r} was performed, but its checkpoint could not be stored; retry the operation")
     if answer.outcome.kind == "tombstone":
@@ -510,7 +510,7 @@ def kept(answer: Answer, name: str) -> Answer:
 
 
 def result(answer: Answer, policy: Policy) -> Any:
-    """What the step gave; raises where its outcome is an error."""
+    """The value of the step; raises the error that its outcome is."""
     if answer.how != "stored":
         return replayed(answer.outcome, policy.errors, policy.types)
     if answer.outcome.kind == "error":
@@ -523,9 +523,9 @@ def is_closed(outcome: Outcome | None) -> bool:
 
 
 def closing(failure: Outcome | None, doubt: str) -> Outcome:
-    """The mark that no further step is to be taken, and why: the outcome, or None where it was given up.
+    """The mark that no further step is taken, with the outcome, or None if the operation was given up.
 
-    *doubt* is the step in whose place it stands, where that was begun: nobody knows whether it took effect.
+    *doubt* names the step in the place of the mark, if it was begun: nobody knows whether it took effect.
     """
     return Outcome("value", headers=(CLOSED, (DOUBT, doubt)), body=b"" if failure is None else encode_outcome(failure))
 
@@ -559,6 +559,6 @@ def unpack_request(data: bytes, types: Types) -> dict[str, Any]:
 
 
 def check_age(record: Record) -> None:
-    """Refuse to go on with what was left so long ago that a checkpoint may be missing: its step would be taken again."""
+    """Refuse to continue after so long a time that a checkpoint may be missing: its step would be taken again."""
     if record.now - record.created_at > UNFINISHED:
         raise UnknownOutcome("It was left unfinished for so long that its checkpoints may be gone; resolve it")

@@ -159,10 +159,14 @@ class TransactionAttempt(LeaseAttempt):
         """An attempt under a lease has crashed here: decide about it as a lease does, then claim again."""
         attempt = LeaseAttempt(self.ledger, self.operation, self.policy)
         attempt.reports = False
-        known = yield from attempt.begin(self.ends - self.ledger.clock.monotonic())
-        if known is None:
-            yield from attempt.release()
-        return known
+        try:
+            known = yield from attempt.begin(self.ends - self.ledger.clock.monotonic())
+            if known is None:
+                yield from attempt.release()
+            return known
+        finally:
+            if not attempt.ended:
+                attempt.drop()
 
     def prepare(self) -> Plan[Answer | None]:
         """Look for twins, and claim what must happen once whatever the key in the same transaction: its row is the constraint."""
@@ -320,6 +324,8 @@ class TransactionAttempt(LeaseAttempt):
                 try:
                     return (yield from self.call(performer))
                 except TransactionRefused as refused:
+                    if self.runs > self.policy.reruns:  # given up already, after the performer's error was the outcome
+                        raise
                     yield from self._pause(refused.cause)
                     self.ended = self.performed = False
                     self.unique_lease = None

@@ -13,10 +13,9 @@ from .._contract.policy import Policy
 from .._runtime.plan import Plan
 from ..errors import Duplicate, KeyExpired, Suspected
 from .context import Op, derive
-from .decisions import Answer, shown
+from .decisions import Answer, Resolution, shown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
-from .resolution import Resolution
 from .store import Store
 from .transactions import Transaction
 

@@ -6,10 +6,9 @@ from .._contract.policy import Policy
 from .._runtime.plan import Call, Plan
 from ..errors import Fenced, StoreError, UnknownOutcome
 from .context import Op
-from .decisions import Answer
+from .decisions import Answer, Resolution
 from .ledger import Ledger
 from .model import Lease
-from .resolution import Resolution
 
 
 def resolve_unknown(ledger: Ledger, op: Op, policy: Policy) -> Plan[Answer | None]:

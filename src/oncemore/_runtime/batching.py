@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, Generic, TypeVar
 
 from ..errors import StoreError
@@ -45,7 +45,8 @@ class Batcher(Generic[Item]):
         linger: On an event loop, wait a moment for callers that were just answered, because most of them call again at
             once and a larger batch costs each of them less.
         undo: Takes back items whose callers have gone or whose results were lost; some of them may have had no effect.
-            Without it, an item is always carried out, also if its caller has gone or `asyncio.run` is ending.
+        can_undo: Tells which items `undo` is for: all, unless given.  Every other item is always carried out, also if its
+            caller has gone or `asyncio.run` is ending.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class Batcher(Generic[Item]):
         limit: int = 256,
         linger: bool = True,
         undo: Callable[[list[Item]], Plan[None]] | None = None,
+        can_undo: Callable[[Item], bool] | None = None,
     ) -> None:
         self.run_batch = run_batch
         self.limit = limit
         self.linger = linger
-        self.undo = undo
+        self.undo = undo or nothing_to_undo
+        self.can_undo = can_undo or (lambda item: undo is not None)
         self._reset()
         reset_in_child(self)
 
@@ -77,7 +80,7 @@ class Batcher(Generic[Item]):
     def asubmit(self, item: Item) -> Awaitable[Any]:
         """Return the result of *item*, on the running event loop."""
         future = self._loops.get().submit(item)
-        return future if self.undo is None else self._result_or_undo(item, future)
+        return self._result_or_undo(item, future) if self.can_undo(item) else future
 
     async def _result_or_undo(self, item: Item, future: asyncio.Future[Any]) -> Any:
         try:
@@ -104,17 +107,28 @@ class Batcher(Generic[Item]):
             raise StoreError(f"The store returned {len(results)} results for {len(items)} items")
         return results
 
+    def execute_again(self, items: list[Item]) -> Plan[Sequence[Any]]:
+        """Run a batch that was interrupted again, without the items that can be undone: their results are lost."""
+        others = [item for item in items if not self.can_undo(item)]
+        results = iter((yield from self.execute(others)) if others else ())
+        return [LOST if self.can_undo(item) else next(results) for item in items]
+
     def repair(self, items: list[Item]) -> Plan[None]:
-        """Undo *items*, whose results nobody has; without `undo`, carry them out (again)."""
+        """Undo those of *items* that can be undone, because nobody has their results; carry out the others (again)."""
+        undoable = [item for item in items if self.can_undo(item)]
+        others = [item for item in items if not self.can_undo(item)]
         try:
-            yield from self.run_batch(items) if self.undo is None else self.undo(items)
+            if others:
+                yield from self.run_batch(others)
+            if undoable:
+                yield from self.undo(undoable)
         except Exception:  # then a lease ends by itself, and an outcome becomes unknown
             log.exception("An interrupted store call could be neither finished nor undone")
 
     def _adopt(self, loop_batcher: LoopBatcher[Item]) -> None:
         """Have the next batch repair the items of a loop that was closed in the middle of a batch."""
-        waiting = loop_batcher.waiting if self.undo is None else ()  # else they were never sent
-        self.orphans += [item for item, _ in (*loop_batcher.batch, *waiting)]
+        self.orphans += [item for item, _ in loop_batcher.batch]
+        self.orphans += [item for item, _ in loop_batcher.waiting if not self.can_undo(item)]  # the rest was never sent
 
 
 class Submit(Generic[Item]):
@@ -157,14 +171,14 @@ class Ticket(Generic[Item]):
         self.wake()
 
     def result_or_raise(self) -> Any:
-        if self.result is INTERRUPTED:
+        if self.result is LOST:
             raise interrupted()
         if isinstance(self.result, BaseException):
             raise self.result
         return self.result
 
 
-INTERRUPTED = object()  # the result of a ticket whose batch was interrupted
+LOST = object()  # the result of a call whose batch was interrupted
 
 
 class ThreadBatcher(Generic[Item]):
@@ -213,11 +227,11 @@ class ThreadBatcher(Generic[Item]):
             results, lost = run(batcher.execute([ticket.item for ticket in batch])), []
         except Exception as error:
             results = [own_error(error) for _ in batch]
-            lost = [ticket.item for ticket in batch] if batcher.undo is not None else []
+            lost = [ticket.item for ticket in batch if batcher.can_undo(ticket.item)]
         with self.lock:
             for ticket, result in zip(batch, results, strict=True):
                 ticket.finish(result)
-                if ticket.gone and batcher.undo is not None and not isinstance(result, BaseException):
+                if ticket.gone and batcher.can_undo(ticket.item) and not isinstance(result, BaseException):
                     lost.append(ticket.item)
             self._pass_lead(leader)
             leader.batch = ()  # it contains the leader, and a cycle would wait for the garbage collector
@@ -231,12 +245,14 @@ class ThreadBatcher(Generic[Item]):
             self.leader.wake()
 
     def _repair(self, lost: list[Item], again: bool) -> None:
-        if lost and self.batcher.undo is not None:
-            run(self.batcher.repair(lost))
-        elif lost and again:  # in the queue, because a store runs one batch of a batcher at a time
-            self.batcher.orphans += lost[1:]
+        undoable = [item for item in lost if self.batcher.can_undo(item)]
+        others = [item for item in lost if not self.batcher.can_undo(item)]
+        if undoable:
+            run(self.batcher.repair(undoable))
+        if others and again:  # in the queue, because a store runs one batch of a batcher at a time
+            self.batcher.orphans += others[1:]
             with suppress(Exception):  # the caller is told of the interrupt
-                self.submit(lost[0], again=False)
+                self.submit(others[0], again=False)
 
     def _leave(self, ticket: Ticket[Item]) -> list[Item]:
         """Take an interrupted caller out, with the batch that it leads; return the items that must be repaired.
@@ -245,16 +261,16 @@ class ThreadBatcher(Generic[Item]):
         """
         with self.lock:
             ticket.gone = True
-            undoes = self.batcher.undo is not None
+            undoes = self.batcher.can_undo(ticket.item)
             if ticket in self.waiting and not ticket.batch and not undoes:  # else it is withdrawn
                 ticket.batch = (ticket,)
             for each in ticket.batch or (ticket,):
                 if each in self.waiting:
                     self.waiting.remove(each)
-                each.finish(INTERRUPTED)
+                each.finish(LOST)
             self._pass_lead(ticket)
-            lost = [each.item for each in ticket.batch if each.result is INTERRUPTED]
-            if undoes and ticket.result is not INTERRUPTED and not isinstance(ticket.result, BaseException):
+            lost = [each.item for each in ticket.batch if each.result is LOST]
+            if undoes and ticket.result is not LOST and not isinstance(ticket.result, BaseException):
                 lost.append(ticket.item)
             return lost
 
@@ -346,15 +362,19 @@ class LoopBatcher(Generic[Item]):
         if not batch:
             return
         items = [item for item, _ in batch]
+        plans = chain([batcher.execute], repeat(batcher.execute_again))
         try:
-            results = await self._complete(lambda: batcher.execute(items), again=batcher.undo is None)
-            lost = [item for (item, future), result in zip(batch, results, strict=True) if unwanted(future, result)]
+            results = await self._complete(lambda: next(plans)(items))
         except Exception as error:
-            results, lost = [own_error(error) for _ in batch], items
+            results = [own_error(error) for _ in batch]
+            lost = [item for item in items if batcher.can_undo(item)]
+        else:
+            lost = [item for (item, future), result in zip(batch, results, strict=True) if is_lost(future, result)]
+            lost = [item for item in lost if batcher.can_undo(item)]
         for (_, future), result in zip(batch, results, strict=True):
             set_result(future, result)
         self.last_size, self.last_end = len(batch), asyncio.get_running_loop().time()
-        if lost and batcher.undo is not None and not self.gave_up:
+        if lost and not self.gave_up:
             with suppress(StoreError):  # the loop ends without it
                 await self._complete(lambda: batcher.repair(lost))
         self.batch = []
@@ -363,12 +383,12 @@ class LoopBatcher(Generic[Item]):
         batch: list[Call[Item]] = []
         while self.waiting and len(batch) < self.batcher.limit:
             call = self.waiting.popleft()
-            if self.batcher.undo is None or not call[1].cancelled():  # else it is withdrawn
+            if not call[1].cancelled() or not self.batcher.can_undo(call[0]):  # else it is withdrawn
                 batch.append(call)
         return batch
 
-    async def _complete(self, make_plan: Callable[[], Plan[T]], *, again: bool = True) -> T:
-        """Run a plan to its end; *again* from its start each time that this task is cancelled."""
+    async def _complete(self, make_plan: Callable[[], Plan[T]]) -> T:
+        """Run a plan to its end, again from its start each time that this task is cancelled."""
         task = asyncio.current_task()
         assert task is not None, "plans run in the batcher's task"
         cancels = task.cancelling()
@@ -380,8 +400,6 @@ class LoopBatcher(Generic[Item]):
                     raise interrupted() from None
                 cancels = task.cancelling()
                 self._limit_time()
-                if not again:
-                    raise interrupted() from None
             else:
                 if cancels:  # the store answers, so it may have more time
                     self._limit_time()
@@ -400,18 +418,26 @@ class LoopBatcher(Generic[Item]):
         self.task.cancel()
 
 
+def nothing_to_undo(items: list[Any]) -> Plan[None]:
+    """The `undo` of a batcher whose items are always carried out."""
+    return
+    yield
+
+
 def set_result(future: asyncio.Future[Any], result: Any) -> None:
     """Give *result*, or raise it, to the task that awaits *future*; nothing happens if that was cancelled."""
     if not future.done():
-        if isinstance(result, BaseException):
+        if result is LOST:
+            future.set_exception(interrupted())
+        elif isinstance(result, BaseException):
             future.set_exception(result)
         else:
             future.set_result(result)
 
 
-def unwanted(future: asyncio.Future[Any], result: Any) -> bool:
-    """Whether a call had an effect, but its caller has gone."""
-    return future.cancelled() and not isinstance(result, BaseException)
+def is_lost(future: asyncio.Future[Any], result: Any) -> bool:
+    """Whether a call may have had an effect that nobody knows of: its result is lost, or its caller has gone."""
+    return result is LOST or (future.cancelled() and not isinstance(result, BaseException))
 
 
 def interrupted() -> StoreError:

@@ -1,4 +1,4 @@
-"""The inbox: a message or webhook event is handled once, and the row that says so commits with what the handler did."""
+"""The inbox: each message or webhook event is handled once, and its record commits with the handler's effect."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOT_OURS = {
 
 
 class Received(msgspec.Struct, frozen=True):
-    """What became of a delivery; each of these is acknowledged to the sender.
+    """The result of a delivery; each of these is acknowledged to the sender.
 
     *processed* now; a *duplicate*, with the first one's value; *flagged*: this id came before with another payload, and
     was not handled; *dead*: it has failed too often, and waits for `requeue`.
@@ -98,7 +98,7 @@ class Inbox:
     async def ahandle(
         self, event_id: str, source: str, payload: Any, handler: Callable[[Op, Any], Any], *, delivery: int = 1
     ) -> Received:
-        """As `handle`, for a handler that may be awaited."""
+        """Handle the event as `handle` does, with a handler that may be awaited."""
         return await arun(self._received(self.operation(event_id, source, payload), payload, handler, delivery))
 
     def operation(self, event_id: str, source: str, payload: Any) -> Operation:
@@ -115,7 +115,7 @@ class Inbox:
     ) -> Plan[Received]:
         begun: list[Op] = []
 
-        @functools.wraps(handler)  # for errors, which name it
+        @functools.wraps(handler)  # its name is in error messages
         def perform(op: Op) -> Any:
             begun.append(op)
             return handler(op, payload)
@@ -125,7 +125,7 @@ class Inbox:
                 return Received("dead", attempt=delivery)
             answer = yield from self.guard.guarded(operation, perform, self.policy)
         except Refusal as refusal:
-            if begun:  # it is the handler's own
+            if begun:  # the handler raised it
                 raise
             return (yield from self._refused(operation, refusal))
         except StoreError:
@@ -143,7 +143,7 @@ class Inbox:
         return Received("processed", answer.value, answer.attempt)
 
     def _refused(self, operation: Operation, refusal: Refusal) -> Plan[Received]:
-        """What the ledger's own refusal means to the sender: that it need not repeat the event, or that it should."""
+        """The result for the sender if the ledger refuses the event; raises if the sender should repeat it."""
         if isinstance(refusal, PayloadMismatch):
             log.warning("The event %r of %s came again with another payload", operation.key, operation.name)
             return Received("flagged")
@@ -155,7 +155,7 @@ class Inbox:
         return Received("dead", attempt=record.attempts)
 
     def _value(self, outcome: Outcome) -> Any:
-        """What the handler gave, or the error that its outcome is; nothing where that cannot be told any more."""
+        """The handler's value, or the error that is its outcome; None if it was not kept."""
         try:
             return replayed(outcome, self.policy.errors, self.policy.types)
         except self.policy.errors as error:
@@ -210,7 +210,7 @@ class Inbox:
         record = yield from self.guard.store.find(scope, event_id)
         if record is not None and not is_dead(record):
             raise NotResolvable(
-                f"It is {record.state}, and not a dead letter; where nobody knows whether it was handled, find out, and "
+                f"It is {record.state}, and not a dead letter; if nobody knows whether it was handled, find out, and "
                 "say so with guard.resolve()"
             )
         if record is not None:  # whoever buried it may have come no further than that

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from .._ledger.around import Around
+from .._ledger.encrypted import StoreWrapper
 from .._ledger.model import Lease, Operation, Outcome, Record
 from .._ledger.store import Store
 from .._ledger.transactions import Lender, Transaction
@@ -26,7 +26,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Crashing(Around):
+class Crashing(StoreWrapper):
     """Wraps *store*, and calls *crash* when the point *at* is reached, under a lease or in a transaction."""
 
     def __init__(self, store: Store, *, at: str, crash: Callable[[], None] = die) -> None:

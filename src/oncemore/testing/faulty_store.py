@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from .._ledger.around import Around
+from .._ledger.encrypted import StoreWrapper
 from .._ledger.model import Lease, Operation, Outcome, Record
 from .._ledger.store import Store
 from .._runtime.plan import Plan
@@ -14,7 +14,7 @@ SECRET = "db-7.internal"  # drivers put such details into errors; callers must n
 CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS = "down.claim", "down.late", "down.settle"
 
 
-class FaultyStore(Around):
+class FaultyStore(StoreWrapper):
     """Wraps a store, and fails for operations with a name that begins with CLAIM_FAILS, CLAIM_HANGS or SETTLE_FAILS."""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What all HTTP doors share, without I/O: a request becomes an operation, and an answer or a refusal a response."""
+"""The part that all HTTP middlewares share, without I/O: a request becomes an operation, an answer a response."""
 
 from __future__ import annotations
 
@@ -9,77 +9,64 @@ from collections.abc import Callable, Sequence
 from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, quote
-
-import msgspec
 
 from .._contract.contract import Contract, Match
 from .._contract.keys import join, uuid7_time
 from .._contract.policy import Policy, duration
 from .._contract.rule import Rule
 from .._contract.templates import Field
-from .._fingerprint.canonical import read_json
 from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import Op
 from .._ledger.decisions import Answer
-from .._ledger.guard import ATTEMPTS, Guard
+from .._ledger.guard import ATTEMPTS, Guard, check_guard
 from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
+from .._ledger.transaction_attempt import TransactionAttempt
 from .._runtime.plan import Plan
 from ..errors import (
     ConfigurationError,
     CorruptRecord,
     InvalidKey,
-    InvalidPayload,
     MissingKey,
     OncemoreError,
-    PayloadTooLarge,
     PreconditionRequired,
     StoreError,
     Undeclared,
 )
-from .admission import Admission, Rates, default_rates
+from .etag import Etag, check_if_match
 from .fingerprints import Fingerprints
-from .headers import Headers, is_sent, kept_headers, lines, value_of
-from .options import check_functions, check_given
-from .outcomes import shown_value
 from .principal import Principal, principal_of
-from .problem import Response, problem
+from .problem import Response, problem, value_response
+from .rates import Admission, Rates, default_rates
 from .redrive import REDRIVEN, kept_request, redriven, resumed
+from .request import Headers, Request, is_sent, kept_headers, lines, value_of
 
 log = logging.getLogger("oncemore.web")
 
+App = TypeVar("App")
+
 MOST_SCOPES = 4096
-LONGEST_REMEMBERED = 1024  # what is longer would fill our memory
-LONGEST_PATIENCE = 32  # a longer text is no duration, and would take long to read
+LONGEST_REMEMBERED = 1024  # longer names would fill our memory
+# The client is to send the same request, with the same key, to another address: it has not been performed here.
+REPEATING_REDIRECTS = (307, 308)
+LONGEST_TIMEOUT = 32  # a longer text is no duration, and would take long to read
 
 
-class Request(msgspec.Struct, frozen=True, eq=False):
-    """A request as every door can tell it: names of headers in lower case, *path* decoded, *body* whole."""
+class Door(Generic[App]):
+    """Base class of the HTTP middlewares: enforces one contract with one guard.
 
-    method: str
-    path: str
-    query: str
-    headers: Headers
-    body: bytes = b""
-    native: Any = None  # the framework's own, for the principal function
+    A subclass adds `__call__`, which is all that differs between frameworks: how requests are read and responses sent.
+    """
 
-    def json(self) -> Any:
-        """The decoded body, for keys that are made from it."""
-        try:
-            return read_json(self.body)[0]
-        except InvalidPayload as error:
-            raise InvalidPayload(f"The idempotency key is made from the body; {error.detail}") from error
-
-
-class Door:
-    """One contract, enforced by one guard, for every request that a framework shows it."""
+    default_principal: Principal | None = None
 
     def __init__(
         self,
+        app: App,
+        *,
         guard: Guard,
         contract: Contract | None = None,
-        *,
         profile: str | None = None,
         principal: Principal | None = None,
         tenant: Principal | None = None,
@@ -90,13 +77,41 @@ class Door:
         problem_base: str = "urn:oncemore:error:",
         rates: Rates | None = None,
     ) -> None:
-        check_given(guard, contract, keep_headers, status_path)
-        check_functions(principal=principal, tenant=tenant, redact=redact)
+        """Guard the requests of *app* that the contract names; all others pass untouched.
+
+        Args:
+            app: The application, or the next middleware.
+            guard: The ledger in which operations and their outcomes are kept.
+            contract: The rules; without one, every POST and PATCH with an Idempotency-Key is guarded.
+            profile: The defaults of the contract, if there is no contract to name them: `"stripe"`, `"ietf"`, and others.
+            principal: From the framework's request to the caller's name, who owns the key.  Without it, the owner is the
+                authenticated user, else the credentials in the headers.
+            tenant: From the framework's request to the name of the tenant, if keys belong to tenants.
+            secrets: Keys for fingerprints, the newest first; without one, fingerprints are plain digests.
+            keep_headers: The names of the response headers that a replay repeats, instead of all that may be repeated.
+            redact: From an outcome to the outcome that is stored, for instance without card numbers.
+            status_path: Where callers look an operation up by its key.
+            problem_base: The text before an error's code in the `type` of a problem document.
+            rates: Counts new keys for rules with a `rate`, as in `NewKeys("redis://...")`.
+        """
+        check_guard(guard)
+        if not isinstance(contract, Contract | None):
+            raise ConfigurationError(
+                f"contract is a {type(contract).__name__}: make a Contract, as in Contract.load('oncemore.toml')"
+            )
         if contract is not None and profile is not None:
             raise ConfigurationError("Name the profile in the contract, or give a profile and no contract")
+        if isinstance(keep_headers, str):
+            raise ConfigurationError(f"keep_headers is a text, not a list of names: write [{keep_headers!r}]")
+        if not status_path.startswith("/"):
+            raise ConfigurationError(f"status_path = {status_path!r} is not a path: write '/{status_path}'")
+        for name, function in (("principal", principal), ("tenant", tenant), ("redact", redact)):
+            if function is not None and not callable(function):
+                raise ConfigurationError(f"{name} is a {type(function).__name__}: give a function")
+        self.app = app
         self.guard = guard
         self.contract = contract or Contract(profile=profile or "default")
-        self.principal = principal
+        self.principal = principal or self.default_principal
         self.tenant = tenant
         self.redact = redact
         self.rates = rates or default_rates(self.contract)
@@ -107,14 +122,18 @@ class Door:
         self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         self._warned: frozenset[str] = frozenset()
-        self._warn(stacklevel=4)
+        self._warn(stacklevel=3)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Check the app and find its rules, if a framework can do so before the first request."""
 
     # From a request to an operation
 
     def match(self, method: str, path: str, headers: Headers, found: Match | None = None) -> Match | None:
-        """The rule that guards this request, or None where it passes untouched; refuses what the contract refuses.
+        """The rule that guards this request, or None if it passes untouched; raises what the contract refuses.
 
-        *found* is the contract's rule, where the door has looked for it in a way of its own.
+        *found* is the rule, if the framework has its own way to find it.
         """
         match = found or self.contract.match(method, path)
         if match is None or not match.rule.idempotent:
@@ -132,13 +151,8 @@ class Door:
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
         return match
 
-    def check_length(self, rule: Rule, length: int) -> None:
-        """Refuse a body that is larger than the rule allows."""
-        if length > rule.max_request:
-            raise PayloadTooLarge(f"The body may have {rule.max_request} bytes")
-
     def operation(self, match: Match, request: Request) -> Operation | None:
-        """The operation that the request asks for; None if an optional key was not sent."""
+        """The operation that the request asks for; None if the key is optional and was not sent."""
         rule, headers = match.rule, request.headers
         steps = rule.policy.effect == "steps"
         if steps or type(request.native) is not dict or REDRIVEN in request.native:
@@ -176,7 +190,7 @@ class Door:
         )
 
     def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:
-        """Who owns the key, by the rule's scope."""
+        """The owner of the key, by the rule's scope."""
         if callable(rule.scope):
             return rule.scope_of(tenant=tenant, custom=principal_of(rule.scope, request), route=route)
         asked = (id(rule), route, principal, tenant)
@@ -191,7 +205,7 @@ class Door:
         return scope
 
     def _context(self, match: Match, request: Request, principal: str, tenant: str) -> dict[str, Any]:
-        """What templates may name; the body only where they do, for it need not be JSON then."""
+        """The values that templates may name; the body only if they do, because otherwise it need not be JSON."""
         headers: dict[str, list[str]] = {}
         for name, value in request.headers:
             headers.setdefault(name, []).append(value)
@@ -206,7 +220,7 @@ class Door:
         }
 
     def policy(self, rule: Rule) -> Policy:
-        """The rule's policy as HTTP needs it: conditional updates of one resource take turns."""
+        """The rule's policy; with if_match, updates of one resource run one after the other."""
         return take_turns(rule.policy) if rule.if_match else rule.policy
 
     def attempt(self, rule: Rule, operation: Operation) -> LeaseAttempt:
@@ -218,38 +232,103 @@ class Door:
         kind, policy, _ = found
         return kind(self.guard, operation, policy)
 
-    def declared(self) -> None:
-        """All rules are known now, those on endpoints too: what they need must be there."""
+    def rules_declared(self) -> None:
+        """Check what the rules need, once those on endpoints are known as well."""
         self.rates = self.rates or default_rates(self.contract)
         self._warn(stacklevel=3)
 
     def _warn(self, stacklevel: int) -> None:
-        """Tell, once of each rule, that principals share its keys."""
+        """Warn, once for each rule, that principals share its keys."""
         unscoped = frozenset(self.contract.unscoped)
         for name in sorted(unscoped - self._warned):
-            text = f"The rule {name!r} has no principal: whoever knows a key sees its outcome"
+            text = f"The rule {name!r} has no principal: everyone who knows a key sees its outcome"
             warnings.warn(text, stacklevel=stacklevel)
         self._warned = unscoped
 
-    def admit(self, rule: Rule, op: Op, request: Request) -> Plan[None]:
-        """Refuse a principal's new key where the rule's rate is used up; whichever path of the rule it is for."""
-        if rule.rate is None or op.attempt > 1:
-            return
-        if self.rates is None:
-            self.declared()  # for a rule that was found later than the door could know
-        principal = principal_of(self.principal, request)
-        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
-        assert self.rates is not None, "a rule with a rate has what counts it"
-        yield Admission(self.rates, rule, join(rule.name, tenant, principal))
+    # Around the app
 
-    def runs_without(self, error: OncemoreError, rule: Rule) -> bool:
-        """Whether the rule has a request run unguarded: where the ledger cannot be asked, not where its answer is unreadable."""
+    def begin(
+        self,
+        attempt: LeaseAttempt,
+        match: Match,
+        request: Request,
+        current_etag: Plan[Etag],
+        *,
+        wait: float | None,
+        mount: str,
+    ) -> Plan[Response | LeaseAttempt | None]:
+        """Claim the operation: the response if the app is not to be called, else the attempt under which to call it.
+
+        None if the store is down and the rule says `store_down = "run"`: then the app is called unguarded.
+        """
+        try:
+            answer = yield from attempt.begin(wait)
+        except OncemoreError as error:
+            if not self.runs_unguarded(error, match.rule):
+                return self.refusal(error, match, attempt.operation, mount)
+            log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
+            return None
+        if answer is not None:
+            return self.replay(answer, match.rule)
+        if match.rule.rate is None and not match.rule.if_match:
+            return attempt
+        try:
+            yield from self.admit(match.rule, attempt.op, request, current_etag)
+        except GeneratorExit:  # the event loop has ended, and the ledger cannot be asked any more
+            attempt.drop()
+            raise
+        except BaseException as error:
+            yield from attempt.withdraw(error)
+            if isinstance(error, OncemoreError):
+                return self.refusal(error, match, attempt.operation)
+            raise
+        return attempt
+
+    def admit(self, rule: Rule, op: Op, request: Request, current_etag: Plan[Etag]) -> Plan[None]:
+        """Raise what the rule refuses before the app is called: too many new keys, or a resource that has changed."""
+        if rule.rate is not None and op.attempt == 1:
+            if self.rates is None:
+                self.rules_declared()  # the rule was found later
+            principal = principal_of(self.principal, request)
+            tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+            assert self.rates is not None, "a rule with a rate has a counter"
+            yield Admission(self.rates, rule, join(rule.name, tenant, principal))
+        if rule.if_match:
+            yield from check_if_match(request.headers, current_etag)
+
+    def settle(self, attempt: LeaseAttempt, rule: Rule, status: int, headers: Headers, body: bytes) -> Plan[Answer]:
+        """Record a complete response: when this returns, its outcome is durable, or the answer says that it is not."""
+        outcome = self.outcome(rule, status, headers, body)
+        if status in REPEATING_REDIRECTS:
+            yield from attempt.withdraw()
+            return Answer(outcome, "released")
+        return (yield from attempt.settle(outcome))
+
+    def settle_stream(self, attempt: LeaseAttempt, rule: Rule, status: int, *, has_length: bool) -> Plan[Answer]:
+        """Record, before the first byte of a response that is not held back, that it happened.
+
+        If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
+        but a transaction is rolled back at once.
+        """
+        tombstone = Outcome("tombstone", status)
+        if (has_length or rule.streams != "release") and attempt.keeps(tombstone):
+            return (yield from attempt.settle(tombstone))
+        if attempt.policy.effect == "transaction":
+            yield from attempt.release()
+        return Answer(tombstone, "unstored")
+
+    def is_refused_transaction(self, attempt: LeaseAttempt, error: BaseException | None) -> bool:
+        """Whether *error*, from behind a framework's error page, is the database's refusal of the transaction."""
+        return error is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(error)
+
+    def runs_unguarded(self, error: OncemoreError, rule: Rule) -> bool:
+        """Whether the rule lets a request run unguarded: if the store is down, but not if a record is unreadable."""
         return rule.store_down == "run" and isinstance(error, StoreError) and not isinstance(error, CorruptRecord)
 
     # From an answer to a response
 
     def outcome(self, rule: Rule, status: int, headers: Headers, body: bytes) -> Outcome:
-        """What is kept of a response: a tombstone where it is too large, or could not be redacted."""
+        """The outcome that is kept of a response: a tombstone if it is too large, or could not be redacted."""
         if len(body) > rule.max_response:
             return Outcome("tombstone", status)
         outcome = Outcome("response", status, kept_headers(headers, self._keep), body)
@@ -260,12 +339,12 @@ class Door:
             if not isinstance(redacted, Outcome):
                 raise TypeError(f"The redact function gave a {type(redacted).__name__}: let it return an Outcome")
             return decode_outcome(encode_outcome(redacted))  # not later: a text for a body could not be settled
-        except Exception:  # it happened: what cannot be shown again must still not be done again
+        except Exception:  # it happened, so a retry must not do it again
             log.exception("The redact function failed; the outcome is not kept, only that it happened")
             return Outcome("tombstone", status)
 
     def headers(self, rule: Rule, answer: Answer) -> list[tuple[str, str]]:
-        """What is added to a response to say how it came."""
+        """The headers that tell how the response came about: stored, replayed or unstored, and until when it is kept."""
         status = rule.status_header
         how = "unstored" if answer.how == "released" or answer.outcome.kind == "tombstone" else answer.how
         value = getattr(status, how)
@@ -274,28 +353,28 @@ class Door:
             found.append(("idempotency-expires", http_date(int(answer.expires_at))))
         return found
 
-    def replayed(self, rule: Rule, answer: Answer) -> Response:
+    def replay(self, answer: Answer, rule: Rule) -> Response:
         """The stored response, as it was."""
         outcome = answer.outcome
         if outcome.kind != "response":
             try:
-                outcome = shown_value(outcome)
+                outcome = value_response(outcome)
             except OncemoreError as error:
-                return self.refused(error)
+                return self.refusal(error)
         status = outcome.status if rule.replay_status == "same" else int(rule.replay_status)
         if status == outcome.status or not 200 <= outcome.status < 300:
             status = outcome.status
         return Response(status, [*outcome.headers, *self.headers(rule, answer)], outcome.body)
 
-    def refused(
+    def refusal(
         self, error: OncemoreError, match: Match | None = None, operation: Operation | None = None, mount: str = ""
     ) -> Response:
-        """The problem document for a refusal or a fault; *mount* is the prefix of the app's own paths."""
-        return problem(self, error, match, operation, mount)
+        """The problem document for an error; *mount* is the prefix that the app is mounted at."""
+        return problem(error, match, operation, self.problem_base, self.status_path, mount)
 
 
 def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
-    """When the key was made, where the request tells: by a header, or by the key itself (UUIDv7)."""
+    """When the key was made, if the request tells: by a header, or by the key itself (UUIDv7)."""
     if not rule.first_sent:
         return uuid7_time(key)
     text = value_of(headers, rule.first_sent.lower())
@@ -311,9 +390,9 @@ def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
 
 
 def wait_of(headers: Headers) -> float | None:
-    """The caller's own patience (X-Request-Timeout: seconds, or `500ms`); what cannot be read is ignored."""
+    """How long the caller waits (X-Request-Timeout: seconds, or `500ms`); None if it does not say, or not readably."""
     text = value_of(headers, "x-request-timeout")
-    if not text or len(text) > LONGEST_PATIENCE:
+    if not text or len(text) > LONGEST_TIMEOUT:
         return None
     try:
         return duration(float(text) if text.replace(".", "", 1).isdigit() else text)
@@ -322,7 +401,7 @@ def wait_of(headers: Headers) -> float | None:
 
 
 def reads_body(rule: Rule) -> bool:
-    """Whether the rule makes a name from the body."""
+    """Whether the rule makes a key from the body."""
     templates = [template for template in (rule.key.template, rule.unique_by) if template is not None]
     fields = [part for template in templates for part in template.parts if isinstance(part, Field)]
     return rule.key.source == "body" or any(field.text.startswith("body") for field in fields)

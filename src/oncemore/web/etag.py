@@ -13,12 +13,12 @@ from typing import Any
 
 from .._runtime.plan import Call, Plan
 from ..errors import PreconditionFailed
-from .headers import NOT_OF_A_GET, Headers, value_of
+from .request import NOT_OF_A_GET, Headers, value_of
 
 Message = MutableMapping[str, Any]
 Etag = tuple[int, str]  # the status of the GET, and the ETag, or nothing
 
-# One tag of an If-Match: in quotes, where a comma is a character like any other, or bare, as some apps write them.
+# One tag of an If-Match: in quotes, in which a comma is an ordinary character, or bare, as some apps write them.
 TAG = re.compile(r'(?:W/)?"[^"]*"|[^\s,]+')
 
 HEADERS_OF_CHANGE = frozenset(name.encode() for name in NOT_OF_A_GET)  # as ASGI names them

@@ -1,4 +1,4 @@
-"""FastAPI: the ASGI door, the running operation as a dependency, and the contract in the app's OpenAPI document.
+"""FastAPI: the ASGI middleware, the running operation as a dependency, and the contract in the app's OpenAPI document.
 
 app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .._contract.rule import idempotent
 from .._ledger.context import Op
-from . import current
+from . import request
 from .asgi import IdempotencyMiddleware
 from .openapi.app import document
 
@@ -16,4 +16,4 @@ __all__ = ["IdempotencyMiddleware", "Op", "current_operation", "document", "idem
 
 async def current_operation() -> Op:
     """The running operation, for `op: Annotated[Op, Depends(current_operation)]`."""
-    return current.current_operation()
+    return request.current_operation()

@@ -1,4 +1,4 @@
-"""Who is calling: a key belongs to its principal, and no other principal ever sees what it stands for."""
+"""The caller's identity: a key belongs to its principal, and no other principal ever sees its outcome."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InvalidPrincipal, PrincipalFailed
-from .headers import Fields, Headers
-
-if TYPE_CHECKING:
-    from .door import Request
+from .request import Fields, Headers, Request
 
 log = logging.getLogger("oncemore.web")
 
 Principal = Callable[[Any], Any]  # from the framework's own request (ASGI scope, WSGI environ, ...) to a name
 
-# Not cookies: they change between two attempts (the first response may set one), and a retry would then be a stranger's.
+# Not cookies: they change between two attempts (the first response may set one), and a retry would not be recognised.
 CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "api-key"})
 ANONYMOUS = "anonymous"
-# In the text of what has no name: objects, coroutines, a method that was meant to be called.  It differs from one request
-# to the next, so that no retry would be recognised.
+# In the text of an object without a name, of a coroutine, or of a method that was meant to be called.  The address differs
+# from one request to the next, so no retry would be recognised.
 ADDRESS = " at 0x"
 LONGEST_REMEMBERED = 4096  # credentials that are longer would fill our memory
 
 
 def principal_of(function: Principal | None, request: Request) -> str:
-    """The caller's name: what *function* says, else the authenticated user, else a digest of the credentials."""
+    """The caller's name: the result of *function*, else the authenticated user, else a digest of the credentials."""
     if function is None:
         return user_of(request.native) or credentials_of(request.headers) or anonymous()
     try:
@@ -43,15 +40,13 @@ def principal_of(function: Principal | None, request: Request) -> str:
     if inspect.iscoroutine(found):
         found.close()
     if ADDRESS in name and not isinstance(found, str):
-        raise PrincipalFailed(
-            f"The principal function gave a {type(found).__name__}, where a text or a number is needed"
-        )
+        raise PrincipalFailed(f"The principal function gave a {type(found).__name__}, but a text or a number is needed")
     return name
 
 
 def user_of(native: Any) -> str:
-    """The user whom the framework has authenticated, where it has one and says who it is."""
-    if isinstance(native, dict) and native.get("REMOTE_USER"):  # a WSGI server's own word; no header can forge it
+    """The user whom the framework has authenticated, or an empty text."""
+    if isinstance(native, dict) and native.get("REMOTE_USER"):  # set by the WSGI server; no header can forge it
         return f"user:{native['REMOTE_USER']}"
     user = native.get("user") if isinstance(native, dict) else getattr(native, "user", None)
     if user is None or not getattr(user, "is_authenticated", False):
@@ -59,7 +54,7 @@ def user_of(native: Any) -> str:
     for name in ("pk", "id", "identity", "username", "display_name"):
         try:
             found = getattr(user, name, None)
-        except NotImplementedError:  # Starlette's own way to say that a user has no identity
+        except NotImplementedError:  # raised by Starlette if a user has no identity
             continue
         if found not in (None, "") and not callable(found):
             return f"user:{found}"
@@ -89,7 +84,7 @@ remembered_digest = lru_cache(maxsize=4096)(digest)
 
 @lru_cache(maxsize=1)
 def anonymous() -> str:
-    """The one principal of all who show no credentials; that they share it is said once, loudly."""
+    """The principal that all callers without credentials share; warns once."""
     log.warning(
         "A guarded request came without a user or an Authorization or X-API-Key header (cookies do not count): such "
         "callers share one principal, and see each other's outcomes if they guess a key.  Give the "

@@ -1,26 +1,18 @@
-"""Refusals and faults as HTTP shows them: problem documents (RFC 9457), each with what the caller can do."""
+"""Responses of our own: problem documents (RFC 9457) for errors, and values that stand for no response."""
 
 from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgspec
 
-from ..errors import (
-    InProgress,
-    OncemoreError,
-    PayloadMismatch,
-    Refusal,
-    StoreError,
-)
-
-if TYPE_CHECKING:
-    from .._contract.contract import Match
-    from .._ledger.model import Operation
-    from .door import Door
+from .._contract.contract import Match
+from .._ledger.model import Operation, Outcome
+from .._ledger.values import replayed
+from ..errors import InProgress, OncemoreError, OutcomeNotKept, PayloadMismatch, Refusal, StoreError
 
 log = logging.getLogger("oncemore.web")
 
@@ -31,7 +23,7 @@ PROBLEM = ("content-type", "application/problem+json")
 
 
 class Response(msgspec.Struct, frozen=True):
-    """A whole response; its length is the door's to add."""
+    """A whole response, without its Content-Length."""
 
     status: int
     headers: list[tuple[str, str]]
@@ -39,17 +31,31 @@ class Response(msgspec.Struct, frozen=True):
 
 
 def problem(
-    door: Door, error: OncemoreError, match: Match | None, operation: Operation | None, mount: str = ""
+    error: OncemoreError,
+    match: Match | None,
+    operation: Operation | None,
+    base: str,
+    status_path: str,
+    mount: str = "",
 ) -> Response:
-    """The response to an operation that was refused, or could not be looked up; *mount* is where the app is mounted."""
+    """The response to an operation that was refused, or could not be looked up.
+
+    Args:
+        error: Why.
+        match: The rule, if one was found.
+        operation: The operation, if the request had a key.
+        base: The text before the error's code in the `type` member.
+        status_path: Where an operation that is still running can be looked up.
+        mount: The prefix that the app is mounted at.
+    """
     if isinstance(error, InProgress) and match and operation and match.rule.policy.in_flight == "accepted":
-        return accepted(door, error, match, operation, mount)
+        return accepted(error, match, operation, status_path, mount.rstrip("/"))
     status = error.status
     if isinstance(error, PayloadMismatch) and match is not None:
         status = match.rule.policy.on_mismatch
     members = error.problem()
-    members.update(type=door.problem_base + error.code, status=status)
-    if not isinstance(error, Refusal):  # what went wrong here is for us to know: it may name hosts, files and users
+    members.update(type=base + error.code, status=status)
+    if not isinstance(error, Refusal):  # its detail may name hosts, files and users
         log.error("%s: %s", error.code, error.detail)
         members["detail"] = error.title
     headers = [PROBLEM, *retry_after(error, match), *refused_status(match)]
@@ -57,7 +63,7 @@ def problem(
 
 
 def retry_after(error: OncemoreError, match: Match | None) -> list[tuple[str, str]]:
-    """When to come back, for errors that time can mend."""
+    """When to retry, if the error may pass."""
     seconds = error.retry_after
     if isinstance(error, InProgress) and match is not None:
         seconds = match.rule.retry_after
@@ -71,10 +77,22 @@ def refused_status(match: Match | None) -> list[tuple[str, str]]:
     return [(header.name.lower(), header.refused)] if header and header.name and header.refused else []
 
 
-def accepted(door: Door, error: OncemoreError, match: Match, operation: Operation, mount: str) -> Response:
-    """202: it is running, and the status URL tells how it goes."""
-    prefix = mount.rstrip("/")
-    path = door.status_path if door.status_path.startswith(f"{prefix}/") else prefix + door.status_path
+def accepted(error: OncemoreError, match: Match, operation: Operation, status_path: str, prefix: str) -> Response:
+    """202: the operation is running, and the status URL tells how it goes."""
+    path = status_path if status_path.startswith(f"{prefix}/") else prefix + status_path
     url = f"{quote(path)}?{urlencode({'operation': match.route, 'key': operation.key})}"
     body: dict[str, Any] = {"state": "running", "operation": match.route, "key": operation.key, "status_url": url}
     return Response(202, [JSON, ("location", url), *retry_after(error, match)], encode_json(body))
+
+
+def value_response(outcome: Outcome) -> Outcome:
+    """The response that stands for a resolver's value, or for no value; OutcomeNotKept if there is none to show."""
+    if outcome.kind != "value":
+        raise OutcomeNotKept("The operation was performed once, but its response was not kept; look up its result")
+    value = replayed(outcome)
+    if value is None:
+        return Outcome("response", 200)
+    try:
+        return Outcome("response", 200, (JSON,), encode_json(value))
+    except (TypeError, ValueError) as error:
+        raise OutcomeNotKept("The operation was performed once, but its result is no JSON; look it up") from error

@@ -2,64 +2,92 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
-from typing import Any, cast
+from typing import Any, Protocol
 
-import limits
-from limits.errors import ConfigurationError as UnknownStorage
-from limits.storage import Storage, storage_from_string
-from limits.strategies import SlidingWindowCounterRateLimiter
-
+from .._contract.contract import Contract
 from .._contract.rule import Rule
 from .._ledger.connect import hide_password
-from ..errors import ConfigurationError, RateLimited, Refusal, StoreUnavailable
+from .._runtime.plan import Call
+from ..errors import ConfigurationError, MissingDriver, RateLimited, Refusal, StoreUnavailable
 
 log = logging.getLogger("oncemore.web")
 
 
+class Rates(Protocol):
+    """Counts the new keys of each owner.
+
+    A counter that never blocks may say so (`blocking = False`); any other is called in a thread, not on the event loop.
+    """
+
+    def admit(self, rule: Rule, owner: str) -> None:
+        """Count one new key of *owner* under the rule; raise RateLimited if it is one too many."""
+
+
 class NotCounted(Refusal, StoreUnavailable):
-    """New keys cannot be counted now, so none are accepted.  A refusal: the key is as new as before when it comes again."""
+    """New keys cannot be counted now, so none are accepted.  Nothing was claimed: a retry's key is still new."""
 
 
 class NewKeys:
-    """Counts new keys in a *storage* of `limits`: `memory://` is this process's own, `redis://...` is everyone's.
+    """Counts new keys in a *storage* of `limits`: `memory://` is this process's own, `redis://...` is shared.
 
     The window slides, by a weighted count of this window and the last: it takes the same small room for every rate.
     """
 
     def __init__(self, storage: str = "memory://", **options: Any) -> None:
+        try:
+            from limits.errors import ConfigurationError as UnknownStorage
+            from limits.storage import storage_from_string
+            from limits.strategies import SlidingWindowCounterRateLimiter
+        except ModuleNotFoundError as error:
+            raise MissingDriver("Rates need a package; install it with: pip install 'oncemore[limits]'") from error
         shown = hide_password(storage)
         if storage.startswith("async+"):
             raise ConfigurationError(f"{shown!r} cannot count new keys: drop the async+, it is asked in a thread")
         try:
-            found = cast("Storage", storage_from_string(storage, **options))
+            found: Any = storage_from_string(storage, **options)
             self._limiter = SlidingWindowCounterRateLimiter(found)
         except (UnknownStorage, NotImplementedError) as error:
-            told = str(error).replace(storage, shown)  # nor is the cause shown: it tells the password
-            raise ConfigurationError(f"{shown!r} cannot count new keys: {told}") from None
+            reason = str(error).replace(storage, shown)  # without its cause, which shows the password
+            raise ConfigurationError(f"{shown!r} cannot count new keys: {reason}") from None
         self.blocking = not storage.startswith("memory:")
 
     def admit(self, rule: Rule, owner: str) -> None:
-        """Count one new key of *owner*; a RateLimited that says when to come back, where it is one too many."""
+        """Count one new key of *owner*; if it is one too many, raise a RateLimited that says when to retry."""
+        from limits import RateLimitItemPerSecond
+
         if rule.rate is None:
             return
-        item = limits.RateLimitItemPerSecond(rule.rate.count, math.ceil(rule.rate.window), namespace="oncemore")
+        item = RateLimitItemPerSecond(rule.rate.count, math.ceil(rule.rate.window), namespace="oncemore")
         try:
             if self._limiter.hit(item, owner):
                 return
             reset = self._limiter.get_window_stats(item, owner).reset_time
         except Exception as error:
-            self._fail(rule, error)
+            if rule.store_down != "run":
+                raise NotCounted("New keys cannot be counted now, so none are accepted", retry_after=1.0) from error
+            log.error("New keys of %s cannot be counted, and are accepted: %s", rule.name, error)
             return
         raise RateLimited(
             f"At most {rule.rate.count} new operations are accepted in {rule.rate.window:g} seconds; retry with the same key",
             retry_after=max(1.0, reset - time.time()),
         )
 
-    def _fail(self, rule: Rule, error: Exception) -> None:
-        """Without the count, do as the rule does without the ledger."""
-        if rule.store_down != "run":
-            raise NotCounted("New keys cannot be counted now, so none are accepted", retry_after=1.0) from error
-        log.error("New keys of %s cannot be counted, and are accepted: %s", rule.name, error)
+
+class Admission(Call):
+    """Effect: count one new key of *owner*."""
+
+    def __init__(self, rates: Rates, rule: Rule, owner: str) -> None:
+        super().__init__(rates.admit, rule, owner)
+        self.blocking = getattr(rates, "blocking", True)
+
+    async def arun(self) -> Any:
+        return await (asyncio.to_thread(self.run) if self.blocking else super().arun())
+
+
+def default_rates(contract: Contract) -> Rates | None:
+    """The counter in this process's memory, if a rule has a rate."""
+    return NewKeys() if any(rule.rate is not None for rule in (*contract.rules, contract.default)) else None

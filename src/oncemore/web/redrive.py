@@ -1,4 +1,4 @@
-"""Finishes a request in its client's place: the app is called here with the request that was kept, through its door."""
+"""Finishes a request without its client: calls the app, through its middleware, with the request that was kept."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from .._ledger.model import Operation
 from .._ledger.transactions import Do
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError
-from .current import CURRENT, place_of
-from .headers import Headers
+from .request import CURRENT, Headers, native_mapping
 
-# In a scope or environ, what says which operation this is.  A client cannot say so: what it sends is text.
+# In a scope or environ: the operation to be finished.  A client cannot set it, because all that it sends is text.
 REDRIVEN = "oncemore.redriven"
 
-# They let their bearer in, or belong to one connection.  What the app needs of them is given to the one who redrives.
+# Headers that are credentials, or belong to one connection.  If the app needs credentials, give them to `Redrive`.
 NOT_KEPT = frozenset(
     {
         "api-key",
@@ -53,42 +52,42 @@ NOT_KEPT = frozenset(
 
 
 def redriven(native: Any) -> Operation | None:
-    """The operation that a request in its client's place goes on with; None for a client's own."""
-    found = place_of(native).get(REDRIVEN)
+    """The operation that this request continues; None for a client's own request."""
+    found = native_mapping(native).get(REDRIVEN)
     return found if isinstance(found, Operation) else None
 
 
 def resumed(operation: Operation, rule: Rule) -> Operation:
-    """The operation, where the rule still goes on with what is unfinished; any other would begin it anew."""
+    """The operation to be continued; a ConfigurationError if its rule has changed and would begin it anew."""
     if rule.policy.effect != "steps":
         raise ConfigurationError(
             f"{operation.name} {operation.key!r} is unfinished, and its rule is now {rule.name!r} with effect = "
-            f"{rule.policy.effect!r}, which cannot go on with it: let what began in steps be finished in steps"
+            f"{rule.policy.effect!r}, which cannot continue it: keep effect = 'steps' until it is finished"
         )
     return operation
 
 
 def check_passed(native: Any) -> None:
-    """Refuse to let a request in its client's place pass unguarded: the app would do all of it again, each time it comes."""
+    """Raise if a request that continues an operation would pass unguarded: the app would do all of it again each time."""
     operation = redriven(native)
-    if operation is not None and CURRENT.get() is None:  # else a door outside this one guards it
+    if operation is not None and CURRENT.get() is None:  # else an outer middleware guards it
         raise ConfigurationError(
-            f"{operation.name} {operation.key!r} is unfinished, and no rule of this door's contract guards its request: let "
-            "its rule stay until it is finished, and give the completer the app with the door that has the rule"
+            f"{operation.name} {operation.key!r} is unfinished, and no rule of this middleware's contract guards its request: "
+            "keep its rule until it is finished, and give the completer the app with the middleware that has the rule"
         )
 
 
 def kept_request(method: str, path: str, query: str, headers: Headers, body: bytes) -> dict[str, Any]:
-    """What is written down of a request, in plain values; credentials are not."""
+    """The part of a request that is stored, in plain values and without credentials."""
     kept = [[name, value] for name, value in headers if name not in NOT_KEPT]
     return {"method": method, "path": path, "query": query, "headers": kept, "body": body}
 
 
 class Redrive:
-    """For a `Completer`: goes on with the requests of *app*, which has the door inside it.
+    """For a `Completer`: continues unfinished requests of an app that has the middleware inside it.
 
-    *headers* are added to each, for instance the credentials by which the app knows the completer.  *mount* is the prefix
-    that its server has it below (root_path, SCRIPT_NAME), if any.
+    *headers* are added to each request, for instance the completer's own credentials.  *mount* is the prefix at which the
+    server has mounted the app (root_path, SCRIPT_NAME), if any.
     """
 
     def __init__(self, headers: Iterable[tuple[str, str]] = (), mount: str = "") -> None:
@@ -119,20 +118,20 @@ class RedriveAsgi(Redrive):
         self.app = app
 
     def call(self, operation: Operation, request: Any) -> Do[None]:
-        return Do(needs_a_loop, lambda: self._called(operation, request))
+        return Do(needs_a_loop, lambda: self._call_app(operation, request))
 
-    async def _called(self, operation: Operation, request: Mapping[str, Any]) -> None:
+    async def _call_app(self, operation: Operation, request: Mapping[str, Any]) -> None:
         messages = [{"type": "http.request", "body": request["body"], "more_body": False}]
         answered = asyncio.Event()
 
         async def receive() -> MutableMapping[str, Any]:
             if messages:
                 return messages.pop()
-            await answered.wait()  # an app must not take its client for gone before that
+            await answered.wait()  # before that, the app must not believe that its client has gone
             return {"type": "http.disconnect"}
 
         async def send(message: MutableMapping[str, Any]) -> None:
-            """Nobody waits for the response: it is in the ledger."""
+            """Drop the response: it is in the ledger."""
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 answered.set()
 
@@ -172,9 +171,9 @@ class RedriveWsgi(Redrive):
         self.app = app
 
     def call(self, operation: Operation, request: Any) -> Do[None]:
-        return Do(lambda: self._called(operation, request), None)
+        return Do(lambda: self._call_app(operation, request), None)
 
-    def _called(self, operation: Operation, request: Mapping[str, Any]) -> None:
+    def _call_app(self, operation: Operation, request: Mapping[str, Any]) -> None:
         def start_response(status: str, headers: Any, exc_info: Any = None) -> Callable[[bytes], object]:
             return lambda data: None
 

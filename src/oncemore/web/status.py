@@ -1,4 +1,4 @@
-"""The status of an operation, looked up by its key: it never performs anything, and shows each principal only its own."""
+"""The status of an operation by its key: performs nothing, and shows each principal only its own operations."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .._contract.rule import Rule
 from .._ledger.model import Outcome, Record
 from .._runtime.plan import Plan, arun
 from ..errors import InvalidKey, NotFound
-from .door import Door, Request
-from .headers import lines
+from .door import Door
 from .principal import principal_of
 from .problem import JSON, Response, encode_json
+from .request import Request, lines
 
 
-async def status_response(door: Door, request: Request) -> Response:
+async def status_response(door: Door[Any], request: Request) -> Response:
     """The response to a lookup."""
     return await arun(status_plan(door, request))
 
 
-def status_plan(door: Door, request: Request) -> Plan[Response]:
+def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
     """Find the record that this principal's key names: `?operation=refunds.create&key=...`, or the key as a header."""
     query = parse_qs(request.query)
     operation = query.get("operation", [""])[0]
     rule, route = rule_named(door.contract, operation)
     asked = query.get("key", [""])[0]
-    key = in_one_spelling(rule, asked) if asked else rule.key.read(lines(request.headers, rule.key.name.lower()))
+    key = normal_key(rule, asked) if asked else rule.key.read(lines(request.headers, rule.key.name.lower()))
     if not key or not operation:
         raise InvalidKey("Say which operation and which key: ?operation=refunds.create&key=...")
     principal = principal_of(door.principal, request)
@@ -42,13 +42,13 @@ def status_plan(door: Door, request: Request) -> Plan[Response]:
         )
     if record is None:
         raise NotFound("No operation with this key is known")
-    # Of what no rule declares, the ledger has the default rule's name, which is that of a great many operations.
+    # The ledger names an undeclared operation by the default rule, which says nothing.
     name = route if rule is door.contract.default else record.name
-    return Response(200, [JSON, ("cache-control", "no-store")], encode_json(shown(record, name)))
+    return Response(200, [JSON, ("cache-control", "no-store")], encode_json(render(record, name)))
 
 
 def rule_named(contract: Contract, operation: str) -> tuple[Rule, str]:
-    """The rule of an operation and what its keys are scoped to, told by its name or by its method and path."""
+    """The rule of an operation and the route of its keys, by its name or by its method and path."""
     for rule in contract.rules:
         if rule.name == operation:
             if rule.one_route or rule.across_routes == "conflict" or rule.scope == "global":
@@ -59,13 +59,13 @@ def rule_named(contract: Contract, operation: str) -> tuple[Rule, str]:
     return (match.rule, match.route) if match is not None else (contract.default, operation)
 
 
-def in_one_spelling(rule: Rule, key: str) -> str:
-    """The key as the record has it: a UUID in lower case."""
+def normal_key(rule: Rule, key: str) -> str:
+    """The key as it is in the record: a UUID in lower case."""
     return check_key(key, max_length=rule.key.max_length, format=rule.key.format)
 
 
-def shown(record: Record, name: str) -> dict[str, Any]:
-    """A record as its owner may see it."""
+def render(record: Record, name: str) -> dict[str, Any]:
+    """The record as its owner may see it."""
     found: dict[str, Any] = {
         "operation": name,
         "key": record.key,
@@ -75,11 +75,11 @@ def shown(record: Record, name: str) -> dict[str, Any]:
         "expires_at": record.expires_at,
     }
     if record.outcome is not None:
-        found["response"] = shown_outcome(record.outcome)
+        found["response"] = render_outcome(record.outcome)
     return found
 
 
-def shown_outcome(outcome: Outcome) -> dict[str, Any]:
+def render_outcome(outcome: Outcome) -> dict[str, Any]:
     try:
         body: dict[str, str] = {"body": outcome.body.decode()}
     except UnicodeDecodeError:

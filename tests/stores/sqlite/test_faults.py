@@ -34,7 +34,7 @@ def states(store: SqliteStore) -> tuple[str | None, str | None]:
 def test_what_could_not_be_written_is_an_error_and_never_a_record(
     store: SqliteStore, path: Path, calls: str, error: str, end: str
 ) -> None:
-    """CASES 27: neither while the process lives, nor after it ended well, nor after a crash and recovery."""
+    """Neither while the process lives, nor after it ended well, nor after a crash and recovery."""
     with child(children.settle_on_a_failing_disk, store.url, calls, error) as process:
         assert process.says().startswith(f"StoreError: {path}: the disk")
         assert process.says().startswith(f"StoreError: {path}: the disk")

@@ -38,7 +38,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestThreaded(StoreContract):
-    """CASES 52: the contract, where a thread does it all."""
+    """The contract, where a thread does it all."""
 
     @pytest.fixture
     def url(self, path: Path) -> str:
@@ -48,7 +48,7 @@ class TestThreaded(StoreContract):
 async def place(store: SqliteStore, seconds: float = 0.0) -> str:
     """The name of the thread on which a write is done that takes so many *seconds*."""
 
-    def look(flight: object) -> str:
+    def look(batch: object) -> str:
         time.sleep(seconds)
         return threading.current_thread().name
 
@@ -101,7 +101,7 @@ async def test_the_loop_goes_on_while_another_process_has_the_file(store: Sqlite
 async def test_the_loop_goes_on_while_a_thread_of_this_process_has_the_file(store: SqliteStore) -> None:
     entered = threading.Event()
 
-    def slow(flight: object) -> None:
+    def slow(batch: object) -> None:
         entered.set()
         time.sleep(0.4)
 
@@ -118,7 +118,7 @@ async def test_the_loop_goes_on_while_a_thread_of_this_process_has_the_file(stor
 async def test_what_an_owner_says_is_written_though_it_is_cancelled_before_its_turn(
     store: SqliteStore, path: Path, verb: str
 ) -> None:
-    """Rule 3: the effect has happened, and its outcome waits behind a flight that is in the air."""
+    """The effect has happened, and its outcome waits behind a batch that is under way."""
     lease = await arun(store.claim(Operation("scope", "key"), lease=HOUR))
     assert isinstance(lease, Lease)
     words = {
@@ -137,8 +137,7 @@ async def test_what_an_owner_says_is_written_though_it_is_cancelled_before_its_t
     await ahead
     with pytest.raises(asyncio.CancelledError):
         await owner
-    await store._claims.drain()
-    await store._writes.drain()
+    await store._batcher.drain()
     record = await arun(store.find("scope", "key"))
     assert record is not None
     assert record.state == {"settle": "settled", "release": "released", "hold": "held"}[verb]
@@ -166,7 +165,7 @@ async def test_a_thread_that_could_not_be_started_is_started_by_the_next_one(
 async def test_a_claimer_that_goes_away_does_not_make_a_failure_forgotten_sooner(
     store: SqliteStore, path: Path
 ) -> None:
-    """CASES 14: the key still stands for what was asked under it, after a failure too."""
+    """The key still stands for what was asked under it, after a failure too."""
     operation = Operation("scope", "key", "c1:aa")
     lease = await arun(store.claim(operation, lease=HOUR))
     assert isinstance(lease, Lease)
@@ -177,8 +176,7 @@ async def test_a_claimer_that_goes_away_does_not_make_a_failure_forgotten_sooner
     await asyncio.sleep(0.05)
     retry.cancel()
     other.execute("COMMIT")
-    await store._claims.drain()
-    await store._writes.drain()
+    await store._batcher.drain()
     record = await arun(store.find("scope", "key"))
     assert record is not None
     assert (record.state, record.attempts) == ("released", 2)
@@ -197,8 +195,7 @@ async def test_a_twin_whose_first_claim_was_abandoned_is_still_a_twin(store: Sql
     await asyncio.sleep(0.05)
     gone.cancel()
     other.execute("COMMIT")
-    await store._claims.drain()
-    await store._writes.drain()
+    await store._batcher.drain()
     other.close()
     with pytest.raises(Suspected):
         await guard.arun(twins[1], performed.append)

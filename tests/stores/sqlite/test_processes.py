@@ -29,7 +29,7 @@ from .children import child, together
 
 
 def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
-    """CASES 52; they also make the tables, all at once."""
+    """They also make the tables, all at once."""
     found = [line for [line] in together(16, children.claim, url, "key")]
     assert sorted(line.split()[0] for line in found) == ["Lease"] + ["Record"] * 15
     assert len({line.split()[1] for line in found}) == 1
@@ -37,7 +37,6 @@ def test_16_processes_claim_one_key_and_one_wins(url: str) -> None:
 
 @pytest.mark.timeout(400)  # some eight thousand commits, each as slow as the disk
 def test_16_processes_with_500_operations_each_never_see_a_lock(url: str, store: SqliteStore) -> None:
-    """CASES 54."""
     assert together(16, children.work, url, 500) == [[]] * 16
     assert run(store.stats()).settled == 16 * 250 + 250
 
@@ -59,7 +58,7 @@ def test_writer_that_never_rests_does_not_keep_another_out(store: SqliteStore, o
 
 
 def test_a_lock_that_does_not_end_is_a_timeout_and_delays_no_replay(path: Path, url: str, store: SqliteStore) -> None:
-    """CASES 27: the caller is told; and what needs no write is answered all the while."""
+    """The caller is told; and what needs no write is answered all the while."""
     settled(store)
     impatient = connect(f"{url}?timeout=200ms")
     locker = sqlite3.connect(path, isolation_level=None)
@@ -88,7 +87,6 @@ def test_a_waiter_sees_what_another_process_settles(store: SqliteStore, other: S
 @pytest.mark.chaos
 @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
 def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: SqliteStore, verb: str) -> None:
-    """CASES 24."""
     with child(children.hold_then_write, url, verb) as holder:
         token = int(holder.says())
         holder.send_signal(signal.SIGSTOP)
@@ -104,7 +102,7 @@ def test_a_holder_frozen_past_its_lease_is_fenced(url: str, store: SqliteStore, 
 
 @pytest.mark.chaos
 def test_a_process_killed_in_mid_load_leaves_a_good_file(url: str, path: Path, store: SqliteStore) -> None:
-    """CASES 25, 26: all that was told to be settled is settled, and nothing else is."""
+    """All that was told to be settled is settled, and nothing else is."""
     for _ in range(3):
         with child(children.settle_for_ever, url) as victim:
             lines = [victim.says() for _ in range(101)]
@@ -230,7 +228,7 @@ def test_a_store_that_nobody_closed_takes_its_threads_and_loops_with_it(url: str
 
 @pytest.mark.parametrize("thread", ["auto", "always"])
 @pytest.mark.parametrize("delay", [0.0, 0.0003, 0.0006, 0.001, 0.002])
-def test_claims_in_flight_when_the_loop_is_shut_down_are_given_back(url: str, delay: float, thread: str) -> None:
+def test_claims_under_way_at_loop_shutdown_are_undone(url: str, delay: float, thread: str) -> None:
     """A commit cannot be stopped; but nobody is left to perform, so the next claimer need not wait for the leases."""
     store = connect(f"{url}?thread={thread}")
     operations = [Operation("scope", str(n)) for n in range(8)]

@@ -24,7 +24,7 @@ from ..parts import DONE, HOUR, claimed, left_in_doubt, settled
 
 
 class TestSqlite(StoreContract):
-    """CASES 52: the contract, on a file."""
+    """The contract, on a file."""
 
 
 TestMachine = store_machine(lambda: connect("sqlite://")).TestCase
@@ -129,7 +129,6 @@ def test_commits_are_synced_unless_the_url_says_otherwise(url: str, store: Sqlit
 
 
 def test_tokens_grow_across_a_restart_whatever_was_deleted(url: str, store: SqliteStore) -> None:
-    """CASES 53."""
     tokens = []
     for _ in range(3):
         tokens.append(settled(store).token)
@@ -141,7 +140,7 @@ def test_tokens_grow_across_a_restart_whatever_was_deleted(url: str, store: Sqli
 def test_a_client_whose_clock_is_wrong_does_not_matter(
     store: SqliteStore, other: SqliteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CASES 53: what Python takes for the time is never compared."""
+    """What Python takes for the time is never compared."""
     right = time.time
     claimed(store)
     monkeypatch.setattr(time, "time", lambda: right() + 10 * HOUR)
@@ -150,7 +149,7 @@ def test_a_client_whose_clock_is_wrong_does_not_matter(
 
 @pytest.mark.parametrize("column", ["outcome = x'c1'", "outcome = 'text'", "note = CAST(x'ff' AS TEXT)"])
 def test_an_unreadable_record_is_answered_and_can_be_deleted(path: Path, store: SqliteStore, column: str) -> None:
-    """CASES 28: it neither fails nor wedges."""
+    """It neither fails nor wedges."""
     settled(store)
     with sqlite3.connect(path) as connection:
         connection.execute(f"UPDATE oncemore_records SET {column}")

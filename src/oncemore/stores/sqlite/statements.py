@@ -1,4 +1,4 @@
-"""The SQL of the SQLite ledger: its tables, and the statements that carry one row or many at once."""
+"""The SQL of the SQLite ledger: statements for one row, and for many rows at once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ARCHIVED = (
 class Grouped:
     """A statement for any number of rows, each of *width* values: `{0}`, `{1}`, ... in the template; ?1 is common to all.
 
-    Many rows go as one statement, since Python lets other threads run before and after each: a busy event loop would
-    hold up a group once per row.  Sizes are rounded up, so that few statements are ever prepared; rows of NULL match
+    Many rows go as one statement, because Python lets other threads run before and after each: a busy event loop would
+    delay a batch once per row.  Sizes are rounded up, so that few statements are ever prepared; rows of NULL match
     nothing.  One row alone needs no table of values, which is the faster.
     """
 
@@ -153,7 +153,7 @@ class Statements:
 
 
 def as_record(row: Row) -> Record:
-    """The record in *row*; an outcome that cannot be read is one that was not kept."""
+    """The record in *row*.  An outcome that cannot be read counts as not kept."""
     outcome, note = row[OUTCOME], row[NOTE]
     if outcome is not None:
         try:

@@ -96,12 +96,12 @@ def read_cursor(cursor: str) -> int:
 
 
 def empty_log(connection: sqlite3.Connection) -> None:
-    """Move what the log holds into the file, as a commit does that finds it long; nobody who writes has to wait for this."""
+    """Move the log into the file, as a commit does that finds the log long.  Writers do not wait for this."""
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
 class SqliteStore:
-    """Records in a file.  All writes of a process go in groups through one connection; long reads have another."""
+    """Records in a file.  All writes of a process go in batches through one connection; long reads have another."""
 
     poll = 0.25  # other processes send no notifications; looking again writes nothing, so it costs no sync
 
@@ -131,19 +131,18 @@ class SqliteStore:
         open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
         self._writer = open_file(threaded=thread == "always")
         self._reader = self._writer if path == MEMORY else open_file()
-        self._claims: Batcher[Claim] = Batcher(self._run_claims, undo=self._undo_claims)
-        self._writes: Batcher[Item] = Batcher(self._run_batch)
+        # One batcher for all, so that claims and outcomes share a commit.
+        self._batcher: Batcher[Item] = Batcher(
+            self._run_batch, undo=self._undo_claims, can_undo=lambda item: isinstance(item, Claim)
+        )
         self.lender: TransactionSource = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self._ready = False
 
     def ready(self) -> Plan[None]:
-        """Have the tables made, if they are not."""
+        """Make the tables, if there are none."""
         if not self._ready:
             yield Use(self._writer, lambda connection: None)
             self._ready = True
-
-    def _run_claims(self, claims: list[Claim]) -> Plan[Sequence[Any]]:
-        return self._run_batch([*claims])
 
     def _run_batch(self, items: list[Item]) -> Plan[Sequence[Any]]:
         sql, shift = self.sql, self.shift
@@ -157,19 +156,19 @@ class SqliteStore:
         return results
 
     def _change(self, id: Id, apply: Callable[[Batch], Any], *, notifies: bool = False) -> Plan[Any]:
-        return (yield Submit(self._writes, Change(id, apply, notifies=notifies)))
+        return (yield Submit(self._batcher, Change(id, apply, notifies=notifies)))
 
     # The guard's verbs
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        found: Lease | Record = yield Submit(self._claims, Claim(operation, lease, self.holder.next(), request))
+        found: Lease | Record = yield Submit(self._batcher, Claim(operation, lease, self.holder.next(), request))
         return found
 
     def unclaim(self, claims: Sequence[model.Claim]) -> Plan[None]:
         yield from self._undo([(claim.operation.id, claim.holder) for claim in claims])
 
-    def _undo_claims(self, claims: list[Claim]) -> Plan[None]:
-        return self._undo([(claim.id, claim.holder) for claim in claims])
+    def _undo_claims(self, items: list[Item]) -> Plan[None]:
+        return self._undo([(item.id, item.holder) for item in items if isinstance(item, Claim)])
 
     def _undo(self, claims: list[tuple[Id, str]]) -> Plan[None]:
         """Undo claims, behind a batch of theirs that may still be under way on the writer's thread."""
@@ -186,7 +185,7 @@ class SqliteStore:
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        yield Submit(self._writes, Settle(held, outcome, retention, audit, note))
+        yield Submit(self._batcher, Settle(held, outcome, retention, audit, note))
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         yield from self._change(held.operation.id, lambda batch: batch.release(held, retention), notifies=True)
@@ -198,7 +197,7 @@ class SqliteStore:
         yield from self._change(record.id, lambda batch: batch.touch(record, retention))
 
     def watch(self, record: Record) -> Plan[None]:
-        """Other processes are heard of by looking."""
+        """Nothing to ask for: waiters look at the records of other processes themselves."""
         return
         yield
 
@@ -259,8 +258,7 @@ class SqliteStore:
         self._reader.close()
 
     async def aclose(self) -> None:
-        """As `close`, when what is in flight on this event loop has landed."""
-        await self._claims.drain()
-        await self._writes.drain()
+        """As `close`, once no batch is under way on this event loop."""
+        await self._batcher.drain()
         await self.lender.aclose()
         await asyncio.to_thread(self.close)

@@ -1,4 +1,4 @@
-"""The tables of the SQLite ledger, and how a connection comes to have them."""
+"""The tables of the SQLite ledger, and the set-up of a new connection."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CREATE TABLE {p}archive (
 
 
 def script(prefix: str) -> str:
-    """The whole schema, for those who create it themselves."""
+    """The whole schema, for users who create it themselves."""
     statements = [statement.format(p=prefix) for migration in MIGRATIONS for statement in migration]
     version = f"UPDATE {prefix}meta SET version = {len(MIGRATIONS)}"
     return ";\n\n".join(["PRAGMA journal_mode = WAL", "BEGIN IMMEDIATE", *statements, version, "COMMIT"]) + ";\n"
@@ -91,7 +91,7 @@ def script(prefix: str) -> str:
 def make_ready(
     connection: sqlite3.Connection, *, sql: Statements, create: bool, pragmas: Mapping[str, object], path: str
 ) -> None:
-    """Set up a new connection, and make or migrate the tables where they are not as this version needs them."""
+    """Set up a new connection, and make or migrate the tables if they are not as this version needs them."""
     [(mode,)] = connection.execute("PRAGMA journal_mode = WAL")
     if path != MEMORY and mode != "wal":
         raise ConfigurationError(f"{path}: SQLite cannot keep a log here (mode {mode}); put the file on a local disk")

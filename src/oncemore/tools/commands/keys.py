@@ -12,9 +12,9 @@ from typing import Any
 import click
 import msgspec
 
+from ..._ledger.decisions import Resolution
 from ..._ledger.guard import Guard
 from ..._ledger.model import Outcome, Record
-from ..._ledger.resolution import Resolution
 from ..._ledger.store import Filter
 from ...errors import ConfigurationError, InvalidPayload, NotFound, WrongState
 from .options import confirm, json_option, open_ledger, read_duration, read_text, store_option, yes_option

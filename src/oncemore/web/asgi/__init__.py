@@ -1,4 +1,4 @@
-"""The ASGI door: idempotency for any ASGI app, under any server.
+"""The ASGI middleware: idempotency for any ASGI app, under any server.
 
 app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 """
@@ -6,23 +6,18 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 from __future__ import annotations
 
 import logging
-from typing import Unpack
 
-from ..._contract.contract import Contract, Match
+from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
-from ..._ledger.guard import Guard
 from ..._ledger.model import Operation
 from ..._runtime.plan import arun
 from ...errors import OncemoreError
-from ..current import CURRENT, GUARDED, current_operation, is_current
-from ..door import Door, Request, wait_of
-from ..environ import matched
-from ..headers import Fields
+from ..discovery import declare_starlette
+from ..door import Door, wait_of
 from ..openapi.app import document, outermost
-from ..options import Options
 from ..redrive import check_passed
-from ..routes import declare
+from ..request import CURRENT, GUARDED, Fields, Request, check_length, current_operation, is_current, match_mounted
 from ..status import status_response
 from .response import App, GuardedResponse, Message, Receive, Scope, Send, respond
 
@@ -31,30 +26,19 @@ __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
 log = logging.getLogger("oncemore.web")
 
 
-class IdempotencyMiddleware:
-    """Guards the requests that the contract names; all others pass untouched.  Options are those of `Door`.
+class IdempotencyMiddleware(Door[App]):
+    """Guards the requests that the contract names; all others pass untouched.
 
     Rules may name a path with or without the prefix that the app is mounted at (root_path).
     """
 
-    def __init__(
-        self,
-        app: App,
-        *,
-        guard: Guard,
-        contract: Contract | None = None,
-        profile: str | None = None,
-        **options: Unpack[Options],
-    ) -> None:
-        self.app = app
-        self.door = Door(guard, contract, profile=profile, **options)
-        self._passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
+    _passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         op = CURRENT.get()
         if op is not None and scope.get(GUARDED) is not op:
             return await self._apart(scope, receive, send)
-        if scope.get("method") in self._passed and not scope["path"].endswith(self.door.status_path):
+        if scope.get("method") in self._passed and not scope["path"].endswith(self.status_path):
             return await self.app(scope, receive, send)
         if not self._passed:  # not before: routes may be added after the middleware
             self._declare(scope)
@@ -62,24 +46,24 @@ class IdempotencyMiddleware:
             return await self.app(scope, receive, send)
         method, path = scope["method"], scope["path"]
         inner = inner_path(scope) if scope.get("root_path") else path
-        if method in SAFE_METHODS and not (self.door.status_path in (path, inner) and method in ("GET", "HEAD")):
+        if method in SAFE_METHODS and not (self.status_path in (path, inner) and method in ("GET", "HEAD")):
             return await self.app(scope, receive, send)
         headers = Fields(scope["headers"])
         try:
             if method in SAFE_METHODS:
-                return await respond(send, await status_response(self.door, request_of(scope, headers)))
-            found = matched(self.door.contract, method, path, inner) if path != inner else None
-            match = self.door.match(method, path, headers, found)
+                return await respond(send, await status_response(self, request_of(scope, headers)))
+            found = match_mounted(self.contract, method, path, inner) if path != inner else None
+            match = self.match(method, path, headers, found)
             if match is None:
                 check_passed(scope)
         except OncemoreError as error:
-            return await respond(send, self.door.refused(error))
+            return await respond(send, self.refusal(error))
         if match is None:
             return await self.app(scope, receive, send)
         return await self._guard(match, headers, scope, receive, send)
 
     async def _apart(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request of its own, in another's context: a server may begin a pipelined one where the last one ended."""
+        """Guard a request that runs in the context of another: a server may begin a pipelined one in the context of the last."""
         token = CURRENT.set(None)
         try:
             await self(scope, receive, send)
@@ -88,33 +72,34 @@ class IdempotencyMiddleware:
 
     def _declare(self, scope: Scope) -> None:
         """Find the rules on the app's endpoints, and show the whole contract in the app's own document, if it has one."""
-        declare(self.door.contract, self.app)
-        self.door.declared()
+        declare_starlette(self.contract, self.app)
+        self.rules_declared()
         app = scope.get("app") or outermost(self.app) or self.app
-        document(app, self.door.contract, status_path=self.door.status_path, problem_base=self.door.problem_base)
+        document(app, self.contract, status_path=self.status_path, problem_base=self.problem_base)
         if scope["type"] == "http":  # the app's own start, or a websocket, may still add routes
             self._passed = SAFE_METHODS
 
     async def _guard(self, match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
         """Name what is asked, and let it happen once."""
         try:
-            body = await read_body(receive, match, self.door, headers)
+            body = await read_body(receive, match, headers)
             if body is None:
                 return None  # the client went away before it had asked for anything
             request = request_of(scope, headers, body)
-            operation = self.door.operation(match, request)
+            operation = self.operation(match, request)
         except OncemoreError as error:
-            return await respond(send, self.door.refused(error, match))
+            return await respond(send, self.refusal(error, match))
         if operation is None or (GUARDED in scope and is_current(operation, scope)):
             return await self.app(scope, body_first(body, receive), send)
-        attempt = self.door.attempt(match.rule, operation)
+        attempt = self.attempt(match.rule, operation)
         try:
-            answer = await arun(attempt.begin(wait_of(headers)))
+            wait = wait_of(headers) if "x-request-timeout" in headers.first else None
+            answer = await arun(attempt.begin(wait))
         except OncemoreError as error:
             return await self._refuse(error, match, request, operation, receive, send)
         if answer is not None:
-            return await respond(send, self.door.replayed(match.rule, answer))
-        response = GuardedResponse(self.door, match, attempt, request, receive, send)
+            return await respond(send, self.replay(answer, match.rule))
+        response = GuardedResponse(self, match, attempt, request, receive, send)
         try:
             return await response.finish(self.app)  # the effect may happen from here on, so finish in any case
         except OncemoreError as error:
@@ -126,9 +111,9 @@ class IdempotencyMiddleware:
         self, error: OncemoreError, match: Match, request: Request, operation: Operation, receive: Receive, send: Send
     ) -> None:
         """Send the refusal.  If the store is down and the rule says `store_down = "run"`, call the app unguarded instead."""
-        if not self.door.runs_without(error, match.rule):
+        if not self.runs_unguarded(error, match.rule):
             mount = request.native.get("root_path", "")
-            return await respond(send, self.door.refused(error, match, operation, mount))
+            return await respond(send, self.refusal(error, match, operation, mount))
         log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
         return await self.app(request.native, body_first(request.body, receive), send)
 
@@ -145,11 +130,11 @@ def request_of(scope: Scope, headers: Fields, body: bytes = b"") -> Request:
     return Request(scope["method"], scope["path"], str(query, "latin-1") if query else "", headers, body, scope)
 
 
-async def read_body(receive: Receive, match: Match, door: Door, headers: Fields) -> bytes | None:
+async def read_body(receive: Receive, match: Match, headers: Fields) -> bytes | None:
     """The whole body; None if the client went away in the middle of it."""
     most = match.rule.max_request
     if declared_length(headers) > most:
-        door.check_length(match.rule, declared_length(headers))
+        check_length(match.rule, declared_length(headers))
     chunks: list[bytes] = []
     length = 0
     while True:
@@ -159,7 +144,7 @@ async def read_body(receive: Receive, match: Match, door: Door, headers: Fields)
         chunk = message.get("body", b"")
         length += len(chunk)
         if length > most:
-            door.check_length(match.rule, length)
+            check_length(match.rule, length)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunk if len(chunks) == 1 else b"".join(chunks)

@@ -19,11 +19,10 @@ from ..._ledger.model import Outcome
 from ..._ledger.transaction_attempt import TransactionRefused
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
-from ..current import CURRENT, GUARDED
-from ..door import Door, Request
-from ..etag import asgi_etag, check_if_match
-from ..headers import value_of
+from ..door import REPEATING_REDIRECTS, Door
+from ..etag import asgi_etag
 from ..problem import Response
+from ..request import CURRENT, GUARDED, Request, value_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -32,9 +31,6 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
-
-# The client is to send the same request, with the same key, to another address: it has not been performed here.
-REPEATING_REDIRECTS = (307, 308)
 
 
 class TransactionLost(BaseException):
@@ -66,7 +62,7 @@ class GuardedResponse:
     _left: asyncio.Event | None = None  # set when `over` is, if the app waits for it
 
     def __init__(
-        self, door: Door, match: Match, attempt: LeaseAttempt, request: Request, receive: Receive, send: Send
+        self, door: Door[App], match: Match, attempt: LeaseAttempt, request: Request, receive: Receive, send: Send
     ) -> None:
         self.door = door
         self.match = match
@@ -85,7 +81,7 @@ class GuardedResponse:
         CURRENT.set(op)  # in this task, and those that it starts
         try:
             if self.rule.rate is not None or self.rule.if_match:
-                await self._check(app)
+                await arun(self.door.admit(self.rule, op, self.request, asgi_etag(app, scope)))
             self.performed = True
             scope[GUARDED] = op
             if scope.get("extensions"):
@@ -101,12 +97,6 @@ class GuardedResponse:
             if self.attempt.ended or not await self._fail(error):
                 raise
 
-    async def _check(self, app: App) -> None:
-        """Refuse what the rule refuses before the app is called: too many new keys, or a resource that has changed."""
-        await arun(self.door.admit(self.rule, self.attempt.op, self.request))
-        if self.rule.if_match:
-            await arun(check_if_match(self.request.headers, asgi_etag(app, self.request.native)))
-
     async def _fail(self, error: BaseException) -> bool:
         """Record that the app has failed; True if the client was told of it, and the error need not be raised."""
         try:
@@ -117,7 +107,7 @@ class GuardedResponse:
             else:
                 await arun(self.attempt.fail(error))
         except StoreError as refused:  # the database refused the transaction: its retry is safe
-            await respond(self.client_send, self.door.refused(refused, self.match, self.attempt.operation))
+            await respond(self.client_send, self.door.refusal(refused, self.match, self.attempt.operation))
             return True
         finally:
             self._end()
@@ -206,7 +196,7 @@ class GuardedResponse:
         if self.answer is None:
             return
         if self.answer.how == "replayed":  # this attempt was too slow: the outcome of its successor counts
-            await respond(self.client_send, self.door.replayed(self.rule, self.answer))
+            await respond(self.client_send, self.door.replay(self.answer, self.rule))
             return
         await self.client_send(self._started(self.door.headers(self.rule, self.answer)))
         await self.client_send({"type": "http.response.body", "body": body})
@@ -223,7 +213,7 @@ class GuardedResponse:
         body, self.chunks = b"".join(self.chunks), []
         self._end()
         if self.answer is not None and self.answer.how == "replayed":
-            await respond(self.client_send, self.door.replayed(self.rule, self.answer))
+            await respond(self.client_send, self.door.replay(self.answer, self.rule))
             self.client_send = nowhere
         await self._start_passing()
         await self.client_send({"type": "http.response.body", "body": body, "more_body": True})
@@ -249,7 +239,7 @@ class GuardedResponse:
             # A transaction that is cut off is rolled back, so nothing lasts that would have to be recorded.
             self.answer = await (arun(plan) if self.attempt.policy.effect == "transaction" else arun_to_the_end(plan))
         except OncemoreError as error:  # too slow, or the database refused the transaction: this response is not sent
-            await respond(self.client_send, self.door.refused(error, self.match, self.attempt.operation))
+            await respond(self.client_send, self.door.refusal(error, self.match, self.attempt.operation))
             self.client_send = nowhere
             if isinstance(error, TransactionRefused):
                 self.is_refused = True

@@ -1,4 +1,4 @@
-"""Messages from SQS, each performed once: what failed is named in the answer, and only that is delivered again."""
+"""Messages from SQS, each performed once: the answer names those that failed, and only they are delivered again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..._ledger.guard import Guard, check_guard
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call
 from ...errors import ConfigurationError, Duplicate, InvalidPayload, OncemoreError, OutcomeNotKept
-from .times import patience, time_left, within
+from .events import longest_wait, time_left, within
 
 Message = dict[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -27,11 +27,10 @@ Key = str | Callable[[Message], str]
 
 log = logging.getLogger("oncemore.web")
 
-# A queue keeps a message for 14 days at most: its record must not be gone sooner.  A message that another invocation is at
-# work on is not waited for; it comes again.
+# A queue keeps a message for 14 days at most, so its record must not expire sooner.  If another invocation works on the same
+# message, this one does not wait: the message is delivered again.
 DEFAULTS: dict[str, Any] = {"ttl": "14d", "in_flight": "conflict"}
-# Less than this is not worth beginning a message with, whatever the others took.
-SHORTEST = 1.0
+SHORTEST = 1.0  # with less time left, no message is begun
 DONE_BEFORE = (Duplicate, OutcomeNotKept)
 
 
@@ -58,14 +57,16 @@ class Batch:
         self._fingerprinter = Fingerprinter()
 
     def __call__(self, event: Any, context: Any) -> dict[str, list[dict[str, str]]]:
-        """The ids of the messages that are to be delivered again."""
+        """Perform the messages of a batch; the answer has the ids of those that are to be delivered again."""
         failed: list[str] = []
-        behind: set[str] = set()  # the groups in which one has failed: the others of them keep their order behind it
+        behind: set[str] = (
+            set()
+        )  # the groups in which a message has failed: later ones of the group must not overtake it
         slowest = SHORTEST
         for message in messages_of(event):
             began, left, group = time.monotonic(), time_left(context), group_of(message)
             in_time = left is None or left > slowest
-            if group in behind or not in_time or not self._performed(message, left):
+            if group in behind or not in_time or not self._perform(message, left):
                 failed.append(message["messageId"])
                 behind |= {group} - {""}
             slowest = max(slowest, time.monotonic() - began)
@@ -88,31 +89,33 @@ class Batch:
             return check_key(message["messageId"])
         if not isinstance(self.key, Template):
             return check_name(self.key(message), "What the key function gave")
-        sent = float(message["attributes"]["SentTimestamp"]) / 1000  # not now: the same on every delivery
+        sent = (
+            float(message["attributes"]["SentTimestamp"]) / 1000
+        )  # not the present time: it must be the same on every delivery
         return self.key.render(headers=attributes_of(message), body=document_of(body), now=sent)
 
-    def _performed(self, message: Message, left: float | None) -> bool:
-        """Whether the message is done with: performed now, or before."""
+    def _perform(self, message: Message, left: float | None) -> bool:
+        """Perform the message; whether it is done, now or by an earlier delivery."""
         begun: list[Op] = []
 
         def perform(op: Op) -> None:
             begun.append(op)
             with running(op):
-                Call(self.function, deepcopy(message)).run()  # it may be performed again, and must find it as it came
+                Call(self.function, deepcopy(message)).run()  # if it is run again, it must get the message as it came
 
         try:
             operation, policy = self.operation(message), within(self.policy, left)
-            answer = self.guard.run(operation, perform, policy=policy, wait=patience(None, left))
+            answer = self.guard.run(operation, perform, policy=policy, wait=longest_wait(None, left))
         except Exception as error:
             if isinstance(error, DONE_BEFORE) and not begun:
                 return True
-            log.log(*how_bad(error), message["messageId"], exc_info=error)
+            log.log(*log_entry(error), message["messageId"], exc_info=error)
             return False
-        return answer.how != "released"  # then it is as if it had not been performed
+        return answer.how != "released"  # if it was released, it counts as not performed
 
 
 def check_plain(function: Function) -> Function:
-    """Refuse what Lambda would not await either."""
+    """The function; a ConfigurationError if it is async, because Lambda would not await it."""
     if inspect.iscoroutinefunction(function):
         raise ConfigurationError(
             f"{function!r} is async, and Lambda calls plain functions: wrap it in one that calls asyncio.run(...)"
@@ -120,8 +123,8 @@ def check_plain(function: Function) -> Function:
     return function
 
 
-def how_bad(error: Exception) -> tuple[int, str]:
-    """What it means for the message: refused, and nothing was done; or failed on the way."""
+def log_entry(error: Exception) -> tuple[int, str]:
+    """Level and text of the log entry: the message was refused, and nothing was done; or it failed."""
     if isinstance(error, OncemoreError):
         return logging.WARNING, "The message %s was refused"
     return logging.ERROR, "The message %s failed"
@@ -135,13 +138,13 @@ def messages_of(event: Any) -> list[Message]:
 
 
 def group_of(message: Message) -> str:
-    """The group within which messages keep their order; none in a queue that promises no order."""
+    """The group within which messages keep their order; empty in a queue without order."""
     is_ordered = message["eventSourceARN"].endswith(".fifo")
     return message["attributes"].get("MessageGroupId", "") if is_ordered else ""
 
 
 def document_of(body: bytes) -> Any:
-    """The body, where it is JSON; else None, in which a key's fields are missing."""
+    """The body if it is JSON, else None, in which a key's fields are missing."""
     try:
         return read_json(body)[0]
     except InvalidPayload:
@@ -149,7 +152,7 @@ def document_of(body: bytes) -> Any:
 
 
 def attributes_of(message: Message) -> dict[str, str]:
-    """The message's attributes, SQS's own and the sender's, by their names in lower case; SQS's own count first."""
+    """The message's attributes by their names in lower case; SQS's own count before the sender's."""
     sent = {name: given.get("stringValue") for name, given in (message.get("messageAttributes") or {}).items()}
     own = message.get("attributes") or {}
     return {name.lower(): value for name, value in {**sent, **own}.items() if value is not None}

@@ -1,8 +1,9 @@
-"""HTTP as Lambda functions see it: events become requests, responses become what API Gateway or a load balancer expects."""
+"""HTTP as Lambda functions see it: events of API Gateway and load balancers, their callers, and the time that is left."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -10,9 +11,11 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlencode
 
+from ..._contract.policy import Policy
 from ...errors import InvalidPayload
-from ..headers import NOT_OF_A_GET, Headers
+from ..principal import anonymous, credentials_of
 from ..problem import Response
+from ..request import NOT_OF_A_GET, Headers
 
 Event = dict[str, Any]
 
@@ -20,7 +23,7 @@ PARAMETER = re.compile(r"\{(\w+)\+?\}")
 
 
 class Reply(NamedTuple):
-    """What the function has answered, as HTTP; *value* is its own form of it, which may not be *readable* at all."""
+    """A function's answer as HTTP; *value* is the answer itself, which is not *readable* if the gateway cannot read it."""
 
     status: int
     headers: Headers
@@ -29,8 +32,24 @@ class Reply(NamedTuple):
     readable: bool = True
 
 
-# What the gateway makes of an answer that it cannot read.
-MALFORMED = 502
+MALFORMED = 502  # the status that the gateway sends for an answer that it cannot read
+
+# Where the gateway puts the caller's identity, by the kind of authorizer.  A signed request (IAM) must be known by these,
+# because its Authorization header differs on every attempt.  Headers that a load balancer would set prove nothing:
+# without its own authentication, callers can set them.
+IDENTITIES = (
+    ("authorizer", "jwt", "claims", "sub"),
+    ("authorizer", "claims", "sub"),
+    ("authorizer", "iam", "cognitoIdentity", "identityId"),
+    ("authorizer", "iam", "userArn"),
+    ("authorizer", "principalId"),
+    ("authorizer", "lambda", "principalId"),
+    ("identity", "cognitoIdentityId"),
+    ("identity", "userArn"),
+)
+
+# A function may be ended a little later than announced; its lease must not lapse while it could still be working.
+GRACE = 1.0
 
 
 class RestApi:
@@ -52,14 +71,14 @@ class RestApi:
         return PARAMETER.sub(lambda found: given.get(found[1], found[0]), event.get("resource") or self.path(event))
 
     def query(self, event: Event) -> str:
-        """In the order of names: their own is lost on the way here, and a retry's must be the same."""
+        """The query, sorted by name: the original order is lost, and a retry's must be the same."""
         return urlencode([(name, value) for name, values in many(event, "QueryStringParameters") for value in values])
 
     def headers(self, event: Event) -> list[tuple[str, str]]:
         return [(name.lower(), str(value)) for name, values in many(event, "Headers") for value in values]
 
     def as_get(self, event: Event) -> Event:
-        """The event by which the resource itself is asked for."""
+        """The event of a GET of the same URL."""
         return {**event, **asked(event), "httpMethod": "GET", "body": None, "isBase64Encoded": False}
 
     def reply(self, value: Any) -> Reply:
@@ -90,7 +109,7 @@ class LoadBalancer(RestApi):
         return self.path(event)
 
     def query(self, event: Event) -> str:
-        """As `RestApi`, but they come as they were sent, percent-encoded."""
+        """The query, sorted by name; a load balancer leaves it percent-encoded."""
         return "&".join(f"{name}={value}" for name, values in many(event, "QueryStringParameters") for value in values)
 
     def added(self, event: Event, reply: Reply, headers: Headers) -> Any:
@@ -135,7 +154,7 @@ class HttpApi(RestApi):
         return {**event, **asked(event), "requestContext": get, "body": None, "isBase64Encoded": False}
 
     def reply(self, value: Any) -> Reply:
-        """What has no statusCode is itself the body: a text, or anything that JSON can say."""
+        """The function's answer; without a statusCode, it is the body itself: a text, or any JSON."""
         if isinstance(value, dict) and "statusCode" in value:
             return structured(value)
         try:
@@ -153,14 +172,14 @@ SOURCES: tuple[type[RestApi], ...] = (HttpApi, LoadBalancer, RestApi)
 
 
 def source_of(event: Any) -> RestApi | None:
-    """How to read the event; None where it is no HTTP request."""
+    """The reader of the event; None if it is no HTTP request."""
     if not isinstance(event, dict):
         return None
     return next((source() for source in SOURCES if source.is_source(event)), None)
 
 
 def asked(event: Event) -> Event:
-    """The headers of the event, in whatever form it has them, but for those that are not of a GET."""
+    """The headers of the event, in each form that it has them in, without those that describe a change."""
     forms = [form for form in ("headers", "multiValueHeaders") if event.get(form)]
     return {
         form: {name: value for name, value in event[form].items() if name.lower() not in NOT_OF_A_GET} for form in forms
@@ -186,13 +205,13 @@ def many(event: Mapping[str, Any], name: str) -> list[tuple[str, list[str]]]:
 
 
 def structured(value: Any) -> Reply:
-    """An answer with a statusCode; as the gateway's 502, where it is none."""
+    """An answer with a statusCode; unreadable if it has none."""
     try:
         status, body = int(value["statusCode"]), value.get("body") or ""
         data = base64.b64decode(body, validate=True) if value.get("isBase64Encoded") else body.encode()
         cookies = [("set-cookie", cookie) for cookie in value.get("cookies") or ()]
         headers = [(name.lower(), str(one)) for name, values in many(value, "Headers") for one in values]
-        # Where a header stands in both forms, the gateway takes the one with many values, and all of the other names.
+        # If a header is in both forms, the gateway takes the one with many values.
         single = {name.lower(): str(one) for name, one in (value.get("headers") or {}).items()}
         extra = [(name, one) for name, one in single.items() if name not in dict(headers)]
     except (TypeError, KeyError, ValueError, AttributeError):
@@ -212,7 +231,7 @@ def joined(headers: Mapping[str, list[str]]) -> dict[str, str]:
 
 
 def body_of(body: bytes) -> dict[str, Any]:
-    """The body as text where it is one, else as base64: either way the client gets the same bytes."""
+    """The body as text if it is UTF-8, else as base64: the client gets the same bytes."""
     try:
         return {"body": body.decode(), "isBase64Encoded": False}
     except UnicodeDecodeError:
@@ -224,3 +243,36 @@ def described(status: int) -> str:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
         return f"{status} Unknown"
+
+
+def caller_of(event: Event) -> str:
+    """The caller that the gateway has authenticated, named with the kind of identity; else the credentials sent."""
+    for place in IDENTITIES:
+        found: Any = event.get("requestContext")
+        for name in place:
+            found = found.get(name) if isinstance(found, dict) else None
+        if found not in (None, ""):
+            return f"{'.'.join(place)}={found}"
+    return credentials_of(RestApi().headers(event)) or anonymous()
+
+
+# ── The time that is left ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def time_left(context: Any) -> float | None:
+    """The seconds until Lambda ends the function; None if the context does not say."""
+    tell = getattr(context, "get_remaining_time_in_millis", None)
+    return max(0.0, tell() / 1000) if tell is not None else None
+
+
+def within(policy: Policy, left: float | None) -> Policy:
+    """The policy with a lease no longer than the function has left, so that a retry need not wait much longer."""
+    if left is None or left + GRACE >= policy.lease:
+        return policy
+    return dataclasses.replace(policy, lease=left + GRACE)
+
+
+def longest_wait(asked: float | None, left: float | None) -> float | None:
+    """How long to wait for a running attempt: at most half the time, because the other half is needed if it fails."""
+    known = [each for each in (asked, None if left is None else left / 2) if each is not None]
+    return min(known) if known else None

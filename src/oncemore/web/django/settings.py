@@ -1,4 +1,4 @@
-"""The Django door's settings: the dictionary ONCEMORE, in which a text may stand for what it names."""
+"""The dictionary `settings.ONCEMORE`: the options of the middleware, in which a dotted path stands for an object."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from ..._contract.problems import did_you_mean
 from ..._ledger.connect import DJANGO
 from ..._ledger.guard import Guard
 from ...errors import ConfigurationError
-from ..door import Door
 from ..principal import Principal
 
-OBJECTS = ("principal", "tenant", "redact", "rates")  # may be given by their dotted path
-PLAIN = ("profile", "secrets", "keep_headers", "status_path", "problem_base")
+ASKED_ONCE = ("principal", "tenant")
 
 
-def door_from_settings() -> Door:
-    """The door that the settings describe."""
-    said = getattr(settings, "ONCEMORE", None)
-    if not isinstance(said, Mapping) or "guard" not in said:
+def options_from_settings(middleware: Any) -> dict[str, Any]:
+    """The keyword arguments for *middleware* that `settings.ONCEMORE` stands for."""
+    given = getattr(settings, "ONCEMORE", None)
+    if not isinstance(given, Mapping) or "guard" not in given:
         raise ConfigurationError('settings.ONCEMORE names no guard: write ONCEMORE = {"guard": "sqlite:///once.db"}')
-    for name in said:
-        known = ("guard", "contract", *OBJECTS, *PLAIN)
+    parameters = inspect.signature(middleware).parameters
+    known = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    for name in given:
         if name not in known:
             raise ConfigurationError(f"ONCEMORE: there is no setting {name!r}{did_you_mean(str(name), known)}")
-    options = {name: said[name] for name in PLAIN if said.get(name) is not None}
-    options |= {name: named(name, said[name]) for name in OBJECTS if said.get(name) is not None}
-    options |= {name: asked_once(options[name]) for name in ("principal", "tenant") if name in options}
-    return Door(guard_of(said["guard"]), contract_of(said.get("contract")), **options)
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in options.keys() & {*ASKED_ONCE, "redact", "rates"}:  # the rest are plain values
+        options[name] = named(name, options[name])
+    for name in options.keys() & set(ASKED_ONCE):
+        options[name] = asked_once(options[name])
+    return {**options, "guard": guard_of(given["guard"]), "contract": contract_of(given.get("contract"))}
 
 
-def guard_of(said: Any) -> Guard:
+def guard_of(given: Any) -> Guard:
     """The guard at a URL, in a database of Django's (`django:default`), at a dotted path, or itself."""
-    is_url = isinstance(said, str) and ("://" in said or said.startswith(DJANGO))
-    found = guard_at(said) if is_url else named("guard", said)
+    is_url = isinstance(given, str) and ("://" in given or given.startswith(DJANGO))
+    found = guard_at(given) if is_url else named("guard", given)
     if not isinstance(found, Guard):
-        raise ConfigurationError(f"ONCEMORE: the guard {said!r} is neither a Guard nor the URL of a store")
+        raise ConfigurationError(f"ONCEMORE: the guard {given!r} is neither a Guard nor the URL of a store")
     return found
 
 
@@ -55,28 +56,28 @@ def guard_at(url: str) -> Guard:
     return Guard(url)
 
 
-def contract_of(said: Any) -> Contract | None:
+def contract_of(given: Any) -> Contract | None:
     """The contract in a TOML file (beside manage.py, unless its path is absolute), at a dotted path, or itself."""
-    if isinstance(said, Path) or (isinstance(said, str) and said.endswith(".toml")):
-        return Contract.load(Path(getattr(settings, "BASE_DIR", ""), said))
-    found = named("contract", said)
+    if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
+        return Contract.load(Path(getattr(settings, "BASE_DIR", ""), given))
+    found = named("contract", given)
     if found is not None and not isinstance(found, Contract):
-        raise ConfigurationError(f"ONCEMORE: the contract {said!r} is neither a Contract nor the path of a .toml file")
+        raise ConfigurationError(f"ONCEMORE: the contract {given!r} is neither a Contract nor the path of a .toml file")
     return found
 
 
-def named(name: str, said: Any) -> Any:
-    """What a dotted path stands for; everything else stands for itself."""
-    if not isinstance(said, str):
-        return said
+def named(name: str, given: Any) -> Any:
+    """The object at a dotted path; anything but a text stands for itself."""
+    if not isinstance(given, str):
+        return given
     try:
-        return import_string(said)
+        return import_string(given)
     except ImportError as error:
-        raise ConfigurationError(f"ONCEMORE: {name} = {said!r} cannot be imported: {error}") from error
+        raise ConfigurationError(f"ONCEMORE: {name} = {given!r} cannot be imported: {error}") from error
 
 
 def asked_once(function: Principal) -> Principal:
-    """The function, asked once for each request: it may query the database, which must not be waited for on a loop."""
+    """The function, called once for each request: it may query the database, which would block an event loop."""
     answers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     @wraps(function)
@@ -89,7 +90,7 @@ def asked_once(function: Principal) -> Principal:
 
 
 def check_place(middleware: type) -> None:
-    """Warn where *middleware* comes before the one that sets `request.user`, who owns the keys."""
+    """Warn if *middleware* comes before the one that sets `request.user`, who owns the keys."""
     for path in settings.MIDDLEWARE:
         found = import_string(path)
         lineage = inspect.getmro(found) if inspect.isclass(found) else ()

@@ -1,38 +1,36 @@
-"""Rules on Django's views: the decorators that attach them, and the look-up of the one that a request falls under."""
+"""Rules on Django's views: the decorators that attach them, and the rule of a request by its URL."""
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, Unpack
 from weakref import WeakSet
 
-from django.conf import settings  # type: ignore[import-untyped]
-from django.contrib.admindocs import utils as admindocs  # type: ignore[import-untyped]
+from django.conf import settings as django_settings  # type: ignore[import-untyped]
 from django.urls import Resolver404, get_resolver, resolve  # type: ignore[import-untyped]
 
 from ..._contract.contract import Contract, Match
+from ..._contract.paths import UNSAFE_METHODS
 from ..._contract.profiles import DEFAULT
 from ..._contract.rule import Rule, attach, called
 from ..._contract.settings import Settings
 from ...errors import ConfigurationError
-from ..views import places, rules_for, served_by
+from ..discovery import decorated, rules_for, unsafe_methods
+from ._compat import ninja_operations, path_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = dict[tuple[int, str], Rule]  # by the id of the view that the URL configuration holds, and the method
-
-PARAMETER = re.compile(r"<(?:(?P<converter>\w+):)?(?P<name>\w+)>")
 
 log = logging.getLogger("oncemore.web")
 marked: WeakSet[Any] = WeakSet()
 
 
-def idempotent(match: str | None = None, **said: Unpack[Settings]) -> Callable[[F], F]:
+def idempotent(match: str | None = None, **settings: Unpack[Settings]) -> Callable[[F], F]:
     """A decorator for views, classes of views, their methods and actions: the requests they serve follow this rule."""
     called(match)
-    return mark(Rule(match, **said))
+    return mark(Rule(match, **settings))
 
 
 def mark(rule: Rule) -> Callable[[F], F]:
@@ -67,11 +65,11 @@ class Views:
     def __init__(self, contract: Contract) -> None:
         self.contract = contract
         self._rules: dict[Any, Rules] = {}
-        self._declaring = threading.Lock()  # the first requests may come at once, and rules are declared once
+        self._declaring = threading.Lock()  # the first requests may come at once
 
     def match(self, request: Any) -> Match | None:
         """The rule on the view that will serve the request, if there is one."""
-        urlconf = getattr(request, "urlconf", None) or settings.ROOT_URLCONF
+        urlconf = getattr(request, "urlconf", None) or django_settings.ROOT_URLCONF
         if urlconf not in self._rules:
             with self._declaring:
                 if urlconf not in self._rules:
@@ -91,21 +89,22 @@ class Views:
 
 
 def declare(contract: Contract, urlconf: Any) -> Rules:
-    """Add to the contract every rule on a view of the URL configuration; which of them each view follows."""
-    said: dict[tuple[int, str], Rule] = {}
+    """Add to the contract every rule on a view of the URL configuration; return the rule of each view and method."""
+    found: dict[tuple[int, str], Rule] = {}
     seen: set[int] = set()
     for route, view in routes(get_resolver(urlconf), ""):
         seen.update(map(id, lineage(view)))
-        for rule, methods in rules_for(view, served_by(view)):
-            here = bound(rule, methods, route)
-            for method in filter(here.pattern.allows, methods):
-                said.setdefault((id(view), method), here)
-    contract.add(*dict.fromkeys(said.values()))
+        for function, methods in functions_of(view):
+            for rule, served in rules_for(function, methods):
+                here = at_route(rule, served, route)
+                for method in filter(here.pattern.allows, served):
+                    found.setdefault((id(view), method), here)
+    contract.add(*dict.fromkeys(found.values()))
     contract.check()
     for view in marked:
         if id(view) not in seen:
             log.warning("%r has a rule, but no route of %s serves it: put its decorator outermost", view, urlconf)
-    return {place: contract.rule(rule.name) for place, rule in said.items()}
+    return {place: contract.rule(rule.name) for place, rule in found.items()}
 
 
 def routes(resolver: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -118,16 +117,23 @@ def routes(resolver: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield route, pattern.callback
 
 
+def functions_of(view: Any) -> list[tuple[Any, list[str]]]:
+    """The functions that serve a view, each with the methods by which it may have effects: Django Ninja has several."""
+    found = [(each.view_func, [m for m in UNSAFE_METHODS if m in each.methods]) for each in ninja_operations(view)]
+    return found or [(view, unsafe_methods(view))]
+
+
 def lineage(view: Any) -> Iterator[Any]:
-    """The view, and all that its decorators have wrapped, where a mark may have been put."""
-    for method in served_by(view):
-        for place in places(view, method):
-            while place is not None:
-                yield place
-                place = getattr(place, "__wrapped__", None)
+    """The view, and every function that its decorators have wrapped, to which a rule may be attached."""
+    for function, methods in functions_of(view):
+        for method in methods:
+            for place in decorated(function, method):
+                while place is not None:
+                    yield place
+                    place = getattr(place, "__wrapped__", None)
 
 
-def bound(rule: Rule, methods: list[str], route: str) -> Rule:
+def at_route(rule: Rule, methods: list[str], route: str) -> Rule:
     """The rule for the requests to *route*; one that names its own requests stays as it is."""
     if rule.match != DEFAULT["match"]:
         return rule
@@ -138,11 +144,3 @@ def bound(rule: Rule, methods: list[str], route: str) -> Rule:
             f"The route {route!r} cannot be written as a rule's match ({error.detail}); name it in the decorator, as in "
             "@idempotent('POST /exports/{rest:path}')"
         ) from error
-
-
-def path_of(route: str) -> str:
-    """A route such as `^api/` + `orders/<int:id>/` as the contract writes it: `/api/orders/{id}/`."""
-    path = admindocs.replace_named_groups(admindocs.remove_non_capturing_groups(route))
-    path = admindocs.replace_metacharacters(admindocs.replace_unnamed_groups(path)).replace("\\", "")
-    path = "/" + path.lstrip("/")
-    return PARAMETER.sub(lambda found: f"{{{found['name']}{':path' * (found['converter'] == 'path')}}}", path)

@@ -11,9 +11,7 @@ from ..._contract.contract import Contract
 from ..._contract.rule import Rule
 from ...errors import ConfigurationError
 from . import parts
-from .extension import extension
 from .parts import Json
-from .status import status_item
 
 METHODS = ("post", "put", "patch", "delete")
 PROBLEM_BASE = "urn:oncemore:error:"
@@ -22,9 +20,9 @@ PROBLEM_BASE = "urn:oncemore:error:"
 def enrich(
     document: Json, contract: Contract, *, prefix: str = "", status_path: str = "", problem_base: str = PROBLEM_BASE
 ) -> Json:
-    """A copy of the OpenAPI 3 *document* that tells what the contract says of each operation; twice is the same as once.
+    """A copy of the OpenAPI 3 *document* with the contract's rule on each operation; applying it twice changes nothing.
 
-    *prefix* stands before the document's paths where the contract names them in full.  With a *status_path*, looking up
+    *prefix* stands before the document's paths if the contract names them in full.  With a *status_path*, the lookup of
     an operation by its key is documented, too.
     """
     if not str(document.get("openapi", "")).startswith("3."):
@@ -36,8 +34,8 @@ def enrich(
     if any(guarded):
         made.setdefault("components", {}).setdefault("schemas", {})[parts.PROBLEM] = parts.PROBLEM_SCHEMA
         if status_path:
-            made["paths"].setdefault(status_path, status_item(problem_base))
-    return copy.deepcopy(made)  # what is written in many places is one object here, and must not be the reader's
+            made["paths"].setdefault(status_path, parts.status_item(problem_base))
+    return copy.deepcopy(made)  # the same object is in many places here, and a reader may change one
 
 
 def matches(document: Json, contract: Contract, prefix: str) -> Iterator[tuple[Rule, Json]]:
@@ -51,12 +49,12 @@ def matches(document: Json, contract: Contract, prefix: str) -> Iterator[tuple[R
 
 
 def describe(document: Json, rule: Rule, operation: Json, problem_base: str) -> bool:
-    """Write the rule into the operation, unless it is there; whether it is guarded at all."""
-    told = extension(rule)
+    """Write the rule into the operation, unless it is there; return whether the operation is guarded."""
+    table = parts.extension(rule)
     guarded = rule.idempotent and rule.key.source != "none"
-    if operation.get("x-idempotency") == told:
+    if operation.get("x-idempotency") == table:
         return guarded
-    operation["x-idempotency"] = told
+    operation["x-idempotency"] = table
     if rule.retry:
         operation["x-retry"] = {"preset": rule.retry}
     if not guarded:
@@ -70,7 +68,7 @@ def describe(document: Json, rule: Rule, operation: Json, problem_base: str) -> 
 
 
 def add_parameter(document: Json, operation: Json, parameter: Json) -> None:
-    """Add the header; where the operation has it already, its own words stay, and what the door demands is added."""
+    """Add the header; if the operation has it already, its own words stay, and the schema is ours."""
     known = operation.setdefault("parameters", [])
     for place, given in enumerate(known):
         found: Json = resolved(document, given) or {}
@@ -114,9 +112,9 @@ def shared(document: Json, name: str, response: Json) -> Json:
 
 
 def extend(document: Json, responses: Json, status: str, added: Json) -> None:
-    """Add headers and contents to a response; what it says of its own stays."""
+    """Add headers and contents to a response; its own stay."""
     found = resolved(document, responses[status]) if status in responses else {}
-    if found is None:  # in another document, which is not ours to write
+    if found is None:  # it is in another document
         return
     given = found.get("content", {})
     contents = {kind: either(given.get(kind, {}), content) for kind, content in added.get("content", {}).items()}
@@ -126,7 +124,7 @@ def extend(document: Json, responses: Json, status: str, added: Json) -> None:
 
 
 def either(given: Json, added: Json) -> Json:
-    """A content that may be the one or the other."""
+    """A content of either kind."""
     if given.get("schema", added["schema"]) == added["schema"]:
         return {**given, **added}
     merged: Json = {**given, "schema": {"anyOf": [given["schema"], added["schema"]]}}
@@ -136,7 +134,7 @@ def either(given: Json, added: Json) -> Json:
 
 
 def resolved(document: Json, value: Json) -> Json | None:
-    """What a reference within the document stands for; None where it leads elsewhere, or nowhere."""
+    """The target of a reference within the document; None if it leads elsewhere, or nowhere."""
     seen: list[str] = []
     while "$ref" in value:
         target = value["$ref"]

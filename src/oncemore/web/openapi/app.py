@@ -1,4 +1,4 @@
-"""Has an app that makes its own OpenAPI document (FastAPI) show the contract in it."""
+"""Shows the contract in the OpenAPI document that an app makes by itself (FastAPI)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..._contract.contract import Contract
 from ..._contract.rule import Rule
-from ..routes import each, rules_in
+from ..discovery import each_route, starlette_rules
 from . import PROBLEM_BASE, enrich
 from .parts import Json
 
@@ -15,7 +15,7 @@ from .parts import Json
 def document(
     app: Any, contract: Contract, *, prefix: str = "", status_path: str = "", problem_base: str = PROBLEM_BASE
 ) -> None:
-    """Have `app.openapi()`, and that of each app mounted in it, tell what the contract says.
+    """Make `app.openapi()`, and that of each app mounted in it, show the contract.
 
     The middleware does so for the app that it is added to.  *prefix* is where the app itself is mounted.
     """
@@ -26,10 +26,10 @@ def document(
 
 
 def documented(app: Any, prefix: str) -> Iterator[tuple[Any, str]]:
-    """Each app that makes a document, with where it is mounted."""
+    """Each app that makes a document, with the path that it is mounted at."""
     if makes_document(app):
         yield app, prefix
-    for route in each(getattr(app, "routes", None) or ()):
+    for route in each_route(getattr(app, "routes", None) or ()):
         inner = getattr(route, "app", None)
         if inner is not app and getattr(inner, "routes", None):
             yield from documented(inner, prefix + (getattr(route, "path", None) or ""))
@@ -69,7 +69,7 @@ class Enriched:
     def __call__(self) -> Json:
         document = self.plain()
         if self._made is None or self._made[0] is not document:  # it has new routes, which may have rules
-            self._contract.add(*rules_in(getattr(self._app, "routes", ()), self._options["prefix"]))
+            self._contract.add(*starlette_rules(getattr(self._app, "routes", ()), self._options["prefix"]))
             self._made = None
         rules = self._contract.rules
         if self._made is None or self._made[1] is not rules:

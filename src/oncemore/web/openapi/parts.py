@@ -1,4 +1,4 @@
-"""What a rule means to whoever calls the operation, in OpenAPI's terms: parameters, headers, refusals, an extension."""
+"""A rule in OpenAPI's terms: parameters, headers, refusals, the `x-idempotency` extension, and the status lookup."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ...errors import (
     InvalidPrincipal,
     KeyExpired,
     MissingKey,
+    NotFound,
     OncemoreError,
     OutcomeNotKept,
     PayloadMismatch,
@@ -65,7 +66,7 @@ RETRY_AFTER: Json = {"description": "Seconds to wait before a retry.", "schema":
 EXPIRES: Json = {"description": "Until when a retry gets this same response.", "schema": {"type": "string"}}
 
 
-# ── What the caller sends ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parameters(rule: Rule) -> Iterator[Json]:
@@ -87,7 +88,7 @@ def header_parameter(name: str, description: str, required: bool, schema: Json) 
 
 
 def key_schema(key: KeySource) -> Json:
-    """What a key's header may hold.  A strict one is written in quotes, which count for its pattern."""
+    """The schema of a key's header.  A strict key is written in quotes, which count for its pattern."""
     kind, _, pattern = key.format.partition(":")
     if kind == "regex":
         pattern = f"(?:{pattern})"
@@ -102,7 +103,7 @@ def key_schema(key: KeySource) -> Json:
 
 
 def sentence(rule: Rule) -> str:
-    """How the operation is named, where no header does it."""
+    """How the operation is named, if no header names it."""
     key = rule.key
     if key.source == "body":
         where = "/" + "/".join(key.at)
@@ -127,11 +128,11 @@ def spelt(seconds: float) -> str:
     return f"{seconds:g} seconds"
 
 
-# ── What the caller gets ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── Responses ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def answer_headers(rule: Rule) -> Json:
-    """The headers that the door adds to the operation's own responses."""
+    """The headers that the middleware adds to the operation's own responses."""
     status = rule.status_header
     values = list(dict.fromkeys(filter(None, (status.stored, status.replayed, status.unstored))))
     told = "How the response came: from this request, from the ledger, or without being kept."
@@ -140,7 +141,7 @@ def answer_headers(rule: Rule) -> Json:
 
 
 def refusals(rule: Rule) -> dict[int, list[type[OncemoreError]]]:
-    """The problems that the door may answer with instead of the operation, by their status."""
+    """The problems that the middleware may answer with instead of the operation, by their status."""
     found: dict[int, list[type[OncemoreError]]] = {}
     for error, applies in REFUSALS:
         if applies(rule):
@@ -172,14 +173,14 @@ REFUSALS: tuple[tuple[type[OncemoreError], Callable[[Rule], bool]], ...] = (
     (RateLimited, lambda rule: rule.rate is not None),
     (PrincipalFailed, always),
     (StoreError, lambda rule: rule.store_down != "run"),
-    (StoreUnavailable, lambda rule: rule.store_down != "run"),
+    (StoreUnavailable, lambda rule: rule.store_down != "run" or rule.policy.effect == "transaction"),
     (CorruptRecord, always),
     (StoreTimeout, lambda rule: rule.store_down != "run"),
 )
 
 
 def refusal(rule: Rule, status: int, errors: list[type[OncemoreError]], problem_base: str) -> Json:
-    """The response for those problems, which share a status."""
+    """The response for problems that share a status."""
     types = [problem_base + error.code for error in errors]
     codes = [error.code for error in errors]
     narrowed = {"properties": {"type": {"enum": types}, "error_code": {"enum": codes}, "status": {"enum": [status]}}}
@@ -199,9 +200,131 @@ def refusal(rule: Rule, status: int, errors: list[type[OncemoreError]], problem_
 
 
 def accepted() -> Json:
-    """The response to a repeat of what is still running."""
+    """The response to a repeat of an operation that is still running."""
     return {
         "description": "The first request with this key is still running; the status URL tells how it goes.",
         "headers": {"Location": {"schema": {"type": "string"}}, "Retry-After": RETRY_AFTER},
         "content": {"application/json": {"schema": ACCEPTED_SCHEMA}},
     }
+
+
+# ── The extension ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def extension(rule: Rule) -> Json:
+    """The rule for programs, as `x-idempotency`: what it promises and asks for.  Durations are in seconds."""
+    if not rule.idempotent:
+        return {"name": rule.name, "idempotent": False}
+    if rule.key.source == "none":
+        return {"name": rule.name, "key": {"from": "none"}}
+    policy = rule.policy
+    table: Json = {
+        "name": rule.name,
+        "reverses": rule.reverses,
+        "key": key_table(rule.key),
+        "scope": word(rule.scope),
+        "fingerprint": fingerprint_table(rule),
+        "ttl": number(policy.ttl),
+        "ttl_from": policy.ttl_from,
+        "in_flight": policy.in_flight,
+        "wait": number(policy.wait) if policy.in_flight == "wait" else None,
+        "retry_after": number(rule.retry_after),
+        "on_duplicate": policy.on_duplicate,
+        "on_mismatch": policy.on_mismatch,
+        "keep": word(policy.keep),
+        "effect": policy.effect,
+        "on_unknown": policy.on_unknown,
+        "unique_by": rule.unique_by.text if rule.unique_by else None,
+        "late": policy.late,
+        "if_match": rule.if_match or None,
+        "rate": {"count": rule.rate.count, "window": number(rule.rate.window)} if rule.rate else None,
+    }
+    return {name: value for name, value in table.items() if value is not None}
+
+
+def key_table(key: KeySource) -> Json:
+    table: Json = {"from": key.source, "required": key.required, "max_length": key.max_length}
+    if key.template is not None:
+        table["template"] = key.template.text
+    elif key.source == "body":
+        table |= {"at": "/" + "/".join(key.at), "format": key.format}
+    else:
+        table |= {"name": key.name, "format": key.format}
+    return table
+
+
+def fingerprint_table(rule: Rule) -> Json:
+    fields = {"include": list(rule.fingerprint.include), "exclude": list(rule.fingerprint.exclude)}
+    return {"mode": rule.fingerprint.mode, **{name: value for name, value in fields.items() if value}}
+
+
+def word(value: object) -> object:
+    """A setting's word; a function of the application has none that callers would know."""
+    return value if isinstance(value, str) else "custom"
+
+
+def number(seconds: float) -> float:
+    return int(seconds) if seconds == int(seconds) else seconds
+
+
+# ── The status lookup ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+TIME = {"description": "Seconds since 1970, or null."}
+RESPONSE: Json = {
+    "description": "The response that a retry gets, if it was kept.",
+    "type": "object",
+    "properties": {
+        "status": {"type": "integer"},
+        "kept": {"type": "boolean"},
+        "headers": {"type": "array", "items": {"type": "array", "items": {"type": "string"}}},
+        "body": {"type": "string"},
+        "body_base64": {"type": "string", "description": "Instead of `body`, if it is no text."},
+    },
+}
+STATUS: Json = {
+    "type": "object",
+    "properties": {
+        "operation": {"type": "string"},
+        "key": {"type": "string"},
+        "state": {"type": "string", "enum": ["running", "settled", "released", "unknown"]},
+        "attempts": {"type": "integer"},
+        "created_at": TIME,
+        "expires_at": TIME,
+        "response": RESPONSE,
+    },
+    "required": ["operation", "key", "state", "attempts"],
+}
+PROBLEMS: tuple[type[OncemoreError], ...] = (InvalidKey, InvalidPrincipal, NotFound, StoreUnavailable, StoreTimeout)
+
+
+def status_item(problem_base: str) -> Json:
+    """The path item of the status lookup."""
+    asked = {"operation": "The operation's name, or its method and path.", "key": "The key that it was sent with."}
+    problems = {str(error.status): problem_response(error, problem_base) for error in PROBLEMS}
+    return {
+        "get": {
+            "operationId": "idempotency_status",
+            "summary": "What became of an operation, by its key",
+            "description": "Never performs anything, and shows callers only their own operations.",
+            "parameters": [
+                {
+                    "name": name,
+                    "in": "query",
+                    "required": name == "operation",
+                    "description": told,
+                    "schema": {"type": "string"},
+                }
+                for name, told in asked.items()
+            ],
+            "responses": {
+                "200": {"description": "What is known.", "content": {"application/json": {"schema": STATUS}}},
+                **problems,
+            },
+        }
+    }
+
+
+def problem_response(error: type[OncemoreError], problem_base: str) -> Json:
+    example = error().problem() | {"type": problem_base + error.code}
+    content = {"schema": PROBLEM_REF, "example": example}
+    return {"description": f"{error.title}.", "content": {"application/problem+json": content}}

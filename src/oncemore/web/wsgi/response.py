@@ -1,7 +1,7 @@
-"""One guarded WSGI request: what the app answers is kept back until its outcome is durable, then goes to the server.
+"""One guarded WSGI response: held back until its outcome is recorded, then given to the server.
 
-A response is held while it may be whole in a moment: its length is known, or it is a list, a file or without a body.  One
-without a length that comes piece by piece is a stream, and goes out live once that it happened is settled.
+A response is held back if it will soon be complete: its length is known, or it is a list, a file or without a body.  A
+response without a length that comes piece by piece is a stream, and is passed on live, after a tombstone was settled for it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from types import TracebackType
 from typing import Any
 
 from ..._contract.contract import Match
+from ..._ledger.attempt import LeaseAttempt
+from ..._ledger.context import running
 from ..._ledger.decisions import Answer
-from ..._ledger.model import Operation
 from ..._runtime.plan import Plan, run
 from ...errors import Fenced, OncemoreError, StoreError
-from ..door import Door, Request, wait_of
-from ..etag import wsgi_etag
-from ..headers import Headers, value_of
+from ..door import Door
 from ..problem import Response
-from ..turn import NotKept, Turn
-from .flask_errors import NOTED
+from ..request import GUARDED, Headers, value_of
+from .environ import FLASK_ERROR
 
 Environ = dict[str, Any]
 ExcInfo = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -32,23 +31,22 @@ App = Callable[[Environ, StartResponse], Iterable[bytes]]
 BODILESS = (204, 205, 304)
 
 
-class Exchange:
-    """The app on one side, the server on the other, and the ledger between them."""
+class GuardedResponse:
+    """The response to one guarded request: held back until its outcome is durable.
+
+    `run` calls the app and returns the body for the server.
+    """
 
     def __init__(
-        self, door: Door, app: App, match: Match, operation: Operation, request: Request, start_response: StartResponse
+        self, door: Door[App], match: Match, attempt: LeaseAttempt, environ: Environ, start_response: StartResponse
     ) -> None:
         self.door = door
-        self.app = app
         self.match = match
         self.rule = match.rule
-        self.operation = operation
-        self.request = request
-        self.environ: Environ = request.native
+        self.attempt = attempt
+        self.environ = environ
         self.start_response = start_response
-        self.turn = Turn(door, match, operation)
-        self.performed = False
-        self.refusal: OncemoreError | None = None  # why what the app sends by `write` cannot be its answer
+        self.instead: Response | None = None  # the client's answer, if what the app has done is not what counts
         self.line = ""  # the app's status line; empty until it has called start_response
         self.headers: list[tuple[str, str]] = []
         self.lowered: Headers = ()
@@ -60,39 +58,33 @@ class Exchange:
         self.closed = False
 
     def run(self) -> Iterable[bytes]:
-        """Claim, let the app perform, settle, answer; or answer from the ledger."""
-        known = run(self.turn.begin(wait_of(self.request.headers)))
-        if known is not None:
-            return respond(self.start_response, self.door.replayed(self.rule, known))
+        """Call the app, record the outcome, and return the body for the server."""
         try:
-            run(self.turn.check(self.request, wsgi_etag(self.app, self.environ)))
-            self.performed = True
-            with self.turn.current(self.environ):
-                is_whole = self._perform()
-            self._check_error_page()
+            self.environ[GUARDED] = self.attempt.op
+            with running(self.attempt.op):
+                is_complete = self._call_app()
+            if self.status >= 500 and self.door.is_refused_transaction(self.attempt, self.environ.get(FLASK_ERROR)):
+                raise self.environ[FLASK_ERROR]
         except BaseException as error:
             try:
                 self._fail(error)
-            except StoreError as refused:
-                self.refusal = refused
-            if self.refusal is None:
+            except StoreError as refused:  # the database refused the transaction: the client's retry is safe
+                self.instead = self._refusal(refused)
+            if self.instead is None:
                 raise
-        if self.refusal is not None:  # also if the app has caught it and answered: its effect was rolled back
+        if self.instead is not None:  # also if the app has caught the error and answered
             self._close_result()
-            return respond(self.start_response, self.door.refused(self.refusal, self.match, self.operation))
-        return self._answer(is_whole)
+            return respond(self.start_response, self.instead)
+        return self._answer(is_complete)
 
-    def _check_error_page(self) -> None:
-        """If a framework made an error page of the database's refusal, raise the refusal."""
-        error = self.environ.get(NOTED)
-        if error is not None and self.status >= 500 and self.turn.refuses(error):
-            raise error
+    def _refusal(self, error: OncemoreError) -> Response:
+        return self.door.refusal(error, self.match, self.attempt.operation)
 
     # What the app sends
 
-    def _perform(self) -> bool:
-        """Have the app answer: whether all of it is held, rather than the beginning of a stream."""
-        self.result = self.app(self.environ, self._start)
+    def _call_app(self) -> bool:
+        """Call the app; return whether its response is held back completely, rather than the beginning of a stream."""
+        self.result = self.door.app(self.environ, self._start)
         self.iterator = iter(self.result)
         for chunk in self.iterator:
             if not chunk:
@@ -110,22 +102,18 @@ class Exchange:
     def _start(self, line: str, headers: list[tuple[str, str]], exc_info: ExcInfo | None = None, /) -> Write:
         if exc_info is None and self.line:
             raise AssertionError("start_response was called before, and without exc_info")
-        if exc_info is not None and self.write is not None:  # some of it is with the client: the server raises
+        if exc_info is not None and self.write is not None:  # the client has some of it already: the server raises
             return self.start_response(line, headers, exc_info)
         self.line, self.headers, self.lowered = line, headers, lowered(headers)
-        self.chunks, self.size = [], 0  # what was held is of the response that this one replaces
+        self.chunks, self.size = [], 0  # a second start replaces the response that was held back
         return self._write
 
     def _write(self, data: bytes) -> None:
-        """The old way to send: held like a chunk; a second one says that there is more to come."""
-        if self.refusal is not None:
+        """The old way to send: held back like a chunk; a second one shows that the response is a stream."""
+        if self.instead is not None:
             return
         if data and self.write is None and self.chunks and not self._can_wait(more=True):
-            try:
-                self._begin(run(self.turn.live(self.status, stream=not self.length)))
-            except OncemoreError as error:
-                self.refusal = error
-                raise
+            self._begin_writing()
             held, self.chunks = self.chunks, []
             self._write(b"".join(held))
         if self.write is not None:
@@ -134,24 +122,36 @@ class Exchange:
             self.chunks.append(data)
             self.size += len(data)
 
+    def _begin_writing(self) -> None:
+        """Record that it happened, within the app's own `write`; raise if that is not what counts."""
+        try:
+            answer = run(self._settle_stream(has_length=bool(self.length)))
+        except OncemoreError as error:
+            self.instead = self._refusal(error)
+            raise
+        if answer.how == "replayed":
+            self.instead = self.door.replay(answer, self.rule)
+            raise Fenced("This attempt took longer than its lease, and another's outcome counts")
+        self._begin(answer)
+
     @property
     def status(self) -> int:
         return int(self.line[:3])
 
     @property
     def length(self) -> str:
-        """What the app says that its body's length is."""
+        """The app's Content-Length, or nothing."""
         return value_of(self.lowered, "content-length")
 
     def _is_finite(self) -> bool:
-        """Whether what the app returned is there in full: a list, a file, without a body, or said to be no stream."""
+        """Whether the app's response is no stream: a list, a file, without a body, or said not to be streaming."""
         wrapper = self.environ.get("wsgi.file_wrapper")
         is_file = isinstance(wrapper, type) and isinstance(self.result, wrapper)
         is_whole = hasattr(self.result, "__len__") or getattr(self.result, "streaming", True) is False
         return is_whole or is_file or self.status in BODILESS
 
     def _can_wait(self, *, more: bool = False) -> bool:
-        """Whether the response may be held until it is whole; that there is *more* to come says that it is a stream."""
+        """Whether the response may be held back until it is complete; if there is *more* to come, it is a stream."""
         most = self.rule.max_response
         if self.length.isdecimal():
             return int(self.length) <= most and self.size <= most
@@ -159,30 +159,25 @@ class Exchange:
 
     # What the server gets
 
-    def _answer(self, is_whole: bool) -> Iterable[bytes]:
-        """Settle, and only then answer; a late owner answers with what the one who took over has settled."""
+    def _answer(self, is_complete: bool) -> Iterable[bytes]:
+        """Record the outcome, and only then answer.  If this attempt was too slow, its successor's outcome counts."""
         if self.write is not None:
             return Body(self._rest(), self.close)
-        body = b"".join(self.chunks)
+        body = b"".join(self.chunks) if is_complete else None
         try:
-            answer = run(self._settled(body if is_whole else None))
+            if body is None:
+                answer = run(self._settle_stream(has_length=bool(self.length) or self._is_finite()))
+            else:
+                answer = run(self.door.settle(self.attempt, self.rule, self.status, self.lowered, body))
         except OncemoreError as error:
             self.close()
-            return respond(self.start_response, self.door.refused(error, self.match, self.operation))
+            return respond(self.start_response, self._refusal(error))
         except BaseException:
             self.close()
             raise
         if answer.how == "replayed":
             self.close()
-            return respond(self.start_response, self.door.replayed(self.rule, answer))
-        return self._send(answer, body if is_whole else None)
-
-    def _settled(self, body: bytes | None) -> Plan[Answer]:
-        if body is None:
-            return self.turn.live(self.status, stream=not self.length and not self._is_finite())
-        return self.turn.whole(self.status, self.lowered, body)
-
-    def _send(self, answer: Answer, body: bytes | None) -> Iterable[bytes]:
+            return respond(self.start_response, self.door.replay(answer, self.rule))
         try:
             self._begin(answer, body)
         except BaseException as error:  # the server refuses the app's status or headers
@@ -190,34 +185,35 @@ class Exchange:
             raise
         return Body(self._rest() if body is None else iter((body,) if body else ()), self.close)
 
+    def _settle_stream(self, *, has_length: bool) -> Plan[Answer]:
+        return self.door.settle_stream(self.attempt, self.rule, self.status, has_length=has_length)
+
     def _begin(self, answer: Answer, body: bytes | None = None) -> None:
-        """Give the server the app's own start of the response, with ours added."""
-        if answer.how == "replayed":
-            raise Fenced("Another has performed this operation meanwhile, and its outcome is the one that counts")
+        """Start the response as the app does, with our headers added."""
         added = self.door.headers(self.rule, answer)
         if body is not None and self.status >= 200 and self.status not in BODILESS:
             added += [] if self.length else [("Content-Length", str(len(body)))]
         self.write = self.start_response(self.line, [*self.headers, *added])
 
     def _rest(self) -> Iterator[bytes]:
-        """What is held of a stream, and then each chunk as it comes."""
+        """The chunks of a stream: those held back until now, then each as it comes."""
         yield from self.chunks
         while True:
             try:
-                with self.turn.current():
+                with running(self.attempt.op):
                     chunk = next(self.iterator, None)
             except BaseException as error:
-                run(self.turn.fail(error))
+                run(self.attempt.fail(error))
                 raise
             if chunk is None:
                 break
             yield chunk
-        run(self.turn.fail(NotKept()))
+        run(self.attempt.release())  # does nothing if a tombstone was settled
 
     def _fail(self, error: BaseException) -> None:
-        """The app failed: its iterable is closed, and the ledger told."""
+        """Record that the app failed, and close its iterable."""
         try:
-            run(self.turn.fail(error))
+            run(self.attempt.fail(error))
         finally:
             self._close_result()
 
@@ -226,7 +222,7 @@ class Exchange:
         try:
             self._close_result()
         finally:
-            run(self.turn.fail(NotKept()))
+            run(self.attempt.release())
 
     def _close_result(self) -> None:
         if not self.closed:
@@ -235,7 +231,7 @@ class Exchange:
 
 
 class Body:
-    """What the server iterates over, and closes."""
+    """The body that the server iterates over, and closes."""
 
     __slots__ = ("_chunks", "close")
 
@@ -248,7 +244,7 @@ class Body:
 
 
 def respond(start_response: StartResponse, response: Response, *, head: bool = False) -> list[bytes]:
-    """Answer with a whole response, or with its *head* alone."""
+    """Send a complete response, or its *head* alone."""
     headers = list(response.headers)
     if response.status not in (204, 304):
         headers.append(("content-length", str(len(response.body))))
@@ -264,7 +260,7 @@ def status_line(status: int) -> str:
 
 
 def lowered(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    # A text that is more than one, as a template engine marks them, could not be stored; no other kind is the door's affair.
+    # A subclass of str, as template engines use to mark safe texts, could not be stored.
     return [(name.lower(), str.__str__(value) if isinstance(value, str) else value) for name, value in headers]
 
 

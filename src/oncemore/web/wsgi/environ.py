@@ -1,19 +1,25 @@
-"""A WSGI environ, or Django's META, which is made like one: its headers, its path and its body."""
+"""A WSGI environ, or Django's META, which is made like one: its headers, its path, its body and its errors."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
-from .._contract.contract import Contract, Match
-from .._contract.rule import Rule
-from ..errors import InvalidPayload
-from .door import Door
+from ..._contract.rule import Rule
+from ...errors import InvalidPayload
+from ..request import Request, check_length
 
+FLASK_ERROR = "oncemore.error"  # in the environ: the exception behind an error page of Flask's
 BLOCK = 64 * 1024
 NON_ASCII = re.compile(rb"[\x80-\xff]")
+
+
+def request_of(environ: Mapping[str, Any]) -> Request:
+    path = decode_path(environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", ""))
+    return Request(environ["REQUEST_METHOD"], path, environ.get("QUERY_STRING", ""), headers_of(environ), b"", environ)
 
 
 def headers_of(environ: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -25,8 +31,8 @@ def headers_of(environ: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def decoded(text: str) -> str:
-    """A path as the client meant it: WSGI carries the bytes of its UTF-8 as latin-1.  Other bytes stay percent-encoded."""
+def decode_path(text: str) -> str:
+    """The path as the client meant it: WSGI carries the bytes of its UTF-8 as latin-1.  Other bytes stay percent-encoded."""
     if text.isascii():
         return text
     data = text.encode("latin-1")
@@ -37,7 +43,7 @@ def decoded(text: str) -> str:
 
 
 def declared_length(environ: Mapping[str, Any]) -> int | None:
-    """What the Content-Length says, None without one; refused where it is not a length."""
+    """The Content-Length, or None without one; InvalidPayload if it is not a number."""
     text = str(environ.get("CONTENT_LENGTH") or "").strip()
     if not text:
         return None
@@ -46,56 +52,56 @@ def declared_length(environ: Mapping[str, Any]) -> int | None:
     return int(text)
 
 
-def matched(contract: Contract, method: str, path: str, inner: str) -> Match | None:
-    """The rule for a request to *path*, which an app mounted below a prefix sees as *inner*; rules may name either."""
-    found = contract.match(method, path)
-    if path == inner or (found is not None and found.declared):
-        return found
-    within = contract.match(method, inner)
-    return within if within is not None and within.declared else found
-
-
-def mount_of(path: str, inner: str) -> str:
-    """The prefix that an app is mounted at, which sees *path* as *inner*."""
-    return path.removesuffix(inner) if path.endswith(inner) else ""
-
-
-def read_body(environ: dict[str, Any], rule: Rule, door: Door) -> bytes:
-    """The whole body, and not a byte more: a server that cannot tell where it ends would wait for ever."""
+def read_body(environ: dict[str, Any], rule: Rule) -> bytes:
+    """The whole body, and not a byte more: some servers would wait for a byte after the end for ever."""
     declared = declared_length(environ)
     chunked = bool(environ.get("HTTP_TRANSFER_ENCODING"))
     terminated = bool(environ.get("wsgi.input_terminated"))
     if chunked and not terminated:
         raise InvalidPayload("This server does not read chunked bodies; send a Content-Length")
     if declared is None or chunked:
-        return read(environ, rule.max_request + 1, rule, door) if terminated else b""
-    door.check_length(rule, declared)
-    body = read(environ, declared, rule, door)
+        return read(environ, rule.max_request + 1, rule) if terminated else b""
+    check_length(rule, declared)
+    body = read(environ, declared, rule)
     if len(body) < declared:
         raise InvalidPayload(f"The body ended after {len(body)} of its {declared} bytes; nothing was done")
     return body
 
 
-def read(environ: dict[str, Any], most: int, rule: Rule, door: Door) -> bytes:
-    """At most so many bytes of what the client sends."""
+def read(environ: dict[str, Any], most: int, rule: Rule) -> bytes:
+    """At most *most* bytes of the body."""
     chunks: list[bytes] = []
     length = 0
     while length < most:
         try:
             chunk = environ["wsgi.input"].read(min(BLOCK, most - length))
-        except Exception as error:  # each server has its own for a chunk that is malformed, or a client that has gone
+        except Exception as error:  # each server raises its own for a malformed chunk, or if the client has gone
             raise InvalidPayload("The body could not be read to its end; nothing was done") from error
         if not chunk:
             break
         chunks.append(chunk)
         length += len(chunk)
-    door.check_length(rule, length)
+    check_length(rule, length)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def put_back(environ: dict[str, Any], body: bytes) -> None:
-    """Let the app read the body as if nobody had: with its length, however it came."""
+    """Let the app read the body as if it had not been read, with its length, also if it came in chunks."""
     environ["wsgi.input"] = BytesIO(body)
     environ["wsgi.input_terminated"] = True
     environ["CONTENT_LENGTH"] = str(len(body))
     environ.pop("HTTP_TRANSFER_ENCODING", None)
+
+
+def note_flask_errors() -> None:
+    """Have Flask write the exceptions of its views into the environ, because it answers them with an error page.
+
+    Does nothing unless Flask has been imported: then the app is not one of Flask's.
+    """
+    flask: Any = sys.modules.get("flask")
+    if flask is not None:
+        flask.got_request_exception.connect(note_flask_error)
+
+
+def note_flask_error(sender: Any, exception: BaseException | None = None, **_: Any) -> None:
+    sys.modules["flask"].request.environ[FLASK_ERROR] = exception

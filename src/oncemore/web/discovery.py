@@ -1,0 +1,151 @@
+"""Finds the rules that `@idempotent` has attached to endpoints, by the routes of Starlette-like apps and of Flask.
+
+The routes of Django are read in `oncemore.web.django.views`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from .._contract.contract import Contract
+from .._contract.paths import SAFE_METHODS, UNSAFE_METHODS
+from .._contract.rule import Rule, rule_of
+from ..errors import ConfigurationError
+
+# ── Views: functions, classes with a method for each verb, actions of a ViewSet ────────────────────────────────────────
+
+
+def rules_for(view: Any, methods: Iterable[str]) -> list[tuple[Rule, list[str]]]:
+    """Each rule that is attached to the view, with those of the *methods* that it is for.
+
+    A rule on a method or an action counts before one on its class.
+    """
+    found: dict[int, tuple[Rule, list[str]]] = {}
+    for method in methods:
+        rule = next((rule for rule in map(rule_of, decorated(view, method)) if rule is not None), None)
+        if rule is not None:
+            found.setdefault(id(rule), (rule, []))[1].append(method)
+    return list(found.values())
+
+
+def decorated(view: Any, method: str) -> Iterator[Any]:
+    """The objects that a rule for *method* may be attached to, the most specific first."""
+    while isinstance(view, partial):
+        view = view.func
+    owner = class_of(view)
+    yield getattr(owner, actions_of(view).get(method.lower(), method.lower()), None)
+    yield view
+    yield owner
+
+
+def unsafe_methods(view: Any) -> list[str]:
+    """The methods by which a view may have effects; a function does not say, and so may serve them all."""
+    owner, actions = class_of(view), actions_of(view)
+    if actions:
+        return [method for method in UNSAFE_METHODS if method.lower() in actions]
+    if owner is not None:
+        return [method for method in UNSAFE_METHODS if hasattr(owner, method.lower())]
+    return list(UNSAFE_METHODS)
+
+
+def class_of(view: Any) -> Any:
+    """The view if it is a class (Starlette), or the class whose `as_view` made it (Flask, Django, its REST framework)."""
+    return view if isinstance(view, type) else getattr(view, "view_class", None) or getattr(view, "cls", None)
+
+
+def actions_of(view: Any) -> dict[str, str]:
+    """The actions of a ViewSet of Django's REST framework, by method in lower case."""
+    return getattr(view, "actions", None) or {}
+
+
+# ── Starlette, FastAPI ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def declare_starlette(contract: Contract, app: Any) -> None:
+    """Add to the contract every rule on an endpoint of a Starlette-like app."""
+    contract.add(*starlette_rules(starlette_routes(app)))
+    contract.check()
+
+
+def starlette_routes(app: Any) -> Any:
+    """The routes of the innermost app that has any: a middleware keeps the next one in its `app`."""
+    seen: set[int] = set()
+    while app is not None and id(app) not in seen:
+        seen.add(id(app))
+        routes = getattr(app, "routes", None)
+        if isinstance(routes, list):
+            return routes
+        app = getattr(app, "app", None)
+    return []
+
+
+def starlette_rules(routes: Any, prefix: str = "") -> Iterator[Rule]:
+    for route in each_route(routes):
+        path = prefix + (getattr(route, "path", None) or "")
+        endpoint = getattr(route, "endpoint", None)
+        methods = set(getattr(route, "methods", None) or unsafe_methods(endpoint))  # the route of a class names none
+        for rule, served in rules_for(endpoint, sorted(methods - SAFE_METHODS)):
+            yield rule.at(f"{'|'.join(served)} {path}")
+        yield from starlette_rules(getattr(route, "routes", None) or (), path)
+
+
+def each_route(routes: Any) -> Iterator[Any]:
+    """The routes one by one: newer versions of FastAPI keep those of an included router together, without a path."""
+    flattened = getattr(sys.modules.get("fastapi.routing"), "iter_route_contexts", iter)
+    return flattened(routes)
+
+
+# ── Flask ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FLASK_PARAMETER = re.compile(r"<(?:(?P<converter>[A-Za-z_]\w*)(?:\([^>]*\))?:)?(?P<name>[A-Za-z_]\w*)>")
+
+
+def declare_flask(contract: Contract, app: Any) -> None:
+    """Add to the contract every rule on a view of a Flask app, also below other middlewares and mounts."""
+    contract.add(*flask_rules(app, "", set()))
+    contract.check()
+
+
+def flask_rules(app: Any, prefix: str, seen: set[int]) -> Iterator[Rule]:
+    """The rules of a Flask app, given as itself, as its `wsgi_app`, or inside another middleware."""
+    app = getattr(app, "__self__", app)
+    if app is None or id(app) in seen:
+        return
+    seen.add(id(app))
+    if hasattr(app, "url_map") and hasattr(app, "view_functions"):
+        for route in app.url_map.iter_rules():
+            methods = sorted(set(route.methods or ()) - SAFE_METHODS)
+            for rule, served in rules_for(app.view_functions.get(route.endpoint), methods):
+                yield at_flask_route(rule, f"{'|'.join(served)} {prefix}{flask_path(app, route.rule)}", route)
+        return
+    mounts = getattr(app, "mounts", None)  # Werkzeug's DispatcherMiddleware
+    if isinstance(mounts, dict):
+        for mount, inner in mounts.items():
+            yield from flask_rules(inner, prefix + mount, seen)
+    for name in ("app", "application", "wsgi_app"):
+        yield from flask_rules(getattr(app, name, None), prefix, seen)
+
+
+def at_flask_route(rule: Rule, match: str, route: Any) -> Rule:
+    try:
+        return rule.at(match)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"The route {route.rule!r} of {route.endpoint!r} cannot be written as a rule's match ({error.detail}); "
+            "write a rule for it in the contract instead"
+        ) from error
+
+
+def flask_path(app: Any, route: str) -> str:
+    """Werkzeug's `/<int:id>/<path:rest>` as the contract writes it: `/{id}/{rest:path}`."""
+
+    def parameter(found: re.Match[str]) -> str:
+        converter = app.url_map.converters.get(found["converter"] or "default")
+        rest = "" if getattr(converter, "part_isolating", True) else ":path"
+        return f"{{{found['name']}{rest}}}"
+
+    return FLASK_PARAMETER.sub(parameter, route)

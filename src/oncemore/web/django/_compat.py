@@ -1,0 +1,60 @@
+"""Private parts of Django and Django Ninja, touched here only.
+
+Known for Django 4.2 to 5.2 and Django Ninja 1.0 to 1.7.  tests/web/test_django_compat.py has one test for each function.
+"""
+
+from __future__ import annotations
+
+import re
+from io import BytesIO
+from typing import Any
+
+from django.contrib.admindocs import utils as admindocs  # type: ignore[import-untyped]
+
+# Values that Django computes from a request once, and keeps in it.
+COMPUTED = ("_body", "_post", "_files", "headers")
+PARAMETER = re.compile(r"<(?:(?P<converter>\w+):)?(?P<name>\w+)>")
+
+
+def has_body(request: Any) -> bool:
+    """Whether `request.body` has been read, and can be read again."""
+    return hasattr(request, "_body")
+
+
+def is_consumed(request: Any) -> bool:
+    """Whether the body was read as a stream, and is gone."""
+    return bool(request._read_started)
+
+
+def set_body(request: Any, body: bytes) -> None:
+    """Let a view read *body* as if the request had not been read, with Django's own limits."""
+    request._stream, request._read_started = BytesIO(body), False
+
+
+def copy_as_get(request: Any, meta: dict[str, Any]) -> Any:
+    """The same request (its user, its session), but a GET without a body, with *meta* for its headers."""
+    inner: Any = object.__new__(type(request))
+    inner.__dict__.update({name: value for name, value in vars(request).items() if name not in COMPUTED})
+    inner.META = {**meta, "REQUEST_METHOD": "GET"}
+    inner.method, inner.content_type, inner.content_params, inner.resolver_match = "GET", "", {}, None
+    set_body(inner, b"")
+    return inner
+
+
+def path_of(route: str) -> str:
+    """A route such as `^api/` + `orders/<int:id>/` as the contract writes it: `/api/orders/{id}/`."""
+    path = admindocs.replace_named_groups(admindocs.remove_non_capturing_groups(route))
+    path = admindocs.replace_metacharacters(admindocs.replace_unnamed_groups(path)).replace("\\", "")
+    path = "/" + path.lstrip("/")
+    return PARAMETER.sub(lambda found: f"{{{found['name']}{':path' * (found['converter'] == 'path')}}}", path)
+
+
+def ninja_operations(view: Any) -> list[Any]:
+    """The operations of a Django Ninja view, each with its `methods` and its `view_func`; none for any other view.
+
+    Ninja puts a closure into the URL configuration, and its `self` has them.
+    """
+    names, cells = getattr(getattr(view, "__code__", None), "co_freevars", ()), getattr(view, "__closure__", None) or ()
+    owner = dict(zip(names, cells, strict=False)).get("self")
+    found = getattr(getattr(owner, "cell_contents", None), "operations", None)
+    return found if isinstance(found, list) else []

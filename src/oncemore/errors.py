@@ -194,7 +194,7 @@ class Duplicate(Refusal):
 
 
 class Suspected(Refusal):
-    """The same request came with another key a moment ago, and the rule says `suspect = "reject"`."""
+    """An equal request came with another key a moment ago, and the rule says `suspect = "reject"`."""
 
     code = "CONFLICT.idempotency.suspected_duplicate"
     status = 409

@@ -3,7 +3,7 @@
     offers = Transitions("match_offers", {("offered", "accept"): "accepted", ("offered", "pass"): "passed"})
     offers.apply(op, "offer-123", "accept")
 
-The same action twice has the same result.  An action that the row's state does not allow raises WrongState, which names
+An action that is applied twice has the result of the first time.  An action that the row's state does not allow raises WrongState, which names
 both states.  The UPDATE runs in the operation's transaction (effect = "transaction"), so it commits with the outcome.
 """
 
@@ -95,7 +95,7 @@ class Transitions:
         raise WrongState(f"{id!r} in {self.table} is {now!r}; {action!r} needs {allowed!r}")
 
     def _update(self, id: Any, next_states: Mapping[str, str], columns: Mapping[str, Any]) -> tuple[str, list[Any]]:
-        """Return the UPDATE and its parameters.  It matches no row whose state does not allow the action."""
+        """Return the UPDATE and its parameters.  It matches no row in a state that does not allow the action."""
         values: list[Any] = [id]
 
         def parameter(value: Any) -> str:

@@ -28,7 +28,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import each name when it is first used, because a clock needs neither pytest nor hypothesis."""
+    """Import each name when it is first used, because a clock does not need pytest or hypothesis."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{MODULES[name]}", __name__), name)

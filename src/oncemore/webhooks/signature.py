@@ -131,7 +131,7 @@ def one_header(pairs: Sequence[tuple[str | bytes, str | bytes]], name: str) -> s
 
 
 def header_text(value: object) -> str:
-    """Return a header's name or value as text.  A value that is neither text nor bytes becomes a character that matches none."""
+    """Return a header's name or value as text.  A value of another type becomes a character that no header contains."""
     if isinstance(value, bytes):
         return value.decode("latin-1")
     return value if isinstance(value, str) else "\N{REPLACEMENT CHARACTER}"

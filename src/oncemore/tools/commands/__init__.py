@@ -32,7 +32,7 @@ COMPLETE = "_ONCEMORE_COMPLETE"  # a shell sets this variable when it asks for c
 
 
 class CommandTable(click.Group):
-    """A group whose commands are those in COMMANDS."""
+    """The group of all commands in COMMANDS."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -23,7 +23,7 @@ from .output import Output, escape
 @json_option
 @click.pass_obj
 def complete(output: Output, completer: str, once: bool) -> int:
-    """Finish operations in steps whose process crashed, with the Completer that MODULE:NAME names.
+    """Finish operations in steps that a crash interrupted, with the Completer that MODULE:NAME names.
 
     Prints a line for each operation.  With --once, the exit code is 1 if an operation failed again or is held.
     """

@@ -27,7 +27,7 @@ def contract() -> None:
 def check(output: Output, path: str) -> None:
     """Check the contract in PATH (oncemore.toml), and print every fault with its line and its correction.
 
-    Rules whose scope is shared by all callers are listed, because one caller could get another's response.
+    Rules with a scope that all callers share are listed, because one caller could get another's response.
     """
     loaded = load_contract(path)
     unscoped = list(loaded.unscoped)

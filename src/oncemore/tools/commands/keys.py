@@ -135,9 +135,9 @@ def resolve(
     note: str,
     yes: bool,
 ) -> None:
-    """Decide an operation whose outcome is unknown: it did not happen, or it did and this is its outcome.
+    """Decide the unknown outcome of an operation: it did not happen, or it did and this is its outcome.
 
-    Only a held operation, or one whose process crashed, can be decided.  Find out first whether it happened: look at your
+    Only a held operation, or one that a crash interrupted, can be decided.  Find out first whether it happened: look at your
     tables, or at the provider's records.
     """
     resolution = read_resolution(released, value, status, headers, body)

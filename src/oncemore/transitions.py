@@ -3,8 +3,9 @@
     offers = Transitions("match_offers", {("offered", "accept"): "accepted", ("offered", "pass"): "passed"})
     offers.apply(op, "offer-123", "accept")
 
-An action that is applied twice has the result of the first time.  An action that the row's state does not allow raises WrongState, which names
-both states.  The UPDATE runs in the operation's transaction (effect = "transaction"), so it commits with the outcome.
+An action that is applied twice has the result of the first time.  An action that the row's state does not allow raises
+WrongState, which names both states.  The UPDATE runs in the operation's transaction (effect = "transaction"), so it
+commits with the outcome.
 """
 
 from __future__ import annotations

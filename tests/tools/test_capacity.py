@@ -18,13 +18,13 @@ from tests.tools.command import oncemore
 LOAD = Load(rate=100, ttl=86400, outcome=1024, names=NAMES, processes=4, sync=0.002)
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_storage_is_rate_times_retention_times_bytes(store: str) -> None:
-    found = requirements(LOAD, STORES[store])
-    assert found.records == 8_640_000
-    assert found.record_bytes == STORES[store].kept[SIZES.index(1024)]
-    assert found.kept_bytes == found.records * found.record_bytes
-    assert found.connections == 4 * STORES[store].connections
+def test_storage_is_rate_times_retention_times_bytes() -> None:
+    for name, store in STORES.items():
+        found = requirements(LOAD, store)
+        assert found.records == 8_640_000, name
+        assert found.record_bytes == store.kept[SIZES.index(1024)], name
+        assert found.kept_bytes == found.records * found.record_bytes, name
+        assert found.connections == 4 * store.connections, name
 
 
 def test_syncs_are_two_per_operation_up_to_the_disks_limit() -> None:
@@ -49,26 +49,15 @@ def test_larger_outcome_or_names_never_need_less(size: int, names: int) -> None:
         assert larger.kept_bytes > smaller.kept_bytes > 0
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_measured_size_returns_the_measured_figure(size: int) -> None:
+def test_measured_size_returns_the_measured_figure() -> None:
     for store in STORES.values():
-        assert interpolate(store.kept, size) == store.kept[SIZES.index(size)]
+        assert tuple(interpolate(store.kept, size) for size in SIZES) == store.kept
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (0.4, "0.4 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (19.1e9, "19.1 GB"),
-        (3e15, "3 PB"),
-        (5e19, "5e+04 PB"),
-    ],
-)
-def test_bytes_text_chooses_the_unit(count: float, text: str) -> None:
-    assert bytes_text(count) == text
+def test_bytes_text_chooses_the_unit() -> None:
+    counts = [0, 0.4, 999, 1000, 19.1e9, 3e15, 5e19]
+    texts = ["0 B", "0.4 B", "999 B", "1 kB", "19.1 GB", "3 PB", "5e+04 PB"]
+    assert [bytes_text(count) for count in counts] == texts
 
 
 def test_table_and_json_show_the_same_figures() -> None:
@@ -83,12 +72,16 @@ def test_on_limits_output_to_one_store() -> None:
     assert list(oncemore("capacity", "--on", "redis", "--json").json["stores"]) == ["redis"]
 
 
-@pytest.mark.parametrize(
-    "words", [["--rate", "0"], ["--ttl", "soon"], ["--ttl", "0s"], ["--outcome", "much"], ["--on", "paper"]]
-)
-def test_invalid_options_exit_with_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["capacity", *words]) == 2
-    assert capsys.readouterr().err
+def test_invalid_options_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value in (
+        ("--rate", "0"),
+        ("--ttl", "soon"),
+        ("--ttl", "0s"),
+        ("--outcome", "much"),
+        ("--on", "paper"),
+    ):
+        assert main(["capacity", option, value]) == 2, (option, value)
+        assert capsys.readouterr().err, (option, value)
 
 
 # The constants

@@ -206,7 +206,6 @@ def run_program(command: list[str], cwd: str, environment: dict[str, str], strea
         os.dup2(stream.fileno(), standard)
         stream.close()
     # It ends with its parent by the thread below, so it need not count as a daemon, which may have no children: granian has.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()

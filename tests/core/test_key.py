@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._contract.keys import MAX_LENGTH, bounded, check_key, join, joined, key_format, parse_key, uuid7_time
+from oncemore._contract.keys import MAX_LENGTH, bounded, check_key, join, key_format, parse_key, uuid7_time
 from oncemore.errors import ConfigurationError, InvalidKey, MissingKey
 
 V4 = "8e03978e-40d5-43e8-bc93-6894a57f9324"
@@ -253,10 +253,3 @@ def test_a_short_name_cannot_pass_for_a_long_one():
 @given(st.integers(65, 300), st.text("ab", max_size=400))
 def test_a_bound_holds_for_every_limit(limit, name):
     assert len(bounded(name, limit)) == min(len(name), limit)
-
-
-def test_names_of_any_length_are_joined_alike_and_only_short_ones_remembered():
-    """Callers choose paths: thousands of long ones would stay in memory."""
-    before = joined.cache_info().currsize
-    assert join("p" * 5000, "b") == join("p" * 5000, "b") != join("p" * 5000, "c")
-    assert joined.cache_info().currsize == before

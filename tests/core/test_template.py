@@ -34,8 +34,8 @@ def test_a_safety_report_is_named_by_reporter_subject_category_and_hour():
     report = {"subjectId": "user-9", "category": "spam"}
     name = template.render(principal="user-1", body=report, now=NOON.timestamp() + 1800)
     assert name == "user-1:user-9:spam:20260219T120000Z"
-    assert name == template.render(principal="user-1", body=report, now=NOON)
-    assert name != template.render(principal="user-1", body=report, now=NOON + timedelta(hours=1))
+    assert name == template.render(principal="user-1", body=report, now=NOON.timestamp())
+    assert name != template.render(principal="user-1", body=report, now=NOON.timestamp() + 3600)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_parameter_given_twice_is_refused():
 )
 def test_windows_are_aligned_to_the_epoch(window, name):
     now = datetime(2026, 2, 19, 12, 59, 59, 999999, tzinfo=UTC)
-    assert Template(f"{{window:{window}}}").render(now=now) == name
+    assert Template(f"{{window:{window}}}").render(now=now.timestamp()) == name
 
 
 @given(st.integers(1, 10**7), st.floats(0, 4e9))
@@ -127,7 +127,7 @@ def test_a_window_holds_every_moment_in_it(seconds, now):
 
 def test_a_day_begins_at_midnight_of_its_time_zone():
     evening = datetime(2026, 2, 19, 23, 30, tzinfo=timezone(timedelta(hours=-5)))
-    assert Template("{date}").render(now=evening) == "2026-02-20"
+    assert Template("{date}").render(now=evening.timestamp()) == "2026-02-20"
     slot = Template("{date:America/New_York}:{principal}:daily_offers")
     assert slot.render(now=evening.timestamp(), principal="user-123") == "2026-02-19:user-123:daily_offers"
 
@@ -143,15 +143,8 @@ def test_a_day_on_which_the_clocks_go_back_has_25_hours():
     template = Template("{date:Europe/Berlin}")
     first = datetime(2026, 10, 24, 22, 5, tzinfo=UTC)  # 00:05 in Berlin
     last = datetime(2026, 10, 25, 22, 55, tzinfo=UTC)  # 23:55
-    assert template.render(now=first) == template.render(now=last) == "2026-10-25"
+    assert template.render(now=first.timestamp()) == template.render(now=last.timestamp()) == "2026-10-25"
     assert template.window >= (last - first).total_seconds() > 86400
-
-
-@pytest.mark.parametrize("now", [None, datetime(2026, 2, 19)])
-@pytest.mark.parametrize("text", ["{date}", "{window:1h}"])
-def test_a_time_field_needs_to_be_told_the_time(text, now):
-    with pytest.raises(ConfigurationError, match="needs now"):
-        Template(text).render(now=now)
 
 
 # ── Functions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,7 +164,10 @@ def test_an_argument_named_like_a_request_field_is_the_argument():
 
 
 def test_time_fields_are_there_for_functions_too():
-    assert Template("{user}:{date}", names=("user",)).render(arguments={"user": "u"}, now=NOON) == "u:2026-02-19"
+    assert (
+        Template("{user}:{date}", names=("user",)).render(arguments={"user": "u"}, now=NOON.timestamp())
+        == "u:2026-02-19"
+    )
 
 
 @pytest.mark.parametrize("missing", [{}, {"order": None}, {"order": SimpleNamespace()}, {"order": {}}])

@@ -58,15 +58,12 @@ class KeySource:
         *lines* are the header's field lines; *context* are the arguments of `Template.render`.
         """
         if self.source == "header":
-            return self.from_header(lines) if lines or self.required else None
+            if not lines and not self.required:
+                return None
+            return parse_key(lines, name=self.name, strict=self.strict, max_length=self.max_length, format=self.format)
         if self.template:
             return self.template.render(**context)
         return self.from_body(context.get("body")) if self.source == "body" else None
-
-    def from_header(self, lines: Sequence[str | bytes]) -> str:
-        if not lines:
-            raise MissingKey(f"Send a unique {self.name} header, and the same one when you retry.")
-        return parse_key(lines, strict=self.strict, max_length=self.max_length, format=self.format)
 
     def from_body(self, document: object) -> str | None:
         value, place = value_at(document, self.at), "/" + "/".join(self.at)
@@ -122,7 +119,7 @@ def key_source(table: Mapping[str, Any], path_params: tuple[str, ...] | None) ->
         hint = did_you_mean(name, MEMBERS[source])
         problems.found.append(f"{name!r} has no meaning for a key from {source}{hint}: drop it")
     for name, usual in MEMBERS[source].items():
-        with problems.collecting():
+        with problems.collecting(name):
             values[name] = CHECKS[name](table.get(name, usual))
     if source == "template" and not problems.found:
         with problems.collecting():
@@ -137,13 +134,19 @@ def key_source(table: Mapping[str, Any], path_params: tuple[str, ...] | None) ->
 
 def header_name(value: object) -> str:
     if not isinstance(value, str) or not HEADER_NAME.fullmatch(value):
-        raise ConfigurationError(f"name = {value!r} is not a header's name: write one such as 'Idempotency-Key'")
+        raise ConfigurationError(f"{value!r} is not a header's name: write one such as 'Idempotency-Key'")
+    return value
+
+
+def flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{value!r} is neither true nor false")
     return value
 
 
 def length(value: object) -> int:
     if type(value) is not int or not 1 <= value <= LONGEST:
-        raise ConfigurationError(f"max_length = {value!r} is not a length: write a number from 1 to {LONGEST}")
+        raise ConfigurationError(f"{value!r} is not a length: write a number from 1 to {LONGEST}")
     return value
 
 
@@ -152,21 +155,12 @@ def known_format(value: object) -> KeyFormat:
     return str(value)
 
 
-def yes_or_no(name: str) -> Callable[[object], bool]:
-    def check(value: object) -> bool:
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"{name} = {value!r} is neither true nor false")
-        return value
-
-    return check
-
-
 CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": header_name,
     "at": lambda value: parse_pointer(str(value)),
     "template": str,
-    "required": yes_or_no("required"),
-    "strict": yes_or_no("strict"),
+    "required": flag,
+    "strict": flag,
     "format": known_format,
     "max_length": length,
 }

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from .._fingerprint.fingerprint import Mode, check_selection, parse_fields
 from ..errors import ConfigurationError
-from .keysource import MEMBERS, header_name
+from .keysource import MEMBERS, flag, header_name
 from .policy import (
     EffectLevel,
     Expired,
@@ -82,12 +82,6 @@ CENTURY = 100 * 366 * 86400.0
 def text(value: object) -> str:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
         raise ConfigurationError(f"{value!r} is not a line of text")
-    return value
-
-
-def flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{value!r} is neither true nor false")
     return value
 
 

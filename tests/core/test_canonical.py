@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._fingerprint.canonical import MAX_DEPTH, canonical_json
+from oncemore._fingerprint.canonical import MAX_DEPTH, read_json
 from oncemore.errors import InvalidPayload
 
 MEGABYTE = 1_000_000
@@ -22,6 +22,10 @@ MEGABYTE = 1_000_000
 numbers = st.integers() | st.decimals(allow_nan=False, allow_infinity=False) | st.integers(10**20, 10**23)
 leaves = st.none() | st.booleans() | numbers | st.text()
 values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+
+
+def canonical_json(data: bytes, max_depth: int = MAX_DEPTH) -> bytes:
+    return read_json(data, max_depth=max_depth)[1]
 
 
 def spell_number(number: int | Decimal, chance: random.Random) -> str:

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._fingerprint.canonical import canonical_json, exact_value, write_json
+from oncemore._fingerprint.canonical import exact_value, read_json, write_json
 from oncemore._fingerprint.fingerprint import fingerprint_of
 from oncemore.errors import ConfigurationError, InvalidPayload
 
@@ -135,7 +135,7 @@ def test_the_fingerprint_of_a_value_says_what_it_is() -> None:
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_a_float_has_the_form_of_its_shortest_text(number: float) -> None:
     form = write_json(exact_value(number))
-    assert form == canonical_json(repr(number).encode())
+    assert form == read_json(repr(number).encode())[1]
     assert float(form) == number
 
 

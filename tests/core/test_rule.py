@@ -236,7 +236,7 @@ def test_functions_may_be_given_by_their_place():
         ({"name": "a\nb"}, "is not a line of text"),
         ({"idempotent": "no"}, "neither true nor false"),
         ({"if_match": 1}, "neither true nor false"),
-        ({"fingerprint": "canonicl"}, "did you mean 'canonical'"),
+        ({"fingerprint": "canonicl"}, "choose one of 'canonical', 'raw', 'none'"),
         ({"fingerprint": 7}, "7 is not a fingerprint"),
         ({"fingerprint": {"includes": ["a"]}}, "did you mean 'include'"),
         ({"fingerprint": {"include": "a"}}, "not a list of fields"),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
-from .._fingerprint.fingerprint import Mode, check_selection, parse_fields
+from .._fingerprint.fingerprint import Fingerprinter, Mode
 from ..errors import ConfigurationError
 from .keysource import MEMBERS, flag, header_name
 from .policy import (
@@ -150,15 +150,9 @@ def members(value: object, known: Iterable[str], what: str) -> dict[str, Any]:
 
 
 def fingerprint(value: object) -> FingerprintSettings:
-    table = members(
-        {"mode": value} if isinstance(value, str) else value, ("mode", "include", "exclude"), "a fingerprint"
-    )
-    mode = OneOf(*get_args(Mode))(table.get("mode", "canonical"))
-    include, exclude = table.get("include", ()), table.get("exclude", ())
-    check_selection(parse_fields("include", include), parse_fields("exclude", exclude))
-    if mode != "canonical" and (include or exclude):
-        raise ConfigurationError(f"mode {mode!r} compares no fields: drop include and exclude, or the mode")
-    return FingerprintSettings(mode, tuple(include), tuple(exclude))
+    known = tuple(field.name for field in fields(FingerprintSettings))
+    checked = Fingerprinter(**members({"mode": value} if isinstance(value, str) else value, known, "a fingerprint"))
+    return FingerprintSettings(checked.mode, tuple(checked.include), tuple(checked.exclude))
 
 
 def suspect(value: object) -> tuple[str, float]:

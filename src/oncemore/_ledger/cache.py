@@ -85,8 +85,6 @@ class Cache:
 
     def drop(self, id: Id | None) -> None:
         """Forget the operation *id*; all of them if it is None, because some may have been deleted unnoticed."""
-        if id is not None and id not in self._entries:
-            return
         with self._lock:
             if id is None:
                 self._entries.clear()

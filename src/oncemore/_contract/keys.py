@@ -18,18 +18,8 @@ KeyFormat = str
 # ── The header's syntax: an RFC 9651 string with parameters, or (unless strict) the bare text ─────────────────────────
 
 STRING = r'"(?:[ !#-\[\]-~]|\\["\\])*"'
-BARE_ITEM = "|".join(
-    (
-        STRING,
-        r"-?(?:\d{1,12}\.\d{1,3}|\d{1,15})",
-        r"[A-Za-z*][!#$%&'*+\-.^_`|~0-9A-Za-z:/]*",
-        r":[A-Za-z0-9+/=]*:",
-        r"\?[01]",
-        r"@-?\d{1,15}",
-        r'%"(?:[ !#$&-~]|%[0-9a-f]{2})*"',
-    )
-)
-PARAMETER = rf"; *[a-z*][a-z0-9_.*-]*(?:=(?:{BARE_ITEM}))?"
+# Parameters have no meaning here: any text that cannot hold a second key may be the value of one.
+PARAMETER = rf"; *[a-z*][a-z0-9_.*-]*(?:=(?:%?{STRING}|[!#-+\--:<-~]+))?"
 QUOTED = re.compile(rf"({STRING})(?:{PARAMETER})*", re.ASCII)
 ESCAPED = re.compile(r"\\(.)")
 

@@ -205,7 +205,7 @@ class Setting:
     """One setting.
 
     Args:
-        read: Its reader.  A setting whose type has choices needs none; `read_rule` reads `key` and `unique_by`, because
+        read: Its reader.  A setting needs none if its type has choices; `read_rule` reads `key` and `unique_by`, because
             they depend on the rule's path.
         default: The value that holds if neither the rule, `[defaults]` nor the profile gives one; None if there is none.
         only_in_rules: Whether `[defaults]` must not give it, because it tells rules apart or is too grave for all at once.
@@ -224,7 +224,10 @@ class Setting:
 
 # fmt: off
 class Settings(TypedDict, total=False):
-    """What a rule, `[defaults]` or a decorator may give.  Durations are seconds or text; functions also `"module:name"`."""
+    """The settings that a rule, `[defaults]` or a decorator may give.
+
+    Durations are seconds or text; functions are given as themselves or as `"module:name"`.
+    """
 
     name: Annotated[str, Setting(read=text, only_in_rules=True, if_unguarded=True,
         doc="the name of the operation in the ledger, in events and in the status lookup; its `match`, unless given")]
@@ -271,7 +274,7 @@ class Settings(TypedDict, total=False):
     suspect: Annotated[Suspect | Mapping[str, Any], Setting(read=suspect, default="off",
         doc="the same request under another key within 30 s; or a table with `action` and `window`")]
     late: Annotated[Late, Setting(default="run",
-        doc="a key whose age is known and that is older than `ttl`: runs as new, or 412")]
+        doc="a key of known age that is older than `ttl`: runs as new, or 412")]
     first_sent: Annotated[str, Setting(read=optional_header_name, default="",
         doc="the header with the time of the first sending")]
     if_match: Annotated[bool, Setting(read=flag, default=False,

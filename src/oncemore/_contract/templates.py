@@ -30,7 +30,7 @@ TOKEN = re.compile(r"(?P<brace>\{\{|\}\})|\{(?P<field>[^{}]*)\}|(?P<text>[^{}]+)
 FIELD = re.compile(r"(?P<head>[A-Za-z_][A-Za-z0-9_]*)(?:(?P<mark>[.:])(?P<rest>.+))?", re.ASCII)
 PUBLIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 DAY = 86400.0
-LONGEST_DAY = 25 * 3600.0  # where the clocks go back
+LONGEST_DAY = 25 * 3600.0  # on the day on which the clocks go back
 # A number with more digits than this is an attack, not a name.
 MOST_DIGITS = 1000
 # A number too large even for Decimal becomes infinite, rather than an error.

@@ -84,7 +84,7 @@ def decimal_parts(text: str) -> tuple[str, str, int]:
     """Return sign, digits d and power n of the number sign 0.d × 10ⁿ; d has no zeros at its ends, and zero has no d."""
     match = NUMBER.fullmatch(text)
     if match is None or len(match[5] or "") > 18:
-        raise InvalidPayload("The JSON has a number whose exponent has more than 18 digits")
+        raise InvalidPayload("The JSON has a number with an exponent of more than 18 digits")
     sign, whole, fraction, exponent_sign, exponent = match.groups("")
     digits = (whole + fraction).lstrip("0")
     power = int(exponent_sign + (exponent or "0")) + len(digits) - len(fraction)

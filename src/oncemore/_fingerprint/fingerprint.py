@@ -17,8 +17,8 @@ a client or proxy that adds `; charset=utf-8` between two attempts repeats the s
 text does not.  No other header counts.  include and exclude apply to JSON; every other body is compared whole.  If a rule
 changes them, retries of requests that it stored before are refused.
 
-The digest is SHA-256, which processors compute faster than BLAKE2, or HMAC-SHA-256 under a secret, so that nobody who
-reads the ledger can guess short payloads.
+The digest is SHA-256, which processors compute faster than BLAKE2, or HMAC-SHA-256 under a secret, so that a reader
+of the ledger cannot guess short payloads.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ def test_class_of_unstorable_values_cannot_be_returned(kind: Any) -> None:
     assert not can_be_returned(kind, (Order, Unreadable))
 
 
-def test_base_class_can_be_returned_if_a_storable_subclass_is_named() -> None:
+def test_base_class_can_be_returned_if_storable_subclass_is_named() -> None:
     @dataclasses.dataclass
     class Readable(Unreadable):
         number: int

@@ -36,7 +36,7 @@ def matcher_of(*texts: str) -> Matcher[str]:
         ("*", "* *", ("rest",)),
     ],
 )
-def test_a_match_is_read_and_has_one_spelling(text, canonical, params):
+def test_match_is_read_and_has_one_spelling(text, canonical, params):
     assert Pattern(text).text == canonical
     assert Pattern(text).params == params
     assert Pattern(Pattern(text).text) == Pattern(text)
@@ -73,7 +73,7 @@ def test_a_match_is_read_and_has_one_spelling(text, canonical, params):
         ("POST /{id}/x/{id}", "twice"),
     ],
 )
-def test_a_match_that_cannot_be_meant_is_refused(text, hint):
+def test_match_that_cannot_be_meant_is_refused(text, hint):
     with pytest.raises(ConfigurationError, match=hint):
         Pattern(text)
 
@@ -99,7 +99,7 @@ def test_a_match_that_cannot_be_meant_is_refused(text, hint):
         ("//a/b", None, {}),
     ],
 )
-def test_the_most_specific_path_wins(path, expected, params):
+def test_most_specific_path_wins(path, expected, params):
     mixed = ("POST /a/{name}.json", "POST /a/long-{name}.json")
     matcher = matcher_of("POST /a/{rest:path}", "POST /a/{x}", "POST /a/{x}/d", *mixed, "POST /a/b", "POST /")
     found = matcher.find("POST", path)
@@ -121,13 +121,13 @@ def test_patterns_are_ordered_by_how_specific_they_are():
     assert all(Pattern(one).rank < Pattern(other).rank for one, other in pairwise(texts))
 
 
-def test_a_path_for_another_method_does_not_hide_a_less_specific_one():
+def test_path_for_other_method_does_not_hide_less_specific_one():
     matcher = matcher_of("POST /a/b", "PATCH /a/{x}")
     assert matcher.find("PATCH", "/a/b").value == "PATCH /a/{x}"
     assert matcher.find("DELETE", "/a/b") is None
 
 
-def test_a_named_method_beats_any_method_on_the_same_path():
+def test_named_method_beats_any_method_on_the_same_path():
     matcher = matcher_of("* /a", "POST /a", "* /b", "POST /{x}")
     assert matcher.find("MKCOL", "/a").value == "* /a", "a method of the application's own"
     assert matcher.find("POST", "/a").value == "POST /a"
@@ -157,7 +157,7 @@ def test_two_patterns_for_the_same_requests_are_found_out(one, other):
     assert matcher.find("PATCH", "/a") is None or "PATCH" in Pattern(one).methods, "a refused pattern adds nothing"
 
 
-def test_a_path_with_very_many_segments_is_answered():
+def test_path_with_very_many_segments_is_answered():
     """Neither deep recursion nor more work than the contract is large."""
     matcher = matcher_of("POST /{a}/{b}/{c}", "POST /a/{rest:path}")
     assert matcher.find("POST", "/a" * 100_000).params["rest"].count("/") == 99_998

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Generic, NamedTuple, TypeVar
 
 from ..errors import ConfigurationError
-from .problems import did_you_mean
 
 T = TypeVar("T")
 
 # Never claimed, even with a key: repeating them has no effect of its own.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})
-# The methods that a rule may name.  An application's own methods are matched by `*`.
+# The other standard methods.  A name that is nearly one of these is a mistake; any other may be an application's own.
 UNSAFE_METHODS = ("POST", "PUT", "PATCH", "DELETE")
+NEARLY = 0.75
 ANY = "*"
 EVERYWHERE = "/{rest:path}"
 
+METHOD = re.compile(r"[A-Z][A-Z0-9_-]*", re.ASCII)
 SEGMENT = re.compile(
     r"(?P<prefix>[^{}<>]*)(?:\{(?P<param>[A-Za-z_]\w*)(?::(?P<kind>[A-Za-z_]\w*))?\}(?P<suffix>[^{}<>]*))?"
 )
@@ -108,11 +110,20 @@ def check_method(text: str, name: str) -> None:
         raise ConfigurationError(
             f"match {text!r} names {name}, which is never guarded: name POST, PUT, PATCH or DELETE"
         )
-    if name != ANY and name not in UNSAFE_METHODS:
-        hint = did_you_mean(name, UNSAFE_METHODS)
+    if name != ANY and not METHOD.fullmatch(name):
         raise ConfigurationError(
-            f"match {text!r} names the method {name!r}{hint}: name POST, PUT, PATCH or DELETE, or * for any other"
+            f"match {text!r} names no method: write a method and a path, as in 'POST|PATCH /refunds'"
         )
+    for near in get_close_matches(name, UNSAFE_METHODS, n=1, cutoff=NEARLY):
+        if is_slip(name, near):
+            raise ConfigurationError(f"match {text!r} names the method {name}, which is nearly {near}: write {near}")
+
+
+def is_slip(name: str, meant: str) -> bool:
+    """Whether *name* is *meant* with a wrong letter or order; BATCH and UNDELETE are other words."""
+    return name != meant and (
+        sorted(name) == sorted(meant) or (name[0] == meant[0] and abs(len(name) - len(meant)) <= 1)
+    )
 
 
 def parse_segment(text: str) -> Segment:

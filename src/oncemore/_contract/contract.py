@@ -25,7 +25,7 @@ from .loading import (
     rules_in_python,
     table_of,
 )
-from .paths import SAFE_METHODS, Matcher
+from .paths import SAFE_METHODS
 from .problems import Problems, did_you_mean, listing
 from .rule import Rule, attach, read_rule
 from .settings import Settings
@@ -98,8 +98,6 @@ class Contract:
         if problems.found:
             raise listing(source, problems.found)
         self.default = Rule.of(read_rule(None, {}, self._base)[0])
-        self._fallback: Matcher[Rule] = Matcher()
-        self._fallback.add(self.default.pattern, self.default)
         self._remember()
 
     def _remember(self) -> None:
@@ -122,7 +120,9 @@ class Contract:
         if found:
             rule, params = found
             return Match(rule, params, rule.name if rule.one_route else own)
-        if self.undeclared == "refuse" or (self.undeclared != "pass" and self._fallback.find(method, path)):
+        if self.undeclared == "refuse" or (
+            self.undeclared != "pass" and self.default.pattern.find(method, path) is not None
+        ):
             return Match(self.default, {}, own, declared=False)
         return None
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from .._fingerprint.pointer import parse_pointer, value_at
 from ..errors import ConfigurationError, InvalidKey, MissingKey
 from .keys import MAX_LENGTH, KeyFormat, check_key, key_format, parse_key
-from .problems import Problems, did_you_mean
+from .problems import Problems, did_you_mean, unknown
 from .templates import Template, text_of
 
 Source = Literal["header", "body", "template", "none"]
@@ -112,8 +112,7 @@ def key_source(table: Mapping[str, Any], path_params: tuple[str, ...] | None) ->
     """Return the source that a whole table describes; one ConfigurationError names all that is wrong with it."""
     source = table["from"]
     if source not in get_args(Source):
-        hint = did_you_mean(str(source), get_args(Source))
-        raise ConfigurationError(f"from = {source!r} is unknown{hint}: choose one of {', '.join(get_args(Source))}")
+        raise unknown(source, get_args(Source))
     problems, values = Problems(), {}
     for name in sorted(table.keys() - MEMBERS[source].keys() - {"from"}):
         hint = did_you_mean(name, MEMBERS[source])

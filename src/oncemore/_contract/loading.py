@@ -13,7 +13,7 @@ from .paths import Matcher
 from .problems import Problems, did_you_mean
 from .profiles import PROFILES
 from .rule import Rule, read_rule
-from .settings import SETTINGS
+from .settings import SETTINGS, one_of
 
 # The treatment of a request that may have effects and that no rule matches: guarded under the defaults if it carries a
 # key; the same, and the middleware warns of it; refused; or passed on untouched.
@@ -94,12 +94,10 @@ def read_defaults(written: object, problems: Problems) -> tuple[str, Undeclared,
 
 
 def choose(name: str, value: object, choices: Iterable[Any], problems: Problems) -> Any:
-    """Return *value* if it is one of the choices, else the first of them."""
+    """Return *value* if it is one of the choices, else the first of them, and a problem."""
     known = tuple(choices)
-    if value in known:
-        return value
-    hint = did_you_mean(str(value), known)
-    problems.found.append(f"[defaults] {name}: {value!r} is unknown{hint}: choose one of {', '.join(map(repr, known))}")
+    with problems.collecting(f"[defaults] {name}"):
+        return one_of(value, known)
     return known[0]
 
 

@@ -88,6 +88,11 @@ class Pattern:
     def allows(self, method: str) -> bool:
         return method in self.methods or ANY in self.methods
 
+    def find(self, method: str, path: str) -> dict[str, str] | None:
+        """Return the values of the parameters; None if the pattern does not match."""
+        found = self.regex.fullmatch(path.rstrip("/")) if self.allows(method) else None
+        return dict(zip(self.params, found.groups(""), strict=True)) if found else None
+
 
 def split_match(text: str) -> tuple[tuple[str, ...], str]:
     """Return the methods and the path of a match, each checked."""
@@ -168,9 +173,8 @@ class Matcher(Generic[T]):
 
     def find(self, method: str, path: str) -> Found[T] | None:
         """Return the value for a request, by its method (in upper case) and its decoded path."""
-        path = path.rstrip("/")
         for pattern, value in self._patterns:
-            found = pattern.regex.fullmatch(path) if pattern.allows(method) else None
-            if found:
-                return Found(value, dict(zip(pattern.params, found.groups(""), strict=True)))
+            params = pattern.find(method, path)
+            if params is not None:
+                return Found(value, params)
         return None

@@ -16,6 +16,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" (did you mean {folded[near[0]]!r}?)" if near else ""
 
 
+def unknown(value: object, choices: Iterable[object], more: str = "") -> ConfigurationError:
+    """Return the error for a value that is none of the choices; it names the nearest one."""
+    shown = {str(choice): repr(choice) for choice in choices}
+    same = shown.get(str(value))  # 409 if '409' was written
+    hint = f" (did you mean {same}?)" if same else did_you_mean(str(value), shown)
+    return ConfigurationError(f"{value!r} is unknown{hint}: choose one of {', '.join(shown.values())}{more}")
+
+
 def listing(place: str, problems: Sequence[str]) -> ConfigurationError:
     """Return one error for all *problems*; a single one stays on one line."""
     if len(problems) == 1:

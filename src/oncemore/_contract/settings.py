@@ -9,6 +9,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from .._fingerprint.fingerprint import Fingerprinter, Mode
@@ -30,7 +31,7 @@ from .policy import (
     choices_of,
     duration,
 )
-from .problems import did_you_mean
+from .problems import unknown
 
 Scope = Literal["principal", "tenant", "resource", "global"]
 Across = Literal["separate", "conflict"]
@@ -99,26 +100,13 @@ def positive_span(value: Any) -> float:
     return seconds
 
 
-class OneOf:
-    """The reader of a setting that has *choices*; with *or_function*, a function may be given instead of a choice."""
-
-    def __init__(self, *choices: object, or_function: bool = False) -> None:
-        self.choices = choices
-        self.or_function = or_function
-
-    def __call__(self, value: object) -> Any:
-        if self.or_function and not (isinstance(value, str) and ":" not in value):
-            return function(value)
-        if value not in self.choices or isinstance(value, bool | float):
-            raise unknown(value, self.choices, ", or a function as 'module:name'" if self.or_function else "")
-        return value
-
-
-def unknown(value: object, choices: Iterable[object], more: str = "") -> ConfigurationError:
-    shown = {str(choice): repr(choice) for choice in choices}
-    same = shown.get(str(value))  # 409 if '409' was written
-    hint = f" (did you mean {same}?)" if same else did_you_mean(str(value), shown)
-    return ConfigurationError(f"{value!r} is unknown{hint}: choose one of {', '.join(map(repr, choices))}{more}")
+def one_of(value: object, choices: tuple[object, ...], or_function: bool = False) -> Any:
+    """Return *value* if it is one of the choices; with *or_function*, a function may be given instead of a choice."""
+    if or_function and not (isinstance(value, str) and ":" not in value):
+        return function(value)
+    if value not in choices or isinstance(value, bool | float):
+        raise unknown(value, choices, ", or a function as 'module:name'" if or_function else "")
+    return value
 
 
 def function(value: object) -> Function:
@@ -158,7 +146,7 @@ def fingerprint(value: object) -> FingerprintSettings:
 def suspect(value: object) -> tuple[str, float]:
     """Return the action and its window in seconds."""
     table = members({"action": value} if isinstance(value, str) else value, ("action", "window"), "a suspicion")
-    return OneOf(*get_args(Suspect))(table.get("action", "log")), positive_span(table.get("window", 30.0))
+    return one_of(table.get("action", "log"), get_args(Suspect)), positive_span(table.get("window", 30.0))
 
 
 def status_header(value: object) -> StatusHeader:
@@ -299,7 +287,7 @@ def declared(hint: Any) -> Setting:
     written: Any = hint.__origin__
     setting: Setting = hint.__metadata__[0]
     choices = choices_of(written)
-    usual = OneOf(*choices, or_function=Function in get_args(written)) if choices else None
+    usual = partial(one_of, choices=choices, or_function=Function in get_args(written)) if choices else None
     return replace(setting, read=setting.read or usual, choices=choices)
 
 

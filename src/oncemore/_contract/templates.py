@@ -139,15 +139,11 @@ def compiled(text: str, path_params: Collection[str] | None, names: Collection[s
             brace = token["stray"]
             raise ConfigurationError(f"template {text!r} has an unbalanced {brace!r}: double it to mean the character")
         if token["field"] is None:
-            parts.append(literal(token["text"] or token["brace"][0]))
+            literal = token["text"] or token["brace"][0]  # its ':' delimits, and other special characters are escaped
+            parts.append(":".join(map(escaped, literal.split(":"))))
         else:
             parts.append(compile_field(text, token["field"], path_params, names))
     return parts
-
-
-def literal(text: str) -> str:
-    """Return the template's own text: its ':' delimits, and all other special characters are escaped."""
-    return ":".join(map(escaped, text.split(":")))
 
 
 def compile_field(text: str, inner: str, path_params: Collection[str] | None, names: Collection[str] | None) -> Field:

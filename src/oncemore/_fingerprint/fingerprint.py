@@ -188,23 +188,20 @@ def parse_fields(setting: str, fields: Sequence[str]) -> tuple[Pointer, ...]:
     """Return the pointers to the *fields* of a setting: JSON pointers, or bare names of top-level members."""
     if isinstance(fields, str) or not isinstance(fields, Sequence):
         raise ConfigurationError(f"{setting} = {fields!r} is not a list of fields: write [{fields!r}]")
-    return tuple(_parse_field(setting, field) for field in fields)
-
-
-def _parse_field(setting: str, field: str) -> Pointer:
-    if not isinstance(field, str) or not field:
-        raise ConfigurationError(
-            f"{setting} has {field!r}: write a member's name, or a JSON pointer such as '/order/id'"
-        )
-    if field.startswith("/"):
-        return parse_pointer(field)
-    if any(mark in field for mark in "./~#"):  # taken literally, `order.id` would silently select nothing
-        raise ConfigurationError(f"{setting} has {field!r}: write a JSON pointer, such as '/order/id' or '/order.id'")
-    return (field,)
+    for each in fields:
+        if not isinstance(each, str) or not each:
+            raise ConfigurationError(
+                f"{setting} has {each!r}: write a member's name, or a JSON pointer such as '/order/id'"
+            )
+        if each[0] != "/" and any(mark in each for mark in "./~#"):  # `order.id` would silently select nothing
+            raise ConfigurationError(
+                f"{setting} has {each!r}: write a JSON pointer, such as '/order/id' or '/order.id'"
+            )
+    return tuple(parse_pointer(each) if each[0] == "/" else (each,) for each in fields)
 
 
 def check_selection(include: Sequence[Pointer], exclude: Sequence[Pointer]) -> None:
-    """Raise a ConfigurationError if an included field is excluded, because then every body would be the same."""
+    """Raise a ConfigurationError if an included each is excluded, because then every body would be the same."""
     for pointer in include:
         if any(pointer[: len(other)] == other for other in exclude):
             raise ConfigurationError(

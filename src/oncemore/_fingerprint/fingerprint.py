@@ -201,7 +201,7 @@ def parse_fields(setting: str, fields: Sequence[str]) -> tuple[Pointer, ...]:
 
 
 def check_selection(include: Sequence[Pointer], exclude: Sequence[Pointer]) -> None:
-    """Raise a ConfigurationError if an included each is excluded, because then every body would be the same."""
+    """Raise a ConfigurationError if an included field is excluded, because then every body would be the same."""
     for pointer in include:
         if any(pointer[: len(other)] == other for other in exclude):
             raise ConfigurationError(

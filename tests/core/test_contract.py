@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from oncemore._contract.contract import Contract
-from oncemore._contract.rule import Rule, rule_of
+from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError
 
 WRITTEN = """
@@ -328,15 +328,9 @@ def test_contract_tells_which_rules_have_no_scope():
 # ── Adding ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_decorator_adds_a_rule_under_the_contract_s_defaults():
+def test_added_rule_has_the_defaults_of_the_contract():
     contract = Contract(ttl="48h")
-
-    @contract.idempotent("POST /refunds", key="required")
-    def refund() -> str:
-        return "refunded"
-
-    assert refund() == "refunded"
-    assert rule_of(refund).match == "POST /refunds"
+    contract.add(Rule("POST /refunds", key="required"))
     added = contract.match("POST", "/refunds").rule
     assert (added.key.required, added.policy.ttl) == (True, 172800.0)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from ..errors import ConfigurationError
 from .loading import (
@@ -27,11 +27,8 @@ from .loading import (
 )
 from .paths import SAFE_METHODS
 from .problems import Problems, did_you_mean, listing
-from .rule import Rule, attach, read_rule
+from .rule import Rule, read_rule
 from .settings import Settings
-
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 # Longer paths are not remembered: clients could fill the memory with them.
 LONGEST_REMEMBERED = 255
@@ -163,16 +160,6 @@ class Contract:
         problems = reversal_problems(self._table)
         if problems:
             raise listing(self._source, problems)
-
-    def idempotent(self, match: str, **settings: Unpack[Settings]) -> Callable[[F], F]:
-        """Return a decorator that adds a rule, and attaches it to the function that serves it."""
-        rule = Rule(match, **settings)
-
-        def declare(function: F) -> F:
-            self.add(rule)
-            return attach(rule, function)
-
-        return declare
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each rule, with every setting that holds, for documents and tools."""

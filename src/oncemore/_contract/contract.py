@@ -82,7 +82,7 @@ class Contract:
             raise ConfigurationError(f"{source} is not TOML: {error}") from error
         problems, contract = Problems(), cls.__new__(cls)
         for name in sorted(document.keys() - {"defaults", "rule"}):
-            problems.found.append(f"[{name}] means nothing here{did_you_mean(name, ('defaults', 'rule'))}: drop it")
+            problems.append(f"[{name}] means nothing here{did_you_mean(name, ('defaults', 'rule'))}: drop it")
         rules = list(rules_in_file(document.get("rule", []), text, problems))
         contract._read(source, document.get("defaults", {}), rules, problems)
         return contract
@@ -91,9 +91,9 @@ class Contract:
         self._source, self._lock = source, Lock()
         self.profile, self.undeclared, self._base = read_defaults(defaults, problems)
         self._table = table_of(list(read_rules(rules, self._base, problems)), problems)
-        problems.found += reversal_problems(self._table, (rule.name for rule in rules))
-        if problems.found:
-            raise listing(source, problems.found)
+        problems += reversal_problems(self._table, (rule.name for rule in rules))
+        if problems:
+            raise listing(source, problems)
         self.default = Rule.of(read_rule(None, {}, self._base)[0])
         self._remember()
 
@@ -150,8 +150,8 @@ class Contract:
             same = [(rule.match, rule.given) for rule in known]
             new = [rule for rule in rules if (rule.match, rule.given) not in same]
             table = table_of([*known, *read_rules(rules_in_python(new, len(known)), self._base, problems)], problems)
-            if problems.found:
-                raise listing(self._source, problems.found)
+            if problems:
+                raise listing(self._source, problems)
             self._table = table
             self._remember()
 

@@ -116,15 +116,15 @@ def key_source(table: Mapping[str, Any], path_params: tuple[str, ...] | None) ->
     problems, values = Problems(), {}
     for name in sorted(table.keys() - MEMBERS[source].keys() - {"from"}):
         hint = did_you_mean(name, MEMBERS[source])
-        problems.found.append(f"{name!r} has no meaning for a key from {source}{hint}: drop it")
+        problems.append(f"{name!r} has no meaning for a key from {source}{hint}: drop it")
     for name, usual in MEMBERS[source].items():
         with problems.collecting(name):
             values[name] = CHECKS[name](table.get(name, usual))
-    if source == "template" and not problems.found:
+    if source == "template" and not problems:
         with problems.collecting():
             values["template"] = Template(values["template"], path_params, max_length=values["max_length"])
-    if problems.found:
-        raise ConfigurationError("; ".join(problems.found))
+    if problems:
+        raise ConfigurationError("; ".join(problems))
     return KeySource(source, **values)
 
 

@@ -32,11 +32,8 @@ def listing(place: str, problems: Sequence[str]) -> ConfigurationError:
     return ConfigurationError(f"{place}: {len(problems)} faults{lines}")
 
 
-class Problems:
-    """Collects configuration errors, so that reading can go on to the next one."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
+class Problems(list[str]):
+    """The problems found so far: reading goes on to the next one."""
 
     @contextmanager
     def collecting(self, place: str = "") -> Iterator[None]:
@@ -44,4 +41,4 @@ class Problems:
         try:
             yield
         except ConfigurationError as error:
-            self.found.append(f"{place}: {error.detail}" if place else error.detail)
+            self.append(f"{place}: {error.detail}" if place else error.detail)

@@ -133,7 +133,7 @@ def read_rule(
     problems = Problems()
     for name in given:
         if name not in SETTINGS:
-            problems.found.append(f"{name}: there is no such setting{did_you_mean(name, (*SETTINGS, *beside))}")
+            problems.append(f"{name}: there is no such setting{did_you_mean(name, (*SETTINGS, *beside))}")
     written: dict[str, Any] = {**base, **given}
     values: dict[str, Any] = {}
     for name, setting in SETTINGS.items():
@@ -147,9 +147,9 @@ def read_rule(
         values["key"] = key_source(merged_key(base["key"], key_table(given.get("key", {}))), params)
     with problems.collecting("unique_by"):
         values["unique_by"] = Template(text(written["unique_by"]), params) if "unique_by" in written else None
-    if not problems.found:
-        problems.found += combinations(values, given)
-    return (values if problems.found else attributes(values, given)), problems.found
+    if not problems:
+        problems += combinations(values, given)
+    return (values if problems else attributes(values, given)), problems
 
 
 def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -207,7 +207,19 @@ class Listing(pydantic.BaseModel, Generic[T]):
     items: list[T]
 
 
+class Alias:
+    """What `type Orders = list[Order]` makes, from Python 3.12 on."""
+
+    def __init__(self, value: Any) -> None:
+        self.__value__ = value
+
+    def __call__(self) -> None: ...  # typing takes only what can be called
+
+
 Number = NewType("Number", Order)
+Orders = Alias(list[Order])
+Recursive = Alias(None)
+Recursive.__value__ = tuple[Order, Recursive]  # type: ignore[valid-type]
 
 
 class Unreadable:
@@ -238,7 +250,9 @@ def returning(annotation: Any) -> tuple[type, ...]:
         ("Annotated[Order, 'metadata']", [Order]),
         ("Page[Order]", [Page, Order]),
         ("Number", []),
-        ("Literal[Colour.RED, 'x']", []),
+        ("Orders", [Order]),
+        ("Recursive", []),
+        ("Literal[Colour.RED, 'x']", [Colour]),
         ("int", []),
         ("Any", []),
         ("None", []),

@@ -90,7 +90,7 @@ def annotated_classes(function: Any, *names: str) -> tuple[type, ...]:
     for name in names:  # one at a time: if one cannot be evaluated, the others can
         with suppress(Exception):  # evaluating an annotation may raise anything, and a built-in function has none
             one = types.SimpleNamespace(__annotations__={name: function.__annotations__[name]})
-            found += _classes_in(typing.get_type_hints(one, function.__globals__)[name])
+            found += list(_classes_in(typing.get_type_hints(one, function.__globals__)[name]))
     return tuple(kind for kind in dict.fromkeys(found) if kind not in (*BUILT_IN, types.UnionType, Any))
 
 
@@ -119,21 +119,21 @@ def classes_by_name(kinds: tuple[type, ...]) -> Mapping[str, type]:
 
 
 def _field_classes(kind: Any) -> list[type]:
-    models: Mapping[str, Any] = getattr(kind, "__pydantic_fields__", {})  # evaluated by pydantic
-    annotations = [field.annotation for field in models.values()]
-    if not models:
-        with suppress(Exception):
-            annotations = list(typing.get_type_hints(kind).values())
-    return [each for annotation in annotations for each in _classes_in(annotation)]
+    with suppress(Exception):
+        models: Mapping[str, Any] = getattr(kind, "__pydantic_fields__", {})  # evaluated by pydantic
+        annotations = [field.annotation for field in models.values()] or typing.get_type_hints(kind).values()
+        return [each for annotation in annotations for each in _classes_in(annotation)]
+    return []
 
 
 def _classes_in(annotation: Any) -> Iterator[type]:
     """Yield the classes in an annotation: itself, the members of a union, a container and its items.
 
-    An alias (`type Orders = list[Order]`) or NewType is not followed: `types` names its classes.
+    It looks into an alias (`type Orders = list[Order]`); one that contains itself raises a RecursionError.
     """
+    annotation = getattr(annotation, "__value__", annotation)
     outer = typing.get_origin(annotation) or annotation
     if isinstance(outer, type):
         yield outer
     for member in typing.get_args(annotation):
-        yield from _classes_in(member)
+        yield from _classes_in(type(member) if isinstance(member, enum.Enum) else member)  # of a Literal

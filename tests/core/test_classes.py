@@ -226,6 +226,12 @@ class Unreadable:
     pass
 
 
+@dataclasses.dataclass
+class Hidden:
+    order: Order
+    session: NotImported  # type: ignore[name-defined] # noqa: F821
+
+
 class Countable(Protocol):
     def count(self) -> int: ...
 
@@ -306,8 +312,9 @@ def test_annotations_that_fail_to_evaluate_name_no_class() -> None:
         ([Listing[Line]], {"Listing[Line]", "Line", "Colour"}),
         ([Page, Colour, Page], {"Page", "Colour"}),
         ([Unreadable, int], set()),
+        ([Hidden], {"Hidden"}),
     ],
-    ids=["named tuple", "typed dict", "generic model", "generic class", "no data"],
+    ids=["named tuple", "typed dict", "generic model", "generic class", "no data", "unknown at run time"],
 )
 def test_fields_name_classes_all_the_way_down(kinds: list[type], named: set[str]) -> None:
     assert set(classes_by_name(tuple(kinds))) == {f"{__name__}:{name}" for name in named}

@@ -274,8 +274,11 @@ def test_setting_that_cannot_be_meant_is_refused(settings, hint):
         ({"on_unknown": "resolve"}, "needs a resolver"),
         ({"resolver": did_it_happen}, "never asked"),
         ({"in_flight": "conflict", "wait": "5s"}, "a duplicate does not wait"),
-        ({"effect": "transaction", "streams": "release"}, "streams: 'release' forgets"),
-        ({"effect": "steps", "streams": "release"}, "streams: 'release' forgets that the steps took effect"),
+        (
+            {"effect": "transaction", "streams": "release"},
+            "streams: 'release' keeps no outcome, so that a retry would repeat",
+        ),
+        ({"effect": "steps", "streams": "release"}, "steps that were taken would be undone in the end"),
         (
             {"effect": "transaction", "reruns": 1},
             "reruns: if the database refuses its transaction, a request is not run again",

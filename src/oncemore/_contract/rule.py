@@ -185,8 +185,8 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
         yield f"wait: a duplicate does not wait with in_flight = {values['in_flight']!r}; drop one of them"
     if values["effect"] != "lease" and values["streams"] == "release":
         yield (
-            f"streams: 'release' forgets that the {values['effect']} took effect, and a retry would not find it; with "
-            f"effect = {values['effect']!r} write 'refuse' or 'store'"
+            "streams: 'release' keeps no outcome, so that a retry would repeat a committed transaction, and steps that were "
+            f"taken would be undone in the end; with effect = {values['effect']!r} write 'refuse' or 'store'"
         )
     if "reruns" in given and values["effect"] != "steps":
         yield (

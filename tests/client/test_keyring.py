@@ -68,6 +68,12 @@ def claim(keyring: Keyring, one: Entry) -> Entry:
     return run(keyring.claim(one, oldest=time.time() - 3600))
 
 
+def adopt_all(keyring: Keyring, *, opened: bool = False) -> list[Entry]:
+    """Adopt the entries that `resume` would send."""
+    found = [one for one in run(keyring.pending()) if one.state == "sending" or opened]
+    return [adopted for one in found if (adopted := run(keyring.adopt(one)))]
+
+
 def test_a_claim_gives_back_what_was_written(keyring: Keyring) -> None:
     one = entry()
     held = claim(keyring, one)
@@ -112,8 +118,25 @@ def test_only_the_unsettled_is_pending(keyring: Keyring) -> None:
         held = claim(keyring, entry(f"k{number}"))
         run(getattr(keyring, verb)(held, *([201] if verb == "settle" else [])))
     assert [one.key for one in run(keyring.pending())] == ["k1"]
-    assert run(keyring.adopt()) == []
-    assert [one.key for one in run(keyring.adopt(opened=True))] == ["k1"]
+    assert adopt_all(keyring) == []
+    assert [one.key for one in adopt_all(keyring, opened=True)] == ["k1"]
+
+
+@pytest.mark.parametrize("keyring", ["sqlite", "guard", *SERVERS], indirect=True)
+def test_pending_entry_is_adopted_once_until_released(keyring: Keyring) -> None:
+    run(keyring.leave(claim(keyring, entry())))
+    [listed] = run(keyring.pending())
+    adopted = run(keyring.adopt(listed))
+    assert adopted is not None
+    assert run(keyring.adopt(listed)) is None
+    assert run(keyring.pending()) == []
+    run(keyring.release(adopted))
+    assert [one.state for one in run(keyring.pending())] == ["open"]
+    again = run(keyring.adopt(run(keyring.pending())[0]))
+    assert again is not None
+    run(keyring.settle(claim(keyring, replace(again, created_at=time.time())), 201))
+    assert run(keyring.adopt(listed)) is None
+    assert run(keyring.pending()) == []
 
 
 @pytest.mark.parametrize("keyring", ["memory", "sqlite"], indirect=True)
@@ -205,9 +228,9 @@ def test_a_keyring_that_cannot_be_written_sends_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["claim", "pending", "adopt"])
 def test_a_file_in_a_folder_that_is_not_there_is_named(verb: str, tmp_path: Path) -> None:
     ring = SqliteKeyring(str(tmp_path / "nowhere" / "keys.db"))
-    plan: Any = ring.claim(entry(), oldest=0) if verb == "claim" else getattr(ring, verb)()
+    plans: Any = {"claim": ring.claim(entry(), oldest=0), "pending": ring.pending(), "adopt": ring.adopt(entry())}
     with pytest.raises(KeyringError, match="nowhere"):
-        run(plan)
+        run(plans[verb])
 
 
 def test_a_forked_child_is_not_kept_waiting_for_its_parents_thread() -> None:
@@ -225,7 +248,7 @@ def test_a_forked_child_is_not_kept_waiting_for_its_parents_thread() -> None:
 def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path, caplog: Any) -> None:
 
     class Full(SqliteKeyring):
-        def _write(self, statement: str, *values: Any) -> None:
+        def _write(self, statement: str, *values: Any) -> bool:
             raise KeyringError("disk full")
 
     with Server() as server:
@@ -317,7 +340,7 @@ def test_a_forked_child_uses_the_keyring_of_its_parent_as_its_own(tmp_path: Path
         failed = 1
         try:
             claim(ring, entry("child"))
-            failed = int(run(ring.adopt()) != [])  # the parent lives
+            failed = int(adopt_all(ring) != [])  # the parent lives
         finally:
             os._exit(failed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -363,7 +386,7 @@ def leave_orphans(path: str, count: int) -> None:
 
 
 def adopt_and_wait(path: str) -> list[str]:
-    keys = [one.key for one in run(SqliteKeyring(path).adopt())]
+    keys = [one.key for one in adopt_all(SqliteKeyring(path))]
     time.sleep(1)  # alive, so that nobody adopts them from here
     return keys
 

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from .._runtime.plan import Call, Effect, Plan, arun, run
 from ..errors import ConfigurationError, InvalidKey, OncemoreError
 from .attempts import Environment, send_with_retries
@@ -21,6 +23,7 @@ from .keyring.entry import (
     Keyring,
     Resumed,
     fingerprinted_parts,
+    is_sendable,
     scope_of,
     without_credentials,
 )
@@ -217,11 +220,11 @@ class Engine:
         """Store the key and the request durably, send, and note the ending; an interruption leaves the entry pending."""
         started, policy = self.environment.now(), request.policy
         entry = self._entry(request, body)
-        _check_credentials(entry)
-        held = yield from self._claim(keyring, entry, policy.sendable)
-        if held.token != entry.token:
+        oldest = entry.created_at - policy.sendable
+        held = yield from self._claim(keyring, entry, oldest)
+        if not is_sendable(held, entry, oldest):
             raise request.too_old(held)
-        request.lasts = policy.sendable - (entry.created_at - held.created_at)
+        request.lasts = held.created_at - oldest
         new, entry = held.created_at == entry.created_at, held
         try:
             reply: Reply = yield from send_with_retries(request, policy, self.environment, started)
@@ -236,9 +239,9 @@ class Engine:
         yield from self._note_ending(request, keyring, entry, new, reply.status)
         return reply
 
-    def _claim(self, keyring: Keyring, entry: Entry, sendable: float) -> Plan[Entry]:
+    def _claim(self, keyring: Keyring, entry: Entry, oldest: float) -> Plan[Entry]:
         try:
-            return (yield from keyring.claim(entry, oldest=entry.created_at - sendable))
+            return (yield from keyring.claim(entry, oldest=oldest))
         except (GeneratorExit, OncemoreError):
             raise
         except BaseException:  # cancelled, and the claim may have been written
@@ -263,7 +266,7 @@ class Engine:
         stored = [(name, library.headers.get(name)) for name in self.stored_headers]
         names = {name.lower() for name, value in stored if value is not None}
         stored += [(name, "") for name in CREDENTIALS if name in library.headers and name.lower() not in names]
-        return Entry(
+        entry = Entry(
             scope=scope_of(library.method, library.url),
             key=request.key or "",
             fingerprint="" if body is None else FINGERPRINTS.fingerprint(*parts),
@@ -274,33 +277,56 @@ class Engine:
             created_at=time.time(),
             token=secrets.randbits(62),
         )
+        resumed = _resuming.get()
+        if resumed is None or (resumed.scope, resumed.key) != (entry.scope, entry.key):
+            return entry
+        missing = [
+            name for name in resumed.credentials if name.lower() not in {sent.lower() for sent, _ in entry.headers}
+        ]
+        if missing:
+            raise CredentialsMissing(
+                f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not stored, and without it a "
+                "server may take the request for another caller's; nothing was sent: resume it through a client that has it"
+            )
+        return replace(entry, token=resumed.token)
 
     def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
         """Send each interrupted operation again through *send*, under its own key, and return the results."""
         keyring = self.require_keyring()
-        resumed: list[Resumed] = []
-        waiting = yield from keyring.adopt(opened=opened)
-        while waiting:
-            try:
-                resumed.append((yield from self._resume(keyring, send, waiting[0])))
-                yield from _despite_all(keyring.release(waiting[0]))  # changes nothing if it was sent
-            except GeneratorExit:
-                raise
-            except BaseException:
-                yield from _despite_all(_release_each(keyring, waiting))
-                raise
-            waiting.pop(0)
+        resumed = []
+        for entry in (yield from keyring.pending()):
+            if entry.state == "sending" or opened:
+                done = yield from self._resume(keyring, send, entry)
+                if done is not None:
+                    resumed.append(done)
         return resumed
 
-    def _resume(self, keyring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
+    def _resume(self, keyring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed | None]:
+        """Send one operation again, and return the result; None if another process was quicker."""
+        try:
+            adopted = yield from keyring.adopt(entry)
+        except OncemoreError as error:
+            return Resumed(entry, error=error)
+        if adopted is None:
+            return None
+        try:
+            done = yield from self._send_adopted(send, adopted)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield from _despite_all(keyring.release(adopted))
+            raise
+        # An operation that cannot be resumed any more stays open, so that the caller of `resume` is told so once.
+        unknown = isinstance(done.error, OutcomeUnknown)
+        yield from _despite_all(keyring.leave(adopted) if unknown else keyring.release(adopted))
+        return done
+
+    def _send_adopted(self, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
         _resuming.set(entry)
         try:
             if entry.body is None:
                 raise OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not stored")
             return Resumed(entry, response=(yield Call(send, entry)))
-        except OutcomeUnknown as error:  # it cannot be resumed any more; the caller of `resume` is told so, once
-            yield from _despite_all(keyring.leave(entry))
-            return Resumed(entry, error=error)
         except Exception as error:
             return Resumed(entry, error=error)
         finally:
@@ -321,24 +347,6 @@ class Engine:
         """As `close`, and also close what belongs to the running event loop."""
         if self.keyring is not None:
             await self.keyring.aclose()
-
-
-def _check_credentials(entry: Entry) -> None:
-    """Refuse to resume a request without the credentials that it had: to the server it would be another caller's."""
-    resumed = _resuming.get()
-    if resumed is None or (resumed.scope, resumed.key) != (entry.scope, entry.key):
-        return
-    sent = {name.lower() for name, _ in entry.headers}
-    if missing := [name for name in resumed.credentials if name.lower() not in sent]:
-        raise CredentialsMissing(
-            f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not stored, and without it a "
-            "server may take the request for another caller's; nothing was sent: resume it through a client that has it"
-        )
-
-
-def _release_each(keyring: Keyring, entries: list[Entry]) -> Plan[None]:
-    for entry in entries:
-        yield from keyring.release(entry)
 
 
 def _despite_all(plan: Plan[None]) -> Plan[None]:

@@ -102,7 +102,7 @@ def test_the_servers_own_word_beats_the_status(library: Any, last_word: Act) -> 
 
 @pytest.mark.parametrize("given", [3, "user_facing"])
 def test_a_policy_that_is_none_is_refused_before_the_first_request(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"make a Retry, as in Retry\(attempts=3\)"):
+    with pytest.raises(ConfigurationError, match=r"give a Retry, such as Retry\(attempts=3\)"):
         RetryTransport(retry=given)
 
 

@@ -28,7 +28,7 @@ from .keyring.entry import (
     without_credentials,
 )
 from .keys import new_key
-from .retry import Retry
+from .retry import Retry, check_policy
 from .story import RetryObserver, Story, log
 from .verdict import IDEMPOTENT_METHODS, Fault, Reply, Verdict, judge_fault, judge_reply
 
@@ -132,12 +132,6 @@ class RetryableRequest:
         late = isinstance(error, AttemptTimeout) or story.attempts[-1].verdict.name == "timeout"
         return (errors.timed_out if late else errors.exhausted)(str(story), story=story)
 
-    @property
-    def settled(self) -> bool:
-        """Whether the answer was final, rather than the last one before the attempts ended."""
-        story = self.story
-        return story is not None and not story.reason and story.known in ("performed", "refused")
-
     def too_old(self, entry: Entry) -> OutcomeUnknown:
         """Return the error for a key that the server may have forgotten."""
         story = Story(self.name, self.key, reason="key_lifetime")
@@ -175,11 +169,7 @@ class Engine:
         timeout_header: str | None = "X-Request-Timeout",
         observers: Sequence[RetryObserver] = (),
     ) -> None:
-        if not isinstance(retry, Retry | None):
-            raise ConfigurationError(
-                f"retry is {retry!r}: make a Retry, as in Retry(attempts=3) or Retry.user_facing()"
-            )
-        self.policy = retry or Retry()
+        self.policy = check_policy(retry)
         self.keyring = None if keyring is None else open_keyring(keyring)
         self.header = header
         self.quoted = quoted
@@ -221,40 +211,36 @@ class Engine:
         started, policy = self.environment.now(), request.policy
         entry = self._entry(request, body)
         oldest = entry.created_at - policy.sendable
-        held = yield from self._claim(keyring, entry, oldest)
-        if not is_sendable(held, entry, oldest):
-            raise request.too_old(held)
-        request.lasts = held.created_at - oldest
-        new, entry = held.created_at == entry.created_at, held
+        held: Entry | None = None
         try:
+            known = yield from keyring.claim(entry, oldest=oldest)
+            if not is_sendable(known, entry, oldest):
+                raise request.too_old(known)
+            held = known
+            request.lasts = held.created_at - oldest
             reply: Reply = yield from send_with_retries(request, policy, self.environment, started)
         except GeneratorExit:
             raise
         except Exception:
-            yield from self._note_ending(request, keyring, entry, new)
+            if held is not None:
+                yield from self._note_ending(request, keyring, held, new=held.created_at == entry.created_at)
             raise
-        except BaseException:  # interrupted in an attempt, of which the story does not tell
+        except BaseException:  # interrupted while it was stored, or in an attempt, of which the story does not tell
             yield from _despite_all(keyring.leave(entry))
             raise
-        yield from self._note_ending(request, keyring, entry, new, reply.status)
+        yield from self._note_ending(
+            request, keyring, held, new=held.created_at == entry.created_at, status=reply.status
+        )
         return reply
 
-    def _claim(self, keyring: Keyring, entry: Entry, oldest: float) -> Plan[Entry]:
-        try:
-            return (yield from keyring.claim(entry, oldest=oldest))
-        except (GeneratorExit, OncemoreError):
-            raise
-        except BaseException:  # cancelled, and the claim may have been written
-            yield from _despite_all(keyring.leave(entry))
-            raise
-
     def _note_ending(
-        self, request: RetryableRequest, keyring: Keyring, entry: Entry, new: bool, status: int = 0
+        self, request: RetryableRequest, keyring: Keyring, entry: Entry, *, new: bool, status: int = 0
     ) -> Plan[None]:
-        """Write down that the operation is settled, or that its caller knows it to be open; if nothing was sent, forget it."""
-        if status and request.settled:
-            yield from _despite_all(keyring.settle(entry, status))
-        elif new and request.story is not None and request.story.known == "not_performed":
+        """Store that the operation is settled, or that its caller knows it to be open; forget it if nothing was sent."""
+        story = request.story
+        if status and story is not None and not story.reason and story.known in ("performed", "refused"):
+            yield from _despite_all(keyring.settle(entry, status))  # otherwise it was the last answer before giving up
+        elif new and story is not None and story.known == "not_performed":
             yield from _despite_all(keyring.forget(entry))
         else:
             yield from _despite_all(keyring.leave(entry))

@@ -93,14 +93,8 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
         were told that the outcome is unknown are sent again too.
         """
 
-        def send(entry: Entry) -> httpx.Response:
-            if client is not None:
-                return client.send(_stored_request(client, entry))
-            response = self.handle_request(_stored_request(None, entry))
-            response.read()
-            return response
-
-        return self._resume(send, opened)
+        sender = client or httpx.Client(transport=self, timeout=None)
+        return self._resume(lambda entry: sender.send(_stored_request(sender, entry)), opened)
 
     def close(self) -> None:
         self._transport.close()
@@ -128,14 +122,8 @@ class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
     async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
         """As `RetryTransport.resume`."""
 
-        async def send(entry: Entry) -> httpx.Response:
-            if client is not None:
-                return await client.send(_stored_request(client, entry))
-            response = await self.handle_async_request(_stored_request(None, entry))
-            await response.aread()
-            return response
-
-        return await self._resume(send, opened)
+        sender = client or httpx.AsyncClient(transport=self, timeout=None)
+        return await self._resume(lambda entry: sender.send(_stored_request(sender, entry)), opened)
 
     async def aclose(self) -> None:
         await self._transport.aclose()
@@ -148,15 +136,17 @@ def _with_story(reply: Reply, request: RetryableRequest) -> httpx.Response:
     return response
 
 
-def _stored_request(client: httpx.Client | httpx.AsyncClient | None, entry: Entry) -> httpx.Request:
-    build = httpx.Request if client is None else client.build_request
-    request = build(entry.method, entry.url, headers=entry.kept_headers, content=entry.body)
+def _stored_request(client: httpx.Client | httpx.AsyncClient, entry: Entry) -> httpx.Request:
+    request = client.build_request(entry.method, entry.url, headers=entry.kept_headers, content=entry.body)
     request.url = httpx.URL(entry.url)  # as it was: a client's own parameters would go before those of the request
     return request
 
 
 class HttpxRequest:
-    """One request of `httpx.Client` or `httpx.AsyncClient`, sent by *transport*."""
+    """One request of `httpx.Client` or `httpx.AsyncClient`, sent by *transport*.
+
+    It is also the effect of one attempt: send the request, and read the part of the response that belongs to the attempt.
+    """
 
     errors = ERRORS
 
@@ -167,6 +157,7 @@ class HttpxRequest:
         self.host = host_name(request.url.scheme, request.url.host, request.url.port)
         self.headers = request.headers
         self.extensions = request.extensions
+        self._deadlines: dict[str, Deadline] = {}
 
     @property
     def url(self) -> str:
@@ -185,36 +176,27 @@ class HttpxRequest:
     def resendable(self) -> bool:
         return not (isinstance(self.request.stream, SingleUseBody) and self.request.stream.begun)
 
-    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
-        return SendOnce(self, timeout, keyed)
-
     def close(self, reply: Reply) -> Effect[None]:
         return CallMethod(reply.response, "close", "aclose")
 
     def fault(self, error: Exception) -> Fault:
         return find_fault(error, FAULTS)
 
-
-class SendOnce:
-    """Effect: send the request within *timeout* seconds, and read the part of the response that belongs to the attempt."""
-
-    __slots__ = ("_deadlines", "_ends", "_keyed", "_sent", "_timeout")
-
-    def __init__(self, sent: HttpxRequest, timeout: float, keyed: bool) -> None:
-        self._sent = sent
+    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
         self._timeout = timeout
         self._keyed = keyed
-        self._ends = 0.0
-        self._deadlines: dict[str, Deadline] = {}
+        self._ends = time.monotonic() + timeout
+        return self
 
     def run(self) -> Reply:
-        request = self._sent.request
-        self._ends = time.monotonic() + self._timeout
-        request.extensions = self._bounded_extensions()
+        # No task can be cancelled here, so each phase gets a timeout that knows when the attempt must end.
+        timeouts: dict[str, float | None] = self.extensions.get("timeout") or {}
+        self._deadlines = {phase: Deadline(self._timeout, timeouts.get(phase)) for phase in PHASES}
+        self.request.extensions = {**self.extensions, "timeout": self._deadlines}
         try:
-            response = self._sent.transport.handle_request(request)
+            response = self.transport.handle_request(self.request)
         finally:
-            request.extensions = self._sent.extensions  # the caller may send the same request again
+            self.request.extensions = self.extensions  # the caller may send the same request again
         try:
             body = self._body(response)
             content = None if body is None else body.read_ahead()
@@ -227,8 +209,7 @@ class SendOnce:
         return with_deadline(self._send(), self._timeout, httpx.ReadTimeout)
 
     async def _send(self) -> Reply:
-        self._ends = time.monotonic() + self._timeout
-        response = await self._sent.transport.handle_async_request(self._sent.request)
+        response = await self.transport.handle_async_request(self.request)
         try:
             body = self._body(response)
             content = None if body is None else await body.aread_ahead()
@@ -236,12 +217,6 @@ class SendOnce:
             await response.aclose()
             raise
         return _reply(response, content)
-
-    def _bounded_extensions(self) -> dict[str, Any]:
-        """Return the request's extensions with timeouts that know when the attempt must end: no task can be cancelled."""
-        timeouts: dict[str, float | None] = self._sent.extensions.get("timeout") or {}
-        self._deadlines = {phase: Deadline(self._timeout, timeouts.get(phase)) for phase in PHASES}
-        return {**self._sent.extensions, "timeout": self._deadlines}
 
     def _body(self, response: httpx.Response) -> ResponseBody | None:
         """Return the body if reading it belongs to the attempt."""

@@ -148,3 +148,14 @@ class Retry:
         """For matchmaking: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
         pace = {"attempts": 4, "deadline": 120.0, "base": 1.0, "cap": 30.0, "jitter": "additive", "spread": 1.0}
         return cls(**{**pace, **changes})
+
+
+def check_policy(policy: object) -> Retry:
+    """Return *policy*, or the default if it is None; raise ConfigurationError if it is no Retry."""
+    if policy is None:
+        return Retry()
+    if not isinstance(policy, Retry):
+        raise ConfigurationError(
+            f"{policy!r} is no policy: give a Retry, such as Retry(attempts=3) or Retry.user_facing()"
+        )
+    return policy

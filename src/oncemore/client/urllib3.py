@@ -190,8 +190,8 @@ class Urllib3Request(BlockingRequest):
         return find_fault(error, FAULTS)
 
 
-class _RetryingPool:
-    """A pool that sends its requests through *engine*."""
+class RetryingPool:
+    """Mixin for urllib3's pools: sends their requests through *engine*."""
 
     def __init__(self, *arguments: Any, engine: Engine, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -243,31 +243,25 @@ class BoundedConnection(ConnectHook):
     def response_class(self, sock: Any, **options: Any) -> http.client.HTTPResponse:
         if not isinstance(self.timeout, Deadline):
             return http.client.HTTPResponse(sock, **options)
-        return WholeResponse(_BoundedReader(sock, self.timeout), **options)
+        return WholeResponse(BoundedFile(sock, self.timeout), **options)
 
     def _set_timeout(self, sock: Any) -> None:
         if sock is not None and isinstance(self.timeout, Deadline):
             sock.settimeout(self.timeout.next_timeout())
 
 
-class _BoundedReader:
-    """Stands for the socket where http.client makes a file of it."""
-
-    def __init__(self, sock: Any, deadline: Deadline) -> None:
-        self.file = BoundedFile(sock, deadline)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self.file)
-
-
 class BoundedFile(io.RawIOBase):
-    """The file from which http.client reads responses; each wait ends at the deadline."""
+    """The file from which http.client reads a response; each wait ends at the deadline."""
 
     def __init__(self, sock: Any, deadline: Deadline) -> None:
         self._sock = sock
         self._file = sock.makefile("rb", buffering=0)
         self._deadline = deadline
         self.ended = False
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """Return the buffered file; http.client asks for it as it would ask a socket."""
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
@@ -286,9 +280,9 @@ class BoundedFile(io.RawIOBase):
 class WholeResponse(http.client.HTTPResponse):
     """A response whose headers must be complete; http.client accepts headers that break off."""
 
-    def __init__(self, sock: _BoundedReader, **options: Any) -> None:
-        super().__init__(sock, **options)  # type: ignore[arg-type]
-        self._bounded_file = sock.file
+    def __init__(self, file: BoundedFile, **options: Any) -> None:
+        super().__init__(file, **options)  # type: ignore[arg-type]
+        self._bounded_file = file
 
     def begin(self) -> None:
         super().begin()
@@ -316,11 +310,11 @@ class BoundedHTTPSPool(HTTPSConnectionPool):
     ConnectionCls = BoundedHTTPSConnection
 
 
-class RetryHTTPPool(_RetryingPool, BoundedHTTPPool):  # type: ignore[misc]
+class RetryHTTPPool(RetryingPool, BoundedHTTPPool):  # type: ignore[misc]
     """A pool of plain connections that sends again."""
 
 
-class RetryHTTPSPool(_RetryingPool, BoundedHTTPSPool):  # type: ignore[misc]
+class RetryHTTPSPool(RetryingPool, BoundedHTTPSPool):  # type: ignore[misc]
     """A pool of TLS connections that sends again."""
 
 

@@ -22,7 +22,6 @@ from oncemore._ledger.connect import connect
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import run
 from oncemore.client.deadlines import no_sleeping
-from oncemore.client.engine import RetryableRequest
 from oncemore.client.errors import KeyReused, KeyringError, OutcomeUnknown, RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, HttpxRequest, RetryTransport
 from oncemore.client.keyring import open_keyring
@@ -264,8 +263,9 @@ def claimed_and_interrupted(transport: RetryTransport, url: str) -> Iterator[Any
     """Written down, and never heard of again."""
     headers = {"Idempotency-Key": "order-17", **JSON}
     request = httpx.Request("POST", f"{url}/", content=BODY, headers=headers)
-    exchange = RetryableRequest(HttpxRequest(request, None), RETRY, "order-17", None)
-    one = transport.engine._entry(exchange, BODY)
+    sent = HttpxRequest(request, None)
+    transport.engine.prepare(sent)
+    one = transport.engine._entry(sent, BODY)
     yield from transport.engine.keyring.claim(one, oldest=0)  # type: ignore[union-attr]
     raise KeyboardInterrupt
 

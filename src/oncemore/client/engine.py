@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -51,80 +51,61 @@ class LibraryErrors(NamedTuple):
     unknown: type[OutcomeUnknown]
 
 
-class LibraryRequest(Protocol):
-    """One request of an HTTP library, and how that library sends it."""
+class RetryableRequest:
+    """A request of an HTTP library, as the retry loop takes it.  Each library has a subclass, which knows how to send it.
+
+    *name* is the host; the key and the timeout are written into *headers*, which are the request's own.
+    """
 
     method: str
-    host: str
+    url: str
+    name: str
+    headers: MutableMapping[str, str]
     errors: LibraryErrors
 
-    @property
-    def url(self) -> str:
-        """The complete URL."""
-        ...
-
-    @property
-    def headers(self) -> MutableMapping[str, str]:
-        """The request's own headers; the key and the timeout are written into them."""
-        ...
+    # Set by `Engine.prepare`.
+    key: str | None = None
+    policy: Retry
+    lasts: float = NEVER
+    timeout_header: str | None = None
+    story: Story | None = None
 
     def body(self) -> Plan[bytes | None]:
         """Return the bytes of the body, if it is small enough to be read and sent again; otherwise None."""
-        ...
+        raise NotImplementedError
 
     def resendable(self) -> bool:
         """Whether the body can be sent (again) from its beginning."""
-        ...
+        raise NotImplementedError
 
-    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
+    def send(self, timeout: float) -> Effect[Reply]:
         """Return the effect that sends it once: a Reply within *timeout* seconds, or the library's error."""
-        ...
+        raise NotImplementedError
 
     def close(self, reply: Reply) -> Effect[None]:
         """Return the effect that closes a response which the next attempt will replace."""
-        ...
+        raise NotImplementedError
 
     def fault(self, error: Exception) -> Fault:
         """Return the meaning of the library's error."""
-        ...
-
-
-class RetryableRequest:
-    """An HTTP request with its key, if it has one, as the retry loop takes it."""
-
-    __slots__ = ("key", "lasts", "library", "name", "policy", "story", "timeout_header")
-
-    def __init__(self, library: LibraryRequest, policy: Retry, key: str | None, timeout_header: str | None) -> None:
-        self.library = library
-        self.policy = policy
-        self.key = key
-        self.name = library.host
-        self.lasts = NEVER if key is None else policy.sendable
-        self.story: Story | None = None
-        self.timeout_header = timeout_header
+        raise NotImplementedError
 
     def attempt(self, number: int, timeout: float) -> Effect[Reply]:
         # Only a keyed request can make the server wait: for a duplicate that is in progress.
         if self.key is not None and self.timeout_header:
-            self.library.headers[self.timeout_header] = f"{timeout:.3f}"
-        return self.library.send(timeout, self.key is not None)
+            self.headers[self.timeout_header] = f"{timeout:.3f}"
+        return self.send(timeout)
 
     def judge(self, reply: Reply, error: Exception | None) -> Verdict:
         keyed = self.key is not None
-        repeatable = keyed or self.library.method in IDEMPOTENT_METHODS
+        repeatable = keyed or self.method in IDEMPOTENT_METHODS
         if error is not None:
-            return judge_fault(self.library.fault(error), repeatable=repeatable)
+            return judge_fault(self.fault(error), repeatable=repeatable)
         statuses = self.policy.statuses
         return judge_reply(reply, repeatable=repeatable, keyed=keyed, statuses=statuses, now=time.time())
 
-    def resendable(self) -> bool:
-        return self.library.resendable()
-
-    def close(self, reply: Reply) -> Effect[None]:
-        return self.library.close(reply)
-
     def failure(self, story: Story, error: Exception | None) -> Exception | None:
-        errors = self.library.errors
+        errors = self.errors
         if story.reason == "key_lifetime":
             return errors.unknown(str(story), story=story)
         if error is None:
@@ -136,7 +117,7 @@ class RetryableRequest:
         """Return the error for a key that the server may have forgotten."""
         story = Story(self.name, self.key, reason="key_lifetime")
         outcome = f"it ended with {entry.status}" if entry.state == "settled" else "its outcome is not known"
-        return self.library.errors.unknown(
+        return self.errors.unknown(
             f"{entry.scope}: key {entry.key} is older than the server remembers, or of unknown age; {outcome}. "
             "Nothing was sent: look up the result, and make a new key only for a new operation",
             story=story,
@@ -178,10 +159,12 @@ class Engine:
         self.timeout_header = timeout_header
         self.environment = Environment(observers=tuple(observers))
 
-    def request(self, library: LibraryRequest, policy: Retry | None = None) -> RetryableRequest:
-        """Return the request for `send`, with its key in its headers."""
-        key = self.put_key(library.method, library.headers)
-        return RetryableRequest(library, policy or self.policy, key, self.timeout_header)
+    def prepare(self, request: RetryableRequest, policy: Retry | None = None) -> None:
+        """Give *request* its policy and, in its headers, its key."""
+        request.key = self.put_key(request.method, request.headers)
+        request.policy = policy or self.policy
+        request.lasts = NEVER if request.key is None else request.policy.sendable
+        request.timeout_header = self.timeout_header
 
     def put_key(self, method: str, headers: MutableMapping[str, str]) -> str | None:
         """Return the key of an unsafe request: the caller's own, or a new one, which is added to *headers*."""
@@ -199,8 +182,8 @@ class Engine:
         return key
 
     def send(self, request: RetryableRequest) -> Plan[Reply]:
-        """Return the final (or the last) answer; `request.story` then tells about the attempts."""
-        body = yield from request.library.body()
+        """Return the final (or the last) answer to a prepared request; its story then tells about the attempts."""
+        body = yield from request.body()
         if request.key is not None and self.keyring is not None:
             return (yield from self._send_stored(request, self.keyring, body))
         reply: Reply = yield from send_with_retries(request, request.policy, self.environment)
@@ -246,18 +229,17 @@ class Engine:
             yield from _despite_all(keyring.leave(entry))
 
     def _entry(self, request: RetryableRequest, body: bytes | None) -> Entry:
-        library = request.library
-        content_type = library.headers.get("Content-Type") or ""
-        parts = fingerprinted_parts(library.method, library.url, content_type, body or b"")
-        stored = [(name, library.headers.get(name)) for name in self.stored_headers]
+        content_type = request.headers.get("Content-Type") or ""
+        parts = fingerprinted_parts(request.method, request.url, content_type, body or b"")
+        stored = [(name, request.headers.get(name)) for name in self.stored_headers]
         names = {name.lower() for name, value in stored if value is not None}
-        stored += [(name, "") for name in CREDENTIALS if name in library.headers and name.lower() not in names]
+        stored += [(name, "") for name in CREDENTIALS if name in request.headers and name.lower() not in names]
         entry = Entry(
-            scope=scope_of(library.method, library.url),
+            scope=scope_of(request.method, request.url),
             key=request.key or "",
             fingerprint="" if body is None else FINGERPRINTS.fingerprint(*parts),
-            method=library.method,
-            url=without_credentials(library.url),
+            method=request.method,
+            url=without_credentials(request.url),
             headers=tuple((name, value) for name, value in stored if value is not None),
             body=body,
             created_at=time.time(),

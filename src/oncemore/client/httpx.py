@@ -83,7 +83,8 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
         wrap_network_backend(self._transport, BoundedBackend.around)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        sent = self.engine.request(HttpxRequest(request, self._transport), request.extensions.get("retry"))
+        sent = HttpxRequest(request, self._transport)
+        self.engine.prepare(sent, request.extensions.get("retry"))
         return _with_story(run(self.engine.send(sent)), sent)
 
     def resume(self, client: httpx.Client | None = None, *, opened: bool = False) -> list[Resumed]:
@@ -116,7 +117,8 @@ class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
         self._transport = transport or httpx.AsyncHTTPTransport()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        sent = self.engine.request(HttpxRequest(request, self._transport), request.extensions.get("retry"))
+        sent = HttpxRequest(request, self._transport)
+        self.engine.prepare(sent, request.extensions.get("retry"))
         return _with_story(await arun(self.engine.send(sent)), sent)
 
     async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
@@ -142,7 +144,7 @@ def _stored_request(client: httpx.Client | httpx.AsyncClient, entry: Entry) -> h
     return request
 
 
-class HttpxRequest:
+class HttpxRequest(RetryableRequest):
     """One request of `httpx.Client` or `httpx.AsyncClient`, sent by *transport*.
 
     It is also the effect of one attempt: send the request, and read the part of the response that belongs to the attempt.
@@ -154,14 +156,11 @@ class HttpxRequest:
         self.request = request
         self.transport = transport
         self.method = request.method
-        self.host = host_name(request.url.scheme, request.url.host, request.url.port)
+        self.url = str(request.url)
+        self.name = host_name(request.url.scheme, request.url.host, request.url.port)
         self.headers = request.headers
         self.extensions = request.extensions
         self._deadlines: dict[str, Deadline] = {}
-
-    @property
-    def url(self) -> str:
-        return str(self.request.url)
 
     def body(self) -> Plan[bytes | None]:
         if isinstance(self.request.stream, httpx.ByteStream):
@@ -182,9 +181,8 @@ class HttpxRequest:
     def fault(self, error: Exception) -> Fault:
         return find_fault(error, FAULTS)
 
-    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
+    def send(self, timeout: float) -> Effect[Reply]:
         self._timeout = timeout
-        self._keyed = keyed
         self._ends = time.monotonic() + timeout
         return self
 
@@ -226,7 +224,7 @@ class HttpxRequest:
                 deadline.lift()
             return None
         response.stream = body = ResponseBody(response.stream, self._ends)
-        return body if self._keyed or mode == "whole" else None
+        return body if self.key is not None or mode == "whole" else None
 
 
 def _reply(response: httpx.Response, content: bytes | None) -> Reply:

@@ -78,7 +78,8 @@ class RetryAdapter(PendingOperations, HTTPAdapter):
 
     def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
         options.update(zip(("stream", "timeout", "verify", "cert", "proxies"), arguments, strict=False))
-        sent = self.engine.request(RequestsRequest(self, request, options))
+        sent = RequestsRequest(self, request, options)
+        self.engine.prepare(sent)
         response: Any = run(self.engine.send(sent)).response
         response.oncemore = sent.story
         return response  # type: ignore[no-any-return]
@@ -117,7 +118,7 @@ class RequestsRequest(BlockingRequest):
         self.method = request.method or "GET"
         self.url = request.url or ""
         parts = urlsplit(self.url)
-        self.host = host_name(parts.scheme, parts.hostname or "", parts.port)
+        self.name = host_name(parts.scheme, parts.hostname or "", parts.port)
         self.headers: Any = request.headers
         for name, value in self.headers.items():
             if isinstance(value, bytes):  # requests allows both

@@ -28,7 +28,7 @@ from .._runtime.plan import Call, Effect, Plan, run
 from ._compat import ConnectHook
 from .bodies import SentBody, position, read_mode
 from .deadlines import Deadline, call_with_deadline
-from .engine import Engine, LibraryErrors, PendingOperations
+from .engine import Engine, LibraryErrors, PendingOperations, RetryableRequest
 from .errors import OutcomeUnknown, RetriesExhausted
 from .hosts import host_name
 from .keyring import KeyringPlace
@@ -120,7 +120,7 @@ class RetryPoolManager(PendingOperations, urllib3.PoolManager):
         self.engine.close()
 
 
-class BlockingRequest:
+class BlockingRequest(RetryableRequest):
     """The common part of requests and urllib3: one attempt is one call, and the body is rewound before it."""
 
     unrewindable: type[Exception] = UnrewindableBodyError
@@ -133,7 +133,7 @@ class BlockingRequest:
     def resendable(self) -> bool:
         return self._sent.resendable()
 
-    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
+    def send(self, timeout: float) -> Effect[Reply]:
         return Call(self._attempt, timeout)
 
     def close(self, reply: Reply) -> Effect[None]:
@@ -169,8 +169,8 @@ class Urllib3Request(BlockingRequest):
         self, pool: Any, method: str, url: str, headers: MutableMapping[str, str], urlopen: Any, body: Any, options: Any
     ) -> None:
         self.method = method
-        self.host = host_name(pool.scheme, pool.host, pool.port)
-        self.url = url if "://" in url else f"{pool.scheme}://{self.host}{url}"
+        self.name = host_name(pool.scheme, pool.host, pool.port)
+        self.url = url if "://" in url else f"{pool.scheme}://{self.name}{url}"
         self.headers = headers
         self._urlopen = urlopen
         self._sent = SentBody(body)
@@ -211,7 +211,8 @@ class RetryingPool:
             body.seek(body_pos)
         fields = urllib3.HTTPHeaderDict(self.headers if headers is None else headers)  # type: ignore[attr-defined]
         urlopen = partial(super().urlopen, method, url)  # type: ignore[misc]
-        request = self._engine.request(Urllib3Request(self, method, url, fields, urlopen, body, options))
+        request = Urllib3Request(self, method, url, fields, urlopen, body, options)
+        self._engine.prepare(request)
         reply = run(self._engine.send(request))
         reply.response.oncemore = request.story
         reply.response.retries = options.get("retries")  # the manager needs them for redirects

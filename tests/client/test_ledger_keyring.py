@@ -92,9 +92,7 @@ def test_client_killed_before_claim_sends_and_leaves_nothing(ledger: str) -> Non
 @pytest.mark.chaos
 @pytest.mark.parametrize(("point", "effects"), [("after verb 1", 0), ("before verb 2", 1)])
 @pytest.mark.parametrize("library", ["httpx", "aiohttp"])
-def test_client_killed_between_claim_and_settle_is_resumed_by_the_next(
-    library: str, point: str, effects: int, ledger: str
-) -> None:
+def test_client_killed_between_claim_and_settle_is_resumed(library: str, point: str, effects: int, ledger: str) -> None:
     with Server() as server:
         run_killed(library, point, server.url, ledger)
         assert len(server.effects) == effects
@@ -116,7 +114,7 @@ def test_client_killed_after_settle_leaves_nothing_to_resume(ledger: str) -> Non
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("moment", ["before the effect", "after the effect", "between two attempts"])
-def test_a_client_killed_on_the_wire_is_continued_by_the_next(moment: str, ledger: str) -> None:
+def test_client_killed_while_sending_is_resumed(moment: str, ledger: str) -> None:
     acts = {
         "before the effect": [kill],
         "after the effect": [then(effect, kill)],
@@ -140,7 +138,7 @@ def resume_in_a_process(place: str, begin: Any) -> int:
 
 
 @pytest.mark.chaos
-def test_of_processes_that_resume_at_once_each_operation_is_sent_by_one(ledger: str) -> None:
+def test_concurrent_resumers_send_each_entry_once(ledger: str) -> None:
     at_once, most, lock = 0, 0, threading.Lock()
 
     def slowly(visit: Visit) -> None:
@@ -167,7 +165,7 @@ def test_of_processes_that_resume_at_once_each_operation_is_sent_by_one(ledger: 
 
 
 @pytest.mark.chaos
-def test_what_a_living_process_is_working_on_is_left_to_it(ledger: str) -> None:
+def test_living_process_keeps_its_entries(ledger: str) -> None:
     """Also for much longer than its lease."""
     looked: list[Any] = []
 
@@ -182,7 +180,7 @@ def test_what_a_living_process_is_working_on_is_left_to_it(ledger: str) -> None:
     assert len(server.visits) == 1
 
 
-def test_request_is_in_the_ledger_before_the_first_byte_is_sent(ledger: str) -> None:
+def test_request_is_stored_before_first_byte_is_sent(ledger: str) -> None:
     seen = []
 
     def look(visit: Visit) -> None:
@@ -199,7 +197,7 @@ def test_request_is_in_the_ledger_before_the_first_byte_is_sent(ledger: str) -> 
 # States, through the transports
 
 
-def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library: Any, ledger: str) -> None:
+def test_unknown_outcome_stays_open_and_can_be_resumed(library: Any, ledger: str) -> None:
     client = library(RETRY, ledger)
     with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
         with pytest.raises(RetriesExhausted) as caught:
@@ -211,7 +209,7 @@ def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library
     assert list(server.effects.values()) == [1]
 
 
-def test_a_key_reused_for_another_request_is_refused_before_it_is_sent(library: Any, ledger: str) -> None:
+def test_key_reused_for_another_request_is_not_sent(library: Any, ledger: str) -> None:
     client = library(RETRY, ledger)
     own = {"Idempotency-Key": "order-17", **JSON}
     with Server() as server:
@@ -240,7 +238,7 @@ def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(ledger: str) 
     assert stored_requests(ledger) == 0
 
 
-def test_a_caller_that_knows_its_key_does_not_wait_for_the_dead_ones_lease(ledger: str) -> None:
+def test_own_key_is_sent_before_dead_lease_lapses(ledger: str) -> None:
     """It sends at once; the entry of the dead process can still be resumed."""
     own = {"Idempotency-Key": "order-17", **JSON}
     place = briefly(ledger)
@@ -361,7 +359,7 @@ def test_claim_whose_answer_was_lost_is_withdrawn_and_never_sent() -> None:
         eventually(lambda: not ring.heartbeat.threads.renewals)
 
 
-def test_claims_that_fail_in_a_long_outage_are_remembered_up_to_a_limit() -> None:
+def test_failed_claims_of_long_outage_are_bounded() -> None:
     inner = connect("memory://")
     store = Failing(inner, "claim", "find")
     with closing(LedgerKeyring(store, lease=0.06)) as ring:  # type: ignore[arg-type]
@@ -409,7 +407,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 # One's own run, and those of others
 
 
-def test_one_that_was_taken_over_leaves_the_rest_to_the_other(ledger: str) -> None:
+def test_taken_over_process_changes_nothing(ledger: str) -> None:
     """Frozen for longer than its lease, it comes back with an answer."""
     with closing(connect(ledger)) as store:
         frozen, other = LedgerKeyring(store, lease=0.2), LedgerKeyring(store, lease=30.0)
@@ -441,7 +439,7 @@ def test_what_was_adopted_and_then_forgotten_is_not_continued(ledger: str) -> No
         assert claim(ring, entry(body=b"other", token=2)).body == b"other"
 
 
-def test_one_reopened_by_a_process_that_died_at_once_is_still_there(ledger: str) -> None:
+def test_reopened_entry_stays_open_after_crash(ledger: str) -> None:
     with closing(connect(ledger)) as store:
         ring = LedgerKeyring(store)
         run(ring.leave(claim(ring, entry())))
@@ -492,7 +490,7 @@ def test_a_store_that_others_use_is_neither_closed_nor_purged() -> None:
     assert closed == []
 
 
-def test_a_forked_child_does_not_continue_what_its_parent_has_adopted() -> None:
+def test_forked_child_does_not_inherit_adopted_entries() -> None:
     ring = LedgerKeyring(connect("memory://"))
     run(ring.leave(claim(ring, entry())))
     adopt_all(ring, opened=True)

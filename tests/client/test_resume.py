@@ -80,7 +80,7 @@ class Refusing(httpx.Auth):
         yield request
 
 
-def test_what_failed_before_it_was_sent_is_resumed_by_the_next(opened: Callable[[], Keyring]) -> None:
+def test_entry_that_failed_before_sending_is_resumed_later(opened: Callable[[], Keyring]) -> None:
     """The client had no token yet; the process lives on, and asks again when it has one."""
     with Server() as server:
         leave_behind(opened, server.url)
@@ -106,9 +106,7 @@ def test_what_lacked_its_credentials_is_resumed_once_they_are_there(opened: Call
 
 
 @pytest.mark.parametrize("often", [False, True])
-async def test_a_resumption_that_is_cancelled_gives_back_what_it_had_not_come_to(
-    opened: Callable[[], Keyring], often: bool
-) -> None:
+async def test_cancelled_resume_leaves_unreached_entries_pending(opened: Callable[[], Keyring], often: bool) -> None:
     """The first was sent and is open, for whoever cancelled knows; the others are as they were."""
     reached = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -162,7 +160,7 @@ async def test_adopting_that_is_cancelled_adopts_nothing(opened: Callable[[], Ke
     await ring.aclose()
 
 
-async def test_a_scope_that_cancels_again_and_again_leaves_nothing_to_be_resumed_behind_its_back(
+async def test_repeated_cancellation_leaves_entries_open(
     opened: Callable[[], Keyring],
 ) -> None:
     """As anyio's do, at every await until the task has left them: whoever called knows, so all is open."""
@@ -191,7 +189,7 @@ def test_what_cannot_be_sent_again_is_told_once(opened: Callable[[], Keyring], c
     assert transport.resume() == []
 
 
-def test_what_was_open_and_could_not_be_resumed_is_open_again(opened: Callable[[], Keyring]) -> None:
+def test_open_entry_that_failed_to_resume_stays_open(opened: Callable[[], Keyring]) -> None:
     ring = opened()
     run(ring.leave(claim(ring, entry())))
     transport = RetryTransport(RETRY, ring)

@@ -45,9 +45,7 @@ def answered(resumed: Resumed) -> Answer:
 
 
 @pytest.mark.parametrize("library", ["httpx", "aiohttp"])
-def test_a_caller_killed_in_mid_refund_is_continued_by_the_next_under_the_same_key(
-    shop: Shop, road: Road, tmp_path: Path, library: str
-) -> None:
+def test_killed_caller_is_resumed_under_same_key(shop: Shop, road: Road, tmp_path: Path, library: str) -> None:
     """Kill -9 while the provider is at it; whoever resumes gets that refund, not another."""
     keyring, charge = f"sqlite:///{tmp_path}/keys.db", shop.captured(f"killed-{library}")
     asked = len(shop.calls())
@@ -69,9 +67,7 @@ def test_a_caller_killed_in_mid_refund_is_continued_by_the_next_under_the_same_k
 
 
 @pytest.mark.parametrize("library", BOTH)
-def test_the_callers_own_key_is_kept_and_reusing_it_for_something_else_is_not_even_sent(
-    shop: Shop, road: Road, tmp_path: Path, library: str
-) -> None:
+def test_callers_key_is_kept_and_its_reuse_refused(shop: Shop, road: Road, tmp_path: Path, library: str) -> None:
     charge, key = shop.captured(f"own-{library}"), f"own-{library}"
     caller = Caller(library, road.url, keyring=f"sqlite:///{tmp_path}/keys.db")
     first = caller.refund(charge, key=key)
@@ -140,9 +136,7 @@ DATES = {
 
 
 @pytest.mark.parametrize("form", ["4", *DATES, "-4", "4.5", "+4", "soon"])
-def test_retry_after_is_understood_in_all_its_forms_and_in_no_others(
-    shop: Shop, road: Road, quiet: list[float], form: str
-) -> None:
+def test_retry_after_forms(shop: Shop, road: Road, quiet: list[float], form: str) -> None:
     """`Use Retry-After if provided by the server`.  The service itself says seconds; the rest is the gateway's."""
     charge = shop.captured(f"after-{form}")
     after = time.strftime(DATES.get(form, form), time.gmtime(time.time() + 40))
@@ -161,9 +155,7 @@ def test_retry_after_is_understood_in_all_its_forms_and_in_no_others(
 
 
 @pytest.mark.parametrize("library", BOTH)
-def test_a_wait_that_is_longer_than_the_deadline_is_not_begun(
-    shop: Shop, road: Road, quiet: list[float], library: str
-) -> None:
+def test_retry_after_beyond_deadline_stops(shop: Shop, road: Road, quiet: list[float], library: str) -> None:
     """The service asks for a second, and there is half of one."""
     charge = shop.captured(f"wish-{library}")
     shop.provider.order({"error_before": 0}, {"error_before": 0})
@@ -175,7 +167,7 @@ def test_a_wait_that_is_longer_than_the_deadline_is_not_begun(
 
 
 @pytest.mark.parametrize("library", BOTH)
-def test_a_twin_that_is_still_at_it_is_waited_for_and_its_refund_is_ours(shop: Shop, road: Road, library: str) -> None:
+def test_duplicate_in_progress_is_awaited_and_replayed(shop: Shop, road: Road, library: str) -> None:
     """409 `in_progress` is no conflict to resolve.  The service waits as long as X-Request-Timeout allows."""
     charge, key, asked = shop.captured(f"twin-{library}"), f"twin-{library}", len(shop.calls())
     shop.provider.order({"latency": 1.0})

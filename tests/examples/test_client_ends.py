@@ -41,9 +41,7 @@ shop = shop_with(PAYMENTS_PROVIDER_TIMEOUT="3")
 
 
 @pytest.mark.parametrize("library", ALL)
-def test_the_deadline_cuts_an_attempt_that_hangs_and_what_came_of_it_can_still_be_learned(
-    shop: Shop, road: Road, library: str
-) -> None:
+def test_hanging_attempt_is_cut_and_its_outcome_found_later(shop: Shop, road: Road, library: str) -> None:
     """The refund is made, and its answer is lost: unknown to the caller until asked once more."""
     charge = shop.captured(f"deadline-{library}")
     road.proxy.drop_answers()
@@ -58,7 +56,7 @@ def test_the_deadline_cuts_an_attempt_that_hangs_and_what_came_of_it_can_still_b
     assert_refunded_once(shop, charge, again)
 
 
-def test_a_cancelled_caller_is_gone_at_once_and_the_refund_is_made_all_the_same(shop: Shop, road: Road) -> None:
+def test_cancelled_caller_returns_at_once_and_refund_completes(shop: Shop, road: Road) -> None:
     charge, asked = shop.captured("cancelled"), len(shop.calls())
     shop.provider.order({"latency": 0.7})
 
@@ -95,9 +93,7 @@ def test_an_interrupted_caller_is_gone_at_once_too(shop: Shop, road: Road) -> No
 
 
 @pytest.mark.parametrize("library", BOTH)
-def test_a_key_that_the_service_may_have_forgotten_is_not_sent_and_no_other_is_made(
-    shop: Shop, road: Road, tmp_path: Path, library: str
-) -> None:
+def test_key_past_its_lifetime_is_not_sent(shop: Shop, road: Road, tmp_path: Path, library: str) -> None:
     keyring, charge = f"sqlite:///{tmp_path}/keys.db", shop.captured(f"old-{library}")
     retry = Retry(deadline=0.7, key_lifetime=1.0, budget=None)
     caller = Caller(library, road.url, retry, keyring)
@@ -120,7 +116,7 @@ def test_a_key_that_the_service_may_have_forgotten_is_not_sent_and_no_other_is_m
 
 
 @pytest.mark.parametrize("library", ALL)
-def test_without_a_key_nothing_is_sent_again_that_may_have_arrived(shop: Shop, road: Road, library: str) -> None:
+def test_request_without_key_is_not_resent(shop: Shop, road: Road, library: str) -> None:
     """To the provider itself, which does as it is told, every time; and the service is not asked in vain."""
     caller = Caller(library, road.url, make_key=None)
     road.gateway.target = shop.provider.url
@@ -143,7 +139,7 @@ def test_without_a_key_nothing_is_sent_again_that_may_have_arrived(shop: Shop, r
 
 
 @pytest.mark.parametrize("library", BOTH)
-def test_a_body_that_can_be_sent_only_once_is_sent_once(shop: Shop, library: str) -> None:
+def test_single_use_body_is_sent_once(shop: Shop, library: str) -> None:
     charge, key = shop.captured(f"body-{library}"), f"body-{library}"
     data = json.dumps({"charge_id": charge, "amount": 1000}).encode()
     with FaultProxy.before(shop.service.url) as proxy:
@@ -160,9 +156,7 @@ def test_a_body_that_can_be_sent_only_once_is_sent_once(shop: Shop, library: str
 # When everyone is in trouble
 
 
-def test_a_service_that_is_down_is_not_stormed_and_the_budget_comes_back_with_it(
-    shop: Shop, road: Road, quiet: list[float]
-) -> None:
+def test_budget_limits_retries_and_recovers_with_service(shop: Shop, road: Road, quiet: list[float]) -> None:
     """It was killed; the gateway counts what it is asked meanwhile."""
     charge = shop.captured("storm", amount=10**6)
     caller = Caller("httpx", road.url, Retry(budget=Budget(tokens=10, ratio=1.0)))

@@ -157,7 +157,7 @@ def test_the_other_libraries_do_so_too(shop: Shop, road: Road, quiet: list[float
 
 
 @pytest.mark.parametrize("library", ALL)
-def test_a_provider_that_did_it_already_is_not_asked_to_do_it_again(shop: Shop, road: Road, library: str) -> None:
+def test_provider_duplicate_is_final(shop: Shop, road: Road, library: str) -> None:
     """The taxonomy's `PROVIDER.duplicate | Provider replay | no (already applied) | Surface existing result`.
 
     It moved the money and answered 502; asked again by the service, it says "duplicate", and what it did is the result.

@@ -21,7 +21,7 @@ from .hosts import host_name
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .verdict import Fault, Reply, find_fault
+from .verdict import Fault, HttpReply, find_fault
 
 
 # None of aiohttp's OSErrors: aiohttp itself would send the request again after one, with all our attempts.
@@ -91,13 +91,13 @@ class AiohttpRequest(RetryableRequest):
         payload = self.request.body
         return not (isinstance(payload, aiohttp.Payload) and payload.consumed)
 
-    def send(self, timeout: float) -> Effect[Reply]:
+    def send(self, timeout: float) -> Effect[HttpReply]:
         return Call(self._send, timeout)
 
-    async def _send(self, timeout: float) -> Reply:
+    async def _send(self, timeout: float) -> HttpReply:
         return await with_deadline(self._attempt(timeout), timeout, aiohttp.ServerTimeoutError)
 
-    async def _attempt(self, timeout: float) -> Reply:
+    async def _attempt(self, timeout: float) -> HttpReply:
         ends = asyncio.get_running_loop().time() + timeout
         if self._attempts:
             await self.request.close()  # ends the last attempt's writer, so that the body can be rewound
@@ -108,7 +108,7 @@ class AiohttpRequest(RetryableRequest):
         except BaseException:
             response.close()
             raise
-        return Reply(response.status, response.headers, body, response)
+        return HttpReply(response.status, response.headers, body, response)
 
     async def _read(self, response: ClientResponse, ends: float) -> bytes:
         """Read the body if that belongs to the attempt; otherwise the caller can read it, until the deadline."""
@@ -125,7 +125,7 @@ class AiohttpRequest(RetryableRequest):
         response.content.on_eof(timer.cancel)
         return b""
 
-    def close(self, reply: Reply) -> Effect[None]:
+    def close(self, reply: HttpReply) -> Effect[None]:
         return Call(reply.response.release)
 
     def fault(self, error: Exception) -> Fault:
@@ -177,8 +177,8 @@ class RetryMiddleware(AsyncPendingOperations):
     async def resume(self, session: ClientSession, *, opened: bool = False) -> list[Resumed]:
         """Send the operations that a dead process left behind again, each under its own key, and return the results.
 
-        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations whose callers
-        were told that the outcome is unknown are sent again too.
+        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations in
+        state `open` are sent again too: their callers were told that the outcome is unknown.
         """
 
         async def send(entry: Entry) -> ClientResponse:
@@ -194,5 +194,5 @@ class RetryMiddleware(AsyncPendingOperations):
         self.engine.close()
 
     async def aclose(self) -> None:
-        """As `close`, and also close what belongs to the running event loop."""
+        """Close the keyring, including its connections on the running event loop."""
         await self.engine.aclose()

@@ -30,7 +30,7 @@ from .keyring.entry import (
 from .keys import new_key
 from .retry import Retry, check_policy
 from .story import RetryObserver, Story, log
-from .verdict import IDEMPOTENT_METHODS, Fault, Reply, Verdict, judge_fault, judge_reply
+from .verdict import IDEMPOTENT_METHODS, Fault, HttpReply, Verdict, judge_fault, judge_reply
 
 UNSAFE_METHODS = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 
@@ -78,11 +78,11 @@ class RetryableRequest:
         """Whether the body can be sent (again) from its beginning."""
         raise NotImplementedError
 
-    def send(self, timeout: float) -> Effect[Reply]:
-        """Return the effect that sends it once: a Reply within *timeout* seconds, or the library's error."""
+    def send(self, timeout: float) -> Effect[HttpReply]:
+        """Return the effect that sends it once: a HttpReply within *timeout* seconds, or the library's error."""
         raise NotImplementedError
 
-    def close(self, reply: Reply) -> Effect[None]:
+    def close(self, reply: HttpReply) -> Effect[None]:
         """Return the effect that closes a response which the next attempt will replace."""
         raise NotImplementedError
 
@@ -90,13 +90,13 @@ class RetryableRequest:
         """Return the meaning of the library's error."""
         raise NotImplementedError
 
-    def attempt(self, number: int, timeout: float) -> Effect[Reply]:
+    def attempt(self, number: int, timeout: float) -> Effect[HttpReply]:
         # Only a keyed request can make the server wait: for a duplicate that is in progress.
         if self.key is not None and self.timeout_header:
             self.headers[self.timeout_header] = f"{timeout:.3f}"
         return self.send(timeout)
 
-    def judge(self, reply: Reply, error: Exception | None) -> Verdict:
+    def judge(self, reply: HttpReply, error: Exception | None) -> Verdict:
         keyed = self.key is not None
         repeatable = keyed or self.method in IDEMPOTENT_METHODS
         if error is not None:
@@ -181,15 +181,15 @@ class Engine:
         headers[self.header] = key = f'"{made}"' if self.quoted else made
         return key
 
-    def send(self, request: RetryableRequest) -> Plan[Reply]:
+    def send(self, request: RetryableRequest) -> Plan[HttpReply]:
         """Return the final (or the last) answer to a prepared request; its story then tells about the attempts."""
         body = yield from request.body()
         if request.key is not None and self.keyring is not None:
             return (yield from self._send_stored(request, self.keyring, body))
-        reply: Reply = yield from send_with_retries(request, request.policy, self.environment)
+        reply: HttpReply = yield from send_with_retries(request, request.policy, self.environment)
         return reply
 
-    def _send_stored(self, request: RetryableRequest, keyring: Keyring, body: bytes | None) -> Plan[Reply]:
+    def _send_stored(self, request: RetryableRequest, keyring: Keyring, body: bytes | None) -> Plan[HttpReply]:
         """Store the key and the request durably, send, and note the ending; an interruption leaves the entry pending."""
         started, policy = self.environment.now(), request.policy
         entry = self._entry(request, body)
@@ -201,7 +201,7 @@ class Engine:
                 raise request.too_old(known)
             held = known
             request.lasts = held.created_at - oldest
-            reply: Reply = yield from send_with_retries(request, policy, self.environment, started)
+            reply: HttpReply = yield from send_with_retries(request, policy, self.environment, started)
         except GeneratorExit:
             raise
         except Exception:
@@ -248,10 +248,8 @@ class Engine:
         resumed = _resuming.get()
         if resumed is None or (resumed.scope, resumed.key) != (entry.scope, entry.key):
             return entry
-        missing = [
-            name for name in resumed.credentials if name.lower() not in {sent.lower() for sent, _ in entry.headers}
-        ]
-        if missing:
+        sent = {name.lower() for name, _ in entry.headers}
+        if missing := [name for name in resumed.credentials if name.lower() not in sent]:
             raise CredentialsMissing(
                 f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not stored, and without it a "
                 "server may take the request for another caller's; nothing was sent: resume it through a client that has it"
@@ -312,7 +310,7 @@ class Engine:
             self.keyring.close()
 
     async def aclose(self) -> None:
-        """As `close`, and also close what belongs to the running event loop."""
+        """Close the keyring, including its connections on the running event loop."""
         if self.keyring is not None:
             await self.keyring.aclose()
 

@@ -113,7 +113,7 @@ class Hosts:
         self.forget()
 
     def get(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host | None:
-        """Return the state of the host *name*; None if there is neither a budget nor a breaker."""
+        """Return the state of the host *name*; None without a budget and a breaker."""
         if budget is None and breaker is None:
             return None
         known = self._known.get((name, budget, breaker))

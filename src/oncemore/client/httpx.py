@@ -23,7 +23,7 @@ from .hosts import host_name
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .verdict import Fault, Reply, find_fault
+from .verdict import Fault, HttpReply, find_fault
 
 __all__ = ["AsyncRetryTransport", "RequestExhausted", "RequestTimedOut", "RequestUnknown", "RetryTransport"]
 
@@ -90,8 +90,8 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
     def resume(self, client: httpx.Client | None = None, *, opened: bool = False) -> list[Resumed]:
         """Send the operations that a dead process left behind again, each under its own key, and return the results.
 
-        They go through *client*, which adds its credentials; the keyring stores none.  With *opened*, operations whose callers
-        were told that the outcome is unknown are sent again too.
+        They go through *client*, which adds its credentials; the keyring stores none.  With *opened*, operations in
+        state `open` are sent again too: their callers were told that the outcome is unknown.
         """
 
         sender = client or httpx.Client(transport=self, timeout=None)
@@ -103,7 +103,7 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
 
 
 class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
-    """The same for `httpx.AsyncClient`; `pending`, `resume` and `forget` are awaited."""
+    """RetryTransport for `httpx.AsyncClient`; `pending`, `resume` and `forget` are awaited."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
         return _with_story(await arun(self.engine.send(sent)), sent)
 
     async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
-        """As `RetryTransport.resume`."""
+        """Send pending operations again through *client*; see `RetryTransport.resume`."""
 
         sender = client or httpx.AsyncClient(transport=self, timeout=None)
         return await self._resume(lambda entry: sender.send(_stored_request(sender, entry)), opened)
@@ -132,7 +132,7 @@ class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
         await self.engine.aclose()
 
 
-def _with_story(reply: Reply, request: RetryableRequest) -> httpx.Response:
+def _with_story(reply: HttpReply, request: RetryableRequest) -> httpx.Response:
     response: httpx.Response = reply.response
     response.extensions["oncemore"] = request.story
     return response
@@ -175,18 +175,18 @@ class HttpxRequest(RetryableRequest):
     def resendable(self) -> bool:
         return not (isinstance(self.request.stream, SingleUseBody) and self.request.stream.begun)
 
-    def close(self, reply: Reply) -> Effect[None]:
+    def close(self, reply: HttpReply) -> Effect[None]:
         return CallMethod(reply.response, "close", "aclose")
 
     def fault(self, error: Exception) -> Fault:
         return find_fault(error, FAULTS)
 
-    def send(self, timeout: float) -> Effect[Reply]:
+    def send(self, timeout: float) -> Effect[HttpReply]:
         self._timeout = timeout
         self._ends = time.monotonic() + timeout
         return self
 
-    def run(self) -> Reply:
+    def run(self) -> HttpReply:
         # No task can be cancelled here, so each phase gets a timeout that knows when the attempt must end.
         timeouts: dict[str, float | None] = self.extensions.get("timeout") or {}
         self._deadlines = {phase: Deadline(self._timeout, timeouts.get(phase)) for phase in PHASES}
@@ -203,10 +203,10 @@ class HttpxRequest(RetryableRequest):
             raise
         return _reply(response, content)
 
-    def arun(self) -> Awaitable[Reply]:
+    def arun(self) -> Awaitable[HttpReply]:
         return with_deadline(self._send(), self._timeout, httpx.ReadTimeout)
 
-    async def _send(self) -> Reply:
+    async def _send(self) -> HttpReply:
         response = await self.transport.handle_async_request(self.request)
         try:
             body = self._body(response)
@@ -227,14 +227,14 @@ class HttpxRequest(RetryableRequest):
         return body if self.key is not None or mode == "whole" else None
 
 
-def _reply(response: httpx.Response, content: bytes | None) -> Reply:
+def _reply(response: httpx.Response, content: bytes | None) -> HttpReply:
     """Return the reply; the caller can read *content* again."""
     error_body = b""
     if content is not None:
         response.stream = httpx.ByteStream(content)
         if response.status_code >= 400:
             error_body = _decompress(response, content)
-    return Reply(response.status_code, response.headers, error_body, response)
+    return HttpReply(response.status_code, response.headers, error_body, response)
 
 
 def _decompress(response: httpx.Response, body: bytes) -> bytes:
@@ -331,7 +331,7 @@ PIECE = 16 * 1024
 
 
 class BoundedStream(httpcore.NetworkStream):
-    """A stream whose every wait ends at the deadline of its timeout."""
+    """A stream that ends each wait at the deadline of its timeout."""
 
     def __init__(self, stream: httpcore.NetworkStream, connect_timeout: float | None) -> None:
         self._stream = stream

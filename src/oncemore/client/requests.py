@@ -19,7 +19,7 @@ from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
 from .urllib3 import BOUNDED_POOLS, FAULTS, BlockingRequest, deadlines
-from .verdict import Fault, Reply, find_fault
+from .verdict import Fault, HttpReply, find_fault
 
 
 class RequestExhausted(RetriesExhausted, requests.ConnectionError):
@@ -91,8 +91,8 @@ class RetryAdapter(PendingOperations, HTTPAdapter):
     def resume(self, session: requests.Session, *, opened: bool = False) -> list[Resumed]:
         """Send the operations that a dead process left behind again, each under its own key, and return the results.
 
-        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations whose callers
-        were told that the outcome is unknown are sent again too.
+        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations in
+        state `open` are sent again too: their callers were told that the outcome is unknown.
         """
 
         def send(entry: Entry) -> requests.Response:
@@ -126,7 +126,7 @@ class RequestsRequest(BlockingRequest):
         self._options = options
         self._sent = SentBody(request.body)
 
-    def _attempt(self, timeout: float) -> Reply:
+    def _attempt(self, timeout: float) -> HttpReply:
         self._rewind()
         request = self.request
         if request.body is not self._sent.value:  # a copy, because requests rewinds the original body at a redirect
@@ -137,7 +137,7 @@ class RequestsRequest(BlockingRequest):
         if read_mode(response.status_code, response.headers) == "endless":
             read.lift()
         body = response.content if self._is_body_read(response) else b""
-        return Reply(response.status_code, response.headers, body, response)
+        return HttpReply(response.status_code, response.headers, body, response)
 
     def _is_body_read(self, response: requests.Response) -> bool:
         """Whether reading the body belongs to the attempt: the caller does not stream, or it is a short error."""

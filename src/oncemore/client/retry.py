@@ -35,8 +35,8 @@ class Retry:
         base, factor, cap, jitter, spread: the pauses, see `Backoff`.
         schedule: the times of the retries, counted from the first attempt, in place of a backoff.
         statuses: the statuses of HTTP after which to try again.
-        errors: for plain functions, the exceptions after which to try again, and also exceptions whose attribute
-            `retryable` is True; or a function that decides alone.
+        errors: for plain functions, the exceptions after which to try again, and also exceptions with
+            `retryable = True`; or a function that decides alone.
         key_lifetime: how long the server remembers a key: afterwards it would take a retry for a new operation.
         budget, breaker: limits per host, shared by the process.
     """

@@ -34,7 +34,7 @@ from .hosts import host_name
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .verdict import Fault, Reply, find_fault
+from .verdict import Fault, HttpReply, find_fault
 
 
 class PoolExhausted(RetriesExhausted, HTTPError):
@@ -104,8 +104,8 @@ class RetryPoolManager(PendingOperations, urllib3.PoolManager):
     def resume(self, *, opened: bool = False, headers: dict[str, str] | None = None) -> list[Resumed]:
         """Send the operations that a dead process left behind again, each under its own key, and return the results.
 
-        *headers* are the credentials, because the keyring stores none.  With *opened*, operations whose callers were told that
-        the outcome is unknown are sent again too.
+        *headers* are the credentials, because the keyring stores none.  With *opened*, operations in state `open` are sent
+        again too: their callers were told that the outcome is unknown.
         """
 
         def send(entry: Entry) -> Any:
@@ -133,10 +133,10 @@ class BlockingRequest(RetryableRequest):
     def resendable(self) -> bool:
         return self._sent.resendable()
 
-    def send(self, timeout: float) -> Effect[Reply]:
+    def send(self, timeout: float) -> Effect[HttpReply]:
         return Call(self._attempt, timeout)
 
-    def close(self, reply: Reply) -> Effect[None]:
+    def close(self, reply: HttpReply) -> Effect[None]:
         return Call(reply.response.close)
 
     def _rewind(self) -> None:
@@ -147,7 +147,7 @@ class BlockingRequest(RetryableRequest):
             )
         self._sent.rewind()
 
-    def _attempt(self, timeout: float) -> Reply:
+    def _attempt(self, timeout: float) -> HttpReply:
         raise NotImplementedError
 
 
@@ -176,7 +176,7 @@ class Urllib3Request(BlockingRequest):
         self._sent = SentBody(body)
         self._options = options
 
-    def _attempt(self, timeout: float) -> Reply:
+    def _attempt(self, timeout: float) -> HttpReply:
         self._rewind()
         connect, read = deadlines(self._options.get("timeout"), timeout)
         options = {**self._options, "retries": False, "timeout": Timeout(connect=connect, read=read)}
@@ -184,7 +184,7 @@ class Urllib3Request(BlockingRequest):
         if read_mode(response.status, response.headers) == "endless":
             read.lift()
         body = response.data if self._options.get("preload_content", True) else b""
-        return Reply(response.status, response.headers, body, response)
+        return HttpReply(response.status, response.headers, body, response)
 
     def fault(self, error: Exception) -> Fault:
         return find_fault(error, FAULTS)
@@ -279,7 +279,7 @@ class BoundedFile(io.RawIOBase):
 
 
 class WholeResponse(http.client.HTTPResponse):
-    """A response whose headers must be complete; http.client accepts headers that break off."""
+    """A response with complete headers; http.client itself accepts headers that break off."""
 
     def __init__(self, file: BoundedFile, **options: Any) -> None:
         super().__init__(file, **options)  # type: ignore[arg-type]

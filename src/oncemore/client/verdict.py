@@ -27,7 +27,7 @@ class Headers(Protocol):
     def get(self, name: str, /) -> str | None: ...
 
 
-class Reply(msgspec.Struct, frozen=True):
+class HttpReply(msgspec.Struct, frozen=True):
     """A server's answer as far as a verdict needs it, and the library's own *response*."""
 
     status: int
@@ -66,7 +66,7 @@ class Verdict(msgspec.Struct, frozen=True):
 ACCEPTED = Verdict(False, "200", "success")
 
 
-def judge_reply(reply: Reply, *, repeatable: bool, keyed: bool, statuses: frozenset[int], now: float) -> Verdict:
+def judge_reply(reply: HttpReply, *, repeatable: bool, keyed: bool, statuses: frozenset[int], now: float) -> Verdict:
     """Return the verdict on an answer; *repeatable* says whether sending the request again is harmless."""
     status = reply.status
     if status < 400:

@@ -108,7 +108,7 @@ class Keyring(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """As `close`, and also close what belongs to the running event loop."""
+        """Close the keyring, including its connections on the running event loop."""
         ...
 
 

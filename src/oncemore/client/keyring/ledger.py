@@ -51,7 +51,7 @@ class LedgerKeyring:
     one effect.
 
     Args:
-        store: where the records are.
+        store: holds the records.
         lease: seconds; renewed while the process lives.
         retention: seconds for which a settled key is remembered.
         own_store: the store was opened for this keyring alone, which then purges and closes it.
@@ -61,7 +61,9 @@ class LedgerKeyring:
         self, store: Store, *, lease: float = LEASE, retention: float = RETENTION, own_store: bool = False
     ) -> None:
         if lease <= 0:
-            raise ConfigurationError(f"lease={lease:g}s of the keyring: a living process would lose its operations")
+            raise ConfigurationError(
+                f"lease={lease:g}s of the keyring: give more than 0 s, or a living process loses its operations"
+            )
         self.store = store
         self.lease = lease
         self.retention = retention
@@ -72,7 +74,7 @@ class LedgerKeyring:
 
     def _reset(self) -> None:
         self._sending: dict[int, Renewal] = {}  # by the token of the entry
-        self._failed: deque[Entry] = deque(maxlen=MAX_FAILED)  # whose claims failed, and may have been written
+        self._failed: deque[Entry] = deque(maxlen=MAX_FAILED)  # their claims failed, but may have been written
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         found: Lease | Record | None = None
@@ -164,7 +166,7 @@ class LedgerKeyring:
             self.store.close()
 
     async def aclose(self) -> None:
-        """As `close`, and also close what belongs to the running event loop."""
+        """Close the keyring, including its connections on the running event loop."""
         self.heartbeat.close()
         if self._own_store:
             await self.store.aclose()
@@ -210,7 +212,7 @@ class LedgerKeyring:
         return lease
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
-        """Renew the lease of an entry that is being sent; if it is None, withdraw the entries whose claims failed."""
+        """Renew the lease of an entry that is being sent; if it is None, withdraw the failed claims."""
         try:
             if renewal.lease is not None:
                 yield from self.store.renew(renewal.lease, lease=renewal.seconds)

@@ -80,7 +80,7 @@ class MemoryKeyring:
                 del self._entries[entry.scope, entry.key]
 
     def _pending(self) -> list[Entry]:
-        # An interruption ends the process and its memory; only entries whose callers were told are left.
+        # An interruption ends the process and its memory; the entries left are open: their callers were told.
         with self._lock:
             return [entry for entry in self._entries.values() if entry.state == "open"]
 

@@ -128,7 +128,7 @@ class SqliteKeyring:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
     async def aclose(self) -> None:
-        """As `close`, because nothing here belongs to an event loop."""
+        """Close the file; nothing here belongs to an event loop."""
         self.close()
 
     def _claim(self, entry: Entry, oldest: float) -> Entry:

@@ -26,7 +26,7 @@ from tests.pages import BLOCKS, ROOT, Block, commands
 from tests.support.processes import without_coverage
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-LANGUAGES = {"python", "toml", "console", "bash", "json", "sql", "http", "text"}
+LANGUAGES = {"python", "toml", "console", "bash", "json", "sql", "http", "mermaid", "text"}
 COMMANDS = ("oncemore ", "pip install ", "make ", "git ")
 # How many cannot run.  It may fall; whoever lets it rise has a reason, in the comment before the block.
 NOT_RUN = 1

@@ -24,15 +24,16 @@ POINTS = (
 HEAD = """\
 # Killed at every point
 
-Each row below is a test that kills a real process with SIGKILL at that point (or cuts the connection at the server's
-answer), lets another process take over, and has the client retry. `make test` runs them all and fails if this page says
-anything else than what came of it. "In the end" counts the rows that the effect has left in the database.
+Each row below is a test.
+It kills a real process with SIGKILL at that point (or cuts the connection before the server's answer), lets another process take over, and has the client retry.
+`make test` runs them all, and fails if their results differ from this page.
+"Effects in the end" counts the rows that the effect has left in the database.
 
 """
 MEANING = {
     "transaction": '`effect = "transaction"`: the claim, the effect and the outcome are one transaction.',
     "lease, resolve": '`effect = "lease"`, `on_unknown = "resolve"`: a function looks whether it happened.',
-    "lease, hold": '`effect = "lease"`, `on_unknown = "hold"`: what is in doubt waits for a person.',
+    "lease, hold": '`effect = "lease"`, `on_unknown = "hold"`: an unknown outcome waits for a person.',
     "steps": '`effect = "steps"`: each step is checkpointed; the retry resumes behind the last one.',
 }
 

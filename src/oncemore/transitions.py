@@ -53,11 +53,11 @@ class Transitions:
                     )
 
     def apply(self, op: Op, id: Any, action: str, **columns: Any) -> Applied:
-        """Change the row's state by *action*, and set *columns* with it; nothing, where that has been done before."""
+        """Change the row's state by *action*, and set *columns* with it.  If that has been done before, nothing changes."""
         return run(self._applied(op, id, action, columns))
 
     async def aapply(self, op: Op, id: Any, action: str, **columns: Any) -> Applied:
-        """As `apply`, to be awaited."""
+        """Change the row's state as `apply` does, to be awaited."""
         return await arun(self._applied(op, id, action, columns))
 
     def leads(self, action: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -35,6 +36,24 @@ async def opened(kind: type[Shop], url: str) -> AsyncIterator[Shop]:
     await shop.open()
     yield shop
     await shop.close()
+    if url.startswith("postgresql:"):
+        await no_open_transactions(url.partition("?")[0])
+
+
+OPEN = (
+    "SELECT pid, query FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
+)
+
+
+async def no_open_transactions(url: str) -> None:
+    """A transaction that was left open keeps its key in progress until the process ends."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        for _ in range(100):
+            left = connection.execute(OPEN).fetchall()
+            if not left:
+                return
+            await asyncio.sleep(0.02)
+    raise AssertionError(left)
 
 
 @pytest.fixture(params=[*ON_SQLITE, *(pytest.param(name, marks=pytest.mark.server) for name in ON_POSTGRES)])

@@ -14,6 +14,7 @@ from django.db import connections, transaction
 from oncemore._ledger.context import Op
 from oncemore._ledger.transactions import Query, Statement, TransactionAdapter
 from oncemore._runtime.plan import arun, run
+from oncemore.errors import ConfigurationError, TransactionEnded
 from oncemore.stores.django import DjangoAdapter
 from oncemore.stores.postgres import psycopg as below_psycopg
 from oncemore.stores.postgres.asyncpg import AsyncpgAdapter
@@ -116,6 +117,31 @@ async def test_execute_stops_at_the_first_failure(shop: Shop) -> None:
     with pytest.raises(Exception, match="no_such_column"):
         await performed(shop, work)
     assert shop.refunds() == []
+
+
+async def test_commit_without_the_claimed_record_is_refused(shop: Shop) -> None:
+    """The performer may have deleted or changed it: an effect must not be committed without its outcome."""
+
+    def work(adapter: TransactionAdapter) -> Performing:
+        yield from adapter.execute(insert(shop, "effect"), query(shop, "DELETE FROM oncemore_records"))
+        return "done"
+
+    with pytest.raises(TransactionEnded, match="leave both to the guard"):
+        await performed(shop, work)
+    assert shop.refunds() == []
+
+
+async def test_session_needs_sqlalchemy(shop: Shop) -> None:
+    def perform(op: Op) -> Performing:
+        op.session()
+        return "done"
+        yield
+
+    if isinstance(shop, OnEngine):
+        assert (await shop.run(asked(), perform)).how == "stored"
+    else:
+        with pytest.raises(ConfigurationError, match="needs SQLAlchemy"):
+            await shop.run(asked(), perform)
 
 
 async def test_the_end_may_come_twice(shop: Shop) -> None:

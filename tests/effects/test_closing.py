@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -17,6 +16,7 @@ from sqlalchemy import NullPool
 from oncemore import Guard
 from oncemore._ledger.context import Op
 from oncemore._ledger.transactions import Do
+from oncemore._runtime.plan import run
 from oncemore.errors import TransactionEnded
 
 from .conftest import emptied, opened
@@ -163,25 +163,27 @@ async def test_a_connection_that_the_performer_has_released_is_somebody_elses(sh
     assert (await shop.run(asked(), refund(shop))).how == "stored"
 
 
+def driver_connection(connection: Any) -> Any:
+    return connection.connection.driver_connection if hasattr(connection, "engine") else connection
+
+
 @pytest.mark.parametrize("kind", [Returning, AlchemyPsycopg, AlchemyPsycopg2])
 async def test_a_connection_that_is_not_trusted_is_ended_though_close_would_give_it_back(
     shops_url: str, kind: type[Shop]
 ) -> None:
     """One who vanishes in mid-operation leaves a transaction open: the next borrower must not get it."""
     async for shop in opened(kind, emptied(shops_url)):
+        source: Any = shop.guard.store.lender
         pids: list[int] = []
 
-        def begun(shop: Shop = shop, pids: list[int] = pids) -> None:
-            plan = shop.guard.guarded(asked(), lambda op: None, POLICY)
-            effect: Any = next(plan)
-            while not hasattr(effect, "op"):
-                effect = plan.send(effect.run())
-            connection = effect.op.connection
-            pids.append(getattr(connection.connection, "driver_connection", connection).info.backend_pid)
-            plan.close()
+        def begun(source: Any = source, pids: list[int] = pids) -> None:
+            transaction = run(source.open())
+            run(transaction.begin(asked(), lease=30.0, wait=1.0))
+            connection = transaction.connection
+            pids.append(driver_connection(connection).info.backend_pid)
+            transaction.drop()
 
         await asyncio.to_thread(begun)
-        gc.collect()
         gone = f"SELECT pid FROM pg_stat_activity WHERE pid = {pids[0]}"
         async with asyncio.timeout(5):
             while shop.execute(gone):

@@ -60,7 +60,7 @@ def said(response: httpx.Response) -> str | None:
 
 
 def test_a_request_and_its_effects_are_one(caller: Caller) -> None:
-    """CASES 16, 17, 20, 21, 25, 54: one server, one story after the other."""
+    """One server, one story after the other."""
     first, again = caller.ask("refund"), caller.ask("refund")
     assert (first.status_code, said(first), again.status_code, said(again)) == (201, "stored", 201, "replayed")
     assert caller.seen()["refunds"] == caller.seen()["told"] == ["k, run 1"]

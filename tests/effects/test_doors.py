@@ -68,7 +68,6 @@ def said(response: httpx.Response) -> str | None:
 
 
 def test_a_success_is_committed_with_its_record_and_replayed(client: httpx.Client, work: Work) -> None:
-    """CASES 16."""
     first, again = ask(client, "/refund"), ask(client, "/refund")
     assert (first.status_code, said(first), again.status_code, said(again)) == (201, "stored", 201, "replayed")
     assert first.json() == again.json() == {"run": 1}
@@ -77,7 +76,6 @@ def test_a_success_is_committed_with_its_record_and_replayed(client: httpx.Clien
 
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_what_is_not_final_is_rolled_back_and_a_retry_performs(client: httpx.Client, work: Work, status: int) -> None:
-    """CASES 20, 25."""
     first = ask(client, "/refund", status=status)
     assert (first.status_code, said(first)) == (status, "unstored")
     assert work.shop.refunds() == []
@@ -85,14 +83,13 @@ def test_what_is_not_final_is_rolled_back_and_a_retry_performs(client: httpx.Cli
 
 
 def test_a_final_refusal_commits_with_its_record(client: httpx.Client, work: Work) -> None:
-    """CASES 20."""
     first, again = ask(client, "/refund", status=422), ask(client, "/refund", status=422)
     assert (first.status_code, said(first), again.status_code, said(again)) == (422, "stored", 422, "replayed")
     assert work.shop.refunds() == ["k, run 1"]
 
 
 def test_a_stream_begins_when_its_transaction_is_over(client: httpx.Client, work: Work) -> None:
-    """CASES 21: behind the first chunk, rows are counted by another connection, and op.connection is asked for."""
+    """Behind the first chunk, rows are counted by another connection, and op.connection is asked for."""
     first = ask(client, "/stream")
     assert (first.status_code, said(first)) == (201, "unstored")
     assert first.text.startswith("begun 1 The transaction is over")
@@ -102,7 +99,6 @@ def test_a_stream_begins_when_its_transaction_is_over(client: httpx.Client, work
 
 
 def test_a_stream_that_is_not_final_is_rolled_back_before_it_begins(client: httpx.Client, work: Work) -> None:
-    """CASES 20, 21."""
     first = ask(client, "/stream", status=503)
     assert first.status_code == 503
     assert first.text.startswith("begun 0 The transaction is over")
@@ -111,7 +107,6 @@ def test_a_stream_that_is_not_final_is_rolled_back_before_it_begins(client: http
 
 
 def test_of_ten_at_once_one_performs(client: httpx.Client, work: Work) -> None:
-    """CASES 17."""
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda _: ask(client, "/refund"), range(10)))
     assert sorted(map(str, map(said, answers))) == ["replayed"] * 9 + ["stored"]

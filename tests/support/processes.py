@@ -9,6 +9,7 @@ To test how an interpreter itself starts, use subprocess.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import random
@@ -25,6 +26,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import IO, Any, Self
+from weakref import WeakSet
 
 from examples.process import Server
 
@@ -83,6 +85,16 @@ def separate_processes() -> ForkServerContext:
     return context
 
 
+RUNNING: WeakSet[Program] = WeakSet()
+
+
+@atexit.register
+def kill_running() -> None:
+    """At its end, multiprocessing waits for its processes.  They are not daemons, because those may have no children."""
+    for program in tuple(RUNNING):
+        program.kill()
+
+
 class Program:
     """A Python program in a process of its own, used like a `subprocess.Popen` in text mode.
 
@@ -127,8 +139,9 @@ class Program:
         self.stderr = pipe(stderr, 2, reads=True)
         environment = dict(os.environ if env is None else env)
         self.process = context.Process(
-            target=run_program, args=(command[1:], str(cwd or Path.cwd()), environment, theirs), daemon=True
+            target=run_program, args=(command[1:], str(cwd or Path.cwd()), environment, theirs)
         )
+        RUNNING.add(self)
         self.process.start()
         self.pid: int = self.process.pid or 0
         for end in theirs:
@@ -192,6 +205,8 @@ def run_program(command: list[str], cwd: str, environment: dict[str, str], strea
     for standard, stream in enumerate(streams):
         os.dup2(stream.fileno(), standard)
         stream.close()
+    # It ends with its parent by the thread below, so it need not count as a daemon, which may have no children: granian has.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()

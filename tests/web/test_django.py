@@ -81,7 +81,7 @@ def said(response: httpx.Response) -> str | None:
 
 
 def test_twice_is_once(caller: Caller, kind: str) -> None:
-    """CASES 16, 19: the cookie is the first client's alone."""
+    """The cookie is the first client's alone."""
     first, second = caller.ask(f"/{kind}/create"), caller.ask(f"/{kind}/create")
     assert (first.status_code, second.status_code, caller.told()) == (201, 201, 1)
     assert first.content == second.content
@@ -104,7 +104,6 @@ def test_headers_that_a_template_has_marked_are_kept_as_the_plain_texts_they_are
 
 
 def test_of_ten_at_once_one_runs(caller: Caller, kind: str) -> None:
-    """CASES 17."""
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda _: caller.ask(f"/{kind}/slow", params={"pause": 0.3}), range(10)))
     assert {answer.status_code for answer in answers} == {201}
@@ -112,7 +111,6 @@ def test_of_ten_at_once_one_runs(caller: Caller, kind: str) -> None:
 
 
 def test_an_exception_gets_djangos_own_answer_and_another_try(caller: Caller, kind: str) -> None:
-    """CASES 20."""
     answers = [caller.ask(f"/{kind}/fail") for _ in range(3)]
     assert [answer.status_code for answer in answers] == [500, 201, 201]
     assert "<h1>Server Error (500)</h1>" in answers[0].text
@@ -120,13 +118,12 @@ def test_an_exception_gets_djangos_own_answer_and_another_try(caller: Caller, ki
 
 
 def test_a_transaction_of_the_request_is_over_before_its_outcome_is_kept(caller: Caller) -> None:
-    """CASES 20: with ATOMIC_REQUESTS, what the failing attempt did is gone."""
+    """With ATOMIC_REQUESTS, what the failing attempt did is gone."""
     assert [caller.ask("/atomic").status_code for _ in range(3)] == [500, 201, 201]
     assert (caller.told(), caller.told("effects")) == (2, 1)
 
 
 def test_a_stream_is_passed_on_and_not_repeated(caller: Caller, kind: str) -> None:
-    """CASES 21."""
     first, second = caller.ask(f"/{kind}/stream"), caller.ask(f"/{kind}/stream")
     assert (first.text, said(first)) == ("0 1 ", "unstored")
     assert second.json()["error_code"] == NOT_KEPT
@@ -134,7 +131,6 @@ def test_a_stream_is_passed_on_and_not_repeated(caller: Caller, kind: str) -> No
 
 
 def test_a_stream_can_be_kept_whole(caller: Caller, kind: str) -> None:
-    """CASES 21."""
     answers = [caller.ask(f"/{kind}/buffered") for _ in range(2)]
     assert [(answer.text, said(answer)) for answer in answers] == [("0 1 ", "stored"), ("0 1 ", "replayed")]
     large = Caller(str(caller.client.base_url))
@@ -144,7 +140,6 @@ def test_a_stream_can_be_kept_whole(caller: Caller, kind: str) -> None:
 
 
 def test_a_released_stream_keeps_its_lease_to_its_end_and_then_runs_again(caller: Caller, kind: str) -> None:
-    """CASES 21, 24."""
     params = {"pause": 250, "many": 4}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(caller.ask, f"/{kind}/released", params=params)
@@ -158,7 +153,7 @@ def test_a_released_stream_keeps_its_lease_to_its_end_and_then_runs_again(caller
 
 
 def test_a_released_stream_that_nobody_is_there_to_hear_runs_again(caller: Caller, kind: str, server: Server) -> None:
-    """CASES 23: its client left before it began, and its lease must not be kept for ever."""
+    """Its client left before it began, and its lease must not be kept for ever."""
     connection = RawConnection(server.url)
     target = f"/{kind}/released?case={caller.case}&before=300&many=2"
     connection.send(head("POST", target, fields(caller, ("Content-Length", "0"))))
@@ -171,7 +166,6 @@ def test_a_released_stream_that_nobody_is_there_to_hear_runs_again(caller: Calle
 
 @pytest.mark.parametrize(("size", "kept"), [(1000, True), (5000, False)])
 def test_a_file_is_kept_if_it_is_small(caller: Caller, kind: str, size: int, kept: bool) -> None:
-    """CASES 21, 22."""
     first, second = (caller.ask(f"/{kind}/file", params={"size": size}) for _ in range(2))
     assert (len(first.content), said(first)) == (size, "stored" if kept else "unstored")
     if kept:
@@ -215,7 +209,6 @@ def test_djangos_own_limit_still_holds(caller: Caller, kind: str) -> None:
 
 
 def test_a_body_over_the_rules_limit_is_refused(caller: Caller, kind: str) -> None:
-    """CASES 22."""
     answer = caller.ask(f"/{kind}/small", params={"how": "body"}, content=b"x" * 1001)
     assert (answer.status_code, answer.json()["error_code"]) == (413, "VALIDATION.payload_too_large")
     assert caller.told() == 0
@@ -243,7 +236,6 @@ def test_a_body_in_chunks_is_read_or_refused(
 
 
 def test_a_client_that_leaves_in_mid_body_has_asked_for_nothing(caller: Caller, kind: str, server: Server) -> None:
-    """CASES 23."""
     connection = RawConnection(server.url)
     target = f"/{kind}/body?how=body&case={caller.case}"
     connection.send(head("POST", target, fields(caller, ("Content-Length", "100"))) + b"only this")
@@ -256,7 +248,7 @@ def test_a_client_that_leaves_in_mid_body_has_asked_for_nothing(caller: Caller, 
 def test_a_client_that_leaves_while_the_view_works_finds_the_outcome_later(
     caller: Caller, kind: str, server: Server, polite: bool
 ) -> None:
-    """CASES 23: Django cancels the task of a client that has left; ours goes on, and the loop with it."""
+    """Django cancels the task of a client that has left; ours goes on, and the loop with it."""
     connection = RawConnection(server.url)
     target = f"/{kind}/slow?case={caller.case}&pause=0.5"
     connection.send(head("POST", target, fields(caller, ("Content-Length", "0"))))
@@ -301,7 +293,7 @@ def test_a_key_may_be_in_the_body(caller: Caller, kind: str) -> None:
 
 
 def test_keys_belong_to_the_user_who_is_logged_in(caller: Caller, kind: str) -> None:
-    """CASES 8, 32: whatever credentials are in the headers; and a session may begin anew between two attempts."""
+    """Whatever credentials are in the headers; and a session may begin anew between two attempts."""
     for user, status in [("ann", "stored"), ("bob", "stored"), ("ann", "replayed"), ("bob", "replayed")]:
         caller.client.cookies.clear()
         caller.client.headers["Authorization"] = uuid.uuid4().hex
@@ -315,7 +307,7 @@ def test_keys_belong_to_the_user_who_is_logged_in(caller: Caller, kind: str) -> 
 
 
 def test_the_check_of_the_csrf_token_is_djangos(caller: Caller) -> None:
-    """CASES 20: a 403 is not kept, so that the same key passes with the token."""
+    """A 403 is not kept, so that the same key passes with the token."""
     refused = caller.ask("/form")
     token = caller.client.get("/token").text
     passed = [caller.ask("/form", headers={"X-CSRFToken": token}) for _ in range(2)]
@@ -353,7 +345,6 @@ def test_the_check_of_the_csrf_token_is_djangos(caller: Caller) -> None:
     ],
 )
 def test_the_rule_on_a_view_holds_for_its_requests(caller: Caller, method: str, path: str, unkeyed: int) -> None:
-    """CASES 4."""
     answer = caller.ask(path, None, method=method, json={})
     assert (answer.status_code, caller.told()) == (unkeyed, 0 if unkeyed == 400 else 1)
     if unkeyed == 400:
@@ -377,7 +368,7 @@ def test_the_rule_on_a_view_holds_for_its_requests(caller: Caller, method: str, 
     ],
 )
 def test_a_view_with_a_rule_runs_once_for_each_key(caller: Caller, path: str) -> None:
-    """CASES 16: the REST framework and Ninja read the body after the door."""
+    """The REST framework and Ninja read the body after the door."""
     answers = [caller.ask(path, json={"a": 1}) for _ in range(2)]
     assert [said(answer) for answer in answers] == ["stored", "replayed"], answers[0].text
     assert answers[0].content == answers[1].content
@@ -387,7 +378,6 @@ def test_a_view_with_a_rule_runs_once_for_each_key(caller: Caller, path: str) ->
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/marked/exempt"), ("PATCH", "/marked/by-method")])
 def test_an_exempt_view_is_left_alone(caller: Caller, method: str, path: str) -> None:
-    """CASES 5."""
     answers = [caller.ask(path, method=method) for _ in range(2)]
     assert [(answer.json()["run"], said(answer)) for answer in answers] == [(1, None), (2, None)]
 
@@ -401,7 +391,6 @@ def test_a_rule_that_no_route_leads_to_is_told_of(caller: Caller, server: Server
 
 
 def test_after_the_server_was_killed_the_outcome_is_unknown(kind: str, tmp_path: Path) -> None:
-    """CASES 25."""
     with start("uvicorn", tmp_path) as server:
         mine = Caller(server.url)
         with pytest.raises(httpx.HTTPError):
@@ -413,7 +402,7 @@ def test_after_the_server_was_killed_the_outcome_is_unknown(kind: str, tmp_path:
 
 
 def test_an_owner_frozen_past_its_lease_answers_with_what_the_other_has_settled(kind: str, tmp_path: Path) -> None:
-    """CASES 24: two servers share a ledger."""
+    """Two servers share a ledger."""
     params = {"pause": "0.3"}
     with start("uvicorn", tmp_path) as first, start("uvicorn", tmp_path) as second, ThreadPoolExecutor(1) as pool:
         mine, other = Caller(first.url), Caller(second.url)

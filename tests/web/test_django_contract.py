@@ -16,8 +16,6 @@ APP = "tests.web.apps_django_contract"
 
 
 class TestDjangoUnderGunicorn(DoorContract):
-    """CASES A, B, C."""
-
     @pytest.fixture(scope="class")
     @classmethod
     def url(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -27,8 +25,6 @@ class TestDjangoUnderGunicorn(DoorContract):
 
 
 class TestDjangoUnderUvicorn(DoorContract):
-    """CASES A, B, C."""
-
     @pytest.fixture(scope="class")
     @classmethod
     def url(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -38,8 +34,6 @@ class TestDjangoUnderUvicorn(DoorContract):
 
 
 class TestDjangoOnPostgres(DoorContract):
-    """CASES A, B, C."""
-
     @pytest.fixture(scope="class")
     @classmethod
     def url(cls, door_schema: str) -> Iterator[str]:

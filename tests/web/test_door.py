@@ -58,7 +58,7 @@ def in_california(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_a_date_is_read_in_all_forms_that_http_has_wherever_the_server_stands(date: str) -> None:
-    """CASES 29: one of them names no time zone, and was taken for the server's own: eight hours too late here."""
+    """One of them names no time zone, and was taken for the server's own: eight hours too late here."""
     rule = Rule("POST /things", late="refuse", first_sent=SENT)
     assert issued_at(rule, [(SENT.lower(), date)], "k") == 784111777
 
@@ -74,7 +74,7 @@ def test_what_is_no_date_is_refused() -> None:
 
 
 def test_a_name_that_is_not_made_from_the_body_does_not_ask_what_it_is() -> None:
-    """CASES 12: a photo is no JSON, and need not be where the path says whose it is."""
+    """A photo is no JSON, and need not be where the path says whose it is."""
     contract = Contract(
         Rule("POST /photos/{id}", key="template:{principal}:{path.id}:{header.x-place}"),
         Rule("POST /orders/{id}", unique_by="{path.id}"),
@@ -103,7 +103,7 @@ def test_a_great_many_headers_take_no_time_to_speak_of() -> None:
 
 @pytest.mark.parametrize("text", ["9" * 60_000 + "x", "9" * 60_000, "1s" * 30_000, "1." * 30_000])
 def test_a_patience_without_end_takes_no_time_to_read(text: str) -> None:
-    """CASES 18: a header of 16 KB, from anyone at all, held up every other request for 13 seconds."""
+    """A header of 16 KB, from anyone at all, held up every other request for 13 seconds."""
     began = time.process_time()
     assert wait_of([("x-request-timeout", text)]) is None
     assert time.process_time() - began < 0.1
@@ -152,7 +152,7 @@ async def later() -> str:
     "found", [lambda: Named().get_id, later, object, lambda: (1, object()), lambda: Wrapped(object()), lambda: later]
 )
 def test_a_principal_whose_text_is_an_address_is_refused(found: Any) -> None:
-    """CASES 8: a method that was not called has another address in the next request, which would run again."""
+    """A method that was not called has another address in the next request, which would run again."""
     with pytest.raises(PrincipalFailed, match="a text or a number is needed"):
         principal_of(lambda native: found(), post("/things"))
 
@@ -163,7 +163,7 @@ def test_a_principal_with_a_name_of_its_own_is_taken_by_it(found: Any) -> None:
 
 
 def test_a_user_is_not_known_by_a_method_that_nobody_calls() -> None:
-    """CASES 8: its address would be another in the next request."""
+    """Its address would be another in the next request."""
 
     class User:
         is_authenticated = True
@@ -181,7 +181,7 @@ def test_a_user_is_not_known_by_a_method_that_nobody_calls() -> None:
 
 @pytest.mark.parametrize("given", [None, b"redacted", {"status": 200}])
 def test_a_redaction_that_returns_no_outcome_keeps_only_that_it_happened(given: Any) -> None:
-    """CASES 22: forgetting the `return` would have made every replay a response without a status."""
+    """Forgetting the `return` would have made every replay a response without a status."""
     door = Door(None, guard=Guard("memory://"), redact=lambda outcome: given)
     assert door.outcome(Rule("POST /things"), 201, [], b"secret") == Outcome("tombstone", 201)
 
@@ -219,7 +219,7 @@ def test_an_etag_is_one_of_those_that_the_caller_names(wanted: str, etag: str, s
 
 
 def test_a_value_that_a_resolver_tells_is_shown_as_json() -> None:
-    """CASES 25: it is no response, and had no status that a server could send."""
+    """It is no response, and had no status that a server could send."""
     door, rule = Door(None, guard=Guard("memory://")), Rule("POST /things")
 
     def shown(outcome: Outcome | None) -> tuple[int, bytes]:

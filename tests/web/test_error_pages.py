@@ -20,7 +20,6 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.code)
 def test_each_code_has_its_page(error: type[errors.OncemoreError]) -> None:
-    """CASES 31."""
     page = (FOLDER / f"{error.code}.md").read_text()
     retryable = "yes" if error.retryable else "no"
     assert page.startswith(f"# {error.title}\n")

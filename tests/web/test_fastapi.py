@@ -89,7 +89,6 @@ def document_at(client: httpx.Client, path: str = "/openapi.json") -> dict[str, 
 
 class TestEndpoints:
     def test_a_rule_on_an_endpoint_is_enforced(self, app: FastAPI, made: list[str]) -> None:
-        """CASES 4, 16."""
         with live(app) as client:
             missing = client.post("/refunds", json=REFUND)
             first, second = (client.post("/refunds", json=REFUND, headers=keyed("k1")) for _ in range(2))
@@ -107,7 +106,7 @@ class TestEndpoints:
         assert sync.json() == {"voided": 7, "key": "k1"}
 
     def test_a_validation_error_is_an_outcome_like_any_other(self, app: FastAPI, made: list[str]) -> None:
-        """CASES 20: a deterministic 4xx is final."""
+        """A deterministic 4xx is final."""
         with live(app) as client:
             found = [client.post("/refunds", json={"charge": 1}, headers=keyed("k1")) for _ in range(2)]
         assert [each.status_code for each in found] == [422, 422]
@@ -127,7 +126,6 @@ class TestEndpoints:
             assert client.post("/open").status_code == 500
 
     def test_paths_keep_their_keys_apart(self, app: FastAPI, made: list[str]) -> None:
-        """CASES 9."""
         with live(app) as client:
             found = [client.delete(f"/refunds/{id}", headers=keyed("k1")).json()["voided"] for id in (1, 2, 1)]
         assert (found, made) == ([1, 2, 1], ["k1", "k1"])
@@ -222,7 +220,6 @@ class TestWhereverItIs:
         assert lookup.json()["state"] == "settled"
 
     def test_the_status_url_has_the_prefix(self, guard: Guard) -> None:
-        """CASES 17."""
         begun, let_go = threading.Event(), threading.Event()
         app = FastAPI()
         app.add_middleware(IdempotencyMiddleware, guard=guard)
@@ -289,7 +286,7 @@ class TestDocument:
         assert "searched" not in repr(with_routes)
 
     def test_what_it_says_is_what_happens(self, app: FastAPI) -> None:
-        """CASES 31: each answer has a documented status, and is valid by the schema that stands there."""
+        """Each answer has a documented status, and is valid by the schema that stands there."""
         other = {"charge": "ch_9", "amount": 1}
         with live(app) as client:
             found = document_at(client)
@@ -313,7 +310,7 @@ class TestDocument:
 
 
 def test_a_dependency_that_ends_with_the_function_commits_before_the_outcome_is_kept() -> None:
-    """CASES 25: what fails there has not happened, and may be tried again."""
+    """What fails there has not happened, and may be tried again."""
     seen: list[str] = []
     guard = Guard("memory://", observers=[lambda event: seen.append(event.kind)])
     app = FastAPI()

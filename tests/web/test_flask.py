@@ -65,7 +65,7 @@ def codes(*responses: Any) -> list[int]:
 
 
 def test_a_rule_on_a_view_is_found(app: Flask, serve: Serve) -> None:
-    """CASES 4: the rule's methods and path are those of the view."""
+    """The rule's methods and path are those of the view."""
 
     @app.post("/orders/<int:number>")
     @idempotent(key="required", name="orders.create")
@@ -141,7 +141,7 @@ def test_a_mounted_app_is_guarded_by_rules_with_or_without_the_prefix(app: Flask
 
 @pytest.mark.parametrize("status_path", ["/idempotency", "/shöp/idempotency"])
 def test_the_status_url_of_a_mounted_app_leads_to_it(app: Flask, serve: Serve, guard: Guard, status_path: str) -> None:
-    """CASES 17.  With the prefix that the client needs, once."""
+    """With the prefix that the client needs, once."""
     begun, let_go = threading.Event(), threading.Event()
 
     @app.post("/orders")
@@ -189,7 +189,6 @@ def test_a_path_is_matched_as_the_client_meant_it(app: Flask, serve: Serve) -> N
 
 
 def test_a_streamed_view_keeps_its_request_and_its_operation(app: Flask, serve: Serve) -> None:
-    """CASES 21."""
     closed = threading.Event()
 
     @app.post("/export")
@@ -211,7 +210,7 @@ def test_a_streamed_view_keeps_its_request_and_its_operation(app: Flask, serve: 
 
 @pytest.mark.parametrize(("size", "kept"), [(1000, True), (2_000_000, False)])
 def test_a_file_is_kept_if_it_is_small(app: Flask, serve: Serve, size: int, kept: bool) -> None:
-    """CASES 21, 22: its length is known."""
+    """Its length is known."""
 
     @app.post("/file")
     def file() -> Response:
@@ -224,7 +223,6 @@ def test_a_file_is_kept_if_it_is_small(app: Flask, serve: Serve, size: int, kept
 
 
 def test_errors_are_flasks_own_and_may_be_tried_again(app: Flask, serve: Serve) -> None:
-    """CASES 20."""
 
     @app.post("/orders")
     def create() -> str:
@@ -272,7 +270,6 @@ def test_flasks_own_redirect_to_the_slash_is_no_outcome(app: Flask, serve: Serve
 
 
 def test_an_optional_key_that_is_not_there_leaves_the_body_alone(app: Flask, serve: Serve) -> None:
-    """CASES 4."""
 
     @app.post("/messages")
     def create() -> dict[str, Any]:
@@ -288,7 +285,6 @@ def test_an_optional_key_that_is_not_there_leaves_the_body_alone(app: Flask, ser
 
 
 def test_the_principal_is_what_the_function_says(app: Flask, serve: Serve) -> None:
-    """CASES 8."""
 
     @app.post("/orders")
     def create() -> str:
@@ -302,7 +298,7 @@ def test_the_principal_is_what_the_function_says(app: Flask, serve: Serve) -> No
 
 
 def test_whom_the_server_has_authenticated_owns_the_key(app: Flask, serve: Serve) -> None:
-    """CASES 8: whatever single-use token proved it, and whatever a client writes into its headers."""
+    """Whatever single-use token proved it, and whatever a client writes into its headers."""
 
     @app.post("/orders")
     def create() -> str:
@@ -341,7 +337,6 @@ def test_a_response_that_cannot_be_redacted_is_not_kept_and_not_repeated(
 def test_a_rule_may_run_without_a_ledger_and_says_so(
     app: Flask, serve: Serve, guard: Guard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CASES 27."""
 
     def down(*_: object, **__: object) -> Any:
         raise StoreUnavailable("It is down")
@@ -429,7 +424,7 @@ def test_the_apps_own_refusals_are_its_own(app: Flask, serve: Serve) -> None:
 def test_a_late_owner_answers_with_what_the_other_has_settled(
     app: Flask, serve: Serve, guard: Guard, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CASES 24: its lease lapses, since nobody keeps it alive, and what it has done reaches nobody."""
+    """Its lease lapses, since nobody keeps it alive, and what it has done reaches nobody."""
     begun, turn = threading.Event(), threading.Event()
     closed: list[str] = []
 

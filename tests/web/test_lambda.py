@@ -77,7 +77,6 @@ def content(answer: Event) -> bytes:
 class TestEverySource:
     @every_source
     def test_twice_is_once(self, guard: Guard, shape: Shape) -> None:
-        """CASES 16, 19."""
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard)
         first, second = (door(shape(idempotency_key="k1"), CONTEXT) for _ in range(2))
@@ -90,7 +89,6 @@ class TestEverySource:
 
     @every_source
     def test_a_changed_body_is_refused(self, guard: Guard, shape: Shape) -> None:
-        """CASES 10, 14."""
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard)
         door(shape(body='{"amount": 100.0}', idempotency_key="k1"), CONTEXT)
@@ -103,7 +101,6 @@ class TestEverySource:
 
     @every_source
     def test_a_required_key_is_asked_for(self, guard: Guard, shape: Shape) -> None:
-        """CASES 3, 4."""
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard, contract=Contract(Rule("POST /refunds", key="required")))
         for headers in ({}, {"idempotency_key": ""}, {"idempotency_key": "k" * 256}):
@@ -112,7 +109,6 @@ class TestEverySource:
 
     @every_source
     def test_reads_and_requests_without_a_key_pass_untouched(self, guard: Guard, shape: Shape) -> None:
-        """CASES 4, 5."""
         function = Function({"statusCode": 200, "body": "as it is"})
         door = IdempotencyMiddleware(function, guard=guard)
         for event in (shape("GET", idempotency_key="k1"), shape("GET", idempotency_key="k1"), shape()):
@@ -121,7 +117,6 @@ class TestEverySource:
 
     @every_source
     def test_an_optional_key_in_the_body_may_be_missing(self, guard: Guard, shape: Shape) -> None:
-        """CASES 4."""
         function = Function()
         rule = Rule("POST /refunds", key={"at": "/id", "required": False})
         door = IdempotencyMiddleware(function, guard=guard, contract=Contract(rule))
@@ -131,7 +126,6 @@ class TestEverySource:
 
     @every_source
     def test_query_and_path_count(self, guard: Guard, shape: Shape) -> None:
-        """CASES 9."""
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard)
         asked = [("/t/1", "a=1&b=2"), ("/t/2", "a=1&b=2"), ("/t/1", "a=1&b=2"), ("/t/1", "a=2&b=2"), ("/t/é x", "")]
@@ -141,7 +135,6 @@ class TestEverySource:
 
     @every_source
     def test_binary_bodies_and_repeated_headers_replay_exactly(self, guard: Guard, shape: Shape) -> None:
-        """CASES 19."""
         data = bytes(range(256))
         answer: Event = {
             "statusCode": 200,
@@ -162,7 +155,6 @@ class TestEverySource:
 
     @every_source
     def test_a_failure_is_tried_again(self, guard: Guard, shape: Shape) -> None:
-        """CASES 20."""
         answers = iter([RuntimeError("the gateway timed out"), {"statusCode": 503, "body": ""}, {"statusCode": 204}])
         function = Function(lambda event: next(answers))
         door = IdempotencyMiddleware(function, guard=guard)
@@ -175,7 +167,6 @@ class TestEverySource:
 
     @every_source
     def test_two_callers_have_two_operations(self, guard: Guard, shape: Shape) -> None:
-        """CASES 8."""
         numbers = itertools.count(1)
         function = Function(lambda event: {"statusCode": 200, "body": str(next(numbers))})
         door = IdempotencyMiddleware(function, guard=guard)
@@ -186,14 +177,13 @@ class TestEverySource:
 
     @every_source
     def test_two_header_lines_are_refused_where_they_can_be_told(self, guard: Guard, shape: Shape) -> None:
-        """CASES 3: a load balancer without multi-value headers passes the last one on."""
+        """A load balancer without multi-value headers passes the last one on."""
         function = Function()
         answer = IdempotencyMiddleware(function, guard=guard)(shape(idempotency_key=["k1", "k2"]), CONTEXT)
         assert answer["statusCode"] == (201 if shape is load_balancer else 400)
 
     @every_source
     def test_a_status_lookup_performs_nothing(self, guard: Guard, shape: Shape) -> None:
-        """CASES 32."""
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard, contract=Contract(Rule("POST /refunds", name="refund")))
         door(shape(idempotency_key="k"), CONTEXT)
@@ -203,7 +193,7 @@ class TestEverySource:
         assert (others["statusCode"], len(function.events)) == (404, 1)
 
     def test_the_status_url_has_the_stage(self, guard: Guard) -> None:
-        """CASES 17.  The same request comes again while the first is served."""
+        """The same request comes again while the first is served."""
         contract, found = Contract(Rule("POST /refunds", in_flight="accepted")), []
         event = http_api(path="/prod/refunds", idempotency_key="k")
         event["requestContext"]["stage"] = "prod"
@@ -316,7 +306,7 @@ class TestForms:
 
     @pytest.mark.parametrize("value", [None, [], {}, "text", {"id": 1}, 7, False])
     def test_format_2_takes_a_bare_value_for_the_body(self, guard: Guard, value: Any) -> None:
-        """CASES 30: falsy ones, too."""
+        """Falsy ones, too."""
         function = Function(lambda event: value)
         door = IdempotencyMiddleware(function, guard=guard)
         first, second = (door(http_api(idempotency_key="k"), CONTEXT) for _ in range(2))
@@ -385,7 +375,7 @@ class TestCaller:
         ],
     )
     def test_it_is_who_the_gateway_says_whatever_the_signature(self, guard: Guard, one: Event, other: Event) -> None:
-        """CASES 8: a signed request has another Authorization header on every attempt, and is still the same caller's."""
+        """A signed request has another Authorization header on every attempt, and is still the same caller's."""
         function = Function()
         door = IdempotencyMiddleware(function, guard=guard)
         asked = [(one, "AWS4-HMAC-SHA256 1"), (one, "AWS4-HMAC-SHA256 2"), (other, "AWS4-HMAC-SHA256 2")]
@@ -465,7 +455,7 @@ class TestTime:
         assert time_left(Context(-1)) == 0.0
 
     def test_the_record_says_until_when(self, guard: Guard) -> None:
-        """CASES 24: the lease is the remaining time, rather than the rule's."""
+        """The lease is the remaining time, rather than the rule's."""
         seen: list[float] = []
 
         def handler(event: Event, context: Any) -> Event:
@@ -478,7 +468,6 @@ class TestTime:
         assert 5 <= seen[0] <= 5 + GRACE
 
     def test_a_duplicate_waits_no_longer_than_its_own_time(self, guard: Guard) -> None:
-        """CASES 18."""
         go, inside = threading.Event(), threading.Event()
 
         def slow(event: Event, context: Any) -> Event:
@@ -501,7 +490,7 @@ class TestTime:
 
     @pytest.mark.chaos
     def test_a_function_that_was_killed_leaves_an_unknown_outcome(self, tmp_path: Path) -> None:
-        """CASES 25: the next one runs into its lease while that lasts, and is told after it."""
+        """The next one runs into its lease while that lasts, and is told after it."""
         store = f"sqlite:///{tmp_path}/once.db"
         killed = subprocess.run([sys.executable, "-m", "tests.web.lambda_killed", store, "5"], cwd=ROOT)
         assert killed.returncode == 9
@@ -517,7 +506,6 @@ class TestTime:
 class TestStoreDown:
     @pytest.mark.parametrize(("store_down", "status"), [("refuse", 503), ("run", 201)])
     def test_at_the_claim(self, store_down: Any, status: int) -> None:
-        """CASES 27."""
         function, rule = Function(), Rule("POST /refunds", name="down.claim", store_down=store_down)
         with closing(Guard(FaultyStore.around(Guard("memory://").store))) as guard:
             door = IdempotencyMiddleware(function, guard=guard, contract=Contract(rule))
@@ -526,7 +514,6 @@ class TestStoreDown:
         assert (header(answer, "retry-after"), len(function.events)) == ((["1"], 0) if status == 503 else ([], 1))
 
     def test_at_the_settling(self) -> None:
-        """CASES 27."""
         function = Function()
         with closing(Guard(FaultyStore.around(Guard("memory://").store))) as guard:
             contract = Contract(Rule("POST /refunds", name="down.settle", in_flight="conflict"))
@@ -541,7 +528,7 @@ class TestStoreDown:
             door(http_api(idempotency_key="k"), CONTEXT)
 
     def test_a_late_owner_answers_with_what_counts(self, guard: Guard) -> None:
-        """CASES 24: frozen past its lease, it finds that another has settled."""
+        """Frozen past its lease, it finds that another has settled."""
         contract = Contract(Rule("POST /refunds", on_unknown="retry"))
 
         def frozen(event: Event, context: Any) -> Event:
@@ -557,7 +544,6 @@ class TestStoreDown:
         assert (answer["body"], header(answer, "idempotency-status")) == ("in time", ["replayed"])
 
     def test_a_late_owner_without_a_successor_is_told_so(self, guard: Guard) -> None:
-        """CASES 24."""
 
         def deleted(event: Event, context: Any) -> Event:
             guard.store.shift = 1000.0

@@ -49,14 +49,13 @@ def failures(answer: Event) -> list[str]:
 
 class TestStandardQueue:
     def test_a_redelivered_batch_is_done_once(self, guard: Guard) -> None:
-        """CASES 45."""
         work = Work()
         handler, event = each_message(guard)(work), batch(*(message(id=f"m{n}") for n in range(3)))
         assert [failures(handler(event, CONTEXT)) for _ in range(3)] == [[], [], []]
         assert work.done == ["m0", "m1", "m2"]
 
     def test_only_what_failed_is_named_and_done_next_time(self, guard: Guard) -> None:
-        """CASES 44, 45: a failure is not marked as performed."""
+        """A failure is not marked as performed."""
         work = Work()
         handler = each_message(guard)(work)
         event = batch(message(id="a"), message('{"poison": 1}', id="b"), message(id="c"))
@@ -66,7 +65,7 @@ class TestStandardQueue:
         assert work.done == ["a", "c", "b"]
 
     def test_the_same_message_at_once_is_done_once(self, guard: Guard) -> None:
-        """CASES 17, 45: the one that lost is delivered again, and acknowledged then."""
+        """The one that lost is delivered again, and acknowledged then."""
         done, together = [], Barrier(2)
         handler = each_message(guard)(lambda message: done.append(message["messageId"]))
 
@@ -115,7 +114,7 @@ class TestKeys:
     def test_another_payload_under_the_same_key_is_flagged(
         self, guard: Guard, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """CASES 14, 45: neither performed nor silently dropped."""
+        """Neither performed nor silently dropped."""
         work = Work()
         handler = each_message(guard, key="{body.orderId}")(work)
         event = batch(message('{"orderId": 7, "n": 1}', id="a"), message('{"orderId": 7, "n": 2}', id="b"))
@@ -173,7 +172,7 @@ class TestKeys:
 
 class TestFifoQueue:
     def test_what_follows_a_failure_in_its_group_keeps_its_place(self, guard: Guard) -> None:
-        """CASES 43: order within a group is kept, and one group does not hold up another."""
+        """Order within a group is kept, and one group does not hold up another."""
         work = Work()
         handler = each_message(guard)(work)
         event = batch(
@@ -228,7 +227,6 @@ class TestTime:
 
 class TestPolicy:
     def test_a_record_outlives_the_queues_longest_retention(self, guard: Guard) -> None:
-        """CASES 46."""
         handler = each_message(guard)(Work())
         handler(batch(message(id="m")), CONTEXT)
         (record,) = guard.list().records
@@ -304,7 +302,6 @@ def test_a_key_function_that_gives_no_key_is_told_of(guard: Guard, key: Any, cap
 
 
 def test_what_the_database_refuses_is_performed_again_with_the_message_as_it_came(tmp_path: Path) -> None:
-    """CASES 54."""
     runs: list[Any] = []
 
     class Refused(Exception):

@@ -137,14 +137,12 @@ def spoil(value: Any) -> None:
 
 class TestKey:
     def test_a_header_says_whether_it_is_required_and_for_how_long_it_counts(self) -> None:
-        """CASES 4."""
         (parameter,) = refund(enriched(RULES["required"]))["parameters"]
         assert (parameter["name"], parameter["in"], parameter["required"]) == ("Idempotency-Key", "header", True)
         assert "30 days" in parameter["description"]
         assert parameter["schema"] == {"type": "string", "minLength": 1, "maxLength": 255}
 
     def test_an_own_header_with_a_format(self) -> None:
-        """CASES 6."""
         (parameter,) = refund(enriched(RULES["formats"]))["parameters"]
         assert (parameter["name"], parameter["required"]) == ("X-Request-Id", False)
         check = Draft202012Validator(parameter["schema"]).is_valid
@@ -158,7 +156,6 @@ class TestKey:
         assert Draft202012Validator(parameter["schema"]).is_valid(key) is valid
 
     def test_a_strict_key_is_shown_in_its_quotes(self) -> None:
-        """CASES 1."""
         (parameter,) = refund(enrich(PLAIN, Contract(profile="ietf")))["parameters"]
         check = Draft202012Validator(parameter["schema"]).is_valid
         assert (check('"8e03"'), check("8e03")) == (True, False)
@@ -204,7 +201,6 @@ class TestKey:
 
 class TestResponses:
     def test_the_operations_own_tell_how_they_came_and_until_when(self) -> None:
-        """CASES 16."""
         made = refund(enriched({}))["responses"]["201"]
         assert made["headers"]["Idempotency-Status"]["schema"]["enum"] == ["stored", "replayed", "unstored"]
         assert "Idempotency-Expires" in made["headers"]
@@ -215,7 +211,6 @@ class TestResponses:
 
     @pytest.mark.parametrize("error", [error for error, _ in REFUSALS], ids=lambda error: error.code)
     def test_every_refusal_is_documented_under_some_rule_with_its_problem(self, error: type[OncemoreError]) -> None:
-        """CASES 31."""
         document, status = documenting(error)
         response = resolved(document, refund(document)["responses"][status])
         assert response is not None
@@ -235,12 +230,10 @@ class TestResponses:
         assert codes(opened, refund(opened))["503"] == ["TRANSIENT.idempotency.record_corrupt"]
 
     def test_a_mismatch_has_the_status_of_the_rule(self) -> None:
-        """CASES 14."""
         document = enriched({"on_mismatch": 422})
         assert codes(document, refund(document))["422"] == ["CONFLICT.idempotency.payload_mismatch"]
 
     def test_a_repeat_of_what_runs_is_accepted(self) -> None:
-        """CASES 17."""
         document = enriched(RULES["accepted"])
         assert set(refund(document)["responses"]["202"]["headers"]) == {"Location", "Retry-After"}
         assert "CONFLICT.idempotency.in_progress" not in codes(document, refund(document))["409"]
@@ -318,7 +311,6 @@ class TestExtension:
 
 class TestMatching:
     def test_reads_are_never_touched(self) -> None:
-        """CASES 5."""
         assert enriched({})["paths"]["/refunds"]["get"] == PLAIN["paths"]["/refunds"]["get"]
 
     def test_what_no_rule_names_follows_undeclared(self) -> None:
@@ -336,7 +328,6 @@ class TestMatching:
         assert refund(enrich(PLAIN, contract, prefix="/v1"))["parameters"][0]["required"]
 
     def test_the_lookup_is_documented_where_it_is_asked_for(self) -> None:
-        """CASES 32."""
         document = enriched({}, status_path="/idempotency")
         assert set(document["paths"]["/idempotency"]["get"]["responses"]) == {"200", "400", "401", "404", "503", "504"}
         assert "/idempotency" not in enriched(RULES["unguarded"], status_path="/idempotency")["paths"]

@@ -85,7 +85,6 @@ def script() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("title", "expected"), [("Keys", KEYS), ("Repeats", REPEATS), ("Failures and time", FAILURES)])
 def test_each_profile_does_what_the_table_says(script: dict[str, Any], title: str, expected: str) -> None:
-    """CASES 1, 3–6, 9, 14, 16, 17, 20, 29."""
     assert asyncio.run(script["answers"](script["TABLES"][title])) == read(expected)
 
 

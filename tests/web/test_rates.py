@@ -52,7 +52,6 @@ def served(guard: Guard, rule: Rule = THREE, **options: Any) -> Iterator[tuple[h
 
 class TestOverHttp:
     def test_one_key_too_many_is_refused_and_nothing_is_done(self, guard: Guard) -> None:
-        """CASES 31."""
         with served(guard) as (client, paid):
             statuses = [client.post("/pay/1", headers=keyed(f"k{n}")).status_code for n in range(3)]
             refused = client.post("/pay/1", headers=keyed("k3"))
@@ -62,7 +61,6 @@ class TestOverHttp:
         assert int(refused.headers["retry-after"]) >= 1
 
     def test_a_replay_is_not_counted(self, guard: Guard) -> None:
-        """CASES 16."""
         with served(guard) as (client, paid):
             found = [client.post("/pay/1", headers=keyed("same")).headers["idempotency-status"] for _ in range(6)]
             after = [client.post("/pay/1", headers=keyed(f"k{n}")).status_code for n in range(3)]
@@ -70,7 +68,6 @@ class TestOverHttp:
         assert (after, len(paid)) == ([201, 201, 429], 3)
 
     def test_a_retry_of_what_failed_is_no_new_key(self, guard: Guard) -> None:
-        """CASES 20."""
         with served(guard) as (client, _):
             retried = [client.post("/pay/1", headers=keyed("fail")).status_code for _ in range(3)]
             after = [client.post("/pay/1", headers=keyed(f"k{n}")).status_code for n in range(3)]
@@ -89,7 +86,6 @@ class TestOverHttp:
         assert statuses == [201, 201, 201, 429]
 
     def test_each_principal_has_its_own(self, guard: Guard) -> None:
-        """CASES 8."""
         with served(guard, Rule("POST /pay/{id}", rate="1/300d")) as (client, _):
             asked = [("k1", "alice"), ("k2", "alice"), ("k1", "bob"), ("k2", "bob")]
             found = [client.post("/pay/1", headers=keyed(key, Authorization=who)) for key, who in asked]
@@ -109,7 +105,6 @@ class TestOverHttp:
     def test_without_the_count_it_does_as_the_rule_does_without_the_ledger(
         self, guard: Guard, store_down: Any, status: int
     ) -> None:
-        """CASES 27."""
         rule = Rule("POST /pay/{id}", rate="3/300d", store_down=store_down)
         with served(guard, rule, rates=NewKeys(NOWHERE, socket_connect_timeout=1)) as (client, paid):
             found = client.post("/pay/1", headers=keyed("k"))

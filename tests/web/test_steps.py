@@ -117,7 +117,6 @@ KINDS = pytest.mark.parametrize("kind", ["asgi", "wsgi"])
 
 @KINDS
 def test_a_retry_goes_on_behind_the_last_checkpoint(shop: Shop, kind: str) -> None:
-    """CASES 20, 25."""
     shop.fails = ["after reserve", "after charge"]
     with served(shop, kind) as client:
         assert [post(client).status_code for _ in range(4)] == [500, 500, 201, 201]

@@ -94,7 +94,6 @@ def said(response: httpx.Response) -> str | None:
 def test_a_response_that_is_whole_is_kept_however_it_is_given(
     caller: Caller, path: str, status: int, body: bytes
 ) -> None:
-    """CASES 16, 19."""
     first, second = caller.ask(path), caller.ask(path)
     assert (first.status_code, first.content, said(first)) == (status, body, "stored")
     assert (second.status_code, second.content, said(second)) == (status, body, "replayed")
@@ -103,7 +102,7 @@ def test_a_response_that_is_whole_is_kept_however_it_is_given(
 
 
 def test_an_app_may_call_start_response_with_its_first_chunk(caller: Caller) -> None:
-    """CASES 16: and code in a generator knows its operation."""
+    """And code in a generator knows its operation."""
     first, second = caller.ask("/late"), caller.ask("/late")
     assert first.content == second.content == b"one " + caller.key[:3].encode()
     assert caller.runs == 1
@@ -120,7 +119,6 @@ def test_an_app_may_call_start_response_with_its_first_chunk(caller: Caller) -> 
 def test_a_stream_or_what_is_too_large_reaches_the_client_whole_and_is_not_repeated(
     caller: Caller, path: str, body: bytes
 ) -> None:
-    """CASES 21, 22."""
     first, second = caller.ask(path), caller.ask(path)
     assert (first.content, said(first)) == (body, "unstored")
     assert (second.status_code, second.json()["error_code"]) == (409, NOT_KEPT)
@@ -128,7 +126,6 @@ def test_a_stream_or_what_is_too_large_reaches_the_client_whole_and_is_not_repea
 
 
 def test_a_released_stream_runs_again(caller: Caller) -> None:
-    """CASES 21."""
     for number in (1, 2):
         assert caller.ask("/released/stream").content == b"one two"
         until(lambda number=number: caller.told == ["run", "closed"] * number)  # type: ignore[misc]
@@ -136,7 +133,6 @@ def test_a_released_stream_runs_again(caller: Caller) -> None:
 
 @pytest.mark.parametrize("url", SERVE_TWO, indirect=True)
 def test_a_released_stream_keeps_its_lease_while_it_lasts(caller: Caller) -> None:
-    """CASES 21, 24."""
     with RawConnection(caller.url) as connection:
         connection.send(head("POST", caller.target("/released/trickle"), fields(caller, ("Content-Length", "0"))))
         assert connection.start().status == 201
@@ -148,7 +144,7 @@ def test_a_released_stream_keeps_its_lease_while_it_lasts(caller: Caller) -> Non
 
 @pytest.mark.parametrize("path", ["/raises", "/raises-inside", "/starts-twice", "/never-starts", "/body-first"])
 def test_an_app_that_fails_may_be_asked_again(caller: Caller, path: str) -> None:
-    """CASES 20: the server answers as it does without us."""
+    """The server answers as it does without us."""
     assert [caller.ask(path).status_code for _ in range(2)] == [500, 500]
     assert caller.runs == 2
     assert caller.told.count("closed") == (2 if path == "/raises-inside" else 0)
@@ -156,7 +152,7 @@ def test_an_app_that_fails_may_be_asked_again(caller: Caller, path: str) -> None
 
 @pytest.mark.parametrize("path", ["/broken-stream", "/fails-late"])
 def test_a_stream_that_breaks_off_is_not_repeated(caller: Caller, path: str) -> None:
-    """CASES 21: something of it was with the client already, and its server cuts the response off."""
+    """Something of it was with the client already, and its server cuts the response off."""
     with RawConnection(caller.url) as connection:
         connection.send(head("POST", caller.target(path), fields(caller, ("Content-Length", "0"))))
         start = connection.start()
@@ -179,7 +175,6 @@ def test_an_iterable_is_closed_once(caller: Caller) -> None:
 
 
 def test_an_iterable_that_cannot_be_closed_has_performed_all_the_same(caller: Caller) -> None:
-    """CASES 26."""
     with suppress(httpx.HTTPError):  # the server may take it out on the connection
         caller.ask("/closes-badly")
     assert said(caller.ask("/closes-badly")) == "replayed"
@@ -188,7 +183,7 @@ def test_an_iterable_that_cannot_be_closed_has_performed_all_the_same(caller: Ca
 
 @pytest.mark.parametrize(("rule", "again"), [("/", 409), ("/released/", 201)])
 def test_a_client_that_leaves_a_stream_ends_it(caller: Caller, rule: str, again: int) -> None:
-    """CASES 23: the app's iterable is closed, and a released one may run again."""
+    """The app's iterable is closed, and a released one may run again."""
     connection = RawConnection(caller.url)
     connection.send(head("POST", caller.target(rule + "slow-stream"), fields(caller, ("Content-Length", "0"))))
     assert connection.start().status == 201
@@ -236,7 +231,6 @@ def test_a_length_that_is_none_is_refused(caller: Caller, length: str) -> None:
 
 
 def test_a_client_that_leaves_in_mid_body_has_asked_for_nothing(caller: Caller) -> None:
-    """CASES 23."""
     connection = RawConnection(caller.url)
     connection.send(head("POST", caller.target("/reads"), fields(caller, ("Content-Length", "100"))) + b"only this")
     connection.close()
@@ -252,7 +246,6 @@ TOO_LARGE = [(server, {}) for server in SERVERS] + [
 
 @pytest.mark.parametrize(("url", "headers"), TOO_LARGE, indirect=["url"])
 def test_a_body_over_the_limit_is_refused(caller: Caller, headers: dict[str, str]) -> None:
-    """CASES 22."""
     with RawConnection(caller.url) as connection:
         if headers:
             body = chunked(b"x" * 600, b"x" * 600)
@@ -265,7 +258,7 @@ def test_a_body_over_the_limit_is_refused(caller: Caller, headers: dict[str, str
 
 
 def test_two_lines_of_one_key_are_refused(caller: Caller) -> None:
-    """CASES 3: a WSGI server folds them into one."""
+    """A WSGI server folds them into one."""
     with RawConnection(caller.url) as connection:
         lines = [("Idempotency-Key", "other"), ("Content-Length", "0")]
         connection.send(head("POST", caller.target("/whole"), fields(caller, *lines)))
@@ -274,7 +267,7 @@ def test_two_lines_of_one_key_are_refused(caller: Caller) -> None:
 
 
 def test_a_request_that_is_sent_elsewhere_keeps_its_key(caller: Caller) -> None:
-    """CASES 20: a client that follows a 308 sends the same key; what was only redirected has not been done."""
+    """A client that follows a 308 sends the same key; what was only redirected has not been done."""
     first = caller.ask("/moves")
     assert (first.status_code, said(first)) == (308, "unstored")
     done = caller.ask("/moves", follow_redirects=True)
@@ -285,7 +278,6 @@ def test_a_request_that_is_sent_elsewhere_keeps_its_key(caller: Caller) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_the_status_of_an_operation_is_told_and_nothing_runs(caller: Caller, method: str) -> None:
-    """CASES 32."""
     caller.ask("/whole")
     query = {"operation": "POST /whole", "key": caller.key}
     found = asked(caller.url, "/idempotency", None, method=method, params=query)
@@ -298,7 +290,7 @@ def test_the_status_of_an_operation_is_told_and_nothing_runs(caller: Caller, met
 
 @pytest.mark.parametrize("workers", [("-w", "3"), ("-w", "2", "--threads", "4", "--preload")])
 def test_of_many_at_once_one_runs_in_whichever_process(tmp_path: Path, workers: tuple[str, ...]) -> None:
-    """CASES 17, 52: also where the guard was used before gunicorn forked its workers."""
+    """Also where the guard was used before gunicorn forked its workers."""
     environment = {"STORE": f"sqlite:///{tmp_path}/once.db", "LOG": str(tmp_path / "log")}
     with gunicorn("tests.web.apps_quirks:make()", *workers, **environment) as server, ThreadPoolExecutor(24) as pool:
         keys = [uuid.uuid4().hex for _ in range(3)] * 8
@@ -310,7 +302,7 @@ def test_of_many_at_once_one_runs_in_whichever_process(tmp_path: Path, workers: 
 
 
 def test_after_a_worker_was_killed_the_outcome_is_unknown(tmp_path: Path) -> None:
-    """CASES 25: with `hold`, nothing runs until somebody has decided."""
+    """With `hold`, nothing runs until somebody has decided."""
     environment = {"STORE": f"sqlite:///{tmp_path}/once.db", "LOG": str(tmp_path / "log")}
     with gunicorn("tests.web.apps_quirks:make()", **environment) as server:
         with pytest.raises(httpx.HTTPError):
@@ -322,7 +314,7 @@ def test_after_a_worker_was_killed_the_outcome_is_unknown(tmp_path: Path) -> Non
 
 
 def test_a_worker_that_is_stopped_for_being_slow_leaves_an_unknown_outcome(tmp_path: Path) -> None:
-    """CASES 25: gunicorn interrupts it, and that is told at once."""
+    """Gunicorn interrupts it, and that is told at once."""
     environment = {"STORE": f"sqlite:///{tmp_path}/once.db", "LOG": str(tmp_path / "log")}
     with gunicorn("tests.web.apps_quirks:make()", "--timeout", "1", **environment) as server:
         assert asked(server.url, "/hangs?case=1", "a key").status_code == 500
@@ -332,7 +324,7 @@ def test_a_worker_that_is_stopped_for_being_slow_leaves_an_unknown_outcome(tmp_p
 
 
 def test_a_redirect_of_the_whole_request_is_no_outcome_for_the_asgi_door_either() -> None:
-    """CASES 20: Starlette's router answers with 307 where a slash is missing."""
+    """Starlette's router answers with 307 where a slash is missing."""
     with uvicorn("tests.web.apps_slash:app") as server:
         answers = [asked(server.url, "/orders", "a", follow_redirects=True) for _ in range(2)]
     assert [(answer.text, said(answer)) for answer in answers] == [("run 1", "stored"), ("run 1", "replayed")]

@@ -29,20 +29,18 @@ def in_a_thread(server: str, framework: str) -> type[DoorContract]:
 
 
 class TestFlaskUnderWaitress(in_a_thread("waitress", "flask")):  # type: ignore[misc]
-    """CASES A, B, C."""
+    """Every case."""
 
 
 class TestFlaskUnderWerkzeug(in_a_thread("werkzeug", "flask")):  # type: ignore[misc]
-    """CASES A, B, C, but for what this server does before any door: it reads a line break in a header as its end, and
-    closes each connection after a response.
-    """
+    """Without two cases: this server takes a line break in a header for its end, and closes each connection."""
 
     test_a_key_with_a_line_break_or_a_zero_never_runs = None
     test_two_requests_on_one_connection_do_not_mix = None
 
 
 class TestPlainUnderGunicorn(DoorContract):
-    """CASES A, B, C, with threads."""
+    """With threads."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -53,7 +51,7 @@ class TestPlainUnderGunicorn(DoorContract):
 
 
 class TestPlainOnPostgres(DoorContract):
-    """CASES A, B, C, with PostgreSQL."""
+    """With PostgreSQL."""
 
     @pytest.fixture(scope="class")
     @classmethod

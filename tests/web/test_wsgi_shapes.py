@@ -141,7 +141,6 @@ def is_stream(shape: Shape) -> bool:
 def test_every_shape_of_response_is_passed_on_as_it_is_and_settled_before_it_is_sent(
     shape: Shape, streams: Any, most: int
 ) -> None:
-    """CASES 16, 19, 20, 21, 22."""
     rule = Rule("POST /orders", streams=streams, max_response=most)
     guard = Guard("memory://")
     states: list[str] = []

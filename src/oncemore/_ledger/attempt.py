@@ -313,15 +313,16 @@ class LeaseAttempt:
             value = yield Perform(performer, self.op)
         except GeneratorExit:
             raise
-        except self.policy.errors as error:
-            return (yield from self.settle(error_outcome(error, self.policy.types), error))
         except BaseException as error:
-            if not isinstance(error, ProviderDuplicate) or not self.is_success(error):
+            if isinstance(error, ProviderDuplicate) and self.is_success(error):
+                value = error.result
+            elif isinstance(error, self.policy.errors):
+                return (yield from self.settle(error_outcome(error, self.policy.types), error))
+            else:
                 known = yield from self.fail(error)
-                if known is not None:
-                    return known
-                raise
-            value = error.result
+                if known is None:
+                    raise
+                return known
         outcome = value if isinstance(value, Outcome) else value_outcome(value, self.policy.types)
         return (yield from self.settle(outcome, value))
 

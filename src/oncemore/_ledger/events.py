@@ -1,4 +1,4 @@
-"""What the guard tells its observers: one frozen event per transition, and nothing is computed where nobody listens."""
+"""Events for observers: one frozen object per transition.  Without observers, nothing is computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EventKind = Literal[
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One transition of one operation.  *duration* is in seconds, where the transition took any."""
+    """One transition of one operation.  *duration* is in seconds."""
 
     kind: EventKind
     operation: Operation

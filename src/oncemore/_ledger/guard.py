@@ -115,7 +115,7 @@ class Guard(Ledger):
         return self.store.resolve(scope, key, resolution.outcome, retention=duration(retention), note=note)
 
     def delete(self, scope: str, key: str) -> bool:
-        """Forget the operation, so that its key runs as new; False where there was no record.  Never a running one."""
+        """Forget the operation, so that its key runs as new; False if there was no record.  A running one is refused."""
         return run(self.store.delete(scope, key))
 
     async def adelete(self, scope: str, key: str) -> bool:

@@ -21,9 +21,9 @@ class Operation(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One intended effect.  *scope* owns the name, *key* is the caller's name, *fingerprint* digests what was asked.
 
     *name* is the kind of operation (`refunds.create`).  *matches* tells whether a fingerprint stored under an older
-    algorithm or secret means this same request.  *issued_at* dates the key, where the caller tells.  *unique* is what must
-    happen once whatever the key: one payment per order.  *request* gives what was asked, for those who may have to finish it
-    without the caller; *giving_up* says that they have tried often enough.
+    algorithm or secret means this same request.  *issued_at* dates the key, if the caller tells.  *unique* is what must
+    happen once whatever the key: one payment per order.  *request* returns the request, for a completer that may have to
+    finish it without the caller; *giving_up* says that this is the last attempt.
     """
 
     scope: str
@@ -53,7 +53,7 @@ class Operation(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What came of an operation: an HTTP response, a function's value or error, or a tombstone where it is not kept."""
+    """The result of an operation: an HTTP response, a function's value or error, or a tombstone if it is not kept."""
 
     kind: Kind = "value"
     status: int = 0
@@ -68,7 +68,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The right to perform *operation* until *expires_at* by the store's clock; *token* only ever grows.
 
-    *lapsed* says that a former holder vanished: whether the effect already happened is not known.
+    *lapsed* says that an earlier attempt crashed: whether its effect happened is not known.
     """
 
     operation: Operation
@@ -88,7 +88,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """What the ledger knows of an operation.  All times are the store's; *now* is when it was read.
+    """The stored state of an operation.  All times are the store's; *now* is when it was read.
 
     *request* is what was asked, if the operation may have to be finished without its caller: it is written by the claim
     and dropped when the operation is settled.

@@ -40,7 +40,7 @@ def once(
 
     *key* is a template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.
     The arguments must be the same each time; those in *ignore* (a session, a logger) are not compared.  *name* owns the
-    keys, and is the function's own where it is not given; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
+    keys, and is the function's own by default; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
     and what they do not say is as in the guard's own policy.  A repeated call returns an equal value of the same type:
     built-in types, and the classes that the function's return annotation or `types=(Order,)` names.
     """
@@ -75,7 +75,7 @@ class Once(Generic[P, T]):
         for unknown in sorted(set(ignore) - set(names)):
             raise ConfigurationError(f"ignore names {unknown!r}, which {self.name} does not take")
         owner = {"self", "cls"}.intersection(names[:1])
-        # An object or class has no fingerprint of its own: where it matters, the key names it, as in "{self.id}".
+        # An object or class has no fingerprint of its own: if it matters, the key names it, as in "{self.id}".
         self.compared = tuple(each for each in names if each not in ignore and each not in owner)
         self.key = key if callable(key) else remembered(Template(key, names=names), policy.ttl)
         self.awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -115,23 +115,23 @@ class Once(Generic[P, T]):
         return Operation(f"once:{self.name}", name, fingerprint, self.name, request=request)
 
     def _kept(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that whoever has to finish the operation calls the function with again."""
+        """The arguments that a completer calls the function with again."""
         return {each: arguments[each] for each in self.compared}
 
     def drive(self, operation: Operation, request: Any) -> Plan[Answer]:
-        """The plan that finishes an operation of this function's, from the arguments that were kept."""
+        """The plan that finishes an operation of this function, from the kept arguments."""
         self._check_kept(request)
         bound = self.signature.bind_partial()
         bound.arguments.update(request)
         plan = self.guard.guarded(operation, self._performer(*bound.args, **bound.kwargs), self.policy)
         if self.awaited:
             return (yield from plan)
-        # On a thread, where an event loop drives us: it blocks, and its steps would be given to it to be awaited.
+        # On a thread if an event loop runs this plan: the function blocks, and on the loop its steps would have to be awaited.
         answer: Answer = yield Do(partial(run, plan), None)
         return answer
 
     def _check_kept(self, request: Mapping[str, Any]) -> None:
-        """Refuse to call the function with anything but what it was called with: what is ignored must have a default."""
+        """Refuse to call the function with other arguments than before: an ignored one must have a default."""
         parameters = self.signature.parameters
         instead = "give the completer a function of the operation and the kept arguments instead"
         for name in (name for name, one in parameters.items() if is_required(one) and name not in request):
@@ -140,7 +140,7 @@ class Once(Generic[P, T]):
             raise ConfigurationError(f"{self.name} cannot be finished, for it takes no {name!r} any more: {instead}")
 
     def _performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
-        """What calls the function, with the operation as the current one."""
+        """The performer that calls the function, with the operation as the current one."""
         function = cast("Callable[..., Any]", self.function)
         if self.awaited:
 
@@ -197,7 +197,7 @@ def is_required(parameter: inspect.Parameter) -> bool:
 
 
 def check_function(function: Callable[..., Any]) -> None:
-    """Refuse what cannot happen once."""
+    """Refuse a function that cannot be guarded."""
     if isinstance(function, staticmethod | classmethod):
         raise ConfigurationError(f"Write @once below @{type(function).__name__}, next to the function")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -205,7 +205,7 @@ def check_function(function: Callable[..., Any]) -> None:
 
 
 def own_name(function: Callable[..., Any]) -> str:
-    """The name under which the function's keys are kept, unless it has none that tells it from others."""
+    """The name under which the function's keys are kept; refused if it does not tell the function from others."""
     name = getattr(function, "__qualname__", "")
     if not name or name.endswith("<lambda>"):
         raise ConfigurationError(f"{function!r} has no name of its own to keep its keys under: give it one by name=")

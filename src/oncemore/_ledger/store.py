@@ -1,4 +1,4 @@
-"""What a store must do.  Each verb is atomic, compares only the store's own clock, and may safely be sent twice."""
+"""The protocol of stores.  Each verb is atomic, compares only the store's own clock, and may safely be sent twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .transactions import Lender
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which records to list; what is None does not matter.  *lapsed* asks for running records whose lease is over."""
+    """Which records to list; a None matches all.  *lapsed* asks for running records whose lease has ended."""
 
     state: State | None = None
     scope: str | None = None
@@ -30,7 +30,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
     lapsed: bool | None = None
 
     def __post_init__(self) -> None:
-        # With a slip of the pen nothing would be found, and an operator would think that nothing is held.
+        # With a misspelt state nothing would be found, and an operator would think that nothing is held.
         if self.state is not None and self.state not in get_args(State):
             known = ", ".join(map(repr, get_args(State)))
             raise ConfigurationError(f"state = {self.state!r} is unknown: choose one of {known}, or lapsed=True")
@@ -77,7 +77,7 @@ class Store(Protocol):
     @property
     def lender(
         self,
-    ) -> Lender | None: ...  # of transactions that the effect may join; None where there is no such thing
+    ) -> Lender | None: ...  # of transactions that the effect may join; None if the store has none
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]: ...
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]: ...
@@ -104,7 +104,7 @@ class Store(Protocol):
 
 
 class Holder:
-    """Names each claim of this process: one whose answer was lost can be sent again, and is still its own."""
+    """Names each claim of this process: a claim whose answer was lost can be sent again, and is recognised."""
 
     def __init__(self) -> None:
         self._reset()

@@ -210,7 +210,7 @@ class Inbox:
         record = yield from self.guard.store.find(scope, event_id)
         if record is not None and not is_dead(record):
             raise NotResolvable(
-                f"It is {record.state}, and not a dead letter; where nobody knows whether it was handled, find out, and "
+                f"It is {record.state}, and not a dead letter; if nobody knows whether it was handled, find out, and "
                 "say so with guard.resolve()"
             )
         if record is not None:  # whoever buried it may have come no further than that

@@ -247,6 +247,43 @@ class Door(Generic[App]):
 
     # Around the app
 
+    def begin(
+        self,
+        attempt: LeaseAttempt,
+        match: Match,
+        request: Request,
+        current_etag: Plan[Etag],
+        *,
+        wait: float | None,
+        mount: str,
+    ) -> Plan[Response | LeaseAttempt | None]:
+        """Claim the operation: the response if the app is not to be called, else the attempt under which to call it.
+
+        None if the store is down and the rule says `store_down = "run"`: then the app is called unguarded.
+        """
+        try:
+            answer = yield from attempt.begin(wait)
+        except OncemoreError as error:
+            if not self.runs_unguarded(error, match.rule):
+                return self.refusal(error, match, attempt.operation, mount)
+            log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
+            return None
+        if answer is not None:
+            return self.replay(answer, match.rule)
+        if match.rule.rate is None and not match.rule.if_match:
+            return attempt
+        try:
+            yield from self.admit(match.rule, attempt.op, request, current_etag)
+        except GeneratorExit:  # the event loop has ended, and the ledger cannot be asked any more
+            attempt.drop()
+            raise
+        except BaseException as error:
+            yield from attempt.withdraw(error)
+            if isinstance(error, OncemoreError):
+                return self.refusal(error, match, attempt.operation)
+            raise
+        return attempt
+
     def admit(self, rule: Rule, op: Op, request: Request, current_etag: Plan[Etag]) -> Plan[None]:
         """Raise what the rule refuses before the app is called: too many new keys, or a resource that has changed."""
         if rule.rate is not None and op.attempt == 1:

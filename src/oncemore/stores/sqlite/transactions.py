@@ -32,6 +32,7 @@ from ..._ledger.transactions import (
     no_session,
     threads,
 )
+from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
 from ..._runtime.loops import PerLoop
 from ..._runtime.plan import Plan, Sleep
@@ -59,9 +60,11 @@ MARK = "oncemore_mark"
 BEGIN, COMMIT = (Statement("BEGIN IMMEDIATE"), ()), (Statement("COMMIT"), ())
 SET_MARK, CHECK_MARK = (Statement(f"SAVEPOINT {MARK}"), ()), (Statement(f"RELEASE {MARK}"), ())
 
-# Fails with "integer overflow" unless there is exactly one such record, which keeps the COMMIT behind it from being run.
-# SQLite has no division by zero: it is NULL.
-CHECK = "SELECT abs(-9223372036854775807 - (1 - count(*))) FROM {records} WHERE token = ?1 AND state = ?2"
+# The rows that the statement before has written, and the last token that was inserted (the table's rowid).
+INSERTED = (Statement("SELECT changes(), last_insert_rowid()"), ())
+# Fails with "integer overflow" unless the statement before has written one row, which keeps the COMMIT behind it from being
+# run.  SQLite has no division by zero: it is NULL.
+CHECK = (Statement("SELECT abs(-9223372036854775807 - (1 - changes()))"), ())
 RELEASE = "UPDATE {records} SET state = 'released', expires_at = {now} + ?2 WHERE token = ?3 AND state = 'running'"
 
 
@@ -81,10 +84,10 @@ class SqliteTransaction(AdapterTransaction):
         limit = max(wait, self._store.timeout)
         ends = time.monotonic() + limit
         claim = Claim(operation, lease, self._store.holder.next(), request)
-        insert, find = self._claim_queries(claim)
+        insert = self._insert_query(claim)
         while True:
             try:
-                rows = yield from self._adapter.begin(insert, SET_MARK, find)
+                rows = yield from self._adapter.begin(insert, SET_MARK, INSERTED)
                 break
             except UnicodeError as error:
                 raise invalid_names() from error
@@ -103,29 +106,30 @@ class SqliteTransaction(AdapterTransaction):
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
         claim = Claim(operation, lease, self._store.holder.next(), request)
         try:
-            rows = yield from self._adapter.execute(*self._claim_queries(claim))
+            rows = yield from self._adapter.execute(self._insert_query(claim), INSERTED)
         except UnicodeError as error:
             raise invalid_names() from error
         return (yield from self._claimed(claim, rows))
 
-    def _claim_queries(self, claim: Claim) -> tuple[Query, Query]:
-        """Insert a record unless there is one; then read it, whoever has it."""
+    def _insert_query(self, claim: Claim) -> Query:
+        """Insert a record, unless there is one."""
         operation = claim.operation
         names = (*operation.id, operation.name, operation.fingerprint, claim.holder)
-        insert = (Statement(self._sql.claim_one), (self._store.shift, *names, claim.lease))
-        return insert, self._find_query(operation.id)
+        return Statement(self._sql.claim_one), (self._store.shift, *names, claim.lease)
 
     def _find_query(self, id: Id) -> Query:
         text, values = self._sql.look.bind(self._store.shift, [id])
         return Statement(text), values
 
     def _claimed(self, claim: Claim, rows: Rows) -> Plan[Lease | Record]:
-        """The lease on the record that was found: inserted just now, or taken over.  Otherwise the record."""
-        record = as_record(tuple(rows[0]))
-        if record.holder == claim.holder:  # no other claim ever has this name
+        """The lease on the record that was inserted just now, or on one that may be taken over.  Otherwise the record."""
+        [(inserted, token)] = rows
+        if inserted:
             if claim.request:
-                yield from self._adapter.execute((Statement(self._sql.set_request), (claim.request, record.token)))
-            return Lease(claim.operation, record.token, record.lease_until)
+                yield from self._adapter.execute((Statement(self._sql.set_request), (claim.request, token)))
+            return Lease(claim.operation, token, SYSTEM.time() + self._store.shift + claim.lease)
+        rows = yield from self._adapter.execute(self._find_query(claim.operation.id))
+        record = as_record(tuple(rows[0]))
         if not claimable(claim.operation, record):
             return record
         [(token, _)] = yield from self._adapter.execute((Statement(self._sql.next_token), (self._store.shift,)))
@@ -141,25 +145,15 @@ class SqliteTransaction(AdapterTransaction):
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
         text, values = self._sql.settle.bind(self._store.shift, [Settle(held, outcome, retention, audit, note).row])
-        self._writes += ((Statement(text), values), self._check(held, "settled"))
+        self._writes += ((Statement(text), values), CHECK)
         return
         yield
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        text = RELEASE.format(records=self._records, now=NOW)
-        self._writes += (
-            (Statement(text), (self._store.shift, retention, held.token)),
-            self._check(held, "released"),
-        )
+        text = RELEASE.format(records=f"{self._sql.prefix}records", now=NOW)
+        self._writes += ((Statement(text), (self._store.shift, retention, held.token)), CHECK)
         return
         yield
-
-    def _check(self, held: Lease, state: str) -> Query:
-        return Statement(CHECK.format(records=self._records)), (held.token, state)
-
-    @property
-    def _records(self) -> str:
-        return f"{self._sql.prefix}records"
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
         rows = yield from self._adapter.execute(self._find_query((scope, key)))

@@ -63,7 +63,7 @@ class IdempotencyMiddleware(Door[App]):
         return await self._guard(match, headers, scope, receive, send)
 
     async def _apart(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A request of its own, in another's context: a server may begin a pipelined one where the last one ended."""
+        """Guard a request that runs in the context of another: a server may begin a pipelined one in the context of the last."""
         token = CURRENT.set(None)
         try:
             await self(scope, receive, send)

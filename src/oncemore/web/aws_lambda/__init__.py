@@ -6,7 +6,6 @@ handler = IdempotencyMiddleware(handler, guard=Guard("dynamodb://..."))
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from ..._runtime.plan import Call, Plan, run
 from ...errors import OncemoreError, StoreError
 from ..door import Door, wait_of
 from ..etag import Etag
+from ..problem import Response
 from ..request import Request, check_length, current_operation, match_mounted, mount_prefix, value_of
 from ..status import status_plan
 from .batch import check_plain, each_message
@@ -31,8 +31,6 @@ from .events import Event, RestApi, caller_of, longest_wait, request_body, sourc
 __all__ = ["IdempotencyMiddleware", "current_operation", "each_message", "guarded", "idempotent"]
 
 Handler = Callable[[Any, Any], Any]
-
-log = logging.getLogger("oncemore.web")
 
 Options = ParamSpec("Options")
 
@@ -89,38 +87,22 @@ class IdempotencyMiddleware(Door[Handler]):
         if operation is None or self._is_guarded(event, operation):
             return self.app(event, context)
         attempt = self.guard.attempt(operation, within(self.policy(match.rule), left))
-        try:
-            answer = run(attempt.begin(longest_wait(wait_of(request.headers), left)))
-        except OncemoreError as error:
-            if not self.runs_unguarded(error, match.rule):
-                mount = mount_prefix(request.path, source.inner_path(event))
-                return source.rendered(event, self.refusal(error, match, operation, mount))
-            log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
+        wait, mount = longest_wait(wait_of(request.headers), left), mount_prefix(request.path, source.inner_path(event))
+        etag = current_etag(self.app, source, event, context)
+        found = run(self.begin(attempt, match, request, etag, wait=wait, mount=mount))
+        if found is None:
             return self.app(event, context)
-        if answer is not None:
-            return source.rendered(event, self.replay(answer, match.rule))
-        return self._call_function(source, match, attempt, request, context)
+        if isinstance(found, Response):
+            return source.rendered(event, found)
+        return self._call_function(source, match, attempt, event, context)
 
-    def _call_function(
-        self, source: RestApi, match: Match, attempt: LeaseAttempt, request: Request, context: Any
-    ) -> Any:
+    def _call_function(self, source: RestApi, match: Match, attempt: LeaseAttempt, event: Event, context: Any) -> Any:
         """Call the function, record the outcome, and return its answer."""
-        event, rule, op = request.native, match.rule, attempt.op
-
-        def current_etag() -> Plan[Etag]:
-            found = source.reply((yield Call(self.app, source.as_get(event), context)))
-            return found.status, value_of(found.headers, "etag")
+        rule, op = match.rule, attempt.op
 
         def refuse(error: OncemoreError) -> Any:
             return source.rendered(event, self.refusal(error, match, attempt.operation))
 
-        try:
-            run(self.admit(rule, op, request, current_etag()))
-        except BaseException as error:
-            run(attempt.withdraw(error))
-            if isinstance(error, OncemoreError):
-                return refuse(error)
-            raise
         try:
             with running(op), current_event(self, op.operation, event):
                 reply = source.reply(self.app(event, context))
@@ -144,6 +126,12 @@ class IdempotencyMiddleware(Door[Handler]):
         if outer is None or outer is self or event is not given:
             return False
         return bool(guarded.id == operation.id)  # with another key or scope, it is guarded here as well
+
+
+def current_etag(function: Handler, source: RestApi, event: Event, context: Any) -> Plan[Etag]:
+    """What the function answers to a GET of the event's URL."""
+    found = source.reply((yield Call(function, source.as_get(event), context)))
+    return found.status, value_of(found.headers, "etag")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ ONCEMORE = {"guard": "sqlite:///once.db", "contract": "oncemore.toml"}
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine
 from typing import Any
 
@@ -21,17 +20,16 @@ from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import OncemoreError
 from ..door import Door, wait_of
+from ..problem import Response
 from ..redrive import check_passed
 from ..request import Request, current_operation, is_current, match_mounted, mount_prefix, native_mapping
 from ..status import status_plan
-from .request import GetResponse, body_of, request_of
+from .request import GetResponse, body_of, current_etag, request_of
 from .response import GuardedResponse, InThread, to_django
 from .settings import check_place, options_from_settings
 from .views import Views, exempt, idempotent, optional, required
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "exempt", "idempotent", "optional", "required"]
-
-log = logging.getLogger("oncemore.web")
 
 
 class IdempotencyMiddleware(Door[GetResponse]):
@@ -84,18 +82,15 @@ class IdempotencyMiddleware(Door[GetResponse]):
             return to_django(self.refusal(error, match))
         if operation is None or is_current(operation, native_mapping(request)):
             return (yield Call(self.app, request))
+        mount = mount_prefix(request.path, request.path_info)
         attempt = self.attempt(match.rule, operation)
-        try:
-            answer = yield from attempt.begin(wait_of(asked.headers))
-        except OncemoreError as error:
-            if not self.runs_unguarded(error, match.rule):
-                mount = mount_prefix(request.path, request.path_info)
-                return to_django(self.refusal(error, match, operation, mount))
-            log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
+        etag, wait = current_etag(self.app, request), wait_of(asked.headers)
+        found = yield from self.begin(attempt, match, asked, etag, wait=wait, mount=mount)
+        if found is None:
             return (yield Call(self.app, request))
-        if answer is not None:
-            return to_django(self.replay(answer, match.rule))
-        return (yield from GuardedResponse(self, match, attempt, asked).run())
+        if isinstance(found, Response):
+            return to_django(found)
+        return (yield from GuardedResponse(self, match, attempt, request).run())
 
     def _status(self, request: HttpRequest) -> Plan[HttpResponseBase]:
         try:

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from asgiref.sync import sync_to_async
-from django.http import HttpResponse  # type: ignore[import-untyped]
+from django.http import HttpRequest, HttpResponse  # type: ignore[import-untyped]
 from django.http.response import HttpResponseBase  # type: ignore[import-untyped]
 
 from ..._contract.contract import Match
@@ -18,14 +18,14 @@ from ..._runtime.plan import Call, Plan, run
 from ...errors import OncemoreError, StoreError
 from ..door import Door
 from ..problem import Response
-from ..request import GUARDED, Request, native_mapping
-from .request import ERROR, GetResponse, current_etag
+from ..request import GUARDED, native_mapping
+from .request import ERROR, GetResponse
 
 
 class GuardedResponse:
     """The response to one guarded request: returned when its outcome is durable."""
 
-    def __init__(self, door: Door[GetResponse], match: Match, attempt: LeaseAttempt, request: Request) -> None:
+    def __init__(self, door: Door[GetResponse], match: Match, attempt: LeaseAttempt, request: HttpRequest) -> None:
         self.door = door
         self.match = match
         self.rule = match.rule
@@ -35,28 +35,13 @@ class GuardedResponse:
     def run(self) -> Plan[HttpResponseBase]:
         """Call the view, record the outcome, and return the response."""
         try:
-            known = yield from self._admit()
-            return known if known is not None else (yield from self._call_view())
+            return (yield from self._call_view())
         except GeneratorExit:  # the event loop has ended, and the ledger cannot be asked any more
             self.attempt.drop()
             raise
 
-    def _admit(self) -> Plan[HttpResponse | None]:
-        """The refusal, if the rule refuses the request before the view is called."""
-        etag = current_etag(self.door.app, self.request.native)
-        try:
-            yield from self.door.admit(self.rule, self.attempt.op, self.request, etag)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            yield from self.attempt.withdraw(error)
-            if isinstance(error, OncemoreError):
-                return self._refuse(error)
-            raise
-        return None
-
     def _call_view(self) -> Plan[HttpResponseBase]:
-        native, op = self.request.native, self.attempt.op
+        native, op = self.request, self.attempt.op
         try:
             native_mapping(native)[GUARDED] = op
             with running(op):

@@ -5,7 +5,6 @@ app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, guard=Guard("sqlite:///once.d
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable
 
@@ -16,6 +15,8 @@ from ..._runtime.plan import run
 from ...errors import OncemoreError
 from ..discovery import declare_flask
 from ..door import Door, wait_of
+from ..etag import wsgi_etag
+from ..problem import Response
 from ..redrive import check_passed
 from ..request import Request, current_operation, is_current, match_mounted
 from ..status import status_plan
@@ -23,8 +24,6 @@ from .environ import decode_path, note_flask_errors, put_back, read_body, reques
 from .response import App, Environ, GuardedResponse, StartResponse, respond
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
-
-log = logging.getLogger("oncemore.web")
 
 
 class IdempotencyMiddleware(Door[App]):
@@ -77,18 +76,14 @@ class IdempotencyMiddleware(Door[App]):
         put_back(environ, body)
         if operation is None or is_current(operation, environ):
             return self.app(environ, start_response)
-        attempt = self.attempt(match.rule, operation)
-        try:
-            answer = run(attempt.begin(wait_of(request.headers)))
-        except OncemoreError as error:
-            if not self.runs_unguarded(error, match.rule):
-                mount = decode_path(environ.get("SCRIPT_NAME", ""))
-                return respond(start_response, self.refusal(error, match, operation, mount))
-            log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
+        attempt, mount = self.attempt(match.rule, operation), decode_path(environ.get("SCRIPT_NAME", ""))
+        etag, wait = wsgi_etag(self.app, environ), wait_of(request.headers)
+        found = run(self.begin(attempt, match, request, etag, wait=wait, mount=mount))
+        if found is None:
             return self.app(environ, start_response)
-        if answer is not None:
-            return respond(start_response, self.replay(answer, match.rule))
-        return GuardedResponse(self, match, attempt, request, start_response).run()
+        if isinstance(found, Response):
+            return respond(start_response, found)
+        return GuardedResponse(self, match, attempt, environ, start_response).run()
 
     def _is_status(self, environ: Environ, inner: str) -> bool:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):

@@ -18,9 +18,8 @@ from ..._ledger.decisions import Answer
 from ..._runtime.plan import Plan, run
 from ...errors import Fenced, OncemoreError, StoreError
 from ..door import Door
-from ..etag import wsgi_etag
 from ..problem import Response
-from ..request import GUARDED, Headers, Request, value_of
+from ..request import GUARDED, Headers, value_of
 from .environ import FLASK_ERROR
 
 Environ = dict[str, Any]
@@ -39,14 +38,13 @@ class GuardedResponse:
     """
 
     def __init__(
-        self, door: Door[App], match: Match, attempt: LeaseAttempt, request: Request, start_response: StartResponse
+        self, door: Door[App], match: Match, attempt: LeaseAttempt, environ: Environ, start_response: StartResponse
     ) -> None:
         self.door = door
         self.match = match
         self.rule = match.rule
         self.attempt = attempt
-        self.request = request
-        self.environ: Environ = request.native
+        self.environ = environ
         self.start_response = start_response
         self.instead: Response | None = None  # the client's answer, if what the app has done is not what counts
         self.line = ""  # the app's status line; empty until it has called start_response
@@ -61,17 +59,9 @@ class GuardedResponse:
 
     def run(self) -> Iterable[bytes]:
         """Call the app, record the outcome, and return the body for the server."""
-        op = self.attempt.op
         try:
-            run(self.door.admit(self.rule, op, self.request, wsgi_etag(self.door.app, self.environ)))
-        except BaseException as error:
-            run(self.attempt.withdraw(error))
-            if isinstance(error, OncemoreError):
-                return respond(self.start_response, self._refusal(error))
-            raise
-        try:
-            self.environ[GUARDED] = op
-            with running(op):
+            self.environ[GUARDED] = self.attempt.op
+            with running(self.attempt.op):
                 is_complete = self._call_app()
             if self.status >= 500 and self.door.is_refused_transaction(self.attempt, self.environ.get(FLASK_ERROR)):
                 raise self.environ[FLASK_ERROR]

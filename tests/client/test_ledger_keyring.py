@@ -21,8 +21,7 @@ from oncemore import Guard
 from oncemore._ledger.connect import connect
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import run
-from oncemore.client.deadlines import no_sleeping
-from oncemore.client.errors import KeyReused, KeyringError, OutcomeUnknown, RetriesExhausted
+from oncemore.client.errors import KeyringError, OutcomeUnknown, RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, HttpxRequest, RetryTransport
 from oncemore.client.keyring import open_keyring
 from oncemore.client.keyring.entry import Entry
@@ -36,7 +35,7 @@ from ..support.processes import separate_processes
 from . import clients
 from .clients import CLIENTS, Httpx
 from .killed import BODY, BRIEF, CREDENTIALS, LEASE
-from .server import Server, Visit, answer, effect, hang, performed, reset, then
+from .server import Server, Visit, answer, effect, performed, reset, then
 from .test_keyring import adopt_all, claim, entry
 
 RETRY = Retry(base=0.01, budget=None)
@@ -197,29 +196,6 @@ def test_request_is_stored_before_first_byte_is_sent(ledger: str) -> None:
 # States, through the transports
 
 
-def test_unknown_outcome_stays_open_and_can_be_resumed(library: Any, ledger: str) -> None:
-    client = library(RETRY, ledger)
-    with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
-        with pytest.raises(RetriesExhausted) as caught:
-            client.request("POST", server.url, BODY, JSON)
-        assert [(one.key, one.state, one.body) for one in client.pending()] == [(caught.value.key, "open", BODY)]
-        assert client.resume() == []
-        assert [result.error for result in client.resume(opened=True)] == [None]
-        assert client.pending() == []
-    assert list(server.effects.values()) == [1]
-
-
-def test_key_reused_for_another_request_is_not_sent(library: Any, ledger: str) -> None:
-    client = library(RETRY, ledger)
-    own = {"Idempotency-Key": "order-17", **JSON}
-    with Server() as server:
-        client.request("POST", server.url, b'{"amount": 100}', own)
-        client.request("POST", server.url, b'{ "amount": 100.0 }', own)  # the same request, spelt differently
-        with pytest.raises(KeyReused, match="order-17"):
-            client.request("POST", server.url, b'{"amount": 101}', own)
-    assert len(server.visits) == 2
-
-
 def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(ledger: str) -> None:
     short = Retry(base=0.001, attempts=2, deadline=1.0, key_lifetime=2.0, budget=None)
     own = {"Idempotency-Key": "order-17"}
@@ -266,19 +242,6 @@ def claimed_and_interrupted(transport: RetryTransport, url: str) -> Iterator[Any
     one = transport.engine._entry(sent, BODY)
     yield from transport.engine.keyring.claim(one, oldest=0)  # type: ignore[union-attr]
     raise KeyboardInterrupt
-
-
-async def test_a_cancelled_request_ends_at_once_and_stays_open(ledger: str) -> None:
-    transport = AsyncRetryTransport(RETRY, ledger)
-    with Server(then(effect, hang)) as server:
-        async with httpx.AsyncClient(transport=transport, timeout=30) as client:
-            task = asyncio.create_task(client.post(server.url, content=BODY))
-            while not server.effects:
-                await asyncio.sleep(0.01)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert [one.state for one in await transport.pending()] == ["open"]
 
 
 async def test_one_cancelled_while_it_is_written_down_leaves_nothing(ledger: str) -> None:

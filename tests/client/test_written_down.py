@@ -41,12 +41,12 @@ def test_key_and_body_are_on_disk_before_first_byte(tmp_path: Path) -> None:
     assert seen == [(server.visits[0].key, BODY, "sending")]
 
 
-def test_unknown_outcome_stays_open_and_can_be_resumed(library: Any, tmp_path: Path) -> None:
-    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
+def test_unknown_outcome_stays_open_and_can_be_resumed(library: Any, place: str) -> None:
+    client = library(RETRY, place)
     with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
         with pytest.raises(RetriesExhausted) as caught:
             client.request("POST", server.url, BODY, JSON)
-        assert [(one.key, one.state) for one in client.pending()] == [(caught.value.key, "open")]
+        assert [(one.key, one.state, one.body) for one in client.pending()] == [(caught.value.key, "open", BODY)]
         assert client.resume() == []  # its caller was told, and may have made another key since
         results = client.resume(opened=True)
         assert [result.error for result in results] == [None]
@@ -147,8 +147,8 @@ def test_long_call_stops_before_key_lifetime_ends(library: Any) -> None:
     assert len({visit.key for visit in server.visits}) == 1
 
 
-def test_key_reused_for_another_request_is_not_sent(library: Any, tmp_path: Path) -> None:
-    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
+def test_key_reused_for_another_request_is_not_sent(library: Any, place: str) -> None:
+    client = library(RETRY, place)
     own = {"Idempotency-Key": "order-17", **JSON}
     with Server() as server:
         client.request("POST", server.url, BODY, own)
@@ -171,8 +171,8 @@ def test_body_too_large_to_store_is_not_resumed(tmp_path: Path) -> None:
     assert client.pending() == []
 
 
-async def test_a_cancelled_request_ends_at_once_and_stays_open(tmp_path: Path) -> None:
-    transport = AsyncRetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db")
+async def test_a_cancelled_request_ends_at_once_and_stays_open(place: str) -> None:
+    transport = AsyncRetryTransport(RETRY, place)
     with Server(then(effect, hang)) as server:
         async with httpx.AsyncClient(transport=transport, timeout=30) as client:
             task = asyncio.create_task(client.post(server.url, content=BODY))

@@ -20,10 +20,7 @@ import pytest
 
 # Before they are imported, so that a failing assertion shows its values.
 pytest.register_assert_rewrite(
-    *(
-        f"{__package__}.{part}"
-        for part in ("bodies", "caller", "crashes", "faults", "keys", "lifecycle", "requests")
-    )
+    *(f"{__package__}.{part}" for part in ("bodies", "caller", "crashes", "faults", "keys", "lifecycle", "requests"))
 )
 
 from .bodies import BodyCases  # noqa: E402

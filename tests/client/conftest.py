@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from .clients import CLIENTS
@@ -28,4 +30,12 @@ def valkey_place(valkey_url: str, redis_prefix: str) -> str:
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "valkey")])
 def ledger(request: pytest.FixtureRequest) -> str:
     """The URL of one real ledger after the other."""
+    return request.getfixturevalue(f"{request.param}_place")  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=["file", *(pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "valkey"))])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of one durable keyring after the other: a file, and the real ledgers."""
+    if request.param == "file":
+        return f"sqlite:///{tmp_path}/keys.db"
     return request.getfixturevalue(f"{request.param}_place")  # type: ignore[no-any-return]

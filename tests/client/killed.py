@@ -39,12 +39,13 @@ class Doomed(SqliteKeyring):
             die()
         return held
 
-    def _write(self, *arguments: Any) -> None:
+    def _write(self, *arguments: Any) -> bool:
         if self.point == "before settling":
             die()
-        super()._write(*arguments)
+        written = super()._write(*arguments)
         if self.point == "after settling":
             die()
+        return written
 
 
 class DoomedStore:

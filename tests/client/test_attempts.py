@@ -104,7 +104,7 @@ def test_observers_hear_of_retries_of_recovery_and_of_exhaustion() -> None:
     assert quiet.events == []
 
 
-# ── The budget and the circuit of a host ───────────────────────────────────────────────────────────────────────────────
+# The budget and the circuit of a host
 
 
 def load(hosts: Hosts, retry: Retry, script: list[Step], operations: int) -> list[int]:
@@ -117,7 +117,7 @@ def load(hosts: Hosts, retry: Retry, script: list[Step], operations: int) -> lis
     return made
 
 
-def test_against_a_server_that_fails_everything_retries_add_little_once_the_budget_is_spent() -> None:
+def test_spent_budget_limits_retries_of_failing_server() -> None:
     hosts = Hosts()
     made = load(hosts, Retry(attempts=5, budget=Budget(tokens=20, ratio=0.1)), [Step()], 200)
     assert made[0] == 5
@@ -143,7 +143,7 @@ def test_success_fills_the_budget_again() -> None:
     assert load(hosts, retry, [Step()], 1) == [5]
 
 
-def test_each_host_has_its_own_budget_shared_by_all_who_use_that_policy() -> None:
+def test_budget_is_per_host_and_shared_by_policy() -> None:
     hosts, budget = Hosts(), Budget()
     assert hosts.get("a", budget, None) is hosts.get("a", Budget(), None)
     assert hosts.get("a", budget, None) is not hosts.get("b", budget, None)
@@ -189,14 +189,14 @@ def test_one_probe_decides_whether_the_circuit_closes() -> None:
     assert not host.is_open(24)
 
 
-def test_a_probe_that_is_never_heard_of_again_does_not_bar_the_way() -> None:
+def test_lost_breaker_probe_allows_another_after_cooldown() -> None:
     host = Host(None, Breaker(failures=1, cooldown=10))
     host.failed(0)
     assert host.closed_in(10) == 0
     assert host.closed_in(20) == 0
 
 
-def test_a_circuit_that_opens_between_two_attempts_ends_the_run_with_what_is_known() -> None:
+def test_circuit_opening_between_attempts_ends_the_run() -> None:
     work = Scripted(Step(status=502))
     reply = VirtualRun(work, Retry(attempts=5, budget=None, breaker=Breaker(failures=2, cooldown=60))).run()
     assert reply.status == 502
@@ -214,7 +214,7 @@ def test_rules_that_cannot_work_are_refused(wrong: Any) -> None:
         wrong()
 
 
-def test_a_schedule_that_comes_to_its_end_is_given_up_like_any_other() -> None:
+def test_exhausted_schedule_gives_up() -> None:
     """After the tenth delivery there is no eleventh to wait for."""
     virtual = VirtualRun(Scripted(Step(fault=Fault("connection"))), Retry.webhook_delivery(budget=None))
     with pytest.raises(RetriesExhausted) as caught:

@@ -85,7 +85,7 @@ def test_presets_by_operation_type(preset: Any, attempts: int, deadline: int) ->
     assert preset(attempts=2).attempts == 2
 
 
-def test_webhook_attempts_keep_their_times_and_the_last_has_time_left() -> None:
+def test_webhook_schedule_leaves_time_for_last_attempt() -> None:
     retry = Retry.webhook_delivery()
     for _ in range(1000):
         at = 0.0
@@ -97,7 +97,7 @@ def test_webhook_attempts_keep_their_times_and_the_last_has_time_left() -> None:
         assert at < retry.deadline - 60
 
 
-def test_a_schedule_counts_from_the_first_attempt_not_from_the_last() -> None:
+def test_schedule_counts_from_first_attempt() -> None:
     retry = Retry.webhook_delivery()
     assert retry.delay(2, 0.0, elapsed=29) < 1
     assert retry.delay(2, 0.0, elapsed=31) == 0

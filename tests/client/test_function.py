@@ -72,7 +72,7 @@ def test_last_error_of_a_function_is_not_its_own_cause() -> None:
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_the_last_error_is_the_functions_own_and_bears_the_story(awaited: bool) -> None:
+def test_function_raises_its_last_error_with_story_note(awaited: bool) -> None:
     errors = [ConnectionError(str(number)) for number in range(3)]
     with no_sleeping(), pytest.raises(ConnectionError, match="2") as caught:
         decorated(Flaky(*errors), attempts=3, awaited=awaited)()
@@ -115,7 +115,7 @@ def test_the_deadline_cuts_an_async_function() -> None:
     assert time.monotonic() - begun < 2
 
 
-def test_an_attempt_that_is_cut_is_tried_again_but_a_timeout_of_its_own_is_judged() -> None:
+def test_cut_attempt_retries_but_own_timeout_is_judged() -> None:
     begun = []
 
     @retry(Retry(attempts=2, attempt_timeout=0.05, base=0.001, errors=()))
@@ -162,7 +162,7 @@ def test_the_decorated_function_keeps_its_name_and_its_docs() -> None:
         retry(Retry(), attempts=3)
 
 
-def test_one_key_is_made_per_call_and_is_the_same_in_every_attempt() -> None:
+def test_function_key_is_same_in_every_attempt() -> None:
     flaky = Flaky(ConnectionError(), ConnectionError())
     with no_sleeping():
         call = decorated(flaky, key="idempotency_key")
@@ -175,7 +175,7 @@ def test_one_key_is_made_per_call_and_is_the_same_in_every_attempt() -> None:
     assert keys[-1] == "mine"
 
 
-def test_a_key_of_the_callers_own_is_kept_however_it_is_given() -> None:
+def test_function_key_given_by_caller_is_kept() -> None:
 
     @retry(key="key")
     def pay(amount: int, key: str | None = None, *rest: int, **more: int) -> Any:
@@ -193,7 +193,7 @@ def test_a_key_that_the_function_does_not_take_is_named() -> None:
     assert retry(key="key")(lambda **options: options)()["key"]
 
 
-def test_what_is_called_and_is_no_plain_function_is_tried_again_too() -> None:
+def test_retry_accepts_partials_methods_and_callable_objects() -> None:
     flaky = Flaky(ConnectionError())
 
     class Awaited:
@@ -320,7 +320,7 @@ def test_skipped_pauses_pass_on_the_clock() -> None:
     assert now() - before >= slept[0] >= 50
 
 
-# ── Beside other libraries ─────────────────────────────────────────────────────────────────────────────────────────────
+# Beside other libraries
 
 
 def test_tenacity_keeps_our_policy() -> None:
@@ -360,7 +360,7 @@ def test_stamina_keeps_our_policy() -> None:
     assert stamina_arguments(Retry(jitter="none"))["wait_jitter"] == 0
 
 
-# ── Keys ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Keys
 
 
 def test_new_keys_are_uuids_that_sort_by_time() -> None:

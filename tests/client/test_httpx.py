@@ -48,7 +48,7 @@ def trickle_chunks(visit: Visit) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_an_event_stream_is_passed_on_live_and_outlives_the_deadline(method: str) -> None:
+def test_event_stream_outlives_the_deadline(method: str) -> None:
     with Server(slow_stream(b"text/event-stream")) as server, client(Retry(deadline=0.3)) as http:
         arrived = []
         with http.stream(method, server.url) as stream:
@@ -67,7 +67,7 @@ async def test_an_event_stream_is_passed_on_live_to_async_clients() -> None:
     assert arrived[-1] - arrived[0] > 0.3
 
 
-async def test_async_event_stream_may_be_silent_for_longer_than_the_deadline() -> None:
+async def test_async_event_stream_may_be_silent_past_deadline() -> None:
     def silent(visit: Visit) -> None:
         visit.send(chunk(b"data: 0\n\n"))
         time.sleep(0.6)
@@ -79,7 +79,7 @@ async def test_async_event_stream_may_be_silent_for_longer_than_the_deadline() -
             assert [part async for part in stream.aiter_bytes()] == [b"data: 0\n\n", b"data: 1\n\n"]
 
 
-def test_a_download_is_passed_on_live_but_only_until_the_deadline() -> None:
+def test_download_streams_until_the_deadline() -> None:
     with Server(slow_stream(b"application/octet-stream")) as server, client(Retry(deadline=0.3)) as http:
         with http.stream("GET", server.url) as stream:
             parts = stream.iter_bytes()
@@ -88,7 +88,7 @@ def test_a_download_is_passed_on_live_but_only_until_the_deadline() -> None:
                 list(parts)
 
 
-async def test_a_download_is_passed_on_live_to_async_clients_but_only_until_the_deadline() -> None:
+async def test_async_download_streams_until_the_deadline() -> None:
     transport = AsyncRetryTransport(Retry(deadline=0.3))
     with Server(slow_stream(b"application/octet-stream")) as server:
         async with httpx.AsyncClient(transport=transport) as http, http.stream("GET", server.url) as stream:
@@ -283,7 +283,7 @@ def test_resuming_goes_through_the_client_with_its_credentials(tmp_path: Path) -
     assert server.visits[-1].headers["stripe-version"] == "2026-01-01"
 
 
-def test_one_that_cannot_be_resumed_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+def test_resume_failure_does_not_stop_other_entries(tmp_path: Path) -> None:
     transport = RetryTransport(Retry(attempts=1, budget=None), f"sqlite:///{tmp_path}/keys.db")
     with Server(*[reset] * 4) as server, httpx.Client(transport=transport) as http:
         for number in range(3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import calendar
 import json
 import time
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from oncemore.client.retry import RETRIED_STATUSES
 from oncemore.client.verdict import (
     Fault,
-    Reply,
+    HttpReply,
     Verdict,
     http_date,
     is_replayed,
@@ -39,7 +38,7 @@ class Fields(dict[str, str]):
 
 
 def judge(status: int, body: bytes = b"", *, repeatable: bool = True, keyed: bool = True, **fields: str) -> Verdict:
-    reply = Reply(status, Fields(**fields), body)
+    reply = HttpReply(status, Fields(**fields), body)
     return judge_reply(reply, repeatable=repeatable, keyed=keyed, statuses=RETRIED_STATUSES, now=NOW)
 
 
@@ -74,7 +73,7 @@ def test_a_date_is_measured_by_the_servers_own_clock() -> None:
     assert retry_after(fields, NOW + 365 * 86400) == 30
 
 
-@given(st.integers(0, 4102444800))
+@given(st.integers(0, 3124223999))  # a two-digit year is one of 1969 to 2068
 def test_the_three_date_forms_mean_the_same(moment: int) -> None:
     when = time.gmtime(moment)
     month = "JanFebMarAprMayJunJulAugSepOctNovDec"[3 * when.tm_mon - 3 : 3 * when.tm_mon]
@@ -82,15 +81,7 @@ def test_the_three_date_forms_mean_the_same(moment: int) -> None:
     fix = f"Mon, {when.tm_mday:02} {month} {when.tm_year} {clock} GMT"
     ctime = f"Mon {month} {when.tm_mday:2} {clock} {when.tm_year}"
     old = f"Monday, {when.tm_mday:02}-{month}-{when.tm_year % 100:02} {clock} GMT"
-    assert http_date(fix, moment) == http_date(ctime, moment) == http_date(old, moment) == moment
-
-
-def test_a_two_digit_year_is_never_more_than_fifty_ahead() -> None:
-    now = calendar.timegm((2026, 1, 1, 0, 0, 0))
-    year = {
-        text: time.gmtime(http_date(f"Monday, 01-Jan-{text} 00:00:00 GMT", now) or 0).tm_year for text in ("76", "77")
-    }
-    assert year == {"76": 2076, "77": 1977}
+    assert http_date(fix) == http_date(ctime) == http_date(old) == moment
 
 
 @pytest.mark.parametrize(
@@ -111,17 +102,14 @@ def test_a_used_up_quota_says_when_it_is_refilled(fields: dict[str, str], second
     assert judge(429, retry_after="1", **fields).after == 1
 
 
-@pytest.mark.parametrize("status", [429, 408, *range(500, 512)])
-def test_transient_statuses_are_tried_again(status: int) -> None:
-    verdict = judge(status)
-    assert verdict.again
-    assert verdict.at_once is (status == 408)
-    assert verdict.blame is (status != 408)
-
-
-@pytest.mark.parametrize("status", [s for s in range(200, 500) if s not in (408, 429)])
-def test_all_others_are_final(status: int) -> None:
-    assert not judge(status).again
+def test_transient_statuses_are_retried_and_others_final() -> None:
+    for status in (429, 408, *range(500, 512)):
+        verdict = judge(status)
+        assert verdict.again, status
+        assert verdict.at_once is (status == 408)
+        assert verdict.blame is (status != 408)
+    for status in range(200, 500):
+        assert status in (408, 429) or not judge(status).again, status
 
 
 @pytest.mark.parametrize(
@@ -144,7 +132,7 @@ def test_the_taxonomy_beats_the_status(code: str, again: bool, status: int) -> N
     assert judge(status, body, content_type="application/problem+json").again is again
 
 
-def test_a_hint_in_the_header_beats_the_document_and_that_its_code() -> None:
+def test_should_retry_header_beats_document_and_code() -> None:
     body = b'{"retryable": true, "error_code": "VALIDATION.x"}'
     assert judge(400, body, content_type="application/json").again
     assert not judge(400, body, content_type="application/json", stripe_should_retry="false").again
@@ -157,7 +145,7 @@ def test_stripes_key_in_use_is_told_from_its_mismatch() -> None:
     assert not judge(400, mismatch, content_type="application/json").again
 
 
-def test_a_bare_409_is_a_conflict_and_one_with_retry_after_a_request_in_flight() -> None:
+def test_409_with_retry_after_is_in_progress() -> None:
     assert not judge(409).again
     assert judge(409, retry_after="3").again
     assert judge(409, retry_after="3").known == "unknown"

@@ -68,6 +68,12 @@ def claim(keyring: Keyring, one: Entry) -> Entry:
     return run(keyring.claim(one, oldest=time.time() - 3600))
 
 
+def adopt_all(keyring: Keyring, *, opened: bool = False) -> list[Entry]:
+    """Adopt the entries that `resume` would send."""
+    found = [one for one in run(keyring.pending()) if one.state == "sending" or opened]
+    return [adopted for one in found if (adopted := run(keyring.adopt(one)))]
+
+
 def test_a_claim_gives_back_what_was_written(keyring: Keyring) -> None:
     one = entry()
     held = claim(keyring, one)
@@ -94,7 +100,7 @@ def test_the_same_key_elsewhere_is_another_operation(keyring: Keyring) -> None:
     claim(keyring, replace(entry(body=b"other"), scope="POST http://h/elsewhere"))
 
 
-def test_a_key_older_than_the_server_remembers_is_left_as_it_is(keyring: Keyring) -> None:
+def test_key_older_than_server_memory_is_unchanged(keyring: Keyring) -> None:
     old = claim(keyring, entry(created_at=time.time() - 3599))
     time.sleep(0.01)
     held = run(keyring.claim(entry(token=2), oldest=time.time() - 3599))
@@ -112,8 +118,25 @@ def test_only_the_unsettled_is_pending(keyring: Keyring) -> None:
         held = claim(keyring, entry(f"k{number}"))
         run(getattr(keyring, verb)(held, *([201] if verb == "settle" else [])))
     assert [one.key for one in run(keyring.pending())] == ["k1"]
-    assert run(keyring.adopt()) == []
-    assert [one.key for one in run(keyring.adopt(opened=True))] == ["k1"]
+    assert adopt_all(keyring) == []
+    assert [one.key for one in adopt_all(keyring, opened=True)] == ["k1"]
+
+
+@pytest.mark.parametrize("keyring", ["sqlite", "guard", *SERVERS], indirect=True)
+def test_pending_entry_is_adopted_once_until_released(keyring: Keyring) -> None:
+    run(keyring.leave(claim(keyring, entry())))
+    [listed] = run(keyring.pending())
+    adopted = run(keyring.adopt(listed))
+    assert adopted is not None
+    assert run(keyring.adopt(listed)) is None
+    assert run(keyring.pending()) == []
+    run(keyring.release(adopted))
+    assert [one.state for one in run(keyring.pending())] == ["open"]
+    again = run(keyring.adopt(run(keyring.pending())[0]))
+    assert again is not None
+    run(keyring.settle(claim(keyring, replace(again, created_at=time.time())), 201))
+    assert run(keyring.adopt(listed)) is None
+    assert run(keyring.pending()) == []
 
 
 @pytest.mark.parametrize("keyring", ["memory", "sqlite"], indirect=True)
@@ -134,7 +157,7 @@ def test_settled_bodies_are_dropped(tmp_path: Path) -> None:
     assert rows == [("settled", 201, None)]
 
 
-def test_settled_keys_are_forgotten_after_the_retention_and_pending_ones_never(tmp_path: Path) -> None:
+def test_retention_drops_settled_keys_but_no_pending_ones(tmp_path: Path) -> None:
     path = str(tmp_path / "keys.db")
     ring = SqliteKeyring(path)
     for key, verb in (("done", "settle"), ("open", "leave")):
@@ -175,7 +198,7 @@ def test_an_unknown_keyring_is_named(place: Any) -> None:
         open_keyring(place)
 
 
-def test_a_file_has_a_retention_too_and_a_name_with_blanks(tmp_path: Path) -> None:
+def test_sqlite_url_takes_retention_and_encoded_path(tmp_path: Path) -> None:
     ring = open_keyring(f"sqlite:///{tmp_path}/my%20keys.db?retention=30d")
     assert isinstance(ring, SqliteKeyring)
     assert (ring.path, ring.retention) == (str(tmp_path / "my keys.db"), 30 * 86400.0)
@@ -203,14 +226,14 @@ def test_a_keyring_that_cannot_be_written_sends_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["claim", "pending", "adopt"])
-def test_a_file_in_a_folder_that_is_not_there_is_named(verb: str, tmp_path: Path) -> None:
+def test_keyring_file_in_missing_folder_is_named(verb: str, tmp_path: Path) -> None:
     ring = SqliteKeyring(str(tmp_path / "nowhere" / "keys.db"))
-    plan: Any = ring.claim(entry(), oldest=0) if verb == "claim" else getattr(ring, verb)()
+    plans: Any = {"claim": ring.claim(entry(), oldest=0), "pending": ring.pending(), "adopt": ring.adopt(entry())}
     with pytest.raises(KeyringError, match="nowhere"):
-        run(plan)
+        run(plans[verb])
 
 
-def test_a_forked_child_is_not_kept_waiting_for_its_parents_thread() -> None:
+def test_fork_does_not_inherit_memory_keyring_lock() -> None:
     """Another thread was at the keyring in memory when the process forked."""
     ring = MemoryKeyring()
     with ring._lock:
@@ -225,7 +248,7 @@ def test_a_forked_child_is_not_kept_waiting_for_its_parents_thread() -> None:
 def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path, caplog: Any) -> None:
 
     class Full(SqliteKeyring):
-        def _write(self, statement: str, *values: Any) -> None:
+        def _write(self, statement: str, *values: Any) -> bool:
             raise KeyringError("disk full")
 
     with Server() as server:
@@ -233,7 +256,7 @@ def test_a_keyring_that_fails_afterwards_does_not_lose_the_answer(tmp_path: Path
     assert "stays pending" in caplog.text
 
 
-def test_an_interrupt_while_the_file_is_locked_leaves_it_free_for_all(tmp_path: Path) -> None:
+def test_interrupt_while_file_is_locked_releases_it(tmp_path: Path) -> None:
     """Ctrl-C, while another process has the lock: the signal is noticed when our turn has come."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     claim(ring, entry("first"))
@@ -265,9 +288,7 @@ async def test_a_claim_that_is_cancelled_is_taken_back_in_order(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("verb", "state"), [("settle", "settled"), ("leave", "open")])
-async def test_what_is_to_be_noted_is_noted_though_its_caller_is_cancelled(
-    verb: str, state: str, tmp_path: Path
-) -> None:
+async def test_keyring_ending_is_stored_despite_cancellation(verb: str, state: str, tmp_path: Path) -> None:
     """Otherwise it would be this process's to work on until it ends, and nobody would see it."""
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     held = await arun(ring.claim(entry(), oldest=0))
@@ -285,7 +306,7 @@ async def test_what_is_to_be_noted_is_noted_though_its_caller_is_cancelled(
     assert other.execute("SELECT state FROM oncemore_keys").fetchall() == [(state,)]
 
 
-# ── Many processes ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# Many processes
 
 
 def work(path: str, name: int, count: int) -> int:
@@ -309,7 +330,7 @@ def test_many_processes_and_threads_share_one_file(tmp_path: Path) -> None:
     assert sqlite3.connect(path).execute("SELECT count(*) FROM oncemore_keys").fetchone() == (8 * 40 + 8 * 10,)
 
 
-def test_a_forked_child_uses_the_keyring_of_its_parent_as_its_own(tmp_path: Path) -> None:
+def test_forked_child_owns_its_own_entries(tmp_path: Path) -> None:
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     claim(ring, entry("parent"))
     child = os.fork()
@@ -317,7 +338,7 @@ def test_a_forked_child_uses_the_keyring_of_its_parent_as_its_own(tmp_path: Path
         failed = 1
         try:
             claim(ring, entry("child"))
-            failed = int(run(ring.adopt()) != [])  # the parent lives
+            failed = int(adopt_all(ring) != [])  # the parent lives
         finally:
             os._exit(failed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -325,7 +346,7 @@ def test_a_forked_child_uses_the_keyring_of_its_parent_as_its_own(tmp_path: Path
     run(ring.settle(claim(ring, entry("parent", token=2)), 201))
 
 
-def test_what_a_forked_child_has_written_down_stays_after_its_parent_has_closed_the_file(tmp_path: Path) -> None:
+def test_forked_childs_entries_survive_parents_close(tmp_path: Path) -> None:
     ring = SqliteKeyring(str(tmp_path / "keys.db"))
     claim(ring, entry("parent"))
     begun, closed = os.pipe(), os.pipe()
@@ -345,7 +366,7 @@ def test_what_a_forked_child_has_written_down_stays_after_its_parent_has_closed_
     assert [one.key for one in run(ring.pending())] == ["first", "second"]
 
 
-def test_of_two_who_adopt_at_once_each_entry_goes_to_one(tmp_path: Path) -> None:
+def test_concurrent_adopters_share_no_entry(tmp_path: Path) -> None:
     path = str(tmp_path / "keys.db")
     context = separate_processes()
     orphan = context.Process(target=leave_orphans, args=(path, 20))
@@ -363,7 +384,7 @@ def leave_orphans(path: str, count: int) -> None:
 
 
 def adopt_and_wait(path: str) -> list[str]:
-    keys = [one.key for one in run(SqliteKeyring(path).adopt())]
+    keys = [one.key for one in adopt_all(SqliteKeyring(path))]
     time.sleep(1)  # alive, so that nobody adopts them from here
     return keys
 

@@ -56,7 +56,7 @@ def resumed(library: str, path: Path) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("library", CLIENTS)
 @pytest.mark.parametrize("point", ["after the claim", "before settling"])
-def test_a_client_killed_beside_its_keyring_is_continued_by_the_next(library: str, point: str, tmp_path: Path) -> None:
+def test_client_killed_at_keyring_call_is_resumed(library: str, point: str, tmp_path: Path) -> None:
     with Server() as server:
         run_killed(library, point, server.url, tmp_path / "keys.db")
         assert len(server.effects) == IN_THE_CLIENT[point]
@@ -68,7 +68,7 @@ def test_a_client_killed_beside_its_keyring_is_continued_by_the_next(library: st
 
 @pytest.mark.parametrize("library", CLIENTS)
 @pytest.mark.parametrize("moment", ["before the effect", "after the effect", "in the middle of the answer"])
-def test_a_client_killed_on_the_wire_is_continued_by_the_next(library: str, moment: str, tmp_path: Path) -> None:
+def test_client_killed_while_sending_is_resumed(library: str, moment: str, tmp_path: Path) -> None:
     with Server(ON_THE_WIRE[moment], default=performed()) as server:
         run_killed(library, "on the wire", server.url, tmp_path / "keys.db")
         _, results = resumed(library, tmp_path / "keys.db")
@@ -77,7 +77,7 @@ def test_a_client_killed_on_the_wire_is_continued_by_the_next(library: str, mome
     assert_one_operation(server)
 
 
-def test_a_client_killed_between_two_attempts_is_continued_by_the_next(tmp_path: Path) -> None:
+def test_client_killed_between_attempts_is_resumed(tmp_path: Path) -> None:
     with Server(answer(503), then(answer(503), kill), default=performed()) as server:
         run_killed("httpx", "on the wire", server.url, tmp_path / "keys.db")
         resumed("httpx", tmp_path / "keys.db")
@@ -104,7 +104,7 @@ def test_credentials_are_not_written_down(tmp_path: Path) -> None:
     assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
 
 
-def test_what_a_living_process_is_working_on_is_left_to_it(tmp_path: Path) -> None:
+def test_living_process_keeps_its_entries(tmp_path: Path) -> None:
     path = tmp_path / "keys.db"
     looked = []
     with Server(then(lambda visit: looked.append(resumed("httpx", path)), performed())) as server:

@@ -21,9 +21,7 @@ from oncemore import Guard
 from oncemore._ledger.connect import connect
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import run
-from oncemore.client.deadlines import no_sleeping
-from oncemore.client.engine import RetryableRequest
-from oncemore.client.errors import KeyReused, KeyringError, OutcomeUnknown, RetriesExhausted
+from oncemore.client.errors import KeyringError, OutcomeUnknown, RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, HttpxRequest, RetryTransport
 from oncemore.client.keyring import open_keyring
 from oncemore.client.keyring.entry import Entry
@@ -37,8 +35,8 @@ from ..support.processes import separate_processes
 from . import clients
 from .clients import CLIENTS, Httpx
 from .killed import BODY, BRIEF, CREDENTIALS, LEASE
-from .server import Server, Visit, answer, effect, hang, performed, reset, then
-from .test_keyring import claim, entry
+from .server import Server, Visit, answer, effect, performed, reset, then
+from .test_keyring import adopt_all, claim, entry
 
 RETRY = Retry(base=0.01, budget=None)
 JSON = {"Content-Type": "application/json"}
@@ -93,9 +91,7 @@ def test_client_killed_before_claim_sends_and_leaves_nothing(ledger: str) -> Non
 @pytest.mark.chaos
 @pytest.mark.parametrize(("point", "effects"), [("after verb 1", 0), ("before verb 2", 1)])
 @pytest.mark.parametrize("library", ["httpx", "aiohttp"])
-def test_client_killed_between_claim_and_settle_is_resumed_by_the_next(
-    library: str, point: str, effects: int, ledger: str
-) -> None:
+def test_client_killed_between_claim_and_settle_is_resumed(library: str, point: str, effects: int, ledger: str) -> None:
     with Server() as server:
         run_killed(library, point, server.url, ledger)
         assert len(server.effects) == effects
@@ -117,7 +113,7 @@ def test_client_killed_after_settle_leaves_nothing_to_resume(ledger: str) -> Non
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("moment", ["before the effect", "after the effect", "between two attempts"])
-def test_a_client_killed_on_the_wire_is_continued_by_the_next(moment: str, ledger: str) -> None:
+def test_client_killed_while_sending_is_resumed(moment: str, ledger: str) -> None:
     acts = {
         "before the effect": [kill],
         "after the effect": [then(effect, kill)],
@@ -141,7 +137,7 @@ def resume_in_a_process(place: str, begin: Any) -> int:
 
 
 @pytest.mark.chaos
-def test_of_processes_that_resume_at_once_each_operation_is_sent_by_one(ledger: str) -> None:
+def test_concurrent_resumers_send_each_entry_once(ledger: str) -> None:
     at_once, most, lock = 0, 0, threading.Lock()
 
     def slowly(visit: Visit) -> None:
@@ -168,7 +164,7 @@ def test_of_processes_that_resume_at_once_each_operation_is_sent_by_one(ledger: 
 
 
 @pytest.mark.chaos
-def test_what_a_living_process_is_working_on_is_left_to_it(ledger: str) -> None:
+def test_living_process_keeps_its_entries(ledger: str) -> None:
     """Also for much longer than its lease."""
     looked: list[Any] = []
 
@@ -183,7 +179,7 @@ def test_what_a_living_process_is_working_on_is_left_to_it(ledger: str) -> None:
     assert len(server.visits) == 1
 
 
-def test_request_is_in_the_ledger_before_the_first_byte_is_sent(ledger: str) -> None:
+def test_request_is_stored_before_first_byte_is_sent(ledger: str) -> None:
     seen = []
 
     def look(visit: Visit) -> None:
@@ -198,29 +194,6 @@ def test_request_is_in_the_ledger_before_the_first_byte_is_sent(ledger: str) -> 
 
 
 # States, through the transports
-
-
-def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library: Any, ledger: str) -> None:
-    client = library(RETRY, ledger)
-    with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
-        with pytest.raises(RetriesExhausted) as caught:
-            client.request("POST", server.url, BODY, JSON)
-        assert [(one.key, one.state, one.body) for one in client.pending()] == [(caught.value.key, "open", BODY)]
-        assert client.resume() == []
-        assert [result.error for result in client.resume(opened=True)] == [None]
-        assert client.pending() == []
-    assert list(server.effects.values()) == [1]
-
-
-def test_a_key_reused_for_another_request_is_refused_before_it_is_sent(library: Any, ledger: str) -> None:
-    client = library(RETRY, ledger)
-    own = {"Idempotency-Key": "order-17", **JSON}
-    with Server() as server:
-        client.request("POST", server.url, b'{"amount": 100}', own)
-        client.request("POST", server.url, b'{ "amount": 100.0 }', own)  # the same request, spelt differently
-        with pytest.raises(KeyReused, match="order-17"):
-            client.request("POST", server.url, b'{"amount": 101}', own)
-    assert len(server.visits) == 2
 
 
 def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(ledger: str) -> None:
@@ -241,7 +214,7 @@ def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(ledger: str) 
     assert stored_requests(ledger) == 0
 
 
-def test_a_caller_that_knows_its_key_does_not_wait_for_the_dead_ones_lease(ledger: str) -> None:
+def test_own_key_is_sent_before_dead_lease_lapses(ledger: str) -> None:
     """It sends at once; the entry of the dead process can still be resumed."""
     own = {"Idempotency-Key": "order-17", **JSON}
     place = briefly(ledger)
@@ -264,23 +237,11 @@ def claimed_and_interrupted(transport: RetryTransport, url: str) -> Iterator[Any
     """Written down, and never heard of again."""
     headers = {"Idempotency-Key": "order-17", **JSON}
     request = httpx.Request("POST", f"{url}/", content=BODY, headers=headers)
-    exchange = RetryableRequest(HttpxRequest(request, None), RETRY, "order-17", None)
-    one = transport.engine._entry(exchange, BODY)
+    sent = HttpxRequest(request, None)
+    transport.engine.prepare(sent)
+    one = transport.engine._entry(sent, BODY)
     yield from transport.engine.keyring.claim(one, oldest=0)  # type: ignore[union-attr]
     raise KeyboardInterrupt
-
-
-async def test_a_cancelled_request_ends_at_once_and_stays_open(ledger: str) -> None:
-    transport = AsyncRetryTransport(RETRY, ledger)
-    with Server(then(effect, hang)) as server:
-        async with httpx.AsyncClient(transport=transport, timeout=30) as client:
-            task = asyncio.create_task(client.post(server.url, content=BODY))
-            while not server.effects:
-                await asyncio.sleep(0.01)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert [one.state for one in await transport.pending()] == ["open"]
 
 
 async def test_one_cancelled_while_it_is_written_down_leaves_nothing(ledger: str) -> None:
@@ -357,11 +318,11 @@ def test_claim_whose_answer_was_lost_is_withdrawn_and_never_sent() -> None:
         store.verbs = ()
         eventually(lambda: run(inner.find(*operation_of(entry()).id)) is None)
         time.sleep(0.4)
-        assert run(LedgerKeyring(inner).adopt(opened=True)) == []
+        assert adopt_all(LedgerKeyring(inner), opened=True) == []
         eventually(lambda: not ring.heartbeat.threads.renewals)
 
 
-def test_claims_that_fail_in_a_long_outage_are_remembered_up_to_a_limit() -> None:
+def test_failed_claims_of_long_outage_are_bounded() -> None:
     inner = connect("memory://")
     store = Failing(inner, "claim", "find")
     with closing(LedgerKeyring(store, lease=0.06)) as ring:  # type: ignore[arg-type]
@@ -387,7 +348,7 @@ def test_claim_whose_answer_was_lost_keeps_an_earlier_attempt_pending() -> None:
         store.verbs = ()
         eventually(lambda: not ring.heartbeat.threads.renewals)
         time.sleep(0.3)
-        assert [one.key for one in run(LedgerKeyring(inner).adopt())] == ["k1"]
+        assert [one.key for one in adopt_all(LedgerKeyring(inner))] == ["k1"]
 
 
 def test_a_renewal_that_fails_is_tried_again(caplog: Any) -> None:
@@ -409,21 +370,21 @@ def eventually(holds: Callable[[], bool]) -> None:
 # One's own run, and those of others
 
 
-def test_one_that_was_taken_over_leaves_the_rest_to_the_other(ledger: str) -> None:
+def test_taken_over_process_changes_nothing(ledger: str) -> None:
     """Frozen for longer than its lease, it comes back with an answer."""
     with closing(connect(ledger)) as store:
         frozen, other = LedgerKeyring(store, lease=0.2), LedgerKeyring(store, lease=30.0)
         held = claim(frozen, entry())
         frozen.heartbeat.close()
         time.sleep(0.3)
-        (adopted,) = run(other.adopt())
+        (adopted,) = adopt_all(other)
         for verb in (frozen.settle(held, 201), frozen.leave(held), frozen.forget(replace(held, token=99))):
             run(verb)
-        again = claim(other, entry(token=3))
+        again = claim(other, replace(adopted, created_at=time.time()))
         assert again.created_at == adopted.created_at
         assert run(other.pending()) == []
         run(other.settle(again, 201))
-        assert run(other.adopt(opened=True)) == []
+        assert adopt_all(other, opened=True) == []
 
 
 def test_a_forgotten_one_is_as_if_it_had_never_been(ledger: str) -> None:
@@ -436,22 +397,21 @@ def test_a_forgotten_one_is_as_if_it_had_never_been(ledger: str) -> None:
 def test_what_was_adopted_and_then_forgotten_is_not_continued(ledger: str) -> None:
     with closing(open_keyring(ledger)) as ring:
         run(ring.leave(claim(ring, entry())))
-        (adopted,) = run(ring.adopt(opened=True))
+        (adopted,) = adopt_all(ring, opened=True)
         run(ring.forget(adopted))
         assert claim(ring, entry(body=b"other", token=2)).body == b"other"
 
 
-def test_one_reopened_by_a_process_that_died_at_once_is_still_there(ledger: str) -> None:
+def test_reopened_entry_stays_open_after_crash(ledger: str) -> None:
     with closing(connect(ledger)) as store:
         ring = LedgerKeyring(store)
         run(ring.leave(claim(ring, entry())))
-        (held,) = run(store.list(Filter(name=NAME, state="held"))).records
-        run(ring._reopen(held))
+        run(ring._reopen(entry()))
         assert [one.state for one in run(ring.pending())] == ["open"]
-        assert run(ring.adopt()) == []
+        assert adopt_all(ring) == []
         assert claim(ring, entry(token=2, created_at=time.time())).token == 2
         run(ring.settle(entry(token=2), 201))
-        assert run(ring.adopt(opened=True)) == []
+        assert adopt_all(ring, opened=True) == []
 
 
 def test_many_at_once_are_all_settled(ledger: str) -> None:
@@ -469,7 +429,7 @@ def test_more_than_a_page_can_be_pending() -> None:
     for number in range(120):
         run(ring.leave(claim(ring, entry(f"k{number}", token=number + 1))))
     assert len(run(ring.pending())) == 120
-    assert len(run(ring.adopt(opened=True))) == 120
+    assert len(adopt_all(ring, opened=True)) == 120
 
 
 def test_a_guards_seal_also_covers_what_is_to_be_sent() -> None:
@@ -487,19 +447,19 @@ def test_a_store_that_others_use_is_neither_closed_nor_purged() -> None:
     store.close = lambda: closed.append("close")
     store.purge = lambda: closed.append("purge")
     ring = open_keyring(store)
-    run(ring.adopt())
+    adopt_all(ring)
     ring.close()
     asyncio.run(ring.aclose())
     assert closed == []
 
 
-def test_a_forked_child_does_not_continue_what_its_parent_has_adopted() -> None:
+def test_forked_child_does_not_inherit_adopted_entries() -> None:
     ring = LedgerKeyring(connect("memory://"))
     run(ring.leave(claim(ring, entry())))
-    run(ring.adopt(opened=True))
+    adopt_all(ring, opened=True)
     child = os.fork()
     if child == 0:
-        os._exit(int(bool(ring._sending or ring._adopted)))
+        os._exit(int(bool(ring._sending)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert claim(ring, entry(token=2)).token == 2
 
@@ -519,7 +479,7 @@ def test_second_sender_of_a_key_just_sends_and_changes_nothing() -> None:
     assert record is not None
     assert record.state == "running"
     run(first.settle(held, 201))
-    assert run(second.adopt(opened=True)) == []
+    assert adopt_all(second, opened=True) == []
     assert claim(second, entry(token=3)).created_at == held.created_at  # it has its answer, and is sent all the same
 
 
@@ -534,7 +494,7 @@ def test_key_age_counts_from_first_claim_after_crashes() -> None:
         assert held.created_at == pytest.approx(time.time() - age, abs=5)
         dead.heartbeat.close()
     store.shift = 3700.0
-    (adopted,) = run(LedgerKeyring(store).adopt())
+    (adopted,) = adopt_all(LedgerKeyring(store))
     assert adopted.created_at < oldest
     store.shift = 3800.0
     assert run(LedgerKeyring(store).claim(entry(token=4), oldest=oldest)).token != 4

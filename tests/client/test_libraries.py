@@ -108,7 +108,7 @@ async def test_aiohttp_returns_a_redirect_to_nowhere(location: str) -> None:
             assert response.status == 307
 
 
-async def test_aiohttp_gives_another_operation_a_key_of_its_own_though_it_goes_where_one_was_redirected_to() -> None:
+async def test_aiohttp_new_request_to_redirect_target_gets_own_key() -> None:
     """The caller who does not follow redirects posts something else there."""
     async with aiohttp.ClientSession(middlewares=[RetryMiddleware(RETRY)]) as http:
         with Server(answer(307, Location="/new")) as server:
@@ -118,7 +118,7 @@ async def test_aiohttp_gives_another_operation_a_key_of_its_own_though_it_goes_w
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_urllib3_shows_the_pools_credentials_to_no_host_that_it_is_redirected_to(method: str) -> None:
+def test_urllib3_redirect_does_not_leak_pool_credentials(method: str) -> None:
     manager = RetryPoolManager(RETRY, pool={"headers": {"Authorization": "Bearer secret"}})
     with Server() as other, Server(answer(307, Location=other.url)) as server:
         assert manager.request(method, server.url).status == 201
@@ -166,7 +166,7 @@ def test_a_body_that_is_used_up_is_not_redirected(library: Any) -> None:
 
 @pytest.mark.parametrize("size", [10, LONG])
 @pytest.mark.parametrize("library", [Requests, Urllib3])
-def test_a_file_that_gives_less_than_it_is_asked_for_is_sent_whole(library: Any, size: int) -> None:
+def test_file_with_short_reads_is_sent_whole(library: Any, size: int) -> None:
     """As raw files may, and those that are read over a network do."""
 
     class Piecemeal(io.BytesIO):
@@ -225,7 +225,7 @@ def test_what_cannot_be_sent_at_all_is_not_tried_again(library: Any, url: str) -
     assert slept == []
 
 
-def test_an_error_that_is_not_of_the_network_is_left_alone() -> None:
+def test_error_outside_the_network_is_not_retried() -> None:
     assert find_fault(ZeroDivisionError(), FAULTS).fatal
     assert Httpx(RETRY).transport.engine.policy == RETRY
 

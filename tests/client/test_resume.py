@@ -26,7 +26,7 @@ from oncemore.client.retry import Retry
 from oncemore.encryption import Seal
 
 from .server import Server, Visit
-from .test_keyring import claim, entry
+from .test_keyring import adopt_all, claim, entry
 from .test_ledger_keyring import Failing
 
 RETRY = Retry(base=0.005, cap=0.01, budget=None)
@@ -80,7 +80,7 @@ class Refusing(httpx.Auth):
         yield request
 
 
-def test_what_failed_before_it_was_sent_is_resumed_by_the_next(opened: Callable[[], Keyring]) -> None:
+def test_entry_that_failed_before_sending_is_resumed_later(opened: Callable[[], Keyring]) -> None:
     """The client had no token yet; the process lives on, and asks again when it has one."""
     with Server() as server:
         leave_behind(opened, server.url)
@@ -106,9 +106,7 @@ def test_what_lacked_its_credentials_is_resumed_once_they_are_there(opened: Call
 
 
 @pytest.mark.parametrize("often", [False, True])
-async def test_a_resumption_that_is_cancelled_gives_back_what_it_had_not_come_to(
-    opened: Callable[[], Keyring], often: bool
-) -> None:
+async def test_cancelled_resume_leaves_unreached_entries_pending(opened: Callable[[], Keyring], often: bool) -> None:
     """The first was sent and is open, for whoever cancelled knows; the others are as they were."""
     reached = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -147,8 +145,8 @@ async def test_a_resumption_that_is_cancelled_gives_back_what_it_had_not_come_to
 async def test_adopting_that_is_cancelled_adopts_nothing(opened: Callable[[], Keyring], steps: int) -> None:
     leave_behind(opened, "http://h/p")
     ring = opened()
-    await arun(ring.pending())  # opens the file
-    task = asyncio.create_task(arun(ring.adopt()))
+    [first, *_] = await arun(ring.pending())
+    task = asyncio.create_task(arun(ring.adopt(first)))
     for _ in range(steps):
         await asyncio.sleep(0.0005)
     task.cancel()
@@ -156,11 +154,13 @@ async def test_adopting_that_is_cancelled_adopts_nothing(opened: Callable[[], Ke
     if not task.cancelled():
         return
     await asyncio.sleep(LEASE + 0.1)
-    assert [one.key for one in await arun(ring.adopt())] == KEYS
+    left = await arun(ring.pending())
+    assert [(one.key, one.state) for one in left] == [(key, "sending") for key in KEYS]
+    assert await arun(ring.adopt(left[0])) is not None
     await ring.aclose()
 
 
-async def test_a_scope_that_cancels_again_and_again_leaves_nothing_to_be_resumed_behind_its_back(
+async def test_repeated_cancellation_leaves_entries_open(
     opened: Callable[[], Keyring],
 ) -> None:
     """As anyio's do, at every await until the task has left them: whoever called knows, so all is open."""
@@ -189,7 +189,7 @@ def test_what_cannot_be_sent_again_is_told_once(opened: Callable[[], Keyring], c
     assert transport.resume() == []
 
 
-def test_what_was_open_and_could_not_be_resumed_is_open_again(opened: Callable[[], Keyring]) -> None:
+def test_open_entry_that_failed_to_resume_stays_open(opened: Callable[[], Keyring]) -> None:
     ring = opened()
     run(ring.leave(claim(ring, entry())))
     transport = RetryTransport(RETRY, ring)
@@ -199,18 +199,21 @@ def test_what_was_open_and_could_not_be_resumed_is_open_again(opened: Callable[[
         assert transport.resume(client) == []
 
 
-def test_a_ledger_that_fails_while_it_is_searched_loses_nothing() -> None:
-    """What was adopted before it failed is there again when it is back."""
+def test_resume_names_entries_the_ledger_failed_to_adopt() -> None:
     inner: Any = connect("memory://")
     ring = LedgerKeyring(inner)
     for number, key in enumerate(KEYS):
-        run(ring.leave(claim(ring, entry(key, token=number + 1))))
+        one = replace(entry(key, token=number + 1), fingerprint="", headers=(("Idempotency-Key", key),))
+        run(ring.leave(claim(ring, one)))
     failing: Any = Failing(inner, "claim", after=2)
-    ring = LedgerKeyring(failing)
-    with pytest.raises(KeyringError, match="gone"):
-        run(ring.adopt(opened=True))
+    answering = httpx.MockTransport(lambda request: httpx.Response(201))
+    transport = RetryTransport(RETRY, LedgerKeyring(failing), transport=answering)
+    results = transport.resume(opened=True)
+    assert [type(done.error) for done in results] == [type(None), type(None), KeyringError]
     failing.verbs = ()
-    assert sorted(one.key for one in run(ring.adopt(opened=True))) == KEYS
+    assert [one.key for one in transport.pending()] == KEYS[2:]
+    assert [done.error for done in transport.resume(opened=True)] == [None]
+    assert transport.pending() == []
 
 
 def test_adopt_skips_request_sealed_with_a_lost_key(caplog: Any) -> None:
@@ -221,6 +224,6 @@ def test_adopt_skips_request_sealed_with_a_lost_key(caplog: Any) -> None:
         run(ring.leave(claim(ring, entry(key, token=number + 1))))
     ring = open_keyring(new)
     assert [one.key for one in run(ring.pending())] == ["kept"]
-    assert [one.key for one in run(ring.adopt(opened=True))] == ["kept"]
+    assert [one.key for one in adopt_all(ring, opened=True)] == ["kept"]
     assert "lost" in caplog.text
-    assert [one.key for one in run(open_keyring(old).adopt(opened=True))] == ["lost"]  # with the old key it can
+    assert [one.key for one in adopt_all(open_keyring(old), opened=True)] == ["lost"]  # with the old key it can

@@ -39,7 +39,7 @@ def test_what_is_known_is_never_more_than_was_seen() -> None:
     assert story(TIMEOUT, Verdict(False, "5xx", "", known="refused", stored=True)).known == "refused"
 
 
-def test_the_text_says_what_was_tried_why_it_stopped_and_what_is_known() -> None:
+def test_story_text_names_attempts_reason_and_outcome() -> None:
     told = story(TIMEOUT, PROXY)
     told.reason = "deadline"
     text = str(told)

@@ -64,7 +64,7 @@ FAILURES: dict[str, Act] = {
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
-def test_a_keyed_post_is_sent_again_under_its_key_and_takes_effect_once(library: Any, failure: Act) -> None:
+def test_keyed_post_is_retried_with_one_effect(library: Any, failure: Act) -> None:
     with Server(failure, failure) as server:
         reply = library(QUICK).request("POST", f"{server.url}/refunds", BODY, JSON)
     assert reply.status == 201
@@ -101,8 +101,8 @@ def test_the_servers_own_word_beats_the_status(library: Any, last_word: Act) -> 
 
 
 @pytest.mark.parametrize("given", [3, "user_facing"])
-def test_a_policy_that_is_none_is_refused_before_the_first_request(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"make a Retry, as in Retry\(attempts=3\)"):
+def test_value_that_is_no_policy_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"give a Retry, such as Retry\(attempts=3\)"):
         RetryTransport(retry=given)
 
 
@@ -133,7 +133,7 @@ def test_an_empty_key_is_refused_before_anything_is_sent(library: Any) -> None:
     assert not server.visits
 
 
-def test_a_key_can_be_quoted_as_the_ietf_draft_wants_it(library: Any) -> None:
+def test_key_can_be_quoted(library: Any) -> None:
     with Server() as server:
         library(QUICK, quoted=True, make_key=lambda: "8e03").request("POST", server.url, BODY)
     assert server.visits[0].key == '"8e03"'
@@ -146,7 +146,7 @@ def test_a_post_without_a_key_is_not_sent_twice(library: Any, failure: Act) -> N
     assert len(server.visits) == 1
 
 
-def test_a_post_without_a_key_is_tried_again_if_it_cannot_have_been_sent(library: Any) -> None:
+def test_post_without_key_is_retried_if_unsent(library: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with no_sleeping(), pytest.raises(RetriesExhausted) as caught:
@@ -264,7 +264,7 @@ def test_a_retry_after_beyond_the_deadline_ends_it_now(library: Any) -> None:
     assert time.monotonic() - begun < 5
 
 
-def test_408_is_tried_again_at_once_but_only_the_first_time(library: Any) -> None:
+def test_408_is_retried_at_once_only_the_first_time(library: Any) -> None:
     with no_sleeping() as slept, Server(answer(408), answer(408)) as server:
         assert library(Retry(budget=None)).request("POST", server.url, BODY).status == 201
     assert len(slept) == 1  # the first pause was none
@@ -302,7 +302,7 @@ def test_a_get_is_tried_again_when_its_document_breaks_off(library: Any) -> None
     assert len(server.visits) == 2
 
 
-def test_a_connection_that_the_server_closed_meanwhile_is_no_failure_of_the_operation(library: Any) -> None:
+def test_stale_pooled_connection_does_not_fail_the_operation(library: Any) -> None:
     client = library(QUICK)
     with Server(then(performed(), close), default=performed()) as server:
         assert client.request("POST", server.url, BODY).status == 201

@@ -29,7 +29,7 @@ BODY = b'{"amount": 100}'
 JSON = {"Content-Type": "application/json"}
 
 
-def test_key_and_bytes_are_on_disk_before_the_first_byte_is_sent(tmp_path: Path) -> None:
+def test_key_and_body_are_on_disk_before_first_byte(tmp_path: Path) -> None:
     seen = []
 
     def look(visit: Any) -> None:
@@ -41,12 +41,12 @@ def test_key_and_bytes_are_on_disk_before_the_first_byte_is_sent(tmp_path: Path)
     assert seen == [(server.visits[0].key, BODY, "sending")]
 
 
-def test_an_operation_of_unknown_outcome_stays_open_and_can_be_continued(library: Any, tmp_path: Path) -> None:
-    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
+def test_unknown_outcome_stays_open_and_can_be_resumed(library: Any, place: str) -> None:
+    client = library(RETRY, place)
     with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
         with pytest.raises(RetriesExhausted) as caught:
             client.request("POST", server.url, BODY, JSON)
-        assert [(one.key, one.state) for one in client.pending()] == [(caught.value.key, "open")]
+        assert [(one.key, one.state, one.body) for one in client.pending()] == [(caught.value.key, "open", BODY)]
         assert client.resume() == []  # its caller was told, and may have made another key since
         results = client.resume(opened=True)
         assert [result.error for result in results] == [None]
@@ -67,7 +67,7 @@ def test_what_had_no_body_is_continued_as_it_was(library: Any, method: str, tmp_
     assert len(sent) == 1
 
 
-def test_a_client_s_own_parameters_are_not_added_to_what_it_continues(tmp_path: Path) -> None:
+def test_httpx_resume_does_not_add_client_parameters(tmp_path: Path) -> None:
     """The URL that was written down has them, or what the request said instead."""
     transport = RetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with no_sleeping(), Server(*[reset] * 5) as server, httpx.Client(transport=transport, params={"v": "1"}) as client:
@@ -77,7 +77,7 @@ def test_a_client_s_own_parameters_are_not_added_to_what_it_continues(tmp_path: 
     assert {visit.path for visit in server.visits} == {"/?v=2"}
 
 
-def test_a_session_s_own_parameters_are_not_added_to_what_it_continues(tmp_path: Path) -> None:
+def test_requests_resume_does_not_add_session_parameters(tmp_path: Path) -> None:
     client = Requests(RETRY, f"sqlite:///{tmp_path}/keys.db")
     client.session.params = {"v": "1"}
     with no_sleeping(), Server(*[reset] * 5) as server:
@@ -94,7 +94,7 @@ def test_an_operation_that_was_never_sent_is_not_remembered(tmp_path: Path) -> N
     assert client.pending() == []
 
 
-def test_one_that_was_once_sent_is_remembered_though_it_cannot_be_sent_now(tmp_path: Path) -> None:
+def test_sent_entry_stays_open_if_resume_cannot_connect(tmp_path: Path) -> None:
     client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with Server(*[reset] * 5) as server, no_sleeping(), pytest.raises(RetriesExhausted):
         client.request("POST", server.url, BODY)
@@ -138,7 +138,7 @@ def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(library: Any,
     assert len(server.visits) == sent
 
 
-def test_in_one_long_call_too_the_key_is_not_sent_past_the_servers_memory(library: Any) -> None:
+def test_long_call_stops_before_key_lifetime_ends(library: Any) -> None:
     pace = {"attempts": 10, "deadline": 3600, "attempt_timeout": 60, "base": 60, "cap": 60, "jitter": "none"}
     patient = Retry(**pace, key_lifetime=300, budget=None)
     with no_sleeping(), Server(default=answer(503)) as server, pytest.raises(OutcomeUnknown):
@@ -147,8 +147,8 @@ def test_in_one_long_call_too_the_key_is_not_sent_past_the_servers_memory(librar
     assert len({visit.key for visit in server.visits}) == 1
 
 
-def test_a_key_reused_for_another_request_is_refused_before_it_is_sent(library: Any, tmp_path: Path) -> None:
-    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
+def test_key_reused_for_another_request_is_not_sent(library: Any, place: str) -> None:
+    client = library(RETRY, place)
     own = {"Idempotency-Key": "order-17", **JSON}
     with Server() as server:
         client.request("POST", server.url, BODY, own)
@@ -158,7 +158,7 @@ def test_a_key_reused_for_another_request_is_refused_before_it_is_sent(library: 
     assert len(server.visits) == 2
 
 
-def test_a_body_too_large_to_keep_can_be_seen_but_not_resumed(tmp_path: Path) -> None:
+def test_body_too_large_to_store_is_not_resumed(tmp_path: Path) -> None:
     client = Httpx(RETRY, f"sqlite:///{tmp_path}/keys.db")
     with Server(then(effect, reset)) as server:
         with pytest.raises(RetriesExhausted):
@@ -171,8 +171,8 @@ def test_a_body_too_large_to_keep_can_be_seen_but_not_resumed(tmp_path: Path) ->
     assert client.pending() == []
 
 
-async def test_a_cancelled_request_ends_at_once_and_stays_open(tmp_path: Path) -> None:
-    transport = AsyncRetryTransport(RETRY, f"sqlite:///{tmp_path}/keys.db")
+async def test_a_cancelled_request_ends_at_once_and_stays_open(place: str) -> None:
+    transport = AsyncRetryTransport(RETRY, place)
     with Server(then(effect, hang)) as server:
         async with httpx.AsyncClient(transport=transport, timeout=30) as client:
             task = asyncio.create_task(client.post(server.url, content=BODY))
@@ -216,7 +216,7 @@ def test_a_password_in_the_url_is_not_written_down(tmp_path: Path) -> None:
     assert all(b"hidden" not in file.read_bytes() for file in tmp_path.iterdir())
 
 
-async def test_what_is_cancelled_in_a_later_attempt_is_not_taken_for_unsent(tmp_path: Path) -> None:
+async def test_cancel_in_later_attempt_leaves_entry_open(tmp_path: Path) -> None:
     """The first attempt found no connection; the second may have been received."""
     hanging = asyncio.Event()
 

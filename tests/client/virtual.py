@@ -11,7 +11,7 @@ from oncemore.client.errors import RetriesExhausted
 from oncemore.client.hosts import Hosts
 from oncemore.client.retry import Retry
 from oncemore.client.story import RetryEvent, Story
-from oncemore.client.verdict import Fault, Reply, Verdict, judge_fault, judge_reply
+from oncemore.client.verdict import Fault, HttpReply, Verdict, judge_fault, judge_reply
 
 NEVER = float("inf")
 
@@ -59,7 +59,7 @@ class Scripted:
     def resendable(self) -> bool:
         return self.can_resend
 
-    def close(self, reply: Reply) -> None:
+    def close(self, reply: HttpReply) -> None:
         self.closed += 1
 
     def failure(self, story: Story, error: Exception | None) -> Exception | None:
@@ -100,4 +100,4 @@ class VirtualRun:
         self.now += step.takes
         if step.fault:
             return self.plan.throw(Broken(step.fault))
-        return self.plan.send(Reply(step.status, step.headers))
+        return self.plan.send(HttpReply(step.status, step.headers))

@@ -15,13 +15,13 @@ from yarl import URL
 from .._runtime.plan import Call, Effect, Plan, arun
 from .bodies import MAX_BODY, read_mode
 from .deadlines import with_deadline
-from .engine import AsyncPendingOperations, Engine, LibraryErrors
+from .engine import AsyncPendingOperations, Engine, LibraryErrors, RetryableRequest
 from .errors import OutcomeUnknown, RetriesExhausted
 from .hosts import host_name
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .verdict import Fault, Reply, find_fault
+from .verdict import Fault, HttpReply, find_fault
 
 
 # None of aiohttp's OSErrors: aiohttp itself would send the request again after one, with all our attempts.
@@ -57,7 +57,7 @@ FAULTS: list[tuple[type[BaseException], Fault]] = [
 _redirected: ContextVar[tuple[str, URL, Any, str] | None] = ContextVar("oncemore_redirected", default=None)
 
 
-class AiohttpRequest:
+class AiohttpRequest(RetryableRequest):
     """One request of a session, sent by the next middleware or the session itself."""
 
     errors = ERRORS
@@ -67,7 +67,7 @@ class AiohttpRequest:
         self.handler = handler
         self.method = request.method
         self.url = str(request.url)
-        self.host = host_name(request.url.scheme, request.url.host or "", request.url.port)
+        self.name = host_name(request.url.scheme, request.url.host or "", request.url.port)
         self.headers = request.headers
         self._attempts = 0
 
@@ -91,31 +91,31 @@ class AiohttpRequest:
         payload = self.request.body
         return not (isinstance(payload, aiohttp.Payload) and payload.consumed)
 
-    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
-        return Call(self._send, timeout, keyed)
+    def send(self, timeout: float) -> Effect[HttpReply]:
+        return Call(self._send, timeout)
 
-    async def _send(self, timeout: float, keyed: bool) -> Reply:
-        return await with_deadline(self._attempt(timeout, keyed), timeout, aiohttp.ServerTimeoutError)
+    async def _send(self, timeout: float) -> HttpReply:
+        return await with_deadline(self._attempt(timeout), timeout, aiohttp.ServerTimeoutError)
 
-    async def _attempt(self, timeout: float, keyed: bool) -> Reply:
+    async def _attempt(self, timeout: float) -> HttpReply:
         ends = asyncio.get_running_loop().time() + timeout
         if self._attempts:
             await self.request.close()  # ends the last attempt's writer, so that the body can be rewound
         self._attempts += 1
         response = await self.handler(self.request)
         try:
-            body = await self._read(response, keyed, ends)
+            body = await self._read(response, ends)
         except BaseException:
             response.close()
             raise
-        return Reply(response.status, response.headers, body, response)
+        return HttpReply(response.status, response.headers, body, response)
 
-    async def _read(self, response: ClientResponse, keyed: bool, ends: float) -> bytes:
+    async def _read(self, response: ClientResponse, ends: float) -> bytes:
         """Read the body if that belongs to the attempt; otherwise the caller can read it, until the deadline."""
         mode = read_mode(response.status, response.headers)
         if mode == "endless":
             return b""
-        if mode == "whole" or (keyed and "Content-Length" not in response.headers):
+        if mode == "whole" or (self.key is not None and "Content-Length" not in response.headers):
             body = await response.read()
             if body:
                 response.content = _stream_of(body)
@@ -125,7 +125,7 @@ class AiohttpRequest:
         response.content.on_eof(timer.cancel)
         return b""
 
-    def close(self, reply: Reply) -> Effect[None]:
+    def close(self, reply: HttpReply) -> Effect[None]:
         return Call(reply.response.release)
 
     def fault(self, error: Exception) -> Fault:
@@ -158,7 +158,8 @@ class RetryMiddleware(AsyncPendingOperations):
 
     async def __call__(self, request: ClientRequest, handler: ClientHandlerType) -> ClientResponse:
         self._carry_key(request)
-        sent = self.engine.request(AiohttpRequest(request, handler))
+        sent = AiohttpRequest(request, handler)
+        self.engine.prepare(sent)
         response: Any = (await arun(self.engine.send(sent))).response
         response.oncemore = sent.story
         if response.status in (307, 308) and sent.key is not None:
@@ -176,8 +177,8 @@ class RetryMiddleware(AsyncPendingOperations):
     async def resume(self, session: ClientSession, *, opened: bool = False) -> list[Resumed]:
         """Send the operations that a dead process left behind again, each under its own key, and return the results.
 
-        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations whose callers
-        were told that the outcome is unknown are sent again too.
+        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations in
+        state `open` are sent again too: their callers were told that the outcome is unknown.
         """
 
         async def send(entry: Entry) -> ClientResponse:
@@ -193,5 +194,5 @@ class RetryMiddleware(AsyncPendingOperations):
         self.engine.close()
 
     async def aclose(self) -> None:
-        """As `close`, and also close what belongs to the running event loop."""
+        """Close the keyring, including its connections on the running event loop."""
         await self.engine.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .._runtime.plan import Effect, Plan
@@ -47,22 +48,14 @@ class Retryable(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Environment:
     """Everything outside the retry loop: the clock, random numbers, the hosts' budgets and breakers, and the observers."""
 
-    __slots__ = ("hosts", "now", "observers", "random")
-
-    def __init__(
-        self,
-        now: Callable[[], float] = now,
-        random: Callable[[], float] = random.random,
-        hosts: Hosts | None = HOSTS,
-        observers: Sequence[RetryObserver] = (),
-    ) -> None:
-        self.now = now
-        self.random = random
-        self.hosts = hosts
-        self.observers = observers
+    now: Callable[[], float] = now
+    random: Callable[[], float] = random.random
+    hosts: Hosts | None = HOSTS
+    observers: Sequence[RetryObserver] = ()
 
 
 def send_with_retries(
@@ -103,19 +96,6 @@ class RetryRun:
 
     *begun* and *ended* are the times of the current attempt, *delay* the pause before it.
     """
-
-    __slots__ = (
-        "begun",
-        "delay",
-        "ended",
-        "ends",
-        "environment",
-        "number",
-        "policy",
-        "request",
-        "started",
-        "was_at_once",
-    )
 
     def __init__(self, request: Retryable, policy: Retry, environment: Environment, started: float | None) -> None:
         self.request = request

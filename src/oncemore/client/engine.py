@@ -6,7 +6,9 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from .._runtime.plan import Call, Effect, Plan, arun, run
 from ..errors import ConfigurationError, InvalidKey, OncemoreError
@@ -21,13 +23,14 @@ from .keyring.entry import (
     Keyring,
     Resumed,
     fingerprinted_parts,
+    is_sendable,
     scope_of,
     without_credentials,
 )
 from .keys import new_key
-from .retry import Retry
+from .retry import Retry, check_policy
 from .story import RetryObserver, Story, log
-from .verdict import IDEMPOTENT_METHODS, Fault, Reply, Verdict, judge_fault, judge_reply
+from .verdict import IDEMPOTENT_METHODS, Fault, HttpReply, Verdict, judge_fault, judge_reply
 
 UNSAFE_METHODS = frozenset({"POST", "PATCH", "PUT", "DELETE"})
 
@@ -48,80 +51,61 @@ class LibraryErrors(NamedTuple):
     unknown: type[OutcomeUnknown]
 
 
-class LibraryRequest(Protocol):
-    """One request of an HTTP library, and how that library sends it."""
+class RetryableRequest:
+    """A request of an HTTP library, as the retry loop takes it.  Each library has a subclass, which knows how to send it.
+
+    *name* is the host; the key and the timeout are written into *headers*, which are the request's own.
+    """
 
     method: str
-    host: str
+    url: str
+    name: str
+    headers: MutableMapping[str, str]
     errors: LibraryErrors
 
-    @property
-    def url(self) -> str:
-        """The complete URL."""
-        ...
-
-    @property
-    def headers(self) -> MutableMapping[str, str]:
-        """The request's own headers; the key and the timeout are written into them."""
-        ...
+    # Set by `Engine.prepare`.
+    key: str | None = None
+    policy: Retry
+    lasts: float = NEVER
+    timeout_header: str | None = None
+    story: Story | None = None
 
     def body(self) -> Plan[bytes | None]:
         """Return the bytes of the body, if it is small enough to be read and sent again; otherwise None."""
-        ...
+        raise NotImplementedError
 
     def resendable(self) -> bool:
         """Whether the body can be sent (again) from its beginning."""
-        ...
+        raise NotImplementedError
 
-    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
-        """Return the effect that sends it once: a Reply within *timeout* seconds, or the library's error."""
-        ...
+    def send(self, timeout: float) -> Effect[HttpReply]:
+        """Return the effect that sends it once: a HttpReply within *timeout* seconds, or the library's error."""
+        raise NotImplementedError
 
-    def close(self, reply: Reply) -> Effect[None]:
+    def close(self, reply: HttpReply) -> Effect[None]:
         """Return the effect that closes a response which the next attempt will replace."""
-        ...
+        raise NotImplementedError
 
     def fault(self, error: Exception) -> Fault:
         """Return the meaning of the library's error."""
-        ...
+        raise NotImplementedError
 
-
-class RetryableRequest:
-    """An HTTP request with its key, if it has one, as the retry loop takes it."""
-
-    __slots__ = ("key", "lasts", "library", "name", "policy", "story", "timeout_header")
-
-    def __init__(self, library: LibraryRequest, policy: Retry, key: str | None, timeout_header: str | None) -> None:
-        self.library = library
-        self.policy = policy
-        self.key = key
-        self.name = library.host
-        self.lasts = NEVER if key is None else policy.sendable
-        self.story: Story | None = None
-        self.timeout_header = timeout_header
-
-    def attempt(self, number: int, timeout: float) -> Effect[Reply]:
+    def attempt(self, number: int, timeout: float) -> Effect[HttpReply]:
         # Only a keyed request can make the server wait: for a duplicate that is in progress.
         if self.key is not None and self.timeout_header:
-            self.library.headers[self.timeout_header] = f"{timeout:.3f}"
-        return self.library.send(timeout, self.key is not None)
+            self.headers[self.timeout_header] = f"{timeout:.3f}"
+        return self.send(timeout)
 
-    def judge(self, reply: Reply, error: Exception | None) -> Verdict:
+    def judge(self, reply: HttpReply, error: Exception | None) -> Verdict:
         keyed = self.key is not None
-        repeatable = keyed or self.library.method in IDEMPOTENT_METHODS
+        repeatable = keyed or self.method in IDEMPOTENT_METHODS
         if error is not None:
-            return judge_fault(self.library.fault(error), repeatable=repeatable)
+            return judge_fault(self.fault(error), repeatable=repeatable)
         statuses = self.policy.statuses
         return judge_reply(reply, repeatable=repeatable, keyed=keyed, statuses=statuses, now=time.time())
 
-    def resendable(self) -> bool:
-        return self.library.resendable()
-
-    def close(self, reply: Reply) -> Effect[None]:
-        return self.library.close(reply)
-
     def failure(self, story: Story, error: Exception | None) -> Exception | None:
-        errors = self.library.errors
+        errors = self.errors
         if story.reason == "key_lifetime":
             return errors.unknown(str(story), story=story)
         if error is None:
@@ -129,17 +113,11 @@ class RetryableRequest:
         late = isinstance(error, AttemptTimeout) or story.attempts[-1].verdict.name == "timeout"
         return (errors.timed_out if late else errors.exhausted)(str(story), story=story)
 
-    @property
-    def settled(self) -> bool:
-        """Whether the answer was final, rather than the last one before the attempts ended."""
-        story = self.story
-        return story is not None and not story.reason and story.known in ("performed", "refused")
-
     def too_old(self, entry: Entry) -> OutcomeUnknown:
         """Return the error for a key that the server may have forgotten."""
         story = Story(self.name, self.key, reason="key_lifetime")
         outcome = f"it ended with {entry.status}" if entry.state == "settled" else "its outcome is not known"
-        return self.library.errors.unknown(
+        return self.errors.unknown(
             f"{entry.scope}: key {entry.key} is older than the server remembers, or of unknown age; {outcome}. "
             "Nothing was sent: look up the result, and make a new key only for a new operation",
             story=story,
@@ -172,11 +150,7 @@ class Engine:
         timeout_header: str | None = "X-Request-Timeout",
         observers: Sequence[RetryObserver] = (),
     ) -> None:
-        if not isinstance(retry, Retry | None):
-            raise ConfigurationError(
-                f"retry is {retry!r}: make a Retry, as in Retry(attempts=3) or Retry.user_facing()"
-            )
-        self.policy = retry or Retry()
+        self.policy = check_policy(retry)
         self.keyring = None if keyring is None else open_keyring(keyring)
         self.header = header
         self.quoted = quoted
@@ -185,10 +159,12 @@ class Engine:
         self.timeout_header = timeout_header
         self.environment = Environment(observers=tuple(observers))
 
-    def request(self, library: LibraryRequest, policy: Retry | None = None) -> RetryableRequest:
-        """Return the request for `send`, with its key in its headers."""
-        key = self.put_key(library.method, library.headers)
-        return RetryableRequest(library, policy or self.policy, key, self.timeout_header)
+    def prepare(self, request: RetryableRequest, policy: Retry | None = None) -> None:
+        """Give *request* its policy and, in its headers, its key."""
+        request.key = self.put_key(request.method, request.headers)
+        request.policy = policy or self.policy
+        request.lasts = NEVER if request.key is None else request.policy.sendable
+        request.timeout_header = self.timeout_header
 
     def put_key(self, method: str, headers: MutableMapping[str, str]) -> str | None:
         """Return the key of an unsafe request: the caller's own, or a new one, which is added to *headers*."""
@@ -205,102 +181,118 @@ class Engine:
         headers[self.header] = key = f'"{made}"' if self.quoted else made
         return key
 
-    def send(self, request: RetryableRequest) -> Plan[Reply]:
-        """Return the final (or the last) answer; `request.story` then tells about the attempts."""
-        body = yield from request.library.body()
+    def send(self, request: RetryableRequest) -> Plan[HttpReply]:
+        """Return the final (or the last) answer to a prepared request; its story then tells about the attempts."""
+        body = yield from request.body()
         if request.key is not None and self.keyring is not None:
             return (yield from self._send_stored(request, self.keyring, body))
-        reply: Reply = yield from send_with_retries(request, request.policy, self.environment)
+        reply: HttpReply = yield from send_with_retries(request, request.policy, self.environment)
         return reply
 
-    def _send_stored(self, request: RetryableRequest, keyring: Keyring, body: bytes | None) -> Plan[Reply]:
+    def _send_stored(self, request: RetryableRequest, keyring: Keyring, body: bytes | None) -> Plan[HttpReply]:
         """Store the key and the request durably, send, and note the ending; an interruption leaves the entry pending."""
         started, policy = self.environment.now(), request.policy
         entry = self._entry(request, body)
-        _check_credentials(entry)
-        held = yield from self._claim(keyring, entry, policy.sendable)
-        if held.token != entry.token:
-            raise request.too_old(held)
-        request.lasts = policy.sendable - (entry.created_at - held.created_at)
-        new, entry = held.created_at == entry.created_at, held
+        oldest = entry.created_at - policy.sendable
+        held: Entry | None = None
         try:
-            reply: Reply = yield from send_with_retries(request, policy, self.environment, started)
+            known = yield from keyring.claim(entry, oldest=oldest)
+            if not is_sendable(known, entry, oldest):
+                raise request.too_old(known)
+            held = known
+            request.lasts = held.created_at - oldest
+            reply: HttpReply = yield from send_with_retries(request, policy, self.environment, started)
         except GeneratorExit:
             raise
         except Exception:
-            yield from self._note_ending(request, keyring, entry, new)
+            if held is not None:
+                yield from self._note_ending(request, keyring, held, new=held.created_at == entry.created_at)
             raise
-        except BaseException:  # interrupted in an attempt, of which the story does not tell
+        except BaseException:  # interrupted while it was stored, or in an attempt, of which the story does not tell
             yield from _despite_all(keyring.leave(entry))
             raise
-        yield from self._note_ending(request, keyring, entry, new, reply.status)
+        yield from self._note_ending(
+            request, keyring, held, new=held.created_at == entry.created_at, status=reply.status
+        )
         return reply
 
-    def _claim(self, keyring: Keyring, entry: Entry, sendable: float) -> Plan[Entry]:
-        try:
-            return (yield from keyring.claim(entry, oldest=entry.created_at - sendable))
-        except (GeneratorExit, OncemoreError):
-            raise
-        except BaseException:  # cancelled, and the claim may have been written
-            yield from _despite_all(keyring.leave(entry))
-            raise
-
     def _note_ending(
-        self, request: RetryableRequest, keyring: Keyring, entry: Entry, new: bool, status: int = 0
+        self, request: RetryableRequest, keyring: Keyring, entry: Entry, *, new: bool, status: int = 0
     ) -> Plan[None]:
-        """Write down that the operation is settled, or that its caller knows it to be open; if nothing was sent, forget it."""
-        if status and request.settled:
-            yield from _despite_all(keyring.settle(entry, status))
-        elif new and request.story is not None and request.story.known == "not_performed":
+        """Store that the operation is settled, or that its caller knows it to be open; forget it if nothing was sent."""
+        story = request.story
+        if status and story is not None and not story.reason and story.known in ("performed", "refused"):
+            yield from _despite_all(keyring.settle(entry, status))  # otherwise it was the last answer before giving up
+        elif new and story is not None and story.known == "not_performed":
             yield from _despite_all(keyring.forget(entry))
         else:
             yield from _despite_all(keyring.leave(entry))
 
     def _entry(self, request: RetryableRequest, body: bytes | None) -> Entry:
-        library = request.library
-        content_type = library.headers.get("Content-Type") or ""
-        parts = fingerprinted_parts(library.method, library.url, content_type, body or b"")
-        stored = [(name, library.headers.get(name)) for name in self.stored_headers]
+        content_type = request.headers.get("Content-Type") or ""
+        parts = fingerprinted_parts(request.method, request.url, content_type, body or b"")
+        stored = [(name, request.headers.get(name)) for name in self.stored_headers]
         names = {name.lower() for name, value in stored if value is not None}
-        stored += [(name, "") for name in CREDENTIALS if name in library.headers and name.lower() not in names]
-        return Entry(
-            scope=scope_of(library.method, library.url),
+        stored += [(name, "") for name in CREDENTIALS if name in request.headers and name.lower() not in names]
+        entry = Entry(
+            scope=scope_of(request.method, request.url),
             key=request.key or "",
             fingerprint="" if body is None else FINGERPRINTS.fingerprint(*parts),
-            method=library.method,
-            url=without_credentials(library.url),
+            method=request.method,
+            url=without_credentials(request.url),
             headers=tuple((name, value) for name, value in stored if value is not None),
             body=body,
             created_at=time.time(),
             token=secrets.randbits(62),
         )
+        resumed = _resuming.get()
+        if resumed is None or (resumed.scope, resumed.key) != (entry.scope, entry.key):
+            return entry
+        sent = {name.lower() for name, _ in entry.headers}
+        if missing := [name for name in resumed.credentials if name.lower() not in sent]:
+            raise CredentialsMissing(
+                f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not stored, and without it a "
+                "server may take the request for another caller's; nothing was sent: resume it through a client that has it"
+            )
+        return replace(entry, token=resumed.token)
 
     def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
         """Send each interrupted operation again through *send*, under its own key, and return the results."""
         keyring = self.require_keyring()
-        resumed: list[Resumed] = []
-        waiting = yield from keyring.adopt(opened=opened)
-        while waiting:
-            try:
-                resumed.append((yield from self._resume(keyring, send, waiting[0])))
-                yield from _despite_all(keyring.release(waiting[0]))  # changes nothing if it was sent
-            except GeneratorExit:
-                raise
-            except BaseException:
-                yield from _despite_all(_release_each(keyring, waiting))
-                raise
-            waiting.pop(0)
+        resumed = []
+        for entry in (yield from keyring.pending()):
+            if entry.state == "sending" or opened:
+                done = yield from self._resume(keyring, send, entry)
+                if done is not None:
+                    resumed.append(done)
         return resumed
 
-    def _resume(self, keyring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
+    def _resume(self, keyring: Keyring, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed | None]:
+        """Send one operation again, and return the result; None if another process was quicker."""
+        try:
+            adopted = yield from keyring.adopt(entry)
+        except OncemoreError as error:
+            return Resumed(entry, error=error)
+        if adopted is None:
+            return None
+        try:
+            done = yield from self._send_adopted(send, adopted)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield from _despite_all(keyring.release(adopted))
+            raise
+        # An operation that cannot be resumed any more stays open, so that the caller of `resume` is told so once.
+        unknown = isinstance(done.error, OutcomeUnknown)
+        yield from _despite_all(keyring.leave(adopted) if unknown else keyring.release(adopted))
+        return done
+
+    def _send_adopted(self, send: Callable[[Entry], Any], entry: Entry) -> Plan[Resumed]:
         _resuming.set(entry)
         try:
             if entry.body is None:
                 raise OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not stored")
             return Resumed(entry, response=(yield Call(send, entry)))
-        except OutcomeUnknown as error:  # it cannot be resumed any more; the caller of `resume` is told so, once
-            yield from _despite_all(keyring.leave(entry))
-            return Resumed(entry, error=error)
         except Exception as error:
             return Resumed(entry, error=error)
         finally:
@@ -318,27 +310,9 @@ class Engine:
             self.keyring.close()
 
     async def aclose(self) -> None:
-        """As `close`, and also close what belongs to the running event loop."""
+        """Close the keyring, including its connections on the running event loop."""
         if self.keyring is not None:
             await self.keyring.aclose()
-
-
-def _check_credentials(entry: Entry) -> None:
-    """Refuse to resume a request without the credentials that it had: to the server it would be another caller's."""
-    resumed = _resuming.get()
-    if resumed is None or (resumed.scope, resumed.key) != (entry.scope, entry.key):
-        return
-    sent = {name.lower() for name, _ in entry.headers}
-    if missing := [name for name in resumed.credentials if name.lower() not in sent]:
-        raise CredentialsMissing(
-            f"{entry.scope}: key {entry.key} was sent with {' and '.join(missing)}, which is not stored, and without it a "
-            "server may take the request for another caller's; nothing was sent: resume it through a client that has it"
-        )
-
-
-def _release_each(keyring: Keyring, entries: list[Entry]) -> Plan[None]:
-    for entry in entries:
-        yield from keyring.release(entry)
 
 
 def _despite_all(plan: Plan[None]) -> Plan[None]:

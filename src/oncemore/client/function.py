@@ -16,7 +16,7 @@ from .deadlines import with_deadline
 from .errors import AttemptTimeout
 from .hosts import HOSTS
 from .keys import new_key
-from .retry import Retry
+from .retry import Retry, check_policy
 from .story import RetryObserver, Story
 from .verdict import ACCEPTED, Verdict
 
@@ -112,7 +112,7 @@ def retry(
         return retry()(policy)
     if policy is not None and settings:
         raise TypeError(f"retry: give a policy or settings, not both ({', '.join(settings)})")
-    chosen = check_policy(policy) if policy is not None else Retry(**settings)
+    chosen = Retry(**settings) if policy is None else check_policy(policy)
     environment = Environment(hosts=HOSTS if host else None, observers=tuple(observers))
     return lambda function: _decorate(function, chosen, environment, host, key)
 
@@ -125,11 +125,11 @@ def _decorate(
             f"{function!r} is a generator: its body runs after the call, so nothing would be retried"
         )
     name = host or own_name(function)
-    key_parameter = None if key is None else KeyParameter(function, key)
+    fill_key = None if key is None else key_filler(function, key)
 
     def plan(args: Any, keywords: Any) -> Plan[Any]:
-        if key_parameter is not None:
-            args, keywords = key_parameter.fill(args, keywords)
+        if fill_key is not None:
+            args, keywords = fill_key(args, keywords)
         return send_with_retries(FunctionCall(function, args, keywords, policy, name), policy, environment)
 
     @wraps(function)
@@ -144,13 +144,6 @@ def _decorate(
     return acall if awaited else call
 
 
-def check_policy(policy: object) -> Retry:
-    """Return *policy*; raise ConfigurationError if it is no Retry."""
-    if not isinstance(policy, Retry):
-        raise ConfigurationError(f"{policy!r} is no policy: give a Retry, such as Retry(attempts=3)")
-    return policy
-
-
 def own_name(function: Any) -> str:
     """Return the name for the story: of the function in a partial, or of the class of a callable object."""
     called = function.func if isinstance(function, partial) else function
@@ -158,26 +151,23 @@ def own_name(function: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-class KeyParameter:
-    """The parameter *key* of a function; it gets a new key if the caller gave none."""
+def key_filler(function: Callable[..., Any], key: str) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Return a function that adds a new key to a call's arguments as the parameter *key*, if the caller gave none."""
+    signature = inspect.signature(function)
+    named = key in signature.parameters
+    if not named and all(each.kind is not each.VAR_KEYWORD for each in signature.parameters.values()):
+        raise ConfigurationError(f"key={key!r}: {own_name(function)} has no such parameter")
 
-    def __init__(self, function: Callable[..., Any], key: str) -> None:
-        self.key = key
-        self.signature = inspect.signature(function)
-        parameters = self.signature.parameters
-        self.named = key in parameters
-        if not self.named and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
-            raise ConfigurationError(f"key={key!r}: {own_name(function)} has no such parameter")
-
-    def fill(self, args: Any, keywords: Any) -> tuple[Any, Any]:
-        """Return the arguments of a call, with a key among them."""
-        if not self.named:
-            made = keywords.get(self.key)
-            return args, {**keywords, self.key: new_key() if made is None else made}
-        bound = self.signature.bind_partial(*args, **keywords)
-        if bound.arguments.get(self.key) is None:
-            bound.arguments[self.key] = new_key()
+    def fill(args: Any, keywords: Any) -> tuple[Any, Any]:
+        if not named:
+            given = keywords.get(key)
+            return args, {**keywords, key: new_key() if given is None else given}
+        bound = signature.bind_partial(*args, **keywords)
+        if bound.arguments.get(key) is None:
+            bound.arguments[key] = new_key()
         return bound.args, bound.kwargs
+
+    return fill
 
 
 class Block:
@@ -205,19 +195,13 @@ class Block:
         """Tell the retry loop how the block ended, and return its next effect."""
         return plan.send(None) if self.error is None else plan.throw(self.error)
 
-    def run(self) -> None:
-        raise AssertionError("the caller runs the block")
-
-    async def arun(self) -> None:
-        raise AssertionError("the caller runs the block")
-
 
 class BlockCall(FunctionCall):
     """A block of code in place of a function: each attempt at it is a Block, which `retrying` passes to its caller."""
 
     __slots__ = ()
 
-    def attempt(self, number: int, timeout: float) -> Effect[Any]:
+    def attempt(self, number: int, timeout: float) -> Any:
         return Block(number, timeout)
 
 
@@ -230,7 +214,7 @@ class retrying:
     def __init__(
         self, policy: Retry | None = None, *, name: str = "block", observers: Sequence[RetryObserver] = ()
     ) -> None:
-        self._policy = Retry() if policy is None else check_policy(policy)
+        self._policy = check_policy(policy)
         self._name = name
         self._environment = Environment(hosts=None, observers=tuple(observers))
 

@@ -49,26 +49,21 @@ class Breaker(msgspec.Struct, frozen=True):
 
 
 class Host:
-    """The budget and the circuit of one host.  The caller passes the time."""
+    """The circuit of one host, and the *tokens* that are left of its budget.  The caller passes the time."""
 
-    __slots__ = ("_failures", "_lock", "_open_until", "_tokens", "breaker", "budget")
+    __slots__ = ("_failures", "_lock", "_open_until", "breaker", "budget", "tokens")
 
     def __init__(self, budget: Budget | None, breaker: Breaker | None) -> None:
         self.budget = budget
         self.breaker = breaker
-        self._tokens = budget.tokens if budget else 0.0
+        self.tokens = budget.tokens if budget else 0.0
         self._failures = 0
         self._open_until = 0.0
         self._lock = threading.Lock()
 
-    @property
-    def tokens(self) -> float:
-        """The tokens that are left of the budget."""
-        return self._tokens
-
     def may_retry(self) -> bool:
         """Whether the budget allows another retry."""
-        return self.budget is None or self._tokens > self.budget.tokens / 2
+        return self.budget is None or self.tokens > self.budget.tokens / 2
 
     def closed_in(self, now: float) -> float:
         """Return the seconds until the circuit lets an attempt through; 0 for an attempt that may begin, as the probe."""
@@ -88,17 +83,17 @@ class Host:
 
     def succeeded(self) -> None:
         """Count an attempt for which the host is not to blame."""
-        if not self._failures and (self.budget is None or self._tokens >= self.budget.tokens):
+        if not self._failures and (self.budget is None or self.tokens >= self.budget.tokens):
             return  # nothing to change; most calls end here
         with self._lock:
             if self.budget:
-                self._tokens = min(self.budget.tokens, self._tokens + self.budget.ratio)
+                self.tokens = min(self.budget.tokens, self.tokens + self.budget.ratio)
             self._failures = 0
 
     def failed(self, now: float) -> None:
         """Count an attempt that failed because of the host."""
         with self._lock:
-            self._tokens = max(0.0, self._tokens - 1)
+            self.tokens = max(0.0, self.tokens - 1)
             self._failures += 1
             if self.breaker and self._failures >= self.breaker.failures:
                 self._open_until = now + self.breaker.cooldown
@@ -113,22 +108,21 @@ class Hosts:
         self.forget()
 
     def get(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host | None:
-        """Return the state of the host *name*; None if there is neither a budget nor a breaker."""
+        """Return the state of the host *name*; None without a budget and a breaker."""
         if budget is None and breaker is None:
             return None
         known = self._known.get((name, budget, breaker))
-        return known or self._add(name, budget, breaker)
+        if known is None:
+            with self._lock:
+                if len(self._known) >= MAX_HOSTS:
+                    del self._known[next(iter(self._known))]
+                known = self._known.setdefault((name, budget, breaker), Host(budget, breaker))
+        return known
 
     def succeeded(self, name: str, budget: Budget | None, breaker: Breaker | None) -> None:
         """Count a success; a host that never failed has nothing to regain, and is not remembered."""
         if self._known and (known := self._known.get((name, budget, breaker))):
             known.succeeded()
-
-    def _add(self, name: str, budget: Budget | None, breaker: Breaker | None) -> Host:
-        with self._lock:
-            if len(self._known) >= MAX_HOSTS:
-                del self._known[next(iter(self._known))]
-            return self._known.setdefault((name, budget, breaker), Host(budget, breaker))
 
     def forget(self) -> None:
         """Start anew; a forked child may have inherited a lock that nobody will release."""

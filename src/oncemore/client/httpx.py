@@ -23,7 +23,7 @@ from .hosts import host_name
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .verdict import Fault, Reply, find_fault
+from .verdict import Fault, HttpReply, find_fault
 
 __all__ = ["AsyncRetryTransport", "RequestExhausted", "RequestTimedOut", "RequestUnknown", "RetryTransport"]
 
@@ -83,24 +83,19 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
         wrap_network_backend(self._transport, BoundedBackend.around)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        sent = self.engine.request(HttpxRequest(request, self._transport), request.extensions.get("retry"))
+        sent = HttpxRequest(request, self._transport)
+        self.engine.prepare(sent, request.extensions.get("retry"))
         return _with_story(run(self.engine.send(sent)), sent)
 
     def resume(self, client: httpx.Client | None = None, *, opened: bool = False) -> list[Resumed]:
         """Send the operations that a dead process left behind again, each under its own key, and return the results.
 
-        They go through *client*, which adds its credentials; the keyring stores none.  With *opened*, operations whose callers
-        were told that the outcome is unknown are sent again too.
+        They go through *client*, which adds its credentials; the keyring stores none.  With *opened*, operations in
+        state `open` are sent again too: their callers were told that the outcome is unknown.
         """
 
-        def send(entry: Entry) -> httpx.Response:
-            if client is not None:
-                return client.send(_stored_request(client, entry))
-            response = self.handle_request(_stored_request(None, entry))
-            response.read()
-            return response
-
-        return self._resume(send, opened)
+        sender = client or httpx.Client(transport=self, timeout=None)
+        return self._resume(lambda entry: sender.send(_stored_request(sender, entry)), opened)
 
     def close(self) -> None:
         self._transport.close()
@@ -108,7 +103,7 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
 
 
 class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
-    """The same for `httpx.AsyncClient`; `pending`, `resume` and `forget` are awaited."""
+    """RetryTransport for `httpx.AsyncClient`; `pending`, `resume` and `forget` are awaited."""
 
     def __init__(
         self,
@@ -122,41 +117,38 @@ class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
         self._transport = transport or httpx.AsyncHTTPTransport()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        sent = self.engine.request(HttpxRequest(request, self._transport), request.extensions.get("retry"))
+        sent = HttpxRequest(request, self._transport)
+        self.engine.prepare(sent, request.extensions.get("retry"))
         return _with_story(await arun(self.engine.send(sent)), sent)
 
     async def resume(self, client: httpx.AsyncClient | None = None, *, opened: bool = False) -> list[Resumed]:
-        """As `RetryTransport.resume`."""
+        """Send pending operations again through *client*; see `RetryTransport.resume`."""
 
-        async def send(entry: Entry) -> httpx.Response:
-            if client is not None:
-                return await client.send(_stored_request(client, entry))
-            response = await self.handle_async_request(_stored_request(None, entry))
-            await response.aread()
-            return response
-
-        return await self._resume(send, opened)
+        sender = client or httpx.AsyncClient(transport=self, timeout=None)
+        return await self._resume(lambda entry: sender.send(_stored_request(sender, entry)), opened)
 
     async def aclose(self) -> None:
         await self._transport.aclose()
         await self.engine.aclose()
 
 
-def _with_story(reply: Reply, request: RetryableRequest) -> httpx.Response:
+def _with_story(reply: HttpReply, request: RetryableRequest) -> httpx.Response:
     response: httpx.Response = reply.response
     response.extensions["oncemore"] = request.story
     return response
 
 
-def _stored_request(client: httpx.Client | httpx.AsyncClient | None, entry: Entry) -> httpx.Request:
-    build = httpx.Request if client is None else client.build_request
-    request = build(entry.method, entry.url, headers=entry.kept_headers, content=entry.body)
+def _stored_request(client: httpx.Client | httpx.AsyncClient, entry: Entry) -> httpx.Request:
+    request = client.build_request(entry.method, entry.url, headers=entry.kept_headers, content=entry.body)
     request.url = httpx.URL(entry.url)  # as it was: a client's own parameters would go before those of the request
     return request
 
 
-class HttpxRequest:
-    """One request of `httpx.Client` or `httpx.AsyncClient`, sent by *transport*."""
+class HttpxRequest(RetryableRequest):
+    """One request of `httpx.Client` or `httpx.AsyncClient`, sent by *transport*.
+
+    It is also the effect of one attempt: send the request, and read the part of the response that belongs to the attempt.
+    """
 
     errors = ERRORS
 
@@ -164,13 +156,11 @@ class HttpxRequest:
         self.request = request
         self.transport = transport
         self.method = request.method
-        self.host = host_name(request.url.scheme, request.url.host, request.url.port)
+        self.url = str(request.url)
+        self.name = host_name(request.url.scheme, request.url.host, request.url.port)
         self.headers = request.headers
         self.extensions = request.extensions
-
-    @property
-    def url(self) -> str:
-        return str(self.request.url)
+        self._deadlines: dict[str, Deadline] = {}
 
     def body(self) -> Plan[bytes | None]:
         if isinstance(self.request.stream, httpx.ByteStream):
@@ -185,36 +175,26 @@ class HttpxRequest:
     def resendable(self) -> bool:
         return not (isinstance(self.request.stream, SingleUseBody) and self.request.stream.begun)
 
-    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
-        return SendOnce(self, timeout, keyed)
-
-    def close(self, reply: Reply) -> Effect[None]:
+    def close(self, reply: HttpReply) -> Effect[None]:
         return CallMethod(reply.response, "close", "aclose")
 
     def fault(self, error: Exception) -> Fault:
         return find_fault(error, FAULTS)
 
-
-class SendOnce:
-    """Effect: send the request within *timeout* seconds, and read the part of the response that belongs to the attempt."""
-
-    __slots__ = ("_deadlines", "_ends", "_keyed", "_sent", "_timeout")
-
-    def __init__(self, sent: HttpxRequest, timeout: float, keyed: bool) -> None:
-        self._sent = sent
+    def send(self, timeout: float) -> Effect[HttpReply]:
         self._timeout = timeout
-        self._keyed = keyed
-        self._ends = 0.0
-        self._deadlines: dict[str, Deadline] = {}
+        self._ends = time.monotonic() + timeout
+        return self
 
-    def run(self) -> Reply:
-        request = self._sent.request
-        self._ends = time.monotonic() + self._timeout
-        request.extensions = self._bounded_extensions()
+    def run(self) -> HttpReply:
+        # No task can be cancelled here, so each phase gets a timeout that knows when the attempt must end.
+        timeouts: dict[str, float | None] = self.extensions.get("timeout") or {}
+        self._deadlines = {phase: Deadline(self._timeout, timeouts.get(phase)) for phase in PHASES}
+        self.request.extensions = {**self.extensions, "timeout": self._deadlines}
         try:
-            response = self._sent.transport.handle_request(request)
+            response = self.transport.handle_request(self.request)
         finally:
-            request.extensions = self._sent.extensions  # the caller may send the same request again
+            self.request.extensions = self.extensions  # the caller may send the same request again
         try:
             body = self._body(response)
             content = None if body is None else body.read_ahead()
@@ -223,12 +203,11 @@ class SendOnce:
             raise
         return _reply(response, content)
 
-    def arun(self) -> Awaitable[Reply]:
+    def arun(self) -> Awaitable[HttpReply]:
         return with_deadline(self._send(), self._timeout, httpx.ReadTimeout)
 
-    async def _send(self) -> Reply:
-        self._ends = time.monotonic() + self._timeout
-        response = await self._sent.transport.handle_async_request(self._sent.request)
+    async def _send(self) -> HttpReply:
+        response = await self.transport.handle_async_request(self.request)
         try:
             body = self._body(response)
             content = None if body is None else await body.aread_ahead()
@@ -236,12 +215,6 @@ class SendOnce:
             await response.aclose()
             raise
         return _reply(response, content)
-
-    def _bounded_extensions(self) -> dict[str, Any]:
-        """Return the request's extensions with timeouts that know when the attempt must end: no task can be cancelled."""
-        timeouts: dict[str, float | None] = self._sent.extensions.get("timeout") or {}
-        self._deadlines = {phase: Deadline(self._timeout, timeouts.get(phase)) for phase in PHASES}
-        return {**self._sent.extensions, "timeout": self._deadlines}
 
     def _body(self, response: httpx.Response) -> ResponseBody | None:
         """Return the body if reading it belongs to the attempt."""
@@ -251,17 +224,17 @@ class SendOnce:
                 deadline.lift()
             return None
         response.stream = body = ResponseBody(response.stream, self._ends)
-        return body if self._keyed or mode == "whole" else None
+        return body if self.key is not None or mode == "whole" else None
 
 
-def _reply(response: httpx.Response, content: bytes | None) -> Reply:
+def _reply(response: httpx.Response, content: bytes | None) -> HttpReply:
     """Return the reply; the caller can read *content* again."""
     error_body = b""
     if content is not None:
         response.stream = httpx.ByteStream(content)
         if response.status_code >= 400:
             error_body = _decompress(response, content)
-    return Reply(response.status_code, response.headers, error_body, response)
+    return HttpReply(response.status_code, response.headers, error_body, response)
 
 
 def _decompress(response: httpx.Response, body: bytes) -> bytes:
@@ -358,7 +331,7 @@ PIECE = 16 * 1024
 
 
 class BoundedStream(httpcore.NetworkStream):
-    """A stream whose every wait ends at the deadline of its timeout."""
+    """A stream that ends each wait at the deadline of its timeout."""
 
     def __init__(self, stream: httpcore.NetworkStream, connect_timeout: float | None) -> None:
         self._stream = stream

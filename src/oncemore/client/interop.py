@@ -13,9 +13,8 @@ def tenacity_arguments(retry: Retry) -> dict[str, Any]:
     """Return keyword arguments for `tenacity.retry(**…)`: the same errors, delays, attempts and deadline."""
 
     def wait(state: Any) -> float:
-        if (
-            state.attempt_number >= retry.attempts
-        ):  # tenacity also asks after the last attempt, for which a schedule has no time
+        # tenacity also asks after the last attempt, for which a schedule has no time.
+        if state.attempt_number >= retry.attempts:
             return 0.0
         previous = state.next_action.sleep if state.next_action else 0.0
         elapsed = state.seconds_since_start or 0.0

@@ -10,7 +10,7 @@ import uuid
 from .._contract.keys import join
 from ..errors import ConfigurationError
 
-# The digit of a UUID whose upper bits say which kind it is: the two lower ones are kept.
+# The upper two bits of this digit say which kind of UUID it is; the lower two are kept.
 VARIANT = {f"{digit:x}": f"{8 | digit & 3:x}" for digit in range(16)}
 
 

@@ -19,7 +19,7 @@ from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
 from .urllib3 import BOUNDED_POOLS, FAULTS, BlockingRequest, deadlines
-from .verdict import Fault, Reply, find_fault
+from .verdict import Fault, HttpReply, find_fault
 
 
 class RequestExhausted(RetriesExhausted, requests.ConnectionError):
@@ -78,7 +78,8 @@ class RetryAdapter(PendingOperations, HTTPAdapter):
 
     def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
         options.update(zip(("stream", "timeout", "verify", "cert", "proxies"), arguments, strict=False))
-        sent = self.engine.request(RequestsRequest(self, request, options))
+        sent = RequestsRequest(self, request, options)
+        self.engine.prepare(sent)
         response: Any = run(self.engine.send(sent)).response
         response.oncemore = sent.story
         return response  # type: ignore[no-any-return]
@@ -90,8 +91,8 @@ class RetryAdapter(PendingOperations, HTTPAdapter):
     def resume(self, session: requests.Session, *, opened: bool = False) -> list[Resumed]:
         """Send the operations that a dead process left behind again, each under its own key, and return the results.
 
-        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations whose callers
-        were told that the outcome is unknown are sent again too.
+        They go through *session*, which adds its credentials; the keyring stores none.  With *opened*, operations in
+        state `open` are sent again too: their callers were told that the outcome is unknown.
         """
 
         def send(entry: Entry) -> requests.Response:
@@ -117,7 +118,7 @@ class RequestsRequest(BlockingRequest):
         self.method = request.method or "GET"
         self.url = request.url or ""
         parts = urlsplit(self.url)
-        self.host = host_name(parts.scheme, parts.hostname or "", parts.port)
+        self.name = host_name(parts.scheme, parts.hostname or "", parts.port)
         self.headers: Any = request.headers
         for name, value in self.headers.items():
             if isinstance(value, bytes):  # requests allows both
@@ -125,7 +126,7 @@ class RequestsRequest(BlockingRequest):
         self._options = options
         self._sent = SentBody(request.body)
 
-    def _attempt(self, timeout: float) -> Reply:
+    def _attempt(self, timeout: float) -> HttpReply:
         self._rewind()
         request = self.request
         if request.body is not self._sent.value:  # a copy, because requests rewinds the original body at a redirect
@@ -136,7 +137,7 @@ class RequestsRequest(BlockingRequest):
         if read_mode(response.status_code, response.headers) == "endless":
             read.lift()
         body = response.content if self._is_body_read(response) else b""
-        return Reply(response.status_code, response.headers, body, response)
+        return HttpReply(response.status_code, response.headers, body, response)
 
     def _is_body_read(self, response: requests.Response) -> bool:
         """Whether reading the body belongs to the attempt: the caller does not stream, or it is a short error."""

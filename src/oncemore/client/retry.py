@@ -35,8 +35,8 @@ class Retry:
         base, factor, cap, jitter, spread: the pauses, see `Backoff`.
         schedule: the times of the retries, counted from the first attempt, in place of a backoff.
         statuses: the statuses of HTTP after which to try again.
-        errors: for plain functions, the exceptions after which to try again, and also exceptions whose attribute
-            `retryable` is True; or a function that decides alone.
+        errors: for plain functions, the exceptions after which to try again, and also exceptions with
+            `retryable = True`; or a function that decides alone.
         key_lifetime: how long the server remembers a key: afterwards it would take a retry for a new operation.
         budget, breaker: limits per host, shared by the process.
     """
@@ -148,3 +148,14 @@ class Retry:
         """For matchmaking: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
         pace = {"attempts": 4, "deadline": 120.0, "base": 1.0, "cap": 30.0, "jitter": "additive", "spread": 1.0}
         return cls(**{**pace, **changes})
+
+
+def check_policy(policy: object) -> Retry:
+    """Return *policy*, or the default if it is None; raise ConfigurationError if it is no Retry."""
+    if policy is None:
+        return Retry()
+    if not isinstance(policy, Retry):
+        raise ConfigurationError(
+            f"{policy!r} is no policy: give a Retry, such as Retry(attempts=3) or Retry.user_facing()"
+        )
+    return policy

@@ -45,7 +45,7 @@ class Story(msgspec.Struct):
 
     @property
     def known(self) -> Known:
-        """What is known of the outcome; an attempt that may have been performed leaves it unknown until an answer comes."""
+        """The knowledge of the outcome; an attempt that may have been performed leaves it unknown until an answer comes."""
         if not self.attempts:
             return "not_performed"
         last = self.attempts[-1].verdict

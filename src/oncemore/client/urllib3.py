@@ -28,13 +28,13 @@ from .._runtime.plan import Call, Effect, Plan, run
 from ._compat import ConnectHook
 from .bodies import SentBody, position, read_mode
 from .deadlines import Deadline, call_with_deadline
-from .engine import Engine, LibraryErrors, PendingOperations
+from .engine import Engine, LibraryErrors, PendingOperations, RetryableRequest
 from .errors import OutcomeUnknown, RetriesExhausted
 from .hosts import host_name
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
-from .verdict import Fault, Reply, find_fault
+from .verdict import Fault, HttpReply, find_fault
 
 
 class PoolExhausted(RetriesExhausted, HTTPError):
@@ -104,8 +104,8 @@ class RetryPoolManager(PendingOperations, urllib3.PoolManager):
     def resume(self, *, opened: bool = False, headers: dict[str, str] | None = None) -> list[Resumed]:
         """Send the operations that a dead process left behind again, each under its own key, and return the results.
 
-        *headers* are the credentials, because the keyring stores none.  With *opened*, operations whose callers were told that
-        the outcome is unknown are sent again too.
+        *headers* are the credentials, because the keyring stores none.  With *opened*, operations in state `open` are sent
+        again too: their callers were told that the outcome is unknown.
         """
 
         def send(entry: Entry) -> Any:
@@ -120,7 +120,7 @@ class RetryPoolManager(PendingOperations, urllib3.PoolManager):
         self.engine.close()
 
 
-class BlockingRequest:
+class BlockingRequest(RetryableRequest):
     """The common part of requests and urllib3: one attempt is one call, and the body is rewound before it."""
 
     unrewindable: type[Exception] = UnrewindableBodyError
@@ -133,10 +133,10 @@ class BlockingRequest:
     def resendable(self) -> bool:
         return self._sent.resendable()
 
-    def send(self, timeout: float, keyed: bool) -> Effect[Reply]:
+    def send(self, timeout: float) -> Effect[HttpReply]:
         return Call(self._attempt, timeout)
 
-    def close(self, reply: Reply) -> Effect[None]:
+    def close(self, reply: HttpReply) -> Effect[None]:
         return Call(reply.response.close)
 
     def _rewind(self) -> None:
@@ -147,7 +147,7 @@ class BlockingRequest:
             )
         self._sent.rewind()
 
-    def _attempt(self, timeout: float) -> Reply:
+    def _attempt(self, timeout: float) -> HttpReply:
         raise NotImplementedError
 
 
@@ -169,14 +169,14 @@ class Urllib3Request(BlockingRequest):
         self, pool: Any, method: str, url: str, headers: MutableMapping[str, str], urlopen: Any, body: Any, options: Any
     ) -> None:
         self.method = method
-        self.host = host_name(pool.scheme, pool.host, pool.port)
-        self.url = url if "://" in url else f"{pool.scheme}://{self.host}{url}"
+        self.name = host_name(pool.scheme, pool.host, pool.port)
+        self.url = url if "://" in url else f"{pool.scheme}://{self.name}{url}"
         self.headers = headers
         self._urlopen = urlopen
         self._sent = SentBody(body)
         self._options = options
 
-    def _attempt(self, timeout: float) -> Reply:
+    def _attempt(self, timeout: float) -> HttpReply:
         self._rewind()
         connect, read = deadlines(self._options.get("timeout"), timeout)
         options = {**self._options, "retries": False, "timeout": Timeout(connect=connect, read=read)}
@@ -184,14 +184,14 @@ class Urllib3Request(BlockingRequest):
         if read_mode(response.status, response.headers) == "endless":
             read.lift()
         body = response.data if self._options.get("preload_content", True) else b""
-        return Reply(response.status, response.headers, body, response)
+        return HttpReply(response.status, response.headers, body, response)
 
     def fault(self, error: Exception) -> Fault:
         return find_fault(error, FAULTS)
 
 
-class _RetryingPool:
-    """A pool that sends its requests through *engine*."""
+class RetryingPool:
+    """Mixin for urllib3's pools: sends their requests through *engine*."""
 
     def __init__(self, *arguments: Any, engine: Engine, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -211,7 +211,8 @@ class _RetryingPool:
             body.seek(body_pos)
         fields = urllib3.HTTPHeaderDict(self.headers if headers is None else headers)  # type: ignore[attr-defined]
         urlopen = partial(super().urlopen, method, url)  # type: ignore[misc]
-        request = self._engine.request(Urllib3Request(self, method, url, fields, urlopen, body, options))
+        request = Urllib3Request(self, method, url, fields, urlopen, body, options)
+        self._engine.prepare(request)
         reply = run(self._engine.send(request))
         reply.response.oncemore = request.story
         reply.response.retries = options.get("retries")  # the manager needs them for redirects
@@ -243,31 +244,25 @@ class BoundedConnection(ConnectHook):
     def response_class(self, sock: Any, **options: Any) -> http.client.HTTPResponse:
         if not isinstance(self.timeout, Deadline):
             return http.client.HTTPResponse(sock, **options)
-        return WholeResponse(_BoundedReader(sock, self.timeout), **options)
+        return WholeResponse(BoundedFile(sock, self.timeout), **options)
 
     def _set_timeout(self, sock: Any) -> None:
         if sock is not None and isinstance(self.timeout, Deadline):
             sock.settimeout(self.timeout.next_timeout())
 
 
-class _BoundedReader:
-    """Stands for the socket where http.client makes a file of it."""
-
-    def __init__(self, sock: Any, deadline: Deadline) -> None:
-        self.file = BoundedFile(sock, deadline)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self.file)
-
-
 class BoundedFile(io.RawIOBase):
-    """The file from which http.client reads responses; each wait ends at the deadline."""
+    """The file from which http.client reads a response; each wait ends at the deadline."""
 
     def __init__(self, sock: Any, deadline: Deadline) -> None:
         self._sock = sock
         self._file = sock.makefile("rb", buffering=0)
         self._deadline = deadline
         self.ended = False
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """Return the buffered file; http.client asks for it as it would ask a socket."""
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
         return True
@@ -284,11 +279,11 @@ class BoundedFile(io.RawIOBase):
 
 
 class WholeResponse(http.client.HTTPResponse):
-    """A response whose headers must be complete; http.client accepts headers that break off."""
+    """A response with complete headers; http.client itself accepts headers that break off."""
 
-    def __init__(self, sock: _BoundedReader, **options: Any) -> None:
-        super().__init__(sock, **options)  # type: ignore[arg-type]
-        self._bounded_file = sock.file
+    def __init__(self, file: BoundedFile, **options: Any) -> None:
+        super().__init__(file, **options)  # type: ignore[arg-type]
+        self._bounded_file = file
 
     def begin(self) -> None:
         super().begin()
@@ -316,11 +311,11 @@ class BoundedHTTPSPool(HTTPSConnectionPool):
     ConnectionCls = BoundedHTTPSConnection
 
 
-class RetryHTTPPool(_RetryingPool, BoundedHTTPPool):  # type: ignore[misc]
+class RetryHTTPPool(RetryingPool, BoundedHTTPPool):  # type: ignore[misc]
     """A pool of plain connections that sends again."""
 
 
-class RetryHTTPSPool(_RetryingPool, BoundedHTTPSPool):  # type: ignore[misc]
+class RetryHTTPSPool(RetryingPool, BoundedHTTPSPool):  # type: ignore[misc]
     """A pool of TLS connections that sends again."""
 
 

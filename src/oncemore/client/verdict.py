@@ -5,12 +5,11 @@ The functions at the end read what a server says about retries: Retry-After, Rat
 
 from __future__ import annotations
 
-import calendar
 import http
 import re
 import ssl
-import time
 from collections.abc import Sequence
+from email.utils import mktime_tz, parsedate_tz
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -28,7 +27,7 @@ class Headers(Protocol):
     def get(self, name: str, /) -> str | None: ...
 
 
-class Reply(msgspec.Struct, frozen=True):
+class HttpReply(msgspec.Struct, frozen=True):
     """A server's answer as far as a verdict needs it, and the library's own *response*."""
 
     status: int
@@ -67,7 +66,7 @@ class Verdict(msgspec.Struct, frozen=True):
 ACCEPTED = Verdict(False, "200", "success")
 
 
-def judge_reply(reply: Reply, *, repeatable: bool, keyed: bool, statuses: frozenset[int], now: float) -> Verdict:
+def judge_reply(reply: HttpReply, *, repeatable: bool, keyed: bool, statuses: frozenset[int], now: float) -> Verdict:
     """Return the verdict on an answer; *repeatable* says whether sending the request again is harmless."""
     status = reply.status
     if status < 400:
@@ -145,14 +144,6 @@ def _note(status: int, error_code: str, *, replayed: bool, barred: bool) -> str:
 # Nine digits are thirty years of seconds: more of them is an attack, or a mistake.
 SECONDS = re.compile(r"[0-9]{1,9}")
 
-MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
-HTTP_DATES = [
-    re.compile(rf"[A-Z][a-z]{{2}}, (?P<day>\d\d) (?P<month>[A-Z][a-z]{{2}}) (?P<year>\d{{4}}) {CLOCK} GMT", re.ASCII),
-    re.compile(rf"[A-Z][a-z]+, (?P<day>\d\d)-(?P<month>[A-Z][a-z]{{2}})-(?P<year>\d\d) {CLOCK} GMT", re.ASCII),
-    re.compile(rf"[A-Z][a-z]{{2}} (?P<month>[A-Z][a-z]{{2}}) (?P<day>[ \d]\d) {CLOCK} (?P<year>\d{{4}})", re.ASCII),
-]
-
 # `"default";r=0;t=30` in the newer drafts, `limit=100, remaining=0, reset=30` in the older ones.
 RATE_LIMITS = [
     re.compile(r"\br=(?P<left>\d{1,9})\b.*?\bt=(?P<reset>\d{1,9})\b", re.ASCII),
@@ -187,27 +178,13 @@ class Problem(msgspec.Struct):
 decode_problem = msgspec.json.Decoder(Problem).decode
 
 
-def http_date(text: str, now: float) -> float | None:
-    """Parse a date in any of HTTP's three forms into seconds since the epoch; return None if it has none of them."""
-    for form in HTTP_DATES:
-        if found := form.fullmatch(text):
-            part = found.groupdict()
-            break
-    else:
+def http_date(text: str) -> float | None:
+    """Parse a date in any of HTTP's three forms into seconds since the epoch; return None for any other text."""
+    try:
+        date = parsedate_tz(text) if text.endswith("GMT") or text[-4:].isdigit() else None
+        return float(mktime_tz(date)) if date and 1 <= date[2] <= 31 else None
+    except (ValueError, OverflowError, TypeError, IndexError):  # a server may send anything
         return None
-    year = int(part["year"]) if len(part["year"]) == 4 else _century(int(part["year"]), now)
-    if part["month"] not in MONTHS or not 1 <= int(part["day"]) <= 31:
-        return None
-    month = MONTHS.index(part["month"]) + 1
-    moment = (year, month, int(part["day"]), int(part["hour"]), int(part["minute"]), int(part["second"]))
-    return float(calendar.timegm(moment)) if year >= 1970 else 0.0
-
-
-def _century(year: int, now: float) -> int:
-    """Complete a two-digit year, to at most fifty years ahead."""
-    this_year = time.gmtime(now).tm_year
-    year += this_year - this_year % 100
-    return year - 100 if year > this_year + 50 else year
 
 
 def retry_after(headers: Headers, now: float) -> float | None:
@@ -217,10 +194,10 @@ def retry_after(headers: Headers, now: float) -> float | None:
         return None
     if SECONDS.fullmatch(text):
         return float(text)
-    until = http_date(text, now)
+    until = http_date(text)
     if until is None:
         return None
-    return max(0.0, until - (http_date(headers.get("Date") or "", now) or now))
+    return max(0.0, until - (http_date(headers.get("Date") or "") or now))
 
 
 def rate_limit_reset(headers: Headers) -> float | None:

@@ -14,7 +14,7 @@ from .memory import MemoryKeyring
 
 __all__ = ["KeyringPlace", "MemoryKeyring", "open_keyring"]
 
-# What a transport accepts as its keyring.
+# The values that a transport accepts as its keyring.
 KeyringPlace = str | Store | Guard | Keyring
 
 

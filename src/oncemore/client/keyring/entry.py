@@ -71,8 +71,8 @@ class Keyring(Protocol):
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         """Store *entry* and return it; if its (scope, key) is known, with the *created_at* of the first time.
 
-        A known entry that was created before *oldest*, or in the future, is returned as it is, with its own token: it must not
-        be sent.  Raise KeyReused if the known entry is another request.
+        A known entry that is too old (see `is_sendable`) is returned as it is: it must not be sent.  Raise KeyReused if the
+        known entry is another request.
         """
         ...
 
@@ -92,16 +92,15 @@ class Keyring(Protocol):
         """Return the entries without a final answer that no living process is sending, oldest first."""
         ...
 
-    def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
-        """Return the pending entries that were interrupted (`sending`), now owned by this process and by no other.
+    def adopt(self, entry: Entry) -> Plan[Entry | None]:
+        """Return the pending *entry* under a new token, owned by this process and by no other.
 
-        With *opened*, also entries whose callers were told that the outcome is unknown.  The next claim of the same key sends
-        the entry; one that is not sent must be released.
+        Return None if another process was quicker.  A claim with the new token sends the entry.
         """
         ...
 
     def release(self, entry: Entry) -> Plan[None]:
-        """Make an adopted entry that was not sent pending again; one that was claimed since is left alone."""
+        """Make an adopted entry that was not sent pending again; one that was settled or left since is not changed."""
         ...
 
     def close(self) -> None:
@@ -109,7 +108,7 @@ class Keyring(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """As `close`, and also close what belongs to the running event loop."""
+        """Close the keyring, including its connections on the running event loop."""
         ...
 
 
@@ -152,5 +151,8 @@ def check_reuse(known: Entry, entry: Entry) -> None:
 
 
 def is_sendable(known: Entry, entry: Entry, oldest: float) -> bool:
-    """Whether the server still knows the key; an entry from the future has no known age, and counts as too old."""
+    """Whether the server still knows the key: *known* was created after *oldest*.
+
+    An entry from the future has no known age, and counts as too old.
+    """
     return oldest <= known.created_at <= entry.created_at + CLOCK_TOLERANCE

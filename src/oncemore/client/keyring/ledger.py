@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import msgspec
 from msgspec.structs import replace
@@ -19,10 +19,9 @@ from ..._runtime.forks import reset_in_child
 from ..._runtime.heartbeat import Heartbeat, Renewal
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, CorruptRecord, Fenced, Refusal, StoreError
-from ..effects import FinishDespiteCancel
 from ..errors import KeyringError
 from ..story import log
-from .entry import CLOCK_TOLERANCE, RETENTION, Entry, State, check_reuse, is_sendable
+from .entry import CLOCK_TOLERANCE, RETENTION, Entry, check_reuse, is_sendable
 
 # The name of our operations in the ledger, and the beginning of their scopes.
 NAME = "oncemore.keyring"
@@ -39,8 +38,6 @@ FOREVER = 100 * 365 * 86400.0
 TOLD = "its caller was told that the outcome is unknown"
 TOO_OLD = "the server may have forgotten the key"
 
-T = TypeVar("T")
-
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Entry).decode
 
@@ -54,7 +51,7 @@ class LedgerKeyring:
     one effect.
 
     Args:
-        store: where the records are.
+        store: holds the records.
         lease: seconds; renewed while the process lives.
         retention: seconds for which a settled key is remembered.
         own_store: the store was opened for this keyring alone, which then purges and closes it.
@@ -64,7 +61,9 @@ class LedgerKeyring:
         self, store: Store, *, lease: float = LEASE, retention: float = RETENTION, own_store: bool = False
     ) -> None:
         if lease <= 0:
-            raise ConfigurationError(f"lease={lease:g}s of the keyring: a living process would lose its operations")
+            raise ConfigurationError(
+                f"lease={lease:g}s of the keyring: give more than 0 s, or a living process loses its operations"
+            )
         self.store = store
         self.lease = lease
         self.retention = retention
@@ -75,51 +74,88 @@ class LedgerKeyring:
 
     def _reset(self) -> None:
         self._sending: dict[int, Renewal] = {}  # by the token of the entry
-        self._adopted: dict[tuple[str, str], Entry] = {}  # by scope and key, until the next claim sends it
-        self._failed: deque[Entry] = deque(maxlen=MAX_FAILED)  # whose claims failed, and may have been written
+        self._failed: deque[Entry] = deque(maxlen=MAX_FAILED)  # their claims failed, but may have been written
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
-        return (yield from self._translate_errors(self._claim(entry, oldest)))
+        found: Lease | Record | None = None
+        with self._store_errors():
+            if entry.token in self._sending:  # it was adopted, and its lease is ours
+                found = yield from self.store.find(*operation_of(entry).id)
+            while True:
+                if found is None:
+                    found = yield from self._store_request(entry)
+                if isinstance(found, Lease):
+                    return (yield from self._begin(found, entry, oldest))
+                check_reuse(replace(entry, fingerprint=found.fingerprint), entry)
+                known = stored_entry(found) or entry
+                known = replace(known, created_at=first_date(found, known))
+                if not is_sendable(known, entry, oldest):
+                    return known
+                # The record may have another form of the same fingerprint, and only that form can claim it.
+                entry = replace(entry, created_at=known.created_at, fingerprint=found.fingerprint)
+                if found.state == "held":
+                    yield from self._reopen(entry)
+                elif not is_over(found):
+                    return entry
+                found = None
 
     def settle(self, entry: Entry, status: int) -> Plan[None]:
         lease = self._stop(entry)
         if lease is not None:
             final = encode(replace(entry, state="settled", status=status, body=None))
-            settling = self.store.settle(lease, Outcome("value", status, body=final), retention=self.retention)
-            yield from self._unless_taken_over(settling)
+            with self._store_errors(), suppress(Fenced):  # another process has taken over
+                yield from self.store.settle(lease, Outcome("value", status, body=final), retention=self.retention)
 
     def leave(self, entry: Entry) -> Plan[None]:
         lease = self._stop(entry)
         if lease is not None:
-            yield from self._unless_taken_over(self.store.hold(lease, note=TOLD))
+            with self._store_errors(), suppress(Fenced):
+                yield from self.store.hold(lease, note=TOLD)
 
     def forget(self, entry: Entry) -> Plan[None]:
         lease = self._stop(entry)
-        if lease is not None:
-            yield from self._unless_taken_over(self.store.release(lease, retention=0.0))
-        else:
-            yield from self._translate_errors(self._delete(entry))
+        with self._store_errors(), suppress(Fenced):
+            if lease is not None:
+                yield from self.store.release(lease, retention=0.0)
+                return
+            record = yield from self.store.find(*operation_of(entry).id)
+            stored = None if record is None else stored_entry(record)
+            if stored is not None and stored.token == entry.token:  # otherwise a newer call has stored it again
+                with suppress(Refusal):  # a process has begun to send it
+                    yield from self.store.delete(*operation_of(entry).id)
 
     def pending(self) -> Plan[list[Entry]]:
-        return (yield from self._translate_errors(self._pending()))
+        with self._store_errors():
+            if self._own_store:
+                yield from self.store.purge()
+            found = []
+            # A record is released between being reopened and being claimed again.
+            for where in ({"state": "running", "lapsed": True}, {"state": "held"}, {"state": "released"}):
+                for record in (yield from self._list(Filter(name=NAME, **where))):
+                    entry = yield from self._read(record)
+                    if entry is not None:
+                        found.append(entry)
+        return sorted(found, key=lambda entry: entry.created_at)
 
-    def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
-        adopted: list[Entry] = []
-        try:
-            yield from self._translate_errors(self._adopt_all(opened, adopted))
-        except GeneratorExit:
-            raise
-        except BaseException:
-            yield FinishDespiteCancel(self._release_all(adopted))
-            raise
-        return sorted(adopted, key=lambda entry: entry.created_at)
+    def adopt(self, entry: Entry) -> Plan[Entry | None]:
+        with self._store_errors():
+            if entry.state == "open":
+                yield from self._reopen(entry)
+            # Without a request, so that the stored one stays.
+            lease = yield from self.store.claim(operation_of(entry), lease=self.lease)
+            if isinstance(lease, Record):
+                return None
+            if lease.attempt == 1:  # the entry was forgotten meanwhile, and this is a new record
+                with suppress(Fenced):
+                    yield from self.store.release(lease, retention=0.0)
+                return None
+            adopted = replace(entry, token=secrets.randbits(62))
+            yield from self._keep_alive(lease, adopted)
+        return adopted
 
     def release(self, entry: Entry) -> Plan[None]:
         if entry.state == "open":
-            try:
-                yield from self.leave(entry)
-            except StoreError as error:
-                log.info("An operation on the keyring could not be put back, and lapses: %s", error)
+            yield from self.leave(entry)
         else:
             self._stop(entry)  # its lease lapses, as it had before
 
@@ -130,39 +166,17 @@ class LedgerKeyring:
             self.store.close()
 
     async def aclose(self) -> None:
-        """As `close`, and also close what belongs to the running event loop."""
+        """Close the keyring, including its connections on the running event loop."""
         self.heartbeat.close()
         if self._own_store:
             await self.store.aclose()
 
     # Sending
 
-    def _claim(self, entry: Entry, oldest: float) -> Plan[Entry]:
-        adopted = self._adopted.get((entry.scope, entry.key))
-        if adopted is not None and adopted.token in self._sending:
-            return (yield from self._send_adopted(adopted, entry, oldest))
-        operation, request = operation_of(entry), entry
-        while True:
-            found = yield from self._store_request(operation, request)
-            if isinstance(found, Lease):
-                return (yield from self._begin(found, entry, oldest))
-            check_reuse(replace(entry, fingerprint=found.fingerprint), entry)
-            known = stored_entry(found) or entry
-            known = replace(known, created_at=first_date(found, known))
-            request = replace(entry, created_at=known.created_at)
-            if is_over(found):  # free, but stored under another form of the same fingerprint
-                operation = replace(operation, fingerprint=found.fingerprint)
-            elif not is_sendable(known, entry, oldest):
-                return known
-            elif found.state == "held":
-                yield from self._reopen(found)
-            else:
-                return request
-
-    def _store_request(self, operation: Operation, entry: Entry) -> Plan[Lease | Record]:
-        """Claim *operation*, with *entry* as its request."""
+    def _store_request(self, entry: Entry) -> Plan[Lease | Record]:
+        """Claim the operation of *entry*, with *entry* as its request."""
         try:
-            return (yield from self.store.claim(operation, lease=self.lease, request=encode(entry)))
+            return (yield from self.store.claim(operation_of(entry), lease=self.lease, request=encode(entry)))
         except StoreError:
             # The caller is told that nothing was sent, and may make a new key.  But the claim may have been written: it must
             # be withdrawn, or another process would send it once its lease has lapsed.
@@ -173,36 +187,23 @@ class LedgerKeyring:
 
     def _begin(self, lease: Lease, entry: Entry, oldest: float) -> Plan[Entry]:
         """Keep the lease alive while the entry is sent; or return the known entry, if it is too old."""
-        created_at = entry.created_at
         if lease.attempt > 1:  # an earlier attempt was interrupted: its date counts
             record = yield from self.store.find(*lease.operation.id)
-            created_at = entry.created_at if record is None else first_date(record, entry)
-            known = replace(entry, created_at=created_at, token=0, state="open")
+            known = entry if record is None else replace(entry, created_at=first_date(record, entry))
             if not is_sendable(known, entry, oldest):
-                yield from self._unless_taken_over(self.store.hold(lease, note=TOO_OLD))
-                return known
-        yield from self._keep_alive(lease, entry.token)
-        return replace(entry, created_at=created_at)
+                with suppress(Fenced):
+                    yield from self.store.hold(lease, note=TOO_OLD)
+                return replace(known, token=0, state="open")
+            entry = known
+        yield from self._keep_alive(lease, entry)
+        return entry
 
-    def _send_adopted(self, adopted: Entry, entry: Entry, oldest: float) -> Plan[Entry]:
-        check_reuse(adopted, entry)
-        if not is_sendable(adopted, entry, oldest):
-            yield from self.leave(adopted)
-            return adopted
-        self._adopted.pop((entry.scope, entry.key), None)
-        renewal = self._sending.pop(adopted.token, None)
-        if renewal is not None:  # otherwise another thread was quicker, and this one sends beside it
-            self._sending[entry.token] = renewal
-        return replace(entry, created_at=adopted.created_at)
-
-    def _keep_alive(self, lease: Lease, token: int) -> Plan[None]:
-        self._sending[token] = renewal = self.heartbeat.renewal(lease, self.lease)
+    def _keep_alive(self, lease: Lease, entry: Entry) -> Plan[None]:
+        self._sending[entry.token] = renewal = self.heartbeat.renewal(lease, self.lease)
         yield renewal
 
     def _stop(self, entry: Entry) -> Lease | None:
         """Return the lease of an entry that is being sent by this process, and renew it no more."""
-        if self._adopted.get((entry.scope, entry.key), entry).token == entry.token:
-            self._adopted.pop((entry.scope, entry.key), None)
         renewal = self._sending.pop(entry.token, None)
         if renewal is None:
             return None
@@ -211,27 +212,21 @@ class LedgerKeyring:
         return lease
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
-        """Renew the lease of an entry that is being sent; if it is None, withdraw the entries whose claims failed."""
+        """Renew the lease of an entry that is being sent; if it is None, withdraw the failed claims."""
         try:
-            if renewal.lease is None:
-                yield from self._withdraw_failed()
-                renewal.stop()
-            else:
+            if renewal.lease is not None:
                 yield from self.store.renew(renewal.lease, lease=renewal.seconds)
+                return
+            while self._failed:
+                yield from self._withdraw(entry := self._failed[0])
+                with suppress(ValueError):  # a failure since may have pushed it out
+                    self._failed.remove(entry)
+            renewal.stop()
         except StoreError as error:
             renewal.due = 0.0
             log.info("A lease on the keyring could not be renewed; the next tick tries again: %s", error)
         except Fenced:
             renewal.lost = True
-
-    def _withdraw_failed(self) -> Plan[None]:
-        while self._failed:
-            entry = self._failed.popleft()
-            try:
-                yield from self._unless_taken_over(self._withdraw(entry))
-            except StoreError:
-                self._failed.appendleft(entry)
-                raise
 
     def _withdraw(self, entry: Entry) -> Plan[None]:
         """Remove the record of a claim that was written although the store said that it failed."""
@@ -240,26 +235,12 @@ class LedgerKeyring:
             return
         stored = stored_entry(record)
         if stored is not None and stored.token == entry.token:
-            operation = replace(operation_of(entry), fingerprint=record.fingerprint)
-            yield from self.store.release(Lease(operation, record.token, record.lease_until), retention=0.0)
+            with suppress(Fenced):
+                yield from self.store.release(
+                    Lease(operation_of(stored), record.token, record.lease_until), retention=0.0
+                )
 
     # Pending operations
-
-    def _pending(self) -> Plan[list[Entry]]:
-        found = []
-        for record in (yield from self._idle(opened=True)):
-            entry = yield from self._read(record)
-            if entry is not None:
-                found.append(entry)
-        return sorted(found, key=lambda entry: entry.created_at)
-
-    def _idle(self, *, opened: bool) -> Plan[list[Record]]:
-        """Return the records whose process is gone and, with *opened*, the records whose callers were told."""
-        found = yield from self._list(Filter(name=NAME, state="running", lapsed=True))
-        if opened:  # a record is "released" between being reopened and being claimed again
-            found += yield from self._list(Filter(name=NAME, state="held"))
-            found += yield from self._list(Filter(name=NAME, state="released"))
-        return found
 
     def _list(self, where: Filter) -> Plan[list[Record]]:
         page = yield from self.store.list(where)
@@ -274,72 +255,29 @@ class LedgerKeyring:
         try:
             found = yield from self.store.find(*record.id)  # because lists do not decrypt
             if found is None or (found.state, found.token) != (record.state, record.token):
-                return None  # another process was quicker
+                return None  # a process has begun to send it
             entry = stored_entry(found)
         except CorruptRecord as error:
             log.error("%s, key %s, cannot be resumed: %s", record.scope, record.key, error)
             return None
         if entry is None:
             return None
-        state: State = "sending" if found.state == "running" else "open"
-        return replace(entry, created_at=first_date(found, entry), state=state)
+        return replace(
+            entry, created_at=first_date(found, entry), state="sending" if found.state == "running" else "open"
+        )
 
-    def _adopt_all(self, opened: bool, adopted: list[Entry]) -> Plan[None]:
-        if self._own_store:
-            yield from self.store.purge()
-        for record in (yield from self._idle(opened=opened)):
-            entry = yield from self._adopt(record)
-            if entry is not None:
-                adopted.append(entry)
-
-    def _adopt(self, record: Record) -> Plan[Entry | None]:
-        entry = yield from self._read(record)
-        if entry is None:
-            return None
-        if record.state == "held":
-            yield from self._reopen(record)
-        operation = Operation(record.scope, record.key, record.fingerprint, NAME)
-        lease = yield from self.store.claim(operation, lease=self.lease)  # without a request: the stored one stays
-        if isinstance(lease, Record):
-            return None  # another process was quicker
-        if lease.attempt == 1:  # the entry was forgotten meanwhile, and this is a new record
-            yield from self._unless_taken_over(self.store.release(lease, retention=0.0))
-            return None
-        adopted = self._adopted[entry.scope, entry.key] = replace(entry, token=secrets.randbits(62))
-        yield from self._keep_alive(lease, adopted.token)
-        return adopted
-
-    def _release_all(self, adopted: list[Entry]) -> Plan[None]:
-        for entry in adopted:
-            yield from self.release(entry)
-
-    def _reopen(self, record: Record) -> Plan[None]:
+    def _reopen(self, entry: Entry) -> Plan[None]:
         """Make a held record claimable, unless another process was quicker."""
         with suppress(Refusal):
-            yield from self.store.resolve(*record.id, None, retention=FOREVER, note="continued")
+            yield from self.store.resolve(*operation_of(entry).id, None, retention=FOREVER, note="continued")
 
-    def _delete(self, entry: Entry) -> Plan[None]:
-        """Delete the record of a pending entry, unless a process has begun to send it."""
-        record = yield from self.store.find(*operation_of(entry).id)
-        stored = None if record is None else stored_entry(record)
-        if stored is not None and stored.token == entry.token:
-            with suppress(Refusal):
-                yield from self.store.delete(*operation_of(entry).id)
-
-    # Errors of the store
-
-    def _translate_errors(self, plan: Plan[T]) -> Plan[T]:
+    @contextmanager
+    def _store_errors(self) -> Iterator[None]:
+        """Translate errors of the store."""
         try:
-            return (yield from plan)
+            yield
         except StoreError as error:
             raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
-
-    def _unless_taken_over(self, plan: Plan[None]) -> Plan[None]:
-        """Carry out *plan*; if another process has taken over meanwhile, leave the rest to it."""
-        try:
-            yield from plan
-        except Fenced as error:
-            log.info("Another process has taken over: %s", error)
 
 
 def operation_of(entry: Entry) -> Operation:

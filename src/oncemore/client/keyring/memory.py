@@ -41,10 +41,8 @@ class MemoryKeyring:
         entries: list[Entry] = yield Call(self._pending)
         return entries
 
-    def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
-        # An interruption ends the process and its memory; only entries whose callers were told are left.
-        entries: list[Entry] = yield Call(self._pending if opened else list)
-        return entries
+    def adopt(self, entry: Entry) -> Plan[Entry | None]:
+        return entry if entry in (yield from self.pending()) else None
 
     def release(self, entry: Entry) -> Plan[None]:
         return  # adopting has changed nothing
@@ -82,6 +80,7 @@ class MemoryKeyring:
                 del self._entries[entry.scope, entry.key]
 
     def _pending(self) -> list[Entry]:
+        # An interruption ends the process and its memory; the entries left are open: their callers were told.
         with self._lock:
             return [entry for entry in self._entries.values() if entry.state == "open"]
 

@@ -46,7 +46,9 @@ UNSETTLED = f"SELECT {COLUMNS} FROM oncemore_keys WHERE state <> 'settled' ORDER
 SETTLE = "UPDATE oncemore_keys SET state = 'settled', status = ?, body = NULL WHERE scope = ? AND key = ?"
 LEAVE = "UPDATE oncemore_keys SET state = 'open' WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"
 FORGET = "DELETE FROM oncemore_keys WHERE scope = ? AND key = ? AND token = ?"
-TAKE = "UPDATE oncemore_keys SET owner = ?, token = ?, state = 'sending' WHERE scope = ? AND key = ?"
+# A process that sends an entry again gives it a new token first.
+TAKE = """UPDATE oncemore_keys SET owner = ?, token = ?, state = 'sending'
+WHERE scope = ? AND key = ? AND token = ? AND state = ?"""
 RELEASE = """UPDATE oncemore_keys SET owner = 0, state = ?
 WHERE scope = ? AND key = ? AND token = ? AND state = 'sending'"""
 # Each claim drops two entries that are too old, so that the file stays small without a restart.
@@ -104,20 +106,16 @@ class SqliteKeyring:
         entries: list[Entry] = yield RunInOrder(self, self._pending)
         return entries
 
-    def adopt(self, *, opened: bool = False) -> Plan[list[Entry]]:
-        adopted: list[Entry] = []
+    def adopt(self, entry: Entry) -> Plan[Entry | None]:
+        adopted = replace(entry, token=secrets.randbits(62))
         try:
-            yield RunInOrder(self, self._adopt, opened, adopted)
+            taken = yield RunInOrder(self, self._adopt, entry, adopted.token)
         except (GeneratorExit, OncemoreError):
             raise
-        except BaseException:  # cancelled, but the thread goes on: nobody would send the entries that it adopts
-            yield FinishDespiteCancel(self._release_all(adopted))
+        except BaseException:  # cancelled, but the thread goes on: nobody would send the entry that it adopts
+            yield FinishDespiteCancel(self.release(adopted))
             raise
-        return adopted
-
-    def _release_all(self, adopted: list[Entry]) -> Plan[None]:
-        for entry in (yield RunInOrder(self, adopted.copy)):  # which waits for that thread
-            yield from self.release(entry)
+        return adopted if taken else None
 
     def release(self, entry: Entry) -> Plan[None]:
         yield RunInOrder(self, self._write, RELEASE, entry.state, entry.scope, entry.key, entry.token)
@@ -130,7 +128,7 @@ class SqliteKeyring:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
     async def aclose(self) -> None:
-        """As `close`, because nothing here belongs to an event loop."""
+        """Close the file; nothing here belongs to an event loop."""
         self.close()
 
     def _claim(self, entry: Entry, oldest: float) -> Entry:
@@ -148,26 +146,19 @@ class SqliteKeyring:
             database.execute(PUT, _row(entry))
         return entry
 
-    def _write(self, statement: str, *values: Any) -> None:
+    def _write(self, statement: str, *values: Any) -> bool:
         # NORMAL: if the machine loses power, the operation is merely sent once more under its key.
         with self._transaction("NORMAL") as database:
-            database.execute(statement, values)
+            return database.execute(statement, values).rowcount > 0
 
     def _pending(self) -> list[Entry]:
         with self._transaction("NORMAL") as database:
             entries = map(_entry, database.execute(UNSETTLED).fetchall())
-            return [entry for entry in entries if self._is_idle(entry)]
+            return [entry for entry in entries if entry.state == "open" or not is_alive(self._owners, entry.owner)]
 
-    def _adopt(self, opened: bool, adopted: list[Entry]) -> None:
-        with self._transaction("NORMAL") as database:
-            mine = this_process(self._owners)
-            for entry in map(_entry, database.execute(UNSETTLED).fetchall()):
-                if self._is_idle(entry) and (opened or entry.state == "sending"):
-                    adopted.append(replace(entry, owner=mine, token=secrets.randbits(62)))
-            database.executemany(TAKE, [(e.owner, e.token, e.scope, e.key) for e in adopted])
-
-    def _is_idle(self, entry: Entry) -> bool:
-        return entry.state == "open" or not is_alive(self._owners, entry.owner)
+    def _adopt(self, entry: Entry, token: int) -> bool:
+        owner = this_process(self._owners)
+        return self._write(TAKE, owner, token, entry.scope, entry.key, entry.token, entry.state)
 
     @contextmanager
     def _transaction(self, synchronous: str) -> Iterator[sqlite3.Connection]:

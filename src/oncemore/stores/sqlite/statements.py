@@ -42,7 +42,8 @@ class Grouped:
         self.width = width
         self._template = template
         self._joined = joined
-        self._texts = {1: template.format(*(f"?{n + 2}" for n in range(width)), source=alone)}
+        self.single = template.format(*(f"?{n + 2}" for n in range(width)), source=alone)  # the text for one row
+        self._texts = {1: self.single}
 
     def bind(self, common: float, rows: list[Row]) -> tuple[str, list[Any]]:
         """The statement's text and its parameters."""

@@ -39,8 +39,7 @@ from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
 from .._compat import open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
-from .batch import claimable, state_of, taken_over
-from .items import Claim, Settle
+from .batch import ClaimItem, claim_values, claimable, settle_row, state_of, taken_over
 from .statements import NOW, Statements, as_record
 from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
 
@@ -80,10 +79,10 @@ class SqliteTransaction(AdapterTransaction):
         self._open = False  # until it has its turn
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
-        yield from self._take_turn(operation.id, wait)
+        claim = ClaimItem(operation, lease, self._store.holder.next(), request)
+        yield from self._take_turn(claim.id, wait)
         limit = max(wait, self._store.timeout)
         ends = time.monotonic() + limit
-        claim = Claim(operation, lease, self._store.holder.next(), request)
         insert = self._insert_query(claim)
         while True:
             try:
@@ -104,31 +103,28 @@ class SqliteTransaction(AdapterTransaction):
         return (yield from self._claimed(claim, rows))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        claim = Claim(operation, lease, self._store.holder.next(), request)
+        claim = ClaimItem(operation, lease, self._store.holder.next(), request)
         try:
             rows = yield from self._adapter.execute(self._insert_query(claim), INSERTED)
         except UnicodeError as error:
             raise invalid_names() from error
         return (yield from self._claimed(claim, rows))
 
-    def _insert_query(self, claim: Claim) -> Query:
+    def _insert_query(self, claim: ClaimItem) -> Query:
         """Insert a record, unless there is one."""
-        operation = claim.operation
-        names = (*operation.id, operation.name, operation.fingerprint, claim.holder)
-        return Statement(self._sql.claim_one), (self._store.shift, *names, claim.lease)
+        return Statement(self._sql.claim_one), (self._store.shift, *claim_values(claim))
 
     def _find_query(self, id: Id) -> Query:
-        text, values = self._sql.look.bind(self._store.shift, [id])
-        return Statement(text), values
+        return Statement(self._sql.look.single), (self._store.shift, *id)
 
-    def _claimed(self, claim: Claim, rows: Rows) -> Plan[Lease | Record]:
+    def _claimed(self, claim: ClaimItem, rows: Rows) -> Plan[Lease | Record]:
         """The lease on the record that was inserted just now, or on one that may be taken over.  Otherwise the record."""
         [(inserted, token)] = rows
         if inserted:
             if claim.request:
                 yield from self._adapter.execute((Statement(self._sql.set_request), (claim.request, token)))
             return Lease(claim.operation, token, SYSTEM.time() + self._store.shift + claim.lease)
-        rows = yield from self._adapter.execute(self._find_query(claim.operation.id))
+        rows = yield from self._adapter.execute(self._find_query(claim.id))
         record = as_record(tuple(rows[0]))
         if not claimable(claim.operation, record):
             return record
@@ -144,8 +140,8 @@ class SqliteTransaction(AdapterTransaction):
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        text, values = self._sql.settle.bind(self._store.shift, [Settle(held, outcome, retention, audit, note).row])
-        self._writes += ((Statement(text), values), CHECK)
+        values = (self._store.shift, *settle_row(held, outcome, retention, audit, note))
+        self._writes += ((Statement(self._sql.settle.single), values), CHECK)
         return
         yield
 

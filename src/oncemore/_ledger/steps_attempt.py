@@ -185,11 +185,13 @@ class StepsAttempt(LeaseAttempt):
         """A success answers every other key; anything else leaves the way free."""
         if self.unique is None:
             return
-        store, under = self.ledger.store, self.unique.policy
-        if outcome is None or not under.keeps(outcome):
+        store = self.ledger.store
+        if outcome is None or not self.unique.keeps(outcome):
             yield from store.release(self.unique.lease, retention=0.0)
         else:
-            yield from store.settle(self.unique.lease, tag(outcome, self.operation.scope), retention=under.ttl)
+            yield from store.settle(
+                self.unique.lease, tag(outcome, self.operation.scope), retention=self.unique.policy.ttl
+            )
 
     def _leave(self, *, forget: bool = False) -> Plan[None]:
         """Leave the operation unfinished: the next attempt continues.  If no step was begun, it begins anew."""

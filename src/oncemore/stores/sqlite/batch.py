@@ -49,17 +49,17 @@ class ClaimItem:
 
 
 class SettleItem:
-    """Store the outcome of *held*; *row*, from `settle_row`, has the values that are written."""
+    """Store the outcome of *held*; *row* has the values that are written."""
 
     __slots__ = ("held", "id", "result", "row")
     can_undo = False
     notifies = True
 
-    def __init__(self, held: Lease, row: Row) -> None:
-        self.id: Id = row[1:3]
+    def __init__(self, held: Lease, outcome: Outcome, retention: float, audit: bool, note: str) -> None:
+        self.id = (held.operation.scope, held.operation.key)
         self.held = held
-        self.row = row
         self.result: Any = None
+        self.row = settle_row(held, outcome, retention, audit, note)
 
 
 class ChangeItem:

@@ -32,7 +32,6 @@ from .batch import (
     SqliteBatch,
     find_record,
     run_batch,
-    settle_row,
 )
 from .statements import Statements, as_record
 from .tables import make_ready, script
@@ -194,7 +193,7 @@ class SqliteStore:
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        yield Submit(self._batcher, SettleItem(held, settle_row(held, outcome, retention, audit, note)))
+        yield Submit(self._batcher, SettleItem(held, outcome, retention, audit, note))
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         yield from self._change(held.operation.id, lambda batch: batch.release(held, retention), notifies=True)

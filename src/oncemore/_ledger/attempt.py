@@ -141,10 +141,11 @@ class LeaseAttempt:
 
     def is_ordinary(self) -> bool:
         """Whether there is nothing to look at before the performer is called."""
-        policy = self.policy
-        return (
-            not self.lease.lapsed and self.operation.unique is None and policy.suspect == "off" and policy.late == "run"
-        )
+        return not self.lease.lapsed and self.operation.unique is None and not self.is_screened()
+
+    def is_screened(self) -> bool:
+        """Whether the policy looks at first attempts: for twins under another key, or for keys that are too old."""
+        return self.policy.suspect != "off" or self.policy.late != "run"
 
     def prepare(self) -> Plan[Answer | None]:
         """Look at what the policy asks for before the performer is called; the answer, if that is known already."""

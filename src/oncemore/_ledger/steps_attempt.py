@@ -33,7 +33,7 @@ class StepsAttempt(LeaseAttempt):
     def claim(self, deadline: float | None) -> Plan[Lease | Record]:
         """Claim, and keep the request for a completer.  If an earlier attempt has kept its own, that stays, and its deadline."""
         store = self.ledger.store
-        record = yield from store.find(*self.operation.id)
+        record = yield from store.find(self.operation.scope, self.operation.key)
         if record is not None and record.state == "settled":
             return record
         if record is None or not record.request:
@@ -53,14 +53,13 @@ class StepsAttempt(LeaseAttempt):
         """Look for twins, find the checkpoints of earlier attempts, and claim what must happen once whatever the key."""
         if self.lease.lapsed:
             self.ledger.emit("lapsed", self.operation, token=self.lease.token, attempt=self.lease.attempt)
-        known = yield from screen(self.ledger, self.ledger.store, self.op, self.policy)
-        if known is not None:
-            return known
+        if self.is_screened():
+            known = yield from screen(self.ledger, self.ledger.store, self.op, self.policy)
+            if known is not None:
+                return known
         try:
             self.op.deadline = yield from self._open()
-            if self.operation.unique is not None:
-                known = yield from self.claim_unique()
-            return known
+            return None if self.operation.unique is None else (yield from self.claim_unique())
         except GeneratorExit:
             raise
         except BaseException as error:

@@ -6,13 +6,15 @@ import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from ..._ledger.decisions import fenced, not_deletable, not_resolvable
-from ..._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
+from ..._ledger.model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey, OncemoreError
-from .statements import Row, Statements, as_record
+from .statements import HASH, NOTE, OUTCOME, REQUEST, Row, Statements
 from .writer import BAD_VALUES, as_store_error, is_bad_value, is_busy
 
 # Columns that a record loses when it is claimed again.  Its request is not among them.
@@ -81,7 +83,8 @@ Item = ClaimItem | SettleItem | ChangeItem
 
 def claim_values(claim: ClaimItem) -> Row:
     """The values that insert a record for *claim*, after its token."""
-    return (*claim.id, claim.operation.name, claim.operation.fingerprint, claim.holder, claim.lease)
+    names = (*claim.id, claim.operation.name, claim.operation.fingerprint, claim.holder)
+    return (*names, claim.lease, claim.request or None)
 
 
 def settle_row(held: Lease, outcome: Outcome, retention: float, audit: bool, note: str) -> Row:
@@ -167,7 +170,7 @@ class SqliteBatch:
     def run_single(self, item: Item) -> bool:
         """Carry out the item by one statement, which is a transaction of its own; False if that is not possible."""
         try:
-            if isinstance(item, ClaimItem) and not item.request:
+            if isinstance(item, ClaimItem):
                 written = self.execute(self.sql.claim_one, (self.shift, *claim_values(item)))
                 if written.rowcount == 1 and written.lastrowid is not None:
                     until = SYSTEM.time() + self.shift + item.lease
@@ -221,8 +224,6 @@ class SqliteBatch:
             record = existing.get(claim.id)
             if record is None or record.token == token:  # our own row, inserted just now
                 claim.result = Lease(claim.operation, token, now + claim.lease)
-                if claim.request:
-                    self.execute(self.sql.set_request, (claim.request, token))
             elif claimable(claim.operation, record):  # expired, released, or its lease has lapsed
                 claim.result = self.take_over(record, claim, token)
             else:  # running, settled or held: the caller decides
@@ -330,6 +331,18 @@ class SqliteBatch:
 
     def change(self, record: Record, columns: dict[str, Any]) -> None:
         self.execute(self.sql.change(columns), (*columns.values(), record.token))
+
+
+def as_record(row: Row) -> Record:
+    """The record in *row*.  An outcome that cannot be read counts as not kept."""
+    outcome, note = row[OUTCOME], row[NOTE]
+    if outcome is not None:
+        try:
+            outcome = decode_outcome(outcome)
+        except (msgspec.MsgspecError, TypeError, ValueError):
+            outcome, note = Outcome("tombstone"), "unreadable record"
+    fields: Row = (*row[:OUTCOME], outcome, row[HASH], note, row[REQUEST] or b"")
+    return Record(*fields)
 
 
 def state_of(record: Record | None) -> str:

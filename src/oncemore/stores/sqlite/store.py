@@ -30,10 +30,11 @@ from .batch import (
     Item,
     SettleItem,
     SqliteBatch,
+    as_record,
     find_record,
     run_batch,
 )
-from .statements import Statements, as_record
+from .statements import Statements
 from .tables import make_ready, script
 from .transactions import SqliteAdapter, SqliteSource
 from .writer import MEMORY, Connection, Use, Write

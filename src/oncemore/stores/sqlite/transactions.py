@@ -39,8 +39,8 @@ from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
 from .._compat import open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
-from .batch import ClaimItem, claim_values, claimable, settle_row, state_of, taken_over
-from .statements import NOW, Statements, as_record
+from .batch import ClaimItem, as_record, claim_values, claimable, settle_row, state_of, taken_over
+from .statements import NOW, Statements
 from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
 
 if TYPE_CHECKING:
@@ -121,8 +121,6 @@ class SqliteTransaction(AdapterTransaction):
         """The lease on the record that was inserted just now, or on one that may be taken over.  Otherwise the record."""
         [(inserted, token)] = rows
         if inserted:
-            if claim.request:
-                yield from self._adapter.execute((Statement(self._sql.set_request), (claim.request, token)))
             return Lease(claim.operation, token, SYSTEM.time() + self._store.shift + claim.lease)
         rows = yield from self._adapter.execute(self._find_query(claim.id))
         record = as_record(tuple(rows[0]))

@@ -119,7 +119,7 @@ class Fields(list[tuple[str, str]]):
     __slots__ = ("first",)
 
     def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
-        super().__init__([(str(name, "latin-1"), str(value, "latin-1")) for name, value in raw])
+        super().__init__([(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw])
         self.first = dict(reversed(self))
 
 
@@ -226,18 +226,23 @@ def principal_of(function: Principal | None, request: Request) -> str:
     if found is None or found == "":
         raise InvalidPrincipal("The caller is not known, and a key must belong to someone")
     name = f"user:{found}"
+    if isinstance(found, str):
+        return name
     if inspect.iscoroutine(found):
         found.close()
-    if ADDRESS in name and not isinstance(found, str):
+    if ADDRESS in name:
         raise PrincipalFailed(f"The principal function gave a {type(found).__name__}, but a text or a number is needed")
     return name
 
 
 def user_of(native: Any) -> str:
     """The user whom the framework has authenticated, or an empty text."""
-    if isinstance(native, dict) and native.get("REMOTE_USER"):  # set by the WSGI server; no header can forge it
+    if not isinstance(native, dict):
+        user = getattr(native, "user", None)
+    elif native.get("REMOTE_USER"):  # set by the WSGI server; no header can forge it
         return f"user:{native['REMOTE_USER']}"
-    user = native.get("user") if isinstance(native, dict) else getattr(native, "user", None)
+    else:
+        user = native.get("user")
     if user is None or not getattr(user, "is_authenticated", False):
         return ""
     for name in ("pk", "id", "identity", "username", "display_name"):
@@ -254,11 +259,11 @@ def credentials_of(headers: Headers) -> str:
     """A digest of the headers by which the caller proves its identity."""
     if isinstance(headers, Fields) and CREDENTIALS.isdisjoint(headers.first):
         return ""
-    found = [field for field in headers if field[0] in CREDENTIALS]
+    found = tuple([field for field in headers if field[0] in CREDENTIALS])
     if not found:
         return ""
-    short = sum(len(value) for _, value in found) <= LONGEST_CREDENTIALS
-    return (remembered_digest if short else digest)(tuple(found))
+    longest = max([len(value) for _, value in found])
+    return (remembered_digest if longest <= LONGEST_CREDENTIALS else digest)(found)
 
 
 def digest(credentials: tuple[tuple[str, str], ...]) -> str:

@@ -309,8 +309,8 @@ class Fingerprints:
     def of(self, rule: Rule, parts: Parts) -> str:
         """Return the fingerprint of a request under *rule*."""
         method, path, query, media_type, body = parts
-        head = f"{id(rule)} {len(method)} {len(path)} {len(query)} {len(media_type)} {method}{path}{query}{media_type}"
-        digest = hashlib.sha256(head.encode("utf-8", "surrogatepass") + body).digest()
+        head = f"{id(rule)} {method!r} {path!r} {query!r} {media_type!r} "  # quoted, so that no two requests read alike
+        digest = hashlib.sha256(head.encode() + body).digest()
         found = self._latest.get(digest)
         if found is None:
             found = self._latest[digest] = self.fingerprinter(rule).fingerprint(*parts)

@@ -125,7 +125,7 @@ class LeaseAttempt:
         self.lease = lease
         self.in_doubt = lease.lapsed
         self.op = Op(lease, deadline=deadline)
-        self.renewal = self.ledger.heartbeat.renewal(lease, self.policy.lease)
+        self.renewal = Renewal(self.ledger.heartbeat, lease, self.policy.lease)
 
     def start(self) -> Plan[Answer | None]:
         """Renew the lease from now on.  If anything goes wrong before the performer is called, the claim is given back."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Plan
 from ..errors import Fenced, InProgress, OncemoreError, ProviderDuplicate, Refusal, StoreError, UnknownOutcome
 from .attempt import LeaseAttempt
@@ -42,7 +43,7 @@ class StepsAttempt(LeaseAttempt):
 
     def take(self, lease: Lease, deadline: float | None) -> None:
         self.lease = lease
-        self.renewal = self.ledger.heartbeat.renewal(lease, self.policy.lease)
+        self.renewal = Renewal(self.ledger.heartbeat, lease, self.policy.lease)
         self.steps = Steps(self.ledger, lease, self.policy, self.renewal)
         self.op = Op(lease, steps=self.steps, deadline=deadline)
 

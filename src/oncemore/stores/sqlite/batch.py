@@ -14,7 +14,7 @@ from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, r
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey, OncemoreError
-from .statements import HASH, NOTE, OUTCOME, REQUEST, Row, Statements
+from .statements import HASH, NOTE, OUTCOME, REQUEST, Row, SqliteStatements
 from .writer import BAD_VALUES, as_store_error, is_bad_value, is_busy
 
 # Columns that a record loses when it is claimed again.  Its request is not among them.
@@ -94,7 +94,7 @@ def settle_row(held: Lease, outcome: Outcome, retention: float, audit: bool, not
     return (*key, retention, outcome.status, data, digest, note, int(audit))
 
 
-def run_batch(connection: sqlite3.Connection, sql: Statements, shift: float, items: list[Item]) -> list[Any]:
+def run_batch(connection: sqlite3.Connection, sql: SqliteStatements, shift: float, items: list[Item]) -> list[Any]:
     """Carry out *items* with one commit, and return their results.  If this raises, nothing was committed."""
     batch = SqliteBatch(connection, sql, shift)
     try:
@@ -111,7 +111,7 @@ def run_batch(connection: sqlite3.Connection, sql: Statements, shift: float, ite
     return [item.result for item in items]
 
 
-def find_record(connection: sqlite3.Connection, sql: Statements, shift: float, id: Id) -> Record | None:
+def find_record(connection: sqlite3.Connection, sql: SqliteStatements, shift: float, id: Id) -> Record | None:
     """The record, unless it has expired."""
     record = SqliteBatch(connection, sql, shift).find(id)
     return record if state_of(record) != "absent" else None
@@ -137,7 +137,7 @@ class SqliteBatch:
     Precondition: the transaction holds the write lock (BEGIN IMMEDIATE), so records read here stay true until COMMIT.
     """
 
-    def __init__(self, connection: sqlite3.Connection, sql: Statements, shift: float) -> None:
+    def __init__(self, connection: sqlite3.Connection, sql: SqliteStatements, shift: float) -> None:
         self.execute = connection.execute
         self.sql = sql
         self.shift = shift

@@ -56,7 +56,7 @@ class Grouped:
         return text
 
 
-class Statements:
+class SqliteStatements:
     """Every statement of the ledger whose names begin with *prefix*."""
 
     def __init__(self, prefix: str) -> None:

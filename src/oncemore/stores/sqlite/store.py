@@ -34,7 +34,7 @@ from .batch import (
     find_record,
     run_batch,
 )
-from .statements import Statements
+from .statements import SqliteStatements
 from .tables import make_ready, script
 from .transactions import SqliteAdapter, SqliteSource
 from .writer import MEMORY, Connection, Use, Write
@@ -132,7 +132,7 @@ class SqliteStore:
         self.holder = Holder()
         self.path = path
         self.timeout = timeout
-        self.sql = Statements(prefix)
+        self.sql = SqliteStatements(prefix)
         pragmas: dict[str, object] = {"synchronous": synchronous}
         if foreign_keys:  # else as SQLite was built: off, mostly
             pragmas["foreign_keys"] = True

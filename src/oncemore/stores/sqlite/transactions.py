@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from ..._ledger.model import Lease, Operation, Outcome, Record
+from ..._ledger.model import Holder, Lease, Operation, Outcome, Record
 from ..._ledger.transactions import (
     AdapterTransaction,
     Again,
@@ -40,11 +40,8 @@ from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
 from .._compat import open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
 from .batch import ClaimItem, as_record, claim_values, claimable, settle_row, state_of, taken_over
-from .statements import NOW, Statements
+from .statements import NOW, SqliteStatements
 from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
-
-if TYPE_CHECKING:
-    from .store import SqliteStore
 
 T = TypeVar("T")
 
@@ -67,10 +64,22 @@ CHECK = (Statement("SELECT abs(-9223372036854775807 - (1 - changes()))"), ())
 RELEASE = "UPDATE {records} SET state = 'released', expires_at = {now} + ?2 WHERE token = ?3 AND state = 'running'"
 
 
+class LedgerFile(Protocol):
+    """The store, as far as its transactions need it."""
+
+    path: str
+    timeout: float
+    shift: float
+    sql: SqliteStatements
+    holder: Holder
+
+    def ready(self) -> Plan[None]: ...
+
+
 class SqliteTransaction(AdapterTransaction):
     """The ledger's verbs in one transaction.  *writer* is the queue that it waits in for its turn to write the file."""
 
-    def __init__(self, store: SqliteStore, writer: Writer, adapter: TransactionAdapter) -> None:
+    def __init__(self, store: LedgerFile, writer: Writer, adapter: TransactionAdapter) -> None:
         super().__init__(adapter)
         self._store = store
         self._sql = store.sql
@@ -330,7 +339,7 @@ class SqliteSource:
     """
 
     def __init__(
-        self, store: SqliteStore, make_adapter: Callable[[Writer], TransactionAdapter], *, awaited: bool = False
+        self, store: LedgerFile, make_adapter: Callable[[Writer], TransactionAdapter], *, awaited: bool = False
     ) -> None:
         self.store = store
         self._make_adapter = make_adapter
@@ -444,7 +453,7 @@ class SqliteAdapter:
         self._writer.close_connection()
 
 
-class NoCommitConnection(sqlite3.Connection):
+class SqliteNoCommit(sqlite3.Connection):
     """A connection whose transaction is the guard's: the performer can neither commit nor roll back by mistake."""
 
     def commit(self) -> None:
@@ -461,7 +470,7 @@ CONNECTION: dict[str, Any] = {
     "timeout": 0,  # we wait ourselves, and give up in time
     "isolation_level": None,
     "check_same_thread": False,
-    "factory": NoCommitConnection,
+    "factory": SqliteNoCommit,
 }
 
 
@@ -491,7 +500,7 @@ def roll_back(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
 
 
-def lock_query(sql: Statements, in_transaction: bool) -> Query:
+def lock_query(sql: SqliteStatements, in_transaction: bool) -> Query:
     """The query that takes the write lock.
 
     A library may have begun with a plain BEGIN, which takes no lock.  Then a write of nothing takes it; nothing was read
@@ -519,10 +528,10 @@ def invalid_names() -> InvalidKey:
     return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
 
 
-class BelowDjango:
+class SqliteBelowDjango:
     """Runs the ledger's statements on the sqlite3 connection below Django's."""
 
-    def __init__(self, sql: Statements) -> None:
+    def __init__(self, sql: SqliteStatements) -> None:
         self._sql = sql
 
     def begin(self, raw: sqlite3.Connection, queries: Sequence[Query]) -> Rows:

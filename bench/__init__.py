@@ -1,1 +1,1 @@
-"""Our figures beside the raw stores', the bare app's and the peers', each measured in the same run."""
+"""Benchmarks: oncemore compared with raw stores, unguarded apps and similar libraries, in the same run."""

@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other: `python -m bench`, or some of them by name: `python -m bench web sqlite`."""
+"""Runs all benchmarks: `python -m bench`; or some of them by name: `python -m bench web sqlite`."""
 
 from __future__ import annotations
 

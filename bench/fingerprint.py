@@ -1,8 +1,8 @@
-"""Microseconds to fingerprint a JSON body, beside what the same takes with orjson and with the standard library.
+"""Microseconds to fingerprint a JSON body, compared with orjson and with the standard library.
 
     python bench/fingerprint.py
 
-The two others are faster or simpler because they are lossy: they round numbers to doubles and let repeated members pass.
+The other two are lossy: they round numbers to doubles and accept repeated members.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECRET = b"only for this benchmark, no secret"
 
 
 def order(lines: int) -> bytes:
-    """An order with so many lines, as a Python client sends it: spaced, and with prices as decimals."""
+    """Return an order with so many lines as a Python client sends it, with spaces and decimal prices."""
     address = {"line1": "1 Main Street", "city": "Springfield", "postcode": "12345", "country": "US"}
     customer = {"id": "cus_9f8e7d6c", "email": "jane.doe@example.com", "name": "Jane Doe", "address": address}
     body = {"order_id": "ord_9f8e7d6c5b4a", "amount": 1999.50, "currency": "EUR", "capture": True, "note": None}
@@ -61,7 +61,7 @@ CONTENDERS: dict[str, Callable[[bytes], object]] = {
 
 
 def microseconds(work: Callable[[bytes], object], body: bytes) -> float:
-    """The best of many short rounds: the one least disturbed by whatever else the machine does."""
+    """Return the best of many short rounds, which other work on the machine has disturbed least."""
     timer = Timer(lambda: work(body))
     number = max(timer.autorange()[0] // 40, 1)
     return min(timer.repeat(ROUNDS, number)) / number * 1e6

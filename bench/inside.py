@@ -1,7 +1,7 @@
-"""What a guarded request costs the processor, without a server or sockets around it: `python -m bench.inside [store ...]`.
+"""Processor time of a guarded request, without a server or sockets: `python -m bench.inside [store ...]`.
 
-Each figure is the process's own time per call, all threads together, the least of several rounds: what else the machine
-does meanwhile makes them slower, but hardly ever dearer.  As under a server, each request has a task of its own.
+Each figure is the process's own time per call, of all threads together, the least of several rounds, because other work
+on the machine makes calls slower, but hardly changes their processor time.  Each request has its own task, as in a server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from oncemore._ledger.model import Operation, Outcome
 
 from .load import post
 
-CALLERS, CALLS, ROUNDS = 32, 640, 60  # short rounds, and many: some of them are left alone
+CALLERS, CALLS, ROUNDS = 32, 640, 60  # many short rounds, so that some are not disturbed
 APPS = Path(__file__).parent / "apps" / "web_apps.py"
 OUTCOME = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_9ab12cd34ef"}' * 9)
 
@@ -33,13 +33,13 @@ COUNTER = itertools.count()
 
 
 def app(contender: str, store: str = "") -> Any:
-    """The app of the benchmarks over sockets, as *contender* has it."""
+    """Return the app of the web benchmark for *contender*."""
     os.environ.update(CONTENDER=contender, STORE=store)
     return runpy.run_path(str(APPS))["app"]
 
 
 def request(app: Any, method: str, path: str, key: Callable[[], int]) -> Call:
-    """Ask *app*, as a server would: a scope, the body in one message, and what is sent goes nowhere."""
+    """Return a function that calls *app* as a server does; the body is one message, and the response is discarded."""
 
     async def call() -> None:
         number = key()
@@ -73,7 +73,7 @@ def request(app: Any, method: str, path: str, key: Callable[[], int]) -> Call:
 
 
 def awaited(guard: Guard) -> Call:
-    """A new operation each time, through `arun` alone."""
+    """Return a function that runs a new operation through `Guard.arun`."""
 
     async def perform(op: object) -> Outcome:
         return OUTCOME
@@ -85,7 +85,7 @@ def awaited(guard: Guard) -> Call:
 
 
 async def cost(call: Call, callers: int) -> float:
-    """Microseconds of the processor per call, in a round of so many callers at once."""
+    """Return microseconds of processor time per call, in a round with so many concurrent callers."""
 
     async def caller() -> None:
         for _ in range(CALLS // callers):
@@ -97,15 +97,15 @@ async def cost(call: Call, callers: int) -> float:
 
 
 def blocking(guard: Guard) -> float:
-    """As `cost`, of one caller of `run`."""
+    """Return microseconds of processor time per call of `Guard.run`, with one caller."""
     began = time.process_time()
     for _ in range(CALLS):
         guard.run(Operation("scope", str(next(COUNTER)), "c1:ff", "refunds.create"), lambda op: OUTCOME)
     return (time.process_time() - began) / CALLS * 1e6
 
 
-async def measured(url: str) -> dict[str, float]:
-    """The least that each kind of call took."""
+async def measure(url: str) -> dict[str, float]:
+    """Return the least time of each kind of call."""
     bare, door, guard = app("bare"), app("oncemore", url), Guard(url)
     new, same = COUNTER.__next__, lambda: -1
     calls: dict[str, Call] = {
@@ -129,7 +129,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         urls = {"memory": "memory://", "sqlite": f"sqlite:///{folder}/once.db"}
         for name in sys.argv[1:] or urls:
-            figures = uvloop.run(measured(urls.get(name, name)))
+            figures = uvloop.run(measure(urls.get(name, name)))
             print(f"{name:10}" + "  ".join(f"{kind} {figure:.1f}" for kind, figure in figures.items()), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A load of one process: so many connections, each sending its next request when its last was answered."""
+"""An HTTP load generator: several connections, each sends its next request when its last was answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONNECTIONS = 32
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection; it counts the answers and notes how long each took."""
+    """A keep-alive connection that measures the latency of each answer."""
 
     def __init__(self, request: Callable[[], bytes], until: float, latencies: list[float], done: asyncio.Future[None]):
         self.request = request
@@ -57,7 +57,7 @@ def length_of(head: bytes) -> int:
 
 
 class Round:
-    """What came of one round of load."""
+    """The results of one round of load."""
 
     def __init__(self, latencies: list[float], failures: int, seconds: float) -> None:
         self.requests = len(latencies)
@@ -68,7 +68,7 @@ class Round:
 
 
 def load(port: int, request: Callable[[], bytes], seconds: float, connections: int = CONNECTIONS) -> Round:
-    """One round against a server on this machine."""
+    """Run one round against a server on this machine."""
 
     async def run() -> Round:
         loop = asyncio.get_running_loop()
@@ -87,17 +87,17 @@ def load(port: int, request: Callable[[], bytes], seconds: float, connections: i
 
 
 def look() -> bytes:
-    """A GET that no rule guards."""
+    """Return a GET that no rule guards."""
     return b"GET /look HTTP/1.1\r\nhost: bench\r\nauthorization: Bearer token\r\n\r\n"
 
 
 def repeated() -> bytes:
-    """Always the same request."""
+    """Return a POST that is the same each time."""
     return post(b"the-same-key", 1000)
 
 
 def fresh(prefix: str) -> Callable[[], bytes]:
-    """A new key and another amount each time."""
+    """Return a function that makes a POST with a new key and amount each time."""
     counter = itertools.count()
 
     def request() -> bytes:

@@ -1,6 +1,6 @@
-"""Does the memory of a guarded server grow?  200 000 new operations through the ASGI door: `python -m bench.memory`.
+"""Memory of a guarded server over 200 000 new operations through the ASGI middleware: `python -m bench.memory`.
 
-The outcomes that a process remembers are bounded by bytes, so it grows until that is full, and then no more.
+The cache of outcomes is bounded by bytes, so memory grows until the cache is full, and then stays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def resident(pid: int) -> float:
-    """The process's memory, by /proc."""
+    """Return the resident memory of the process in MiB."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(fields["VmRSS"].split()[0]) / 1024
 

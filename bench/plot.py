@@ -1,4 +1,4 @@
-"""Bar charts as SVG, written by hand: nothing to install, and readable in a diff."""
+"""Bar charts as SVG, without a plotting library, so that they are readable in a diff."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LEFT, WIDTH, BAR, GAP = 250, 420, 14, 14
 
 
 def bars(title: str, series: list[str], groups: list[tuple[str, list[float]]], *, mark: float | None = None) -> str:
-    """Horizontal bars, one group per name with one bar per series; *mark* draws a line at that value."""
+    """Return horizontal bars, one group per name with one bar per series; *mark* draws a line at that value."""
     most = max([mark or 0.0, *(value for _, values in groups for value in values)]) * 1.08
     step = BAR * len(series) + GAP
     height = 60 + step * len(groups) + 10

@@ -1,10 +1,10 @@
-"""Claim + settle pairs on PostgreSQL: raw one by one and grouped, and through the guard; about 25 seconds.
+"""Pairs of claim and settle on PostgreSQL: raw, raw in batches, and through the guard; about 25 seconds.
 
     python -m bench.postgres [postgresql://...]
 
-Without a URL it starts a server of its own, with fsync on.  Raw is asyncpg (and psycopg, where callers block) with
-prepared statements, on a table with nothing but a primary key.  One caller's times are taken in turns, raw and ours, and
-the median counts; of many callers' rates, the best of some rounds: the machine has other things to do.
+Without a URL it starts its own server, with fsync on.  Raw is asyncpg (psycopg for blocking callers) with prepared
+statements, on a table with only a primary key.  For one caller, raw and guarded calls alternate, and the figure is the
+median; for many callers, it is the best of several rounds, which other work on the machine has disturbed least.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CLAIMS = f"""INSERT INTO {SCHEMA}.raw
 SETTLES = f"""UPDATE {SCHEMA}.raw SET state = 'settled', outcome = o
     FROM unnest($1::text[], $2::text[], $3::bytea[]) AS u (s, k, o) WHERE scope = s AND key = k"""
 
-Work = Callable[[], Awaitable[object]]  # one turn of one caller
+Work = Callable[[], Awaitable[object]]  # one call of one caller
 
 
 def key() -> str:
@@ -98,7 +98,7 @@ async def one_caller(url: str, own: asyncpg.Connection, guard: Guard) -> None:
 
 
 async def in_turns(turns: dict[str, Work]) -> dict[str, float]:
-    """The median microseconds of each, all taking turns, in an order that favours none."""
+    """Return the median microseconds of each; they take turns in a changing order."""
     times: dict[str, list[float]] = {name: [] for name in turns}
     ends = time.perf_counter() + ROUNDS * SECONDS
     while time.perf_counter() < ends:
@@ -114,7 +114,7 @@ async def in_turns(turns: dict[str, Work]) -> dict[str, float]:
 
 @dataclass
 class Contender:
-    """Someone who makes pairs: *work* makes so many *pairs* at once, for each of so many *callers*."""
+    """A contender: each of *callers* calls *work*, which makes *pairs* pairs at once."""
 
     name: str
     work: Work
@@ -123,7 +123,7 @@ class Contender:
     best: float = 0.0
 
     async def run(self) -> None:
-        """Let all callers work for a while, without a pause."""
+        """Let all callers work without a pause for some time."""
         done = 0
         ends = time.perf_counter() + SECONDS
 

@@ -1,9 +1,9 @@
-"""What the Redis ledger costs: claims and settles through the public Guard, beside plain commands to the same server.
+"""Claims and settles on Redis through the Guard, compared with plain commands to the same server.
 
-    python -m bench.redis [url]          without a URL, on a Valkey of its own
+    python -m bench.redis [url]          without a URL, on its own Valkey
 
-The plain pair is SET NX GET and SET: no token, no fingerprint, no lease but an expiry, so that a late owner's write is
-taken for good.  The fenced pair is the least that is safe: two scripts of one line, which compare a token.
+The plain pair is SET NX GET and SET: it has no token and no fingerprint, and an expiry in place of a lease, so the write
+of a late owner counts.  The fenced pair is the least that is safe: two scripts of one line, which compare a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from oncemore._ledger.model import Operation, Outcome
 from tests.support.servers import ValkeyServer
 
 CALLERS = 64
-SECONDS = 0.1  # of each measurement, of which there are ROUNDS of each kind; the best counts, as others disturb
+SECONDS = 0.1  # per measurement; the best of ROUNDS counts, because other work disturbs the others
 ROUNDS = 24
 
 BODY = b'{"id": "pay_0123456789", "amount": 4200, "currency": "EUR", "status": "succeeded"}' * 3
@@ -52,7 +52,7 @@ def fencing(key: str, claim: str, settle: str) -> tuple[Words, Words]:
 
 
 class Raw(asyncio.Protocol):
-    """One connection that carries the commands of all callers; what they ask in one turn of the loop is one write."""
+    """One connection for all callers; the commands of one turn of the event loop are one write."""
 
     def __init__(self) -> None:
         self.reader = hiredis.Reader()
@@ -86,7 +86,7 @@ class Raw(asyncio.Protocol):
 
 
 async def grouped(url: str, *, fenced: bool) -> float:
-    """Pairs per second of CALLERS on one raw connection."""
+    """Return pairs per second of CALLERS callers on one raw connection."""
     raw = await Raw.open(url)
     claim, settle = await raw.ask(("SCRIPT", "LOAD", CLAIM)), await raw.ask(("SCRIPT", "LOAD", SETTLE))
 
@@ -103,7 +103,7 @@ async def grouped(url: str, *, fenced: bool) -> float:
 
 
 async def alone(url: str, *, fenced: bool) -> float:
-    """Pairs per second of one caller through redis-py, one command after the other."""
+    """Return pairs per second of one caller through redis-py, one command after the other."""
     async with redis.asyncio.Redis.from_url(url) as client:
         claim, settle = await client.script_load(CLAIM), await client.script_load(SETTLE)
 
@@ -117,7 +117,7 @@ async def alone(url: str, *, fenced: bool) -> float:
 
 
 async def guarded(url: str, callers: int) -> float:
-    """Pairs per second of so many callers through Guard.arun."""
+    """Return pairs per second of so many callers through Guard.arun."""
     guard = Guard(f"{url}?prefix={uuid.uuid4()}")
 
     async def perform(_: object) -> Outcome:

@@ -1,9 +1,8 @@
-"""What retrying costs while nothing fails: plain functions, and requests over loopback.  `python bench/retry.py`
+"""Overhead of retrying while nothing fails, for functions and for requests over loopback: `python bench/retry.py`
 
-Beside it: a hand-written loop, backoff, stamina and tenacity for functions; bare httpx and httpx-retries for requests.
-All take turns in small batches, and the quietest tenth of the batches counts, so that other work on the machine does not.
-Requests are also counted by the processor time of the client alone, the median over the turns: other work on the machine hardly
-affects it.
+It is compared with a hand-written loop, backoff, stamina and tenacity for functions, and with bare httpx and
+httpx-retries for requests.  All take turns in small batches, and the figure is the fastest tenth of the batches, which
+other work on the machine has disturbed least.  For requests there is also the median processor time of the client.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ BODY = b'{"amount": 1000}\n'
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n" + b'{"id": "r1"}'
 
 
-def quiet(times: list[float]) -> float:
-    """What a batch takes when nothing else runs."""
+def undisturbed(times: list[float]) -> float:
+    """Return the time of a batch that is not disturbed: the first decile."""
     return statistics.quantiles(times, n=10)[0]
 
 
@@ -52,7 +51,7 @@ def by_hand(x: int) -> int:
 
 
 def functions() -> None:
-    """Microseconds per call."""
+    """Print microseconds per call."""
     pace = {"stop": tenacity.stop_after_attempt(5), "wait": tenacity.wait_random_exponential()}
     contestants: dict[str, Callable[[int], int]] = {
         "a loop by hand": by_hand,
@@ -68,14 +67,14 @@ def functions() -> None:
             for _ in range(BATCH):
                 call(1)
             times[name].append((time.perf_counter() - begun) / BATCH * 1e6)
-    base = quiet(times["a loop by hand"])
+    base = undisturbed(times["a loop by hand"])
     print(f"{'function, first try succeeds':<36}{'µs per call':>14}{'above the loop':>18}")
     for name, taken in times.items():
-        print(f"{name:<36}{quiet(taken):>14.2f}{quiet(taken) - base:>18.2f}")
+        print(f"{name:<36}{undisturbed(taken):>14.2f}{undisturbed(taken) - base:>18.2f}")
 
 
 def serve(ports: multiprocessing.Queue[int]) -> None:
-    """A server that answers every request alike, as fast as asyncio can."""
+    """Run a server that sends the same answer to every request."""
 
     class Answering(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -98,7 +97,7 @@ def serve(ports: multiprocessing.Queue[int]) -> None:
 
 
 def requests(url: str) -> None:
-    """Requests per second of a sync client; the bare one sends its key by hand, as its user would."""
+    """Print requests per second of sync clients; the others than ours get a key by hand."""
     folder = tempfile.mkdtemp()
     contestants = {
         "bare httpx": httpx.HTTPTransport(),
@@ -114,14 +113,14 @@ def requests(url: str) -> None:
 
     for title, call in {"GET": lambda client: client.get("/"), "POST": post}.items():
         turns = Turns(clients)
-        for name in turns.taken_in_turn():
+        for name in turns.measure_in_turns():
             for _ in range(HTTP_BATCH):
                 call(clients[name])
         turns.report(f"{title}, sync client")
 
 
 def async_requests(url: str) -> None:
-    """The same for an async client."""
+    """Print requests per second of async clients."""
 
     async def post(client: httpx.AsyncClient) -> None:
         ours = isinstance(client._transport, AsyncRetryTransport)
@@ -132,7 +131,7 @@ def async_requests(url: str) -> None:
         clients = {name: httpx.AsyncClient(transport=make(), base_url=url) for name, make in contestants.items()}
         for title, call in {"GET": lambda client: client.get("/"), "POST": post}.items():
             turns = Turns(clients)
-            for name in turns.taken_in_turn():
+            for name in turns.measure_in_turns():
                 for _ in range(HTTP_BATCH):
                     await call(clients[name])
             turns.report(f"{title}, async client")
@@ -141,21 +140,21 @@ def async_requests(url: str) -> None:
 
 
 class Turns:
-    """How long each contestant's batches took, on the clock and of the processor."""
+    """The time and the processor time of each contestant's batches."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.taken: dict[str, list[float]] = {name: [] for name in names}
         self.spent: dict[str, list[float]] = {name: [] for name in names}
 
     def order(self, number: int) -> list[str]:
-        """Who goes first changes, and so who comes after whom: one that writes to the disk leaves cold caches behind."""
+        """Return the order of a round.  It changes, because a contestant that writes to the disk slows the next one."""
         names = list(self.taken)
         shift = number % len(names)
         names = names[shift:] + names[:shift]
         return names[::-1] if number // len(names) % 2 else names
 
-    def taken_in_turn(self) -> Iterator[str]:
-        """Whose batch is next, again and again; what is done until the next one is asked for is counted."""
+    def measure_in_turns(self) -> Iterator[str]:
+        """Yield the name for the next batch, and measure the time until the caller asks for the following one."""
         for number in range(HTTP_BATCHES):
             for name in self.order(number):
                 begun, spent = time.perf_counter(), time.process_time()
@@ -164,11 +163,11 @@ class Turns:
                 self.taken[name].append(time.perf_counter() - begun)
 
     def report(self, title: str) -> None:
-        base, cost = quiet(self.taken["bare httpx"]), self.spent["bare httpx"]
+        base, cost = undisturbed(self.taken["bare httpx"]), self.spent["bare httpx"]
         print(f"\n{title:<36}{'requests/s':>14}{'of bare httpx':>18}{'by its own time':>18}")
         for name, taken in self.taken.items():
             own = statistics.median(bare / its for bare, its in zip(cost, self.spent[name], strict=True))
-            print(f"{name:<36}{HTTP_BATCH / quiet(taken):>14.0f}{base / quiet(taken):>17.2f}×{own:>17.2f}×")
+            print(f"{name:<36}{HTTP_BATCH / undisturbed(taken):>14.0f}{base / undisturbed(taken):>17.2f}×{own:>17.2f}×")
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""What a million records cost: claims and replays beside those of a small ledger, and claims while a purge runs.
+"""Claims and replays in a ledger with a million records, compared with a small one, and claims during a purge.
 
     python -m bench.scale [URL] [--records 1000000] [--expired 100000]
 
-The URL is of any durable store (`sqlite:////tmp/big.db`, `postgresql://...`), best an empty one: it is filled, and stays
-so.  Without one, SQLite in a temporary folder, and a PostgreSQL and a Valkey of its own are measured.  Filling takes most
-of the time.
+The URL is that of a durable store (`sqlite:////tmp/big.db`, `postgresql://...`), best an empty one; the records stay in
+it.  Without a URL, SQLite in a temporary folder and own servers of PostgreSQL and Valkey are measured.  Most of the time
+goes into filling them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def operation(key: str) -> Operation:
 
 
 async def fill(store: Store, first: int, last: int, *, retention: float = DAY, prefix: str = "key") -> None:
-    """Settle records with the numbers from *first* until before *last*, many at a time."""
+    """Settle records with the numbers from *first* to *last* - 1, many at a time."""
     numbers = iter(range(first, last))
 
     async def worker() -> None:
@@ -58,9 +58,9 @@ async def fill(store: Store, first: int, last: int, *, retention: float = DAY, p
 
 
 def latencies(stores: dict[Store, int]) -> list[tuple[float, float]]:
-    """For each store, of so many records, median microseconds of a new claim and of one that finds a settled record.
+    """Return, for each store, the median microseconds of a new claim and of a replay.
 
-    They are taken in turns, so that the machine's other business disturbs all alike.
+    The stores take turns, so that other work on the machine disturbs all of them equally.
     """
     claims: dict[Store, list[float]] = {store: [] for store in stores}
     replays: dict[Store, list[float]] = {store: [] for store in stores}
@@ -78,7 +78,7 @@ def timed(store: Store, one: Operation) -> float:
 
 
 def p99(store: Store, seconds: float, purge: subprocess.Popen[bytes] | None = None) -> float:
-    """The 99th percentile of new claims, for so long, or until the purge is over."""
+    """Return the 99th percentile of new claims, measured for *seconds*, or until the purge has ended."""
     times = []
     ends = time.perf_counter() + seconds
     while purge.poll() is None if purge else time.perf_counter() < ends:
@@ -87,7 +87,7 @@ def p99(store: Store, seconds: float, purge: subprocess.Popen[bytes] | None = No
 
 
 def purge(url: str) -> None:
-    """Remove all that has expired; in a process of its own, as a scheduled job would."""
+    """Remove all expired records; runs in its own process, as a scheduled job would."""
     store = connect(url)
     run(store.stats())
     print("ready", flush=True)

@@ -1,8 +1,8 @@
-"""Past one table and past one node: claims on a partitioned table beside a plain one, and records over a cluster's nodes.
+"""Claims on a partitioned table compared with a plain one, and the distribution of records over a cluster's nodes.
 
     python -m bench.spread
 
-The partitions are those that docs/explain/capacity.md makes; the two ledgers take turns, and the median ratio counts.
+The script in docs/explain/capacity.md makes the partitions; the two ledgers take turns, and the figure is the median ratio.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "explain" / "capacity.md"
 
 
 async def operations(guard: Guard, seconds: float) -> float:
-    """New operations per second, with as many callers as there are."""
+    """Return new operations per second of CALLERS callers."""
     count, ends = 0, time.perf_counter() + seconds
 
     async def caller() -> None:
@@ -46,8 +46,8 @@ def partitions() -> None:
     with PostgresServer() as server:
         plain, divided = (Guard(f"{server.url}?schema={name}", cache=0) for name in ("plain", "divided"))
         plain.stats(), divided.stats()
-        with psycopg.connect(server.url, autocommit=True, options="-c search_path=divided") as desk:
-            desk.execute(script)
+        with psycopg.connect(server.url, autocommit=True, options="-c search_path=divided") as connection:
+            connection.execute(script)
 
         async def turns() -> list[tuple[float, float]]:
             found = [(await operations(plain, SECONDS), await operations(divided, SECONDS)) for _ in range(ROUNDS)]
@@ -77,8 +77,8 @@ def nodes() -> None:
         asyncio.run(fill())
         counts = []
         for server in cluster.servers:
-            with redis.Redis.from_url(server.url) as desk:
-                counts.append(sum(1 for _ in desk.scan_iter(match="oncemore:{*", count=1000)))
+            with redis.Redis.from_url(server.url) as connection:
+                counts.append(sum(1 for _ in connection.scan_iter(match="oncemore:{*", count=1000)))
     print(f"Valkey Cluster: {RECORDS} records with keys that count up, on its nodes: {counts}")
 
 

@@ -1,8 +1,8 @@
-"""What the SQLite ledger costs: claims and settles through the public Guard, beside plain SQL on the same disk.
+"""Claims and settles on SQLite through the Guard, compared with plain SQL on the same disk.
 
     python -m bench.sqlite [folder]
 
-A lone awaited caller is compared with aiosqlite, the plain way to await SQLite, and with blocking code as well.
+A single async caller is compared with aiosqlite and with blocking code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from oncemore._ledger.guard import Guard
 from oncemore._ledger.model import Operation, Outcome
 
 CALLERS = 64
-SECONDS = 0.3  # of each measurement; they take turns, so that what disturbs the one disturbs the other
+SECONDS = 0.3  # per measurement; they take turns, so that disturbances affect all
 ROUNDS = 12
 
 BODY = b'{"id": "pay_0123456789", "amount": 4200, "currency": "EUR", "status": "succeeded"}' * 3
@@ -38,7 +38,7 @@ SETTLE = (
 
 
 def raw(folder: Path, group: int) -> float:
-    """Pairs of claim and settle per second, *group* to a commit, with nothing around them."""
+    """Return pairs of claim and settle per second in plain SQL, with *group* of them per commit."""
     connection = sqlite3.connect(folder / f"{uuid.uuid4()}.db", isolation_level=None)
     for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", TABLE):
         connection.execute(statement)
@@ -62,7 +62,7 @@ def raw(folder: Path, group: int) -> float:
 
 
 async def raw_awaited(folder: Path) -> float:
-    """As `raw` with one to a commit, awaited."""
+    """Return pairs per second in plain SQL through aiosqlite, with one per commit."""
     async with aiosqlite.connect(folder / f"{uuid.uuid4()}.db", isolation_level=None) as connection:
         for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", TABLE):
             await connection.execute(statement)
@@ -93,7 +93,7 @@ def operation() -> Operation:
 
 
 def blocking(folder: Path) -> float:
-    """Pairs per second of one blocking caller."""
+    """Return pairs per second of one blocking caller."""
     guard = Guard(f"sqlite:///{folder}/{uuid.uuid4()}.db")
 
     def pairs() -> int:
@@ -107,7 +107,7 @@ def blocking(folder: Path) -> float:
 
 
 async def awaited(folder: Path, callers: int) -> float:
-    """Pairs per second of so many callers on one event loop."""
+    """Return pairs per second of so many callers on one event loop."""
     guard = Guard(f"sqlite:///{folder}/{uuid.uuid4()}.db")
     done, start = 0, time.perf_counter()
 

@@ -1,11 +1,11 @@
-"""What a settled record takes, on SQLite, PostgreSQL and Valkey: bytes kept, and bytes written to get there.
+"""Bytes kept and bytes written for a settled record, on SQLite, PostgreSQL and Valkey.
 
     python -m bench.storage
 
-For each store and each size of outcome: 10 000 operations through the guard, 64 at a time; then they all expire and are
-purged, and as many more follow, three times over, as in a ledger that has been in use for a while.  What counts is the
-largest size seen.  Outcomes are random bytes, so nothing is gained by compression.  The figures are the constants of
-`oncemore capacity` (`src/oncemore/tools/storage.py`), and the tests check that they still are what one record takes.
+For each store and each size of outcome, 10 000 operations run through the guard, 64 at a time, then all expire and are
+purged.  This is done three times, to resemble a ledger that has been in use for some time; the largest size counts.
+Outcomes are random bytes, which do not compress.  The figures are the constants of `oncemore capacity`
+(`src/oncemore/tools/commands/capacity.py`), and the tests check that they still match a record.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.support.servers import PostgresServer, ValkeyServer
 RECORDS, ROUNDS, CALLERS = 10_000, 3, 64
 FINGERPRINT = "c1:" + "a" * 64
 HEADERS = (("content-type", "application/json"),)
-SCOPE = "refunds.create:principal:"  # and so many characters that scope and key have the length that is asked for
+SCOPE = "refunds.create:principal:"  # filled up until scope and key have the wanted length
 TTL = 86400.0
 
 
 class Gauge(NamedTuple):
-    """A ledger, and how to read off what it keeps and what it has written in all; *tidy* does what the server does by itself."""
+    """A ledger with functions that return its size and its bytes written; *tidy* frees space, as the server would later."""
 
     guard: Guard
     kept: Callable[[], int]
@@ -45,13 +45,13 @@ class Gauge(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is stored: bytes of scope and key together, and bytes of the outcome's body."""
+    """The size of scope and key together, and of the outcome's body, in bytes."""
 
     names: int
     body: int
 
 
-# Between two sizes the line is straight enough, but not over all of them: a page holds a whole number of records.
+# Between two sizes the figures are nearly linear; over all they are not, because a page holds whole records.
 NAMES, SIZES = 80, (0, 256, 1024, 2048, 4096, 16384)
 LONG_NAMES = Case(144, 0)
 
@@ -67,7 +67,7 @@ def on_sqlite() -> Iterator[Gauge]:
 
 
 def own_writes() -> int:
-    """The bytes that this process has passed to write calls."""
+    """Return the bytes that this process has passed to write calls."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("wchar")))
 
@@ -75,10 +75,10 @@ def own_writes() -> int:
 @contextmanager
 def on_postgres(server: PostgresServer) -> Iterator[Gauge]:
     schema = f"s{uuid.uuid4().hex[:8]}"
-    with psycopg.connect(server.url, autocommit=True) as desk:
+    with psycopg.connect(server.url, autocommit=True) as connection:
 
         def ask(query: str) -> int:
-            return int(desk.execute(query).fetchone()[0])  # type: ignore[arg-type, index]
+            return int(connection.execute(query).fetchone()[0])  # type: ignore[arg-type, index]
 
         guard = Guard(f"{server.url}?schema={schema}", cache=0)
         guard.stats()
@@ -86,29 +86,29 @@ def on_postgres(server: PostgresServer) -> Iterator[Gauge]:
             guard,
             lambda: ask(f"SELECT pg_total_relation_size('{schema}.oncemore_records')"),
             lambda: ask("SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')"),
-            lambda: desk.execute(f"VACUUM {schema}.oncemore_records"),
+            lambda: connection.execute(f"VACUUM {schema}.oncemore_records"),
         )
         guard.close()
-        desk.execute(f"DROP SCHEMA {schema} CASCADE")
+        connection.execute(f"DROP SCHEMA {schema} CASCADE")
 
 
 @contextmanager
 def on_valkey(server: ValkeyServer) -> Iterator[Gauge]:
-    with redis.Redis.from_url(server.url) as desk:
-        desk.flushall()
-        empty = int(desk.info("memory")["used_memory"])
+    with redis.Redis.from_url(server.url) as connection:
+        connection.flushall()
+        empty = int(connection.info("memory")["used_memory"])
         guard = Guard(f"{server.url}?prefix=oncemore", cache=0)
         yield Gauge(
             guard,
-            lambda: int(desk.info("memory")["used_memory"]) - empty,
-            lambda: int(desk.info("persistence")["aof_current_size"]),
-            desk.flushall,  # what has expired is removed by the server itself, which would take a day here
+            lambda: int(connection.info("memory")["used_memory"]) - empty,
+            lambda: int(connection.info("persistence")["aof_current_size"]),
+            connection.flushall,  # the server removes expired records itself, but only after a day
         )
         guard.close()
 
 
 async def fill(guard: Guard, case: Case) -> None:
-    """So many new operations, as many at a time as there are callers."""
+    """Run RECORDS new operations, CALLERS at a time."""
     left = iter(range(RECORDS))
 
     async def caller() -> None:
@@ -124,7 +124,7 @@ async def fill(guard: Guard, case: Case) -> None:
 
 
 def measure(gauge: Gauge, case: Case) -> tuple[float, float]:
-    """Bytes kept and bytes written, per operation."""
+    """Return bytes kept and bytes written per operation."""
     kept, written = [], []
     for _ in range(ROUNDS):
         before = gauge.written()
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def constants(found: dict[Case, tuple[float, float]]) -> str:
-    """What `oncemore capacity` computes from: a figure per size of outcome, and one per byte of names."""
+    """Return the constants for `oncemore capacity`: a figure per size of outcome, and one per byte of names."""
     lines = []
     for at, what in enumerate(("kept", "written")):
         curve = tuple(round(found[Case(NAMES, size)][at]) for size in SIZES)

@@ -1,14 +1,13 @@
-"""A refund with effect = "transaction" beside the same handler without idempotency; about two minutes.
+"""A refund with effect = "transaction", compared with the same handler without idempotency; about two minutes.
 
     python -m bench.transaction
 
-The handler writes a refund and two ledger entries in one transaction.  Sixteen callers have sixteen connections: bare;
-with a key written by hand, which is the least that keeps a second request out (an INSERT before, an UPDATE with the
-answer after, no fingerprint, no replay); and guarded.  They take turns on the same server, each of them first in every
-other round, after one round that does not count: all connections are open then, and the statements prepared.  Of the
-ratios to bare, the median.  SQLite has one writer, and those who share a process can do better than to meet at the file,
-as the guard does: so there is a second row for it, with one connection that all share.  Through `Guard` itself, without
-HTTP around it, which would only make the difference smaller.
+The handler writes a refund and two ledger entries in one transaction.  Sixteen callers have sixteen connections, in three
+variants: bare; with a key by hand, the least that refuses a second request (an INSERT before, an UPDATE with the answer
+after, no fingerprint, no replay); and guarded.  They take turns on the same server in a changing order, after one round
+that opens the connections and prepares the statements.  The figure is the median ratio to bare.  SQLite has one writer,
+so callers of one process are faster if they share one connection, as in the guard; a second row measures that.  The calls
+go to `Guard` itself, because HTTP would make the difference smaller.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ STATEMENTS: tuple[tuple[str, Callable[[str], tuple[Any, ...]]], ...] = (
 BEFORE = "INSERT INTO keys (scope, key) VALUES ({0}, {0}) ON CONFLICT DO NOTHING"
 AFTER = "UPDATE keys SET answer = {0}, expires = {0} WHERE scope = {0} AND key = {0}"
 POLICY = Policy(effect="transaction")
-PATIENCE = 30.0  # of SQLite's own waiting
+BUSY_TIMEOUT = 30.0  # seconds that SQLite waits for a lock
 
 Turn = Callable[[], Any]
 Awaited = Callable[[], Awaitable[Any]]
@@ -64,7 +63,7 @@ def answer(id: str) -> dict[str, Any]:
 
 
 class Handler:
-    """The handler on any driver whose parameters are *mark*s, plain and awaited; and its key by hand."""
+    """Return the handler for drivers that mark parameters with *mark*, sync and async, and its key by hand."""
 
     def __init__(self, mark: str) -> None:
         self.statements = [(text.format(mark), values) for text, values in STATEMENTS]
@@ -98,7 +97,7 @@ def kept(written: dict[str, Any]) -> tuple[str, float]:
 ON_POSTGRES, ON_SQLITE = Handler("%s"), Handler("?")
 
 
-# Rates: how often per second sixteen callers get through
+# Rates: calls per second of sixteen callers
 
 
 def rate_of_threads(turn: Turn) -> float:
@@ -143,7 +142,7 @@ async def in_turns(name: str, bare: Awaited, by_hand: Awaited, guarded: Awaited)
 
 
 def ways() -> list[int]:
-    """In which order each round goes: forth or back."""
+    """Yield the order of each round, forward and backward in turn."""
     return [1 if number % 2 else -1 for number in range(ROUNDS + 1)]
 
 
@@ -198,7 +197,7 @@ def with_psycopg(url: str) -> None:
 
 
 def with_sqlite(path: str) -> None:
-    """A connection for each thread, which wait for each other at the file; and one for all, behind a lock."""
+    """SQLite with a connection per thread, and with one connection that all threads share under a lock."""
     guard, handler = Guard(f"sqlite:///{path}", policy=POLICY), ON_SQLITE
     own: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
     for _ in range(CALLERS):
@@ -224,7 +223,7 @@ def with_sqlite(path: str) -> None:
 
 
 def opened(path: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=PATIENCE)
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT)
     connection.execute("PRAGMA synchronous = FULL")
     return connection
 
@@ -235,7 +234,7 @@ async def with_aiosqlite(path: str) -> None:
     async def filled(size: int) -> asyncio.Queue[Any]:
         pool: asyncio.Queue[Any] = asyncio.Queue()
         for _ in range(size):
-            connection = await aiosqlite.connect(path, isolation_level=None, timeout=PATIENCE)
+            connection = await aiosqlite.connect(path, isolation_level=None, timeout=BUSY_TIMEOUT)
             await connection.execute("PRAGMA synchronous = FULL")
             pool.put_nowait(connection)
         return pool

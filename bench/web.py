@@ -1,7 +1,7 @@
-"""Requests per second behind the ASGI door, beside the bare app and the peers, in one run: `python -m bench.web`.
+"""Requests per second with the ASGI middleware, compared with the bare app and similar libraries: `python -m bench.web`.
 
-Every figure is a ratio to the bare app's own, because machines are noisy: both are up at once and are loaded in turns, a
-fraction of a second each, and the median of the pairs counts.  `--quick` has fewer, `--plot FILE` draws the table.
+Each figure is a ratio to the bare app, because machines are noisy: both servers run at once and get load in turns, for a
+fraction of a second each, and the median of the pairs counts.  `--quick` makes fewer rounds, `--plot FILE` draws the table.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SERVER = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools")
 
 class Contender(NamedTuple):
     name: str
-    module: str  # the word that web_apps.py knows
+    module: str  # the name in web_apps.py
     store: str = ""
     ours: bool = True
 
 
 class Row(NamedTuple):
-    """Medians of the ratios to the bare app: new keys, replays, and an unguarded GET."""
+    """The median ratios to the bare app, for new keys, replays and an unguarded GET."""
 
     name: str
     new: float
@@ -56,7 +56,7 @@ class Row(NamedTuple):
     failed: int
 
 
-Pair = tuple[Round, Round]  # the bare app's, and right after it the contender's
+Pair = tuple[Round, Round]  # of the bare app, and right after it of the contender
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def ours(stack: ExitStack, folder: Path) -> Iterator[Contender]:
-    postgres = stack.enter_context(PostgresServer())  # synchronous_commit and fsync on: what is measured is durable
+    postgres = stack.enter_context(PostgresServer())  # with synchronous_commit and fsync on
     valkey = stack.enter_context(ValkeyServer(fsync=False))
     yield Contender("oncemore, SQLite FULL", "oncemore", f"sqlite:///{folder / 'once.db'}")
     yield Contender("oncemore, PostgreSQL", "oncemore", postgres.url)
@@ -99,7 +99,7 @@ def peers(stack: ExitStack) -> Iterator[Contender]:
 
 
 def peers_python() -> str:
-    """The interpreter of an environment with the peers, made on first use."""
+    """Return the interpreter of an environment with the other libraries, which is made at first use."""
     folder = HERE.parent / ".venv-peers"
     python = folder / "bin" / "python"
     if not (folder / ".ready").exists():
@@ -111,7 +111,7 @@ def peers_python() -> str:
 
 
 def measure(contenders: list[Contender], python: str | None, pairs: int, seconds: float) -> list[Row]:
-    """Each contender beside a bare app of its own: both are up, and are loaded in turns, briefly and often."""
+    """Measure each contender beside its own bare app: both run at once, and get load in many short turns."""
     rows = []
     for contender in contenders:
         interpreter = sys.executable if contender.ours or python is None else python
@@ -123,7 +123,7 @@ def measure(contenders: list[Contender], python: str | None, pairs: int, seconds
 
 
 def beside(bare: int, port: int, pairs: int, seconds: float) -> Iterator[list[Pair]]:
-    """The pairs of rounds for each kind of request: new keys, replays, and an unguarded GET."""
+    """Return the pairs of rounds for each kind of request: new keys, replays, and an unguarded GET."""
     for request in (fresh(secrets.token_hex(4)), repeated, look):
         for warming in (bare, port):
             load(warming, request, seconds)
@@ -132,7 +132,7 @@ def beside(bare: int, port: int, pairs: int, seconds: float) -> Iterator[list[Pa
 
 @contextmanager
 def server(contender: Contender, interpreter: str) -> Iterator[tuple[int, int]]:
-    """Uvicorn with uvloop and httptools, one worker: its port and process."""
+    """Run uvicorn with uvloop, httptools and one worker; return its port and process id."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

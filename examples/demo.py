@@ -1,9 +1,9 @@
-"""`make demo`: the everyday accidents, live, against the payments example; without oncemore, and with it.
+"""`make demo`: everyday accidents, live, against the payments example, without oncemore and with it.
 
-Two services run, each with a provider of its own: in one the guard is off, in the other it is on.  Every story is played
-over HTTP against both, and the effects are counted where they happen: at the provider, and in the ledger.  The exit code is 0
-only if every effect happened once.  With ONCE=1 the demo ends after the stories; else the service stays up until Ctrl-C.
-Numbers on the command line are those of the stories to play: `python examples/demo.py 5`, or `make demo STORY=5`.
+Two services run, each with its own provider: one with the guard off, one with the guard on.  Every story runs over HTTP
+against both, and the effects are counted at the provider and in the ledger.  The exit code is 0 only if every effect
+happened once.  With ONCE=1 the demo ends after the stories; otherwise the service stays up until Ctrl-C.
+Numbers on the command line choose stories: `python examples/demo.py 5`, or `make demo STORY=5`.
 """
 
 from __future__ import annotations
@@ -20,77 +20,76 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from examples.payments.processes import World
-from examples.show.screen import Screen
+from examples.payments.processes import PaymentSystem
+from examples.show.display import Display
 from examples.show.stories import STORIES, Played, Story
 
 PORT = 8000
-SETTLING = 10.0  # seconds; a webhook that met a dead service comes again
-TIMEOUT = "1"  # seconds that the service waits for its provider; short, for nobody wants to watch a clock
+WEBHOOKS = 10.0  # seconds to wait for webhooks; one that was sent to a killed service is sent again
+TIMEOUT = "1"  # seconds that the service waits for its provider; short, so that the demo is short
 
 
 def main() -> int:
-    """Play the stories; 0 if every effect happened once."""
-    screen = Screen()
+    """Run the stories, and return 0 if every effect happened once."""
+    display = Display()
     for name in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, interrupted)
+        signal.signal(name, interrupt)
     try:
         with ExitStack() as stack:
-            return demo(screen, stack, asked(sys.argv[1:]))
+            return demo(display, stack, read_numbers(sys.argv[1:]))
     except KeyboardInterrupt:
-        screen.say("\nInterrupted; the services and the providers are gone.", style="dim")
+        display.say("\nInterrupted; the services and the providers are stopped.", style="dim")
         return 130
 
 
-def interrupted(*_: object) -> None:
+def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def asked(words: list[str]) -> list[int]:
-    """The numbers of the stories to play; all of them, if none are named."""
+def read_numbers(words: list[str]) -> list[int]:
+    """Return the numbers of the stories to run; all of them if none are named."""
     known = {str(number): number for number in range(1, len(STORIES) + 1)}
     if unknown := [word for word in words if word not in known]:
         sys.exit(f"There is no story {unknown[0]}: name one by its number, from 1 to {len(STORIES)}")
     return [known[word] for word in dict.fromkeys(words)] or list(known.values())
 
 
-def demo(screen: Screen, stack: ExitStack, numbers: list[int]) -> int:
+def demo(display: Display, stack: ExitStack, numbers: list[int]) -> int:
     began = time.monotonic()
-    screen.say("Ask once more; it happens once.", style="bold")
-    screen.say("A caller who got no answer asks again. What happens then, in a payments service, over real HTTP:")
-    with screen.doing("starting two services and their providers"):
-        plain, guarded = both(screen, stack)
-    played = [play(screen, number, STORIES[number - 1], plain, guarded) for number in numbers]
+    display.say("Ask once more; it happens once.", style="bold")
+    display.say("A caller that got no answer asks again. What a payments service then does, over real HTTP:")
+    with display.doing("starting two services and their providers"):
+        plain, guarded = start_both(display, stack)
+    played = [play(display, number, STORIES[number - 1], plain, guarded) for number in numbers]
     plain.stop()
-    screen.table(played)
+    display.table(played)
     stories = {refund: number for number, _, _, ending in played for refund in ending.refunds}
-    with screen.doing("waiting for the provider's last webhooks"):
-        booked = ledger_of(guarded, stories, numbers)
-    screen.ledger(guarded.service.get("/ledger"), stories)
+    with display.doing("waiting for the provider's last webhooks"):
+        booked = is_booked_once(guarded, stories, numbers)
+    display.ledger(guarded.service.get("/ledger"), stories)
     holds = booked and all(ending.holds for _, _, _, ending in played)
     seconds = time.monotonic() - began
     broken = "A guarantee is broken: " + ("see ✗ above" if booked else "the ledger does not have each refund once")
     verdict = "Every effect happened once" if holds else broken
-    screen.say(
+    display.say(
         f"\n{verdict}; {len(played)} {'story' if len(played) == 1 else 'stories'} in {seconds:.0f} s.",
         style="bold green" if holds else "bold red",
     )
     if not holds:
         return 1
     if os.environ.get("ONCE", "0") in ("", "0"):
-        screen.curls(guarded.service.url, guarded.captured("yours"))
+        display.curls(guarded.service.url, guarded.captured("yours"))
         sys.stdout.flush()
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
-        screen.say("\nEnded; the service and the provider are gone.", style="dim")
+        display.say("\nEnded; the service and the provider are stopped.", style="dim")
     return 0
 
 
 def is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as servers do: one that has just ended is no matter
+        # Servers set this, too: the closed connections of a former server do not matter.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
@@ -98,47 +97,47 @@ def is_free(port: int) -> bool:
     return True
 
 
-def both(screen: Screen, stack: ExitStack) -> tuple[World, World]:
-    """The service with its guard off, and on, unless somebody wants to see the demo fail."""
+def start_both(display: Display, stack: ExitStack) -> tuple[PaymentSystem, PaymentSystem]:
+    """Start the service with its guard off, and with its guard on; PAYMENTS_GUARD=off lets the demo fail."""
     on = os.environ.get("PAYMENTS_GUARD", "on")
     with ThreadPoolExecutor(2) as pool:
-        plain = pool.submit(started, stack, 0, "off")
-        guarded = pool.submit(started, stack, PORT, on) if is_free(PORT) else None
-    if guarded is None or guarded.exception() is not None:  # in the second case, it was taken only just now
-        screen.say(f"Port {PORT} is taken, so the service has another one.", style="yellow")
-        return plain.result(), started(stack, 0, on)
+        plain = pool.submit(start, stack, 0, "off")
+        guarded = pool.submit(start, stack, PORT, on) if is_free(PORT) else None
+    if guarded is None or guarded.exception() is not None:  # an exception: the port was taken a moment ago
+        display.say(f"Port {PORT} is taken, so the service has another one.", style="yellow")
+        return plain.result(), start(stack, 0, on)
     return plain.result(), guarded.result()
 
 
-def started(stack: ExitStack, port: int, guard: str) -> World:
-    world = World(port=port, PAYMENTS_GUARD=guard, PAYMENTS_PROVIDER_TIMEOUT=TIMEOUT)
-    stack.callback(world.stop)
-    return world.start()
+def start(stack: ExitStack, port: int, guard: str) -> PaymentSystem:
+    system = PaymentSystem(port=port, PAYMENTS_GUARD=guard, PAYMENTS_PROVIDER_TIMEOUT=TIMEOUT)
+    stack.callback(system.stop)
+    return system.start()
 
 
-def ledger_of(world: World, stories: dict[str, int], numbers: list[int]) -> bool:
-    """Whether each story's refund was booked once, and confirmed once, when all webhooks have arrived."""
+def is_booked_once(system: PaymentSystem, stories: dict[str, int], numbers: list[int]) -> bool:
+    """Wait for the webhooks, and return whether each story's refund is booked once and confirmed once."""
 
     def booked() -> list[tuple[int, str]]:
-        entries = world.service.get("/ledger")["entries"]
+        entries = system.service.get("/ledger")["entries"]
         return [(stories[entry["reference"]], entry["kind"]) for entry in entries if entry["reference"] in stories]
 
     expected = sorted((number, kind) for number in numbers for kind in ("refund", "settlement"))
-    ends = time.monotonic() + SETTLING
+    ends = time.monotonic() + WEBHOOKS
     while len(booked()) < len(expected) and time.monotonic() < ends:
         time.sleep(0.1)
     return sorted(booked()) == expected
 
 
-def play(screen: Screen, number: int, story: Story, plain: World, guarded: World) -> Played:
-    """The story and how it ended, without the guard and with it."""
-    screen.story(number, story)
-    with screen.doing("without oncemore"):
+def play(display: Display, number: int, story: Story, plain: PaymentSystem, guarded: PaymentSystem) -> Played:
+    """Run the story without the guard and with it, and show both endings."""
+    display.story(number, story)
+    with display.doing("without oncemore"):
         without = story.play(plain, f"story-{number}")
-    screen.ending("without oncemore", story, without, judged=False)
-    with screen.doing("with oncemore"):
+    display.ending("without oncemore", story, without, judged=False)
+    with display.doing("with oncemore"):
         ended = story.play(guarded, f"story-{number}")
-    screen.ending("with oncemore", story, ended, judged=True)
+    display.ending("with oncemore", story, ended, judged=True)
     sys.stdout.flush()
     return Played(number, story, without, ended)
 

@@ -1,4 +1,4 @@
-"""A real server of one's own: a temporary folder, a free port, a log, and a keeper that ends it with us."""
+"""A server process for tests and the demo: with a temporary folder, a free port, a log, and a supervisor that ends it."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from typing import ClassVar, Self
 
 from oncemore.errors import MissingDriver
 
-KEEPER = Path(__file__).with_name("keeper.py")
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
 START_TIMEOUT = 60.0  # seconds; generous, because crash recovery on a busy machine is slow
 PORT_ATTEMPTS = 5
 
-# Below the usual range for outgoing connections, also with the 10 000 that a Valkey cluster adds for its bus.  A port
-# from that range can be taken by a client while its server is down; a client that dials on can even meet itself.
+# Below the usual range of outgoing connections, even after the 10 000 that a Valkey cluster adds for its bus.  A port of
+# that range could be taken by a client while its server is down; a client that reconnects could even connect to itself.
 PORTS = range(10_000, 22_000)
 
 
 class Server(ABC):
-    """A server process on 127.0.0.1, from `start` to `stop`.  `crash` and `restart` keep its port and its data."""
+    """A server process on 127.0.0.1.  `crash` and `restart` keep its port and its data; `stop` removes the data."""
 
     crash_signal: ClassVar[signal.Signals] = signal.SIGKILL
     polite_signal: ClassVar[signal.Signals] = signal.SIGTERM
-    user: ClassVar[str] = ""  # whom to run as; empty: as ourselves
+    user: ClassVar[str] = ""  # the user to run as; empty: the current one
 
     def __init__(self) -> None:
         self.port = 0
         self.pid = 0
         self._folder: Path | None = None
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """Where the server answers."""
+        """The URL at which the server answers."""
 
     @abstractmethod
     def command(self) -> list[str]:
-        """The command line that runs the server in the foreground, on `port`, with its data in `folder`."""
+        """Return the command line that runs the server in the foreground, on `port`, with its data in `folder`."""
 
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether this very process answers; another one may have taken the port."""
+        """Return whether this process answers, and not another one that has taken the port."""
 
     def prepare(self) -> None:  # noqa: B027 (most servers need nothing)
-        """Fill the new, empty folder."""
+        """Write files into the new, empty folder before the first start."""
 
     @property
     def folder(self) -> Path:
@@ -66,11 +66,11 @@ class Server(ABC):
 
     @property
     def log(self) -> str:
-        """What the server has written so far."""
+        """The output of the server so far."""
         return (self.folder / "log").read_text(errors="replace")
 
     def write(self, name: str, text: str) -> Path:
-        """A file in the folder, which the server may read and nobody else."""
+        """Write a file in the folder that only the server may read, and return its path."""
         path = self.folder / name
         path.touch(mode=0o600)
         if self.user:
@@ -79,8 +79,8 @@ class Server(ABC):
         return path
 
     def start(self) -> Self:
-        """The server itself, once it answers; after a crash, with the port and the data that it had."""
-        if self._keeper is not None:
+        """Start the server, wait until it answers, and return it; after a crash it has its former port and data."""
+        if self._supervisor is not None:
             raise RuntimeError(f"{type(self).__name__} is already running")
         try:
             self._start()
@@ -90,10 +90,10 @@ class Server(ABC):
         return self
 
     def stop(self) -> None:
-        """End the server and remove its data; harmless when it is not running."""
-        if self._keeper is not None:
-            assert self._keeper.stdin is not None
-            self._keeper.stdin.close()
+        """End the server and remove its data; does nothing if it is not running."""
+        if self._supervisor is not None:
+            assert self._supervisor.stdin is not None
+            self._supervisor.stdin.close()
             self._ended()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -101,11 +101,11 @@ class Server(ABC):
         self.port = 0
 
     def crash(self) -> None:
-        """End the server at once, in mid-sentence; `start` brings it back with its data."""
+        """Kill the server.  `start` starts it again with its data."""
         self._end(self.crash_signal)
 
     def restart(self, *, immediate: bool = True) -> None:
-        """End the server, at once or politely, and start it again on the same port with the same data."""
+        """End the server, by `crash_signal` or `polite_signal`, and start it again with the same port and data."""
         self._end(self.crash_signal if immediate else self.polite_signal)
         self.start()
 
@@ -127,25 +127,33 @@ class Server(ABC):
         raise RuntimeError(f"{type(self).__name__} did not start:\n{self.log[-4000:]}")
 
     def _launch(self) -> None:
-        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(self.folder), str(int(self.crash_signal)), self.user]
+        supervisor = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(SUPERVISOR),
+            str(self.folder),
+            str(int(self.crash_signal)),
+            self.user,
+        ]
         with (self.folder / "log").open("ab") as log:
-            self._keeper = subprocess.Popen(
-                [*keeper, *self.command()],
+            self._supervisor = subprocess.Popen(
+                [*supervisor, *self.command()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=self.folder,
-                start_new_session=True,  # Ctrl-C is for the tests, which end the server when they are done with it
+                start_new_session=True,  # Ctrl-C must not end the server before the tests have ended
             )
-        assert self._keeper.stdout is not None
-        with self._keeper.stdout as answer:
+        assert self._supervisor.stdout is not None
+        with self._supervisor.stdout as answer:
             self.pid = int(answer.readline() or 0)
 
     def _answers(self) -> bool:
-        """Whether the server came up; False if it ended instead, as it does when its port was taken meanwhile."""
-        assert self._keeper is not None
+        """Wait until the server is ready; return False if it ended, for instance because its port was taken."""
+        assert self._supervisor is not None
         deadline = time.monotonic() + START_TIMEOUT
-        while self._keeper.poll() is None:
+        while self._supervisor.poll() is None:
             if self.is_ready():
                 return True
             if time.monotonic() > deadline:
@@ -155,23 +163,23 @@ class Server(ABC):
         return False
 
     def _end(self, how: signal.Signals) -> None:
-        if self._keeper is None:
+        if self._supervisor is None:
             raise RuntimeError(f"{type(self).__name__} is not running")
-        if self._keeper.poll() is None:  # a server that ended by itself may have left its number to a stranger
+        if self._supervisor.poll() is None:  # otherwise another process may have the server's id by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, how)
         self._ended()
 
     def _ended(self) -> None:
-        assert self._keeper is not None
-        assert self._keeper.stdin is not None
-        self._keeper.wait()
-        self._keeper.stdin.close()
-        self._keeper = None
+        assert self._supervisor is not None
+        assert self._supervisor.stdin is not None
+        self._supervisor.wait()
+        self._supervisor.stdin.close()
+        self._supervisor = None
 
 
 def in_wheel(distribution: str, pattern: str) -> list[Path]:
-    """The files of an installed *distribution* that match *pattern*; the package itself is not imported."""
+    """Return the files of an installed *distribution* that match *pattern*, without importing it."""
     package = find_spec(distribution.replace("-", "_"))
     places = package.submodule_search_locations if package else None
     found = [path for place in places or () for path in sorted(Path(place).glob(pattern))]
@@ -181,7 +189,7 @@ def in_wheel(distribution: str, pattern: str) -> list[Path]:
 
 
 def new_folder(user: str = "") -> Path:
-    """A new temporary folder that belongs to *user*."""
+    """Create a temporary folder that belongs to *user*."""
     folder = Path(tempfile.mkdtemp(prefix="oncemore-"))
     if user:
         shutil.chown(folder, user)
@@ -189,9 +197,9 @@ def new_folder(user: str = "") -> Path:
 
 
 def free_port() -> int:
-    """A port on 127.0.0.1 that nothing listens on now."""
+    """Return a port on 127.0.0.1 on which nothing listens now."""
     while True:
-        port = secrets.choice(PORTS)  # a seeded generator would offer each of a run's workers the same ports
+        port = secrets.choice(PORTS)  # not `random`: pytest plugins seed it, and all workers would try the same ports
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

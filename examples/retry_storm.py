@@ -1,8 +1,8 @@
-"""What happens when a server comes back and all its clients retry: `python examples/retry_storm.py`
+"""Simulates a server that comes back while all its clients retry: `python examples/retry_storm.py`
 
 2 000 clients get an error in the same instant.  The server is down for one second; then it can answer 60 requests in each
-tenth of a second, and refuses the rest.  Each client waits as its policy says (`Retry.delays()`) and asks again.  The picture
-shows the requests in each tenth of a second: without jitter they arrive together, and most of them are refused.
+tenth of a second, and refuses the rest.  Each client waits for the delays of its policy (`Retry.delays()`) and retries.
+The picture shows the requests in each tenth of a second: without jitter they arrive together, and most are refused.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ POLICIES = {
 }
 
 
-def storm(policy: Retry, chance: random.Random) -> tuple[Counter[int], Counter[int]]:
+def storm(policy: Retry, generator: random.Random) -> tuple[Counter[int], Counter[int]]:
     """Return the requests that the server gets, and those that it answers, by slot."""
     asked: Counter[int] = Counter()
     answered: Counter[int] = Counter()
-    delays = [policy.delays(chance.random) for _ in range(CLIENTS)]
+    delays = [policy.delays(generator.random) for _ in range(CLIENTS)]
     waiting = [(0.0, client) for client in range(CLIENTS)]
     while waiting:
         now, client = heapq.heappop(waiting)
@@ -49,12 +49,12 @@ def draw(name: str, asked: Counter[int], answered: Counter[int]) -> None:
     print(f"\n{name}: requests in each {SLOT * 1000:.0f} ms after the failure (# answered, . refused)\n")
     for slot in range(1, SHOWN):
         scale = WIDTH / CLIENTS
-        good, all_of_them = round(answered[slot] * scale + 0.49), round(asked[slot] * scale + 0.49)
-        print(f"{slot * SLOT:5.1f} s {asked[slot]:6d} {'#' * good}{'.' * (all_of_them - good)}")
+        good, total = round(answered[slot] * scale + 0.49), round(asked[slot] * scale + 0.49)
+        print(f"{slot * SLOT:5.1f} s {asked[slot]:6d} {'#' * good}{'.' * (total - good)}")
 
 
 def main() -> None:
-    """Print a picture for each policy, and a table of them all; the busiest slot is one after the server has come back."""
+    """Print a picture for each policy, and a table of all.  The busiest slot is counted after the server is back."""
     results = {name: storm(policy, random.Random(1)) for name, policy in POLICIES.items()}
     for name, (asked, answered) in results.items():
         draw(name, asked, answered)

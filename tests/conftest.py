@@ -1,6 +1,6 @@
-"""Fixtures for every test: private servers, started on first use, one of each per worker, and a corner of it per test.
+"""Fixtures for all tests: servers that start at first use, one of each per worker, with a schema or prefix per test.
 
-A test that asks for a server by one of these fixtures is marked `server`.  One that fetches it at run time
+A test that uses one of these fixtures is marked `server`.  A test that fetches it at run time
 (`request.getfixturevalue`) marks the parameter itself: `pytest.param("postgres", marks=pytest.mark.server)`.
 """
 
@@ -21,15 +21,14 @@ from tests.support.servers import PgBouncer, PostgresServer, ValkeyCluster, Valk
 
 SERVERS = {"postgres_url", "valkey_url", "pgbouncer_url", "cluster_url", "own_postgres", "own_valkey", "own_sentinel"}
 
-# Whoever runs the tests in the background may ignore interrupts, and so would every process that they start.
+# A shell that runs the tests in the background ignores interrupts for them and for each process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The machine's pace is not under test, so no example is too slow.
+# No deadline for examples, because a busy machine is slow.
 settings.register_profile("oncemore", deadline=None, print_blob=True)
 settings.load_profile("oncemore")
 
-# Those that ask servers in processes of their own, over real sockets, and those that run whole programs: they need no
-# PostgreSQL and no Valkey, but more time than a quick check has.
+# Tests that start HTTP servers or whole programs.  They need no PostgreSQL or Valkey, but take too long for a quick check.
 LONGER = {
     "client": (
         "test_httpx.py",
@@ -58,7 +57,7 @@ LONGER = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest itself picks by marker
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that use a server, and those that take longer."""
     for item in items:
@@ -71,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    """A PostgreSQL shared by this worker's tests, or that which ONCEMORE_TEST_POSTGRES names; use `postgres_schema`."""
+    """A PostgreSQL that this worker's tests share, or that of ONCEMORE_TEST_POSTGRES; use it with `postgres_schema`."""
     if existing := os.environ.get("ONCEMORE_TEST_POSTGRES"):
         yield existing
         return
@@ -81,7 +80,7 @@ def postgres_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def valkey_url() -> Iterator[str]:
-    """A Valkey shared by this worker's tests, or the server that ONCEMORE_TEST_REDIS names; use `redis_prefix`."""
+    """A Valkey that this worker's tests share, or the server of ONCEMORE_TEST_REDIS; use it with `redis_prefix`."""
     if existing := os.environ.get("ONCEMORE_TEST_REDIS"):
         yield existing
         return
@@ -91,7 +90,7 @@ def valkey_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def pgbouncer_url(postgres_url: str) -> Iterator[str]:
-    """A transaction-mode PgBouncer before that PostgreSQL; the test is skipped where the program is not installed."""
+    """A PgBouncer in transaction mode in front of that PostgreSQL; if it is not installed, the test is skipped."""
     if PgBouncer.program() is None:
         pytest.skip("pgbouncer is not installed")
     with PgBouncer(postgres_url) as pooler:
@@ -100,24 +99,24 @@ def pgbouncer_url(postgres_url: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def cluster_url() -> Iterator[str]:
-    """A Valkey cluster of three, shared by this worker's tests; use `redis_prefix`."""
+    """A Valkey cluster of three nodes that this worker's tests share; use it with `redis_prefix`."""
     with ValkeyCluster(fsync=False) as cluster:
         yield cluster.url
 
 
 @pytest.fixture
 def postgres_schema(postgres_url: str) -> Iterator[str]:
-    """A schema's name that nobody else uses; the schema is not created, but dropped afterwards if the test made it."""
+    """A random name for a schema, which is dropped after the test if the test created it."""
     name = unique_name()
     yield name
-    # A test that left a transaction open would make this wait for ever: let it fail instead.
+    # Fail instead of waiting for ever if the test left a transaction open.
     with psycopg.connect(postgres_url, autocommit=True, options="-c lock_timeout=10s") as connection:
         connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(name)))
 
 
 @pytest.fixture
 def redis_prefix(valkey_url: str) -> Iterator[str]:
-    """A prefix that nobody else's keys have; keys that contain it are removed afterwards."""
+    """A random prefix for keys; keys that contain it are removed after the test."""
     name = unique_name()
     yield name
     with redis.Redis.from_url(valkey_url) as connection:
@@ -127,21 +126,21 @@ def redis_prefix(valkey_url: str) -> Iterator[str]:
 
 @pytest.fixture
 def own_postgres() -> Iterator[PostgresServer]:
-    """A durable PostgreSQL for this test alone: it may be crashed and restarted."""
+    """A durable PostgreSQL for one test, which may crash and restart it."""
     with PostgresServer() as server:
         yield server
 
 
 @pytest.fixture
 def own_valkey() -> Iterator[ValkeyServer]:
-    """A durable Valkey for this test alone: it may be crashed and restarted."""
+    """A durable Valkey for one test, which may crash and restart it."""
     with ValkeyServer() as server:
         yield server
 
 
 @pytest.fixture
 def own_sentinel() -> Iterator[ValkeySentinel]:
-    """A Valkey primary, replica and sentinel for this test alone: it may fail over."""
+    """A Valkey primary, replica and sentinel for one test, which may let it fail over."""
     with ValkeySentinel() as trio:
         yield trio
 

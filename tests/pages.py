@@ -1,10 +1,10 @@
-"""The code blocks of README and documentation, and what each needs in order to run.
+"""The code blocks of README and documentation, with the setup that each needs.
 
-A comment on the line before a block says what is special about it:
+A comment on the line before a block says how to run it:
 
-    <!-- continues -->         it goes on where the page's last Python block ended
-    <!-- with: django -->      something has to be set up first: see PRELUDES
-    <!-- not run: ... -->      it cannot run here, and this is why; the tests count those
+    <!-- continues -->         it continues the page's previous Python block
+    <!-- with: django -->      code that runs before it: see PRELUDES
+    <!-- not run: ... -->      the reason why it cannot run; the tests count these
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ client = httpx.Client(base_url="https://api.example.com", transport=transport)
 
 PRELUDES = {
     "client": CLIENT,
-    "client of a flaky server": CLIENT.replace("api.", "flaky."),  # it fails twice, then it works
+    "client of a flaky server": CLIENT.replace("api.", "flaky."),  # it fails twice, then it answers
     "django": """\
 import django
 from django.conf import settings
@@ -49,7 +49,7 @@ Path("oncemore.toml").write_text('[[rule]]\\nmatch = "POST /refunds"\\nkey = "re
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block: where it is, what it says, and all that must run before it."""
+    """A code block: its place, its text, and the code that must run before it."""
 
     page: Path
     number: int
@@ -60,13 +60,13 @@ class Block:
 
     @property
     def not_run(self) -> str:
-        """Why it cannot run; empty where it can."""
+        """The reason why the block cannot run; empty if it can."""
         kind, _, reason = self.mark.partition(": ")
         return reason if kind == "not run" else ""
 
     @property
     def whole(self) -> str:
-        """The program of which this block is the end."""
+        """The block with all code that must run before it."""
         kind, _, name = self.mark.partition(": ")
         return (PRELUDES[name] if kind == "with" else "") + self.before + self.code
 
@@ -89,7 +89,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def commands(block: Block) -> list[str]:
-    """The command lines of a block: those after a `$`, or in bash all of them; without comments."""
+    """Return the command lines of a block without comments: those after a `$`, or all lines in bash."""
     joined = block.code.replace("\\\n", " ")
     lines = [line for line in joined.splitlines() if line.startswith("$ ") or block.language == "bash"]
     stripped = (re.sub(r"(^|\s)#( .*)?$", "", line.removeprefix("$ ")).strip() for line in lines)

@@ -1,4 +1,4 @@
-"""Encryption at rest: what lies in the store tells nothing, and nothing but what was sealed comes out of it."""
+"""Encryption at rest: the store shows nothing of an outcome, and a changed or moved outcome is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
-def test_a_key_in_the_seals_place_is_refused_and_not_shown() -> None:
+def test_raw_key_as_seal_is_refused_and_not_shown() -> None:
     key: Any = b"secret" * 6
     with pytest.raises(ConfigurationError, match=r"write Seal\(key\), from oncemore\.encryption") as refused:
         Guard("memory://", seal=key)
@@ -48,7 +48,7 @@ def test_a_key_in_the_seals_place_is_refused_and_not_shown() -> None:
 
 @pytest.fixture
 def sealed(store: MemoryStore) -> Iterator[Guard]:
-    """A guard of the *store* that remembers nothing by itself."""
+    """A guard on *store* without a cache, so each replay is read from the store."""
     with closing(Guard(store, seal=Seal([KEY]), cache=0)) as guard:
         yield guard
 
@@ -64,38 +64,38 @@ def guard(file: Path) -> Iterator[Guard]:
         yield guard
 
 
-def lying_in(store: MemoryStore, operation: Operation = PAYMENT) -> Outcome:
-    """What somebody who can read the store would see."""
+def stored_outcome(store: MemoryStore, operation: Operation = PAYMENT) -> Outcome:
+    """Return the outcome as a reader of the store sees it."""
     record = run(store.find(*operation.id))
     assert record is not None
     assert record.outcome is not None
     return record.outcome
 
 
-def replaced(store: MemoryStore, operation: Operation, outcome: Outcome) -> None:
-    """What somebody who can write to the store would do."""
+def overwrite_outcome(store: MemoryStore, operation: Operation, outcome: Outcome) -> None:
+    """Replace a stored outcome, as an attacker with write access could."""
     record = store._records[operation.id]
     store._records[operation.id] = msgspec.structs.replace(record, outcome=outcome)
 
 
 class TestSeal:
     @given(scope=texts, key=texts, outcome=outcomes)
-    def test_what_was_sealed_opens_as_it_was(self, scope: str, key: str, outcome: Outcome) -> None:
+    def test_open_returns_the_sealed_outcome(self, scope: str, key: str, outcome: Outcome) -> None:
         seal = Seal([KEY])
         assert seal.open((scope, key), seal.seal((scope, key), outcome)) == outcome
 
     @given(first=st.tuples(texts, texts), second=st.tuples(texts, texts), outcome=outcomes)
-    def test_it_opens_in_its_own_record_only(
+    def test_open_under_another_record_is_corrupt(
         self, first: tuple[str, str], second: tuple[str, str], outcome: Outcome
     ) -> None:
-        """CASES 7: also where one record's scope and key run together to another's."""
+        """Also if scope and key of both records are equal when joined."""
         assume(first != second)
         seal = Seal([KEY])
-        with pytest.raises(CorruptRecord, match="does not open"):
+        with pytest.raises(CorruptRecord, match="cannot be decrypted"):
             seal.open(second, seal.seal(first, outcome))
 
     @given(data=st.data(), outcome=outcomes)
-    def test_a_single_changed_bit_is_noticed(self, data: st.DataObject, outcome: Outcome) -> None:
+    def test_one_changed_bit_is_corrupt(self, data: st.DataObject, outcome: Outcome) -> None:
         seal = Seal([KEY])
         sealed = seal.seal(PAYMENT.id, outcome)
         body = bytearray(sealed.body)
@@ -104,66 +104,64 @@ class TestSeal:
             seal.open(PAYMENT.id, msgspec.structs.replace(sealed, body=bytes(body)))
 
     @given(length=st.integers(0, 40))
-    def test_a_shortened_one_is_refused(self, length: int) -> None:
+    def test_shortened_outcome_is_corrupt(self, length: int) -> None:
         seal = Seal([KEY])
         sealed = seal.seal(PAYMENT.id, SECRET)
         with pytest.raises(CorruptRecord):
             seal.open(PAYMENT.id, msgspec.structs.replace(sealed, body=sealed.body[:length]))
 
     @pytest.mark.parametrize("change", [{"status": 200}, {"kind": "tombstone"}])
-    def test_what_stays_readable_cannot_be_changed(self, change: dict[str, Any]) -> None:
+    def test_changed_status_or_kind_is_corrupt(self, change: dict[str, Any]) -> None:
         seal = Seal([KEY])
         with pytest.raises(CorruptRecord):
             seal.open(PAYMENT.id, msgspec.structs.replace(seal.seal(PAYMENT.id, SECRET), **change))
 
-    def test_nothing_of_it_can_be_read(self) -> None:
+    def test_sealed_outcome_hides_headers_and_body(self) -> None:
         sealed = Seal([KEY]).seal(PAYMENT.id, SECRET)
         assert b"secret" not in msgspec.msgpack.encode(sealed)
         assert (sealed.kind, sealed.status) == ("response", 201)
 
-    def test_the_same_outcome_is_never_sealed_the_same_way(self) -> None:
+    def test_equal_outcomes_are_sealed_differently(self) -> None:
         seal = Seal([KEY])
         assert len({seal.seal(PAYMENT.id, SECRET).body for _ in range(100)}) == 100
 
-    def test_keys_rotate(self) -> None:
-        """The first key seals and all of them open, so that both sides of a deployment read each other's outcomes."""
+    def test_rotated_keys_open_older_outcomes(self) -> None:
+        """During a deployment, processes with the old and the new list of keys read each other's outcomes."""
         old, both, new = Seal([OTHER]), Seal([KEY, OTHER]), Seal([KEY])
         assert both.open(PAYMENT.id, old.seal(PAYMENT.id, SECRET)) == SECRET
         assert new.open(PAYMENT.id, both.seal(PAYMENT.id, SECRET)) == SECRET
-        with pytest.raises(CorruptRecord, match="key that is not here"):
+        with pytest.raises(CorruptRecord, match="a key that Seal was not given"):
             new.open(PAYMENT.id, old.seal(PAYMENT.id, SECRET))
 
-    def test_an_outcome_without_a_seal_is_refused_unless_it_is_expected(self) -> None:
+    def test_unsealed_outcome_is_corrupt_unless_plain_is_allowed(self) -> None:
         with pytest.raises(CorruptRecord, match="plain=True"):
             Seal([KEY]).open(PAYMENT.id, SECRET)
         assert Seal([KEY], plain=True).open(PAYMENT.id, SECRET) == SECRET
 
     @pytest.mark.parametrize("keys", [[], [b"short"], KEY, "text", ["k" * 32], None])
-    def test_keys_that_are_none_are_refused_at_start_up(self, keys: Any) -> None:
+    def test_malformed_keys_are_refused(self, keys: Any) -> None:
         with pytest.raises(ConfigurationError, match=r"bytes"):
             Seal(keys)
 
-    def test_keys_may_come_one_after_the_other(self) -> None:
+    def test_keys_may_be_an_iterator(self) -> None:
         sealed = Seal(iter([KEY])).seal(PAYMENT.id, SECRET)
         assert Seal([KEY]).open(PAYMENT.id, sealed) == SECRET
 
 
 class TestGuard:
-    def test_nothing_of_an_outcome_is_in_the_file(self, guard: Guard, file: Path) -> None:
+    def test_sqlite_file_has_no_plain_outcome(self, guard: Guard, file: Path) -> None:
         guard.run(PAYMENT, lambda op: SECRET)
         guard.store.close()
         stored = b"".join(part.read_bytes() for part in file.parent.iterdir())
         assert b"key-1" in stored, "the file is the ledger"
         assert b"secret" not in stored
 
-    def test_a_replay_is_the_same(self, guard: Guard) -> None:
-        """CASES 16."""
+    def test_replay_returns_the_first_outcome(self, guard: Guard) -> None:
         first = guard.run(PAYMENT, lambda op: SECRET)
         again = guard.run(PAYMENT, lambda op: pytest.fail("performed twice"))
         assert (first.how, again.how, again.outcome) == ("stored", "replayed", SECRET)
 
-    def test_a_function_replays_its_falsy_result(self, sealed: Guard) -> None:
-        """CASES 30."""
+    def test_once_replays_an_empty_list(self, sealed: Guard) -> None:
         calls: list[int] = []
 
         @once(sealed, key="{number}")
@@ -173,8 +171,7 @@ class TestGuard:
 
         assert (send(1), send(1), calls) == ([], [], [1])
 
-    def test_a_lookup_opens_one_record_and_a_page_none(self, guard: Guard) -> None:
-        """CASES 32."""
+    def test_find_decrypts_and_list_does_not(self, guard: Guard) -> None:
         guard.run(PAYMENT, lambda op: SECRET)
         found = guard.find(*PAYMENT.id)
         assert found is not None
@@ -184,62 +181,58 @@ class TestGuard:
         assert b"secret" not in listed.outcome.body
         assert guard.find("nobody", "nothing") is None
 
-    def test_an_operators_decision_is_sealed_too(self, sealed: Guard, store: MemoryStore) -> None:
+    def test_resolved_outcome_is_sealed(self, sealed: Guard, store: MemoryStore) -> None:
         run(store.claim(PAYMENT, lease=0.001))
         sealed.store.shift = 10.0
         with pytest.raises(UnknownOutcome):
             sealed.run(PAYMENT, lambda op: pytest.fail("its outcome is unknown"))
         assert sealed.store.shift == store.shift == 10.0
         assert sealed.resolve(*PAYMENT.id, Resolution.settled(SECRET)).outcome == SECRET
-        assert b"secret" not in lying_in(store).body
+        assert b"secret" not in stored_outcome(store).body
         assert sealed.run(PAYMENT, lambda op: pytest.fail("it had happened")).outcome == SECRET
 
-    def test_an_operator_may_also_let_it_run(self, sealed: Guard, store: MemoryStore) -> None:
+    def test_resolve_as_released_runs_again(self, sealed: Guard, store: MemoryStore) -> None:
         run(store.claim(PAYMENT, lease=0.001))
         sealed.store.shift = 10.0
         assert sealed.resolve(*PAYMENT.id, Resolution.released()).outcome is None
         assert sealed.run(PAYMENT, lambda op: SECRET).how == "stored"
 
-    def test_what_is_unique_whatever_its_key_stays_readable_to_its_owner(
-        self, sealed: Guard, store: MemoryStore
-    ) -> None:
+    def test_unique_by_replay_is_decrypted(self, sealed: Guard, store: MemoryStore) -> None:
         first, second = (Operation("s", key, unique="order-7", name="pay") for key in ("a", "b"))
         sealed.run(first, lambda op: SECRET)
         assert sealed.run(second, lambda op: pytest.fail("paid twice")).outcome == SECRET
-        assert all(b"secret" not in lying_in(store, one).body for one in (first, second))
+        assert all(b"secret" not in stored_outcome(store, one).body for one in (first, second))
 
-    def test_a_suspected_twin_is_opened(self, sealed: Guard) -> None:
+    def test_suspected_duplicate_replay_is_decrypted(self, sealed: Guard) -> None:
         policy, twin = Policy(suspect="replay"), msgspec.structs.replace(PAYMENT, key="key-2")
         sealed.run(PAYMENT, lambda op: SECRET, policy=policy)
         assert sealed.run(twin, lambda op: pytest.fail("the same request"), policy=policy).outcome == SECRET
 
-    def test_swapped_records_are_refused_with_an_event_and_nothing_runs(
-        self, sealed: Guard, store: MemoryStore
-    ) -> None:
-        """CASES 28: whoever can write to the store still cannot answer one caller with another's response."""
+    def test_swapped_outcomes_are_corrupt_and_nothing_runs(self, sealed: Guard, store: MemoryStore) -> None:
+        """Write access to the store does not suffice to answer one caller with another's response."""
         told: list[Event] = []
         sealed.observers = (told.append,)
         mine, theirs = Operation("s:alice", "k"), Operation("s:bob", "k")
         sealed.run(mine, lambda op: b"mine")
         sealed.run(theirs, lambda op: b"theirs")
-        replaced(store, mine, lying_in(store, theirs))
+        overwrite_outcome(store, mine, stored_outcome(store, theirs))
         with pytest.raises(CorruptRecord) as refused:
             sealed.run(mine, lambda op: pytest.fail("performed twice"))
         assert (refused.value.status, refused.value.retryable) == (503, True)
         assert (told[-1].kind, told[-1].code) == ("failed", "TRANSIENT.idempotency.record_corrupt")
 
-    def test_a_seal_can_be_put_on_a_ledger_that_is_in_use(self, store: MemoryStore) -> None:
+    def test_plain_seal_replays_outcomes_stored_before_it(self, store: MemoryStore) -> None:
         with closing(Guard(store)) as before:
             before.run(PAYMENT, lambda op: SECRET)
         with closing(Guard(store, seal=Seal([KEY], plain=True), cache=0)) as after:
             assert after.run(PAYMENT, lambda op: pytest.fail("performed twice")).outcome == SECRET
 
-    async def test_it_is_awaited_as_well(self, sealed: Guard) -> None:
+    async def test_async_replay_is_decrypted(self, sealed: Guard) -> None:
         await sealed.arun(PAYMENT, lambda op: SECRET)
         assert (await sealed.arun(PAYMENT, lambda op: pytest.fail("performed twice"))).outcome == SECRET
 
-    def test_the_audit_has_no_digest_of_the_plain_body(self, guard: Guard, file: Path) -> None:
-        """A digest of a short body is as good as the body: only that of the sealed one is kept."""
+    def test_stored_digest_is_of_the_sealed_body(self, guard: Guard, file: Path) -> None:
+        """A short body can be guessed from its digest, so only the digest of the sealed body is stored."""
         guard.run(PAYMENT, lambda op: SECRET)
         found = guard.find(*PAYMENT.id)
         assert found is not None
@@ -249,13 +242,13 @@ class TestGuard:
             dump = "\n".join(connection.iterdump())
         assert SECRET.digest() not in dump
 
-    def test_request_is_sealed_in_the_store_and_opened_for_its_readers(self, sealed: Guard, store: MemoryStore) -> None:
+    def test_request_is_sealed_in_the_store_only(self, sealed: Guard, store: MemoryStore) -> None:
         run(sealed.store.claim(PAYMENT, lease=30.0, request=b"iban DE-secret"))
         assert b"secret" not in run(store.find(*PAYMENT.id)).request
         assert run(sealed.store.find(*PAYMENT.id)).request == b"iban DE-secret"
         assert run(sealed.store.claim(PAYMENT, lease=30.0)).request == b"iban DE-secret"
 
-    def test_request_of_another_record_does_not_open(self, sealed: Guard, store: MemoryStore) -> None:
+    def test_request_moved_to_another_record_is_corrupt(self, sealed: Guard, store: MemoryStore) -> None:
         run(sealed.store.claim(PAYMENT, lease=30.0, request=b"asked"))
         moved = Operation(PAYMENT.scope, "key-2")
         run(store.claim(moved, lease=30.0, request=run(store.find(*PAYMENT.id)).request))

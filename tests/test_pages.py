@@ -1,4 +1,4 @@
-"""Every code block in README and documentation runs, as it stands or as the comment before it says."""
+"""Every code block in README and documentation runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.pages import BLOCKS, ROOT, Block, commands
 from tests.support.processes import without_coverage
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-LANGUAGES = {"python", "toml", "console", "bash", "json", "sql", "http", "mermaid", "text"}
+LANGUAGES = {"python", "toml", "console", "bash", "json", "sql", "http", "text", "mermaid"}
 COMMANDS = ("oncemore ", "pip install ", "make ", "git ")
-# How many cannot run.  It may fall; whoever lets it rise has a reason, in the comment before the block.
+# The number of blocks that cannot run; a new one needs a good reason in the comment before it.
 NOT_RUN = 1
 
-# What pages call the world outside, and what it is here.
+# Addresses on pages, which the tests replace by those of local servers.
 API, FLAKY = "https://api.example.com", "https://flaky.example.com"
 POSTGRES, REDIS = "postgresql://localhost/shop", "redis://localhost:6379/0"
 
@@ -47,11 +47,12 @@ if inspect.iscoroutine(ran):
 """
 
 
-def the(*languages: str) -> list[Any]:
-    """The blocks in these languages that can run, as parameters; those that name a server are marked."""
+def runnable(*languages: str) -> list[Any]:
+    """Return the runnable blocks in these languages as parameters, marked if they need a server."""
     found = [block for block in BLOCKS if block.language in languages and not block.not_run]
-    needy = pytest.mark.server
-    return [pytest.param(block, id=str(block), marks=[needy] if uses_server(block) else []) for block in found]
+    return [
+        pytest.param(block, id=str(block), marks=[pytest.mark.server] if uses_server(block) else []) for block in found
+    ]
 
 
 def uses_server(block: Block) -> bool:
@@ -66,8 +67,8 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def here(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
-    """What to write in place of addresses that only a page has."""
+def replacements(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """The replacements for addresses on pages."""
     block: Block = request.getfixturevalue("block")
     places: dict[str, str] = {}
     for name, script in ((API, []), (FLAKY, [answer(503), answer(503)])):
@@ -85,20 +86,20 @@ def here(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     return places
 
 
-def replaced(text: str, places: dict[str, str]) -> str:
+def replace_addresses(text: str, places: dict[str, str]) -> str:
     for name in sorted(places, key=len, reverse=True):
         text = text.replace(name, places[name])
     return text
 
 
-@pytest.mark.parametrize("block", the("python"))
-def test_a_program_runs(block: Block, here: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", runnable("python"))
+def test_python_block_runs(block: Block, replacements: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(RUN)
-    (tmp_path / "example.py").write_text(replaced(block.whole, here))
+    (tmp_path / "example.py").write_text(replace_addresses(block.whole, replacements))
     command = [sys.executable, "run.py", "example.py"]
     ran = subprocess.run(command, cwd=tmp_path, env=without_coverage(), capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    if "sending invoice 42" in ran.stdout:  # the first example of all: called twice, it sends once
+    if "sending invoice 42" in ran.stdout:  # the first example: called twice, it sends once
         assert ran.stdout.count("sending invoice 42") == 1
 
 
@@ -124,24 +125,24 @@ assert len(runs) == 1
 """
 
 
-def test_the_readmes_settings_guard_a_django_project(tmp_path: Path) -> None:
+def test_django_settings_of_the_readme_work(tmp_path: Path) -> None:
     [block] = [block for block in BLOCKS if block.page.name == "README.md" and "ONCEMORE = " in block.code]
     ran = subprocess.run([sys.executable, "-c", block.code + DJANGO], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("block", the("toml"))
-def test_a_contract_loads(block: Block) -> None:
+@pytest.mark.parametrize("block", runnable("toml"))
+def test_toml_block_is_a_valid_contract(block: Block) -> None:
     Contract.parse(block.whole).check()
 
 
-@pytest.mark.parametrize("block", the("json"))
-def test_json_is_json(block: Block) -> None:
+@pytest.mark.parametrize("block", runnable("json"))
+def test_json_block_is_valid(block: Block) -> None:
     assert json.loads(block.code)
 
 
-@pytest.mark.parametrize("block", the("sql"))
-def test_sql_runs_on_the_tables_of_a_ledger(block: Block, postgres_url: str, postgres_schema: str) -> None:
+@pytest.mark.parametrize("block", runnable("sql"))
+def test_sql_block_runs_on_a_ledger(block: Block, postgres_url: str, postgres_schema: str) -> None:
     guard = Guard(f"{postgres_url}?schema={postgres_schema}")
     guard.stats()
     guard.close()
@@ -149,10 +150,10 @@ def test_sql_runs_on_the_tables_of_a_ledger(block: Block, postgres_url: str, pos
         server.execute(block.code.encode())
 
 
-@pytest.mark.parametrize("block", the("console", "bash"))
-def test_a_command_line_works(block: Block, here: dict[str, str], tmp_path: Path) -> None:
-    """`oncemore` is called, in a folder with a contract and a ledger; of pip and make, what they name is there."""
-    store = furnish(tmp_path)
+@pytest.mark.parametrize("block", runnable("console", "bash"))
+def test_command_line_works(block: Block, replacements: dict[str, str], tmp_path: Path) -> None:
+    """`oncemore` runs in a folder with a contract and a ledger; extras of pip and targets of make must exist."""
+    store = create_ledger(tmp_path)
     lines = commands(block)
     assert lines
     for line in lines:
@@ -161,11 +162,11 @@ def test_a_command_line_works(block: Block, here: dict[str, str], tmp_path: Path
         if target := re.match(r"make (\w+)", line):
             assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         if re.search(r"(^|[|($ ])oncemore ", line):
-            call(replaced(line, here), tmp_path, store)
+            run_line(replace_addresses(line, replacements), tmp_path, store)
 
 
-def furnish(folder: Path) -> str:
-    """What the pages speak of: a contract, and a ledger with one operation settled, one held and some expired."""
+def create_ledger(folder: Path) -> str:
+    """Write a contract and a ledger with a settled, a held and some expired operations, and return its URL."""
     (folder / "oncemore.toml").write_text(
         '[[rule]]\nmatch = "POST /refunds"\nname = "refunds.create"\nkey = "required"\n'
     )
@@ -183,24 +184,23 @@ def furnish(folder: Path) -> str:
     return url
 
 
-def call(line: str, folder: Path, store: str) -> None:
-    """Run the line as a shell would, with our own `oncemore`."""
+def run_line(line: str, folder: Path, store: str) -> None:
+    """Run the line in a shell, with the `oncemore` command of this source tree."""
     shim = folder / "bin" / "oncemore"
     shim.parent.mkdir(exist_ok=True)
     shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m oncemore.tools.cli "$@"\n')
     shim.chmod(0o755)
     environment = without_coverage(PATH=f"{shim.parent}:{os.environ['PATH']}", ONCEMORE_STORE=store)
-    line = line.replace("--clients 100000", "--clients 500")  # the page wants a clear picture, the test an answer
     ran = subprocess.run(
         ["bash", "-ec", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
     )
     assert ran.returncode == 0, f"{line}\n{ran.stderr}"
 
 
-# What is not run
+# Blocks that cannot run
 
 
-def test_every_block_says_its_language_and_every_command_is_one_we_can_check() -> None:
+def test_blocks_have_known_languages_and_commands() -> None:
     assert {block.language for block in BLOCKS} <= LANGUAGES
     for block in BLOCKS:
         if block.language in ("console", "bash") and not block.not_run:
@@ -209,7 +209,7 @@ def test_every_block_says_its_language_and_every_command_is_one_we_can_check() -
             )
 
 
-def test_what_cannot_run_says_why_and_there_is_little_of_it() -> None:
+def test_blocks_that_cannot_run_are_few_and_explained() -> None:
     excused = [block for block in BLOCKS if block.not_run]
     assert all(len(block.not_run) > 10 for block in excused)
     assert len(excused) == NOT_RUN, [str(block) for block in excused]

@@ -1,4 +1,4 @@
-"""The reference says what the code says: pages that are made from it are as they would be made now."""
+"""Generated reference pages are up to date, and the other pages name everything that is public."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import oncemore
 from oncemore._contract.settings import SETTINGS
 from oncemore._ledger.states import TRANSITIONS
-from oncemore.tools.commands.program import COMMANDS, program
+from oncemore.tools.commands import COMMANDS, program
 from oncemore.web.asgi import IdempotencyMiddleware
 
 ROOT = Path(__file__).parents[1]
@@ -37,22 +37,22 @@ def generator(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["cli", "contract", "events"])
-def test_a_page_is_as_it_would_be_made_now(name: str) -> None:
-    """Where it is not: python docs/_generate/<name>.py"""
+def test_generated_page_is_up_to_date(name: str) -> None:
+    """If this fails, run: python docs/_generate/<name>.py"""
     assert (DOCS / "reference" / f"{name}.md").read_text() == generator(name).page()
 
 
-def test_every_setting_has_its_sentence() -> None:
+def test_every_setting_is_documented() -> None:
     assert [name for name, setting in SETTINGS.items() if not setting.doc] == []
 
 
-def test_the_page_on_the_api_has_every_public_name() -> None:
+def test_api_page_has_every_public_name() -> None:
     shown = re.findall(r"^::: (\S+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE)
     missing = {f"oncemore.{name}" for name in oncemore.__all__} - set(shown)
     assert missing == {"oncemore.OncemoreError"}  # it is on the page with all other errors
 
 
-def test_every_command_is_on_the_page() -> None:
+def test_cli_page_has_every_command() -> None:
     page = (DOCS / "reference" / "cli.md").read_text()
     context = click.Context(program)
     for name in COMMANDS:
@@ -61,8 +61,8 @@ def test_every_command_is_on_the_page() -> None:
         assert all(f"## oncemore {name} {word}".rstrip() in page for word in inner)
 
 
-def test_every_howto_and_explanation_is_linked_from_another_page() -> None:
-    """What only the navigation leads to is not found when it is needed."""
+def test_every_howto_and_explanation_is_linked() -> None:
+    """A page that only the navigation links to is hard to find."""
     pages = [page for page in DOCS.rglob("*.md") if page.parent.name in ("howto", "explain")]
     texts = {page: page.read_text() for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]}
     alone = [

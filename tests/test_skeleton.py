@@ -1,4 +1,4 @@
-"""The project keeps its own house rules: layers, documentation, packaging, and the shape of its files."""
+"""House rules: layers of imports, documentation, packaging, and names."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VAGUE = re.compile(r"(Manager|Handler|Helper|Service|Layer)$|^_?Base")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
-# Drivers are kept out by "standard library and msgspec"; these doors to the outside are in the standard library itself.
-OUTSIDE = {
+# Modules of the standard library that do I/O.  The pure packages may not import them.
+IO_MODULES = {
     "socket",
     "ssl",
     "http",
@@ -53,7 +53,7 @@ def relative(path: Path) -> str:
 
 
 def imported(module: ast.Module) -> Iterator[str]:
-    """The top names of all absolute imports."""
+    """Yield the top-level names of all absolute imports."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -65,12 +65,12 @@ def imported(module: ast.Module) -> Iterator[str]:
 
 
 def offenders(paths: list[Path], offends: Callable[[Path], object]) -> list[str]:
-    """The files that break a rule."""
+    """Return the files that break a rule."""
     return [relative(path) for path in paths if offends(path)]
 
 
 def test_pure_packages_import_the_standard_library_and_msgspec_only() -> None:
-    allowed = {*sys.stdlib_module_names, "msgspec"} - OUTSIDE
+    allowed = {*sys.stdlib_module_names, "msgspec"} - IO_MODULES
     assert offenders(PURE, lambda path: set(imported(ast.parse(path.read_text()))) - allowed) == []
 
 
@@ -92,16 +92,16 @@ def test_pure_packages_read_the_wall_clock_in_one_file() -> None:
         ("web/__init__.py", "testing"),
     ],
 )
-def test_an_import_against_the_layers_is_noticed(module: str, forbidden: str, tmp_path: Path) -> None:
+def test_import_against_the_layers_fails(module: str, forbidden: str, tmp_path: Path) -> None:
     assert lint_imports(tmp_path, module, f"import oncemore.{forbidden}\n") == 1
 
 
-def test_the_layers_hold(tmp_path: Path) -> None:
+def test_imports_follow_the_layers(tmp_path: Path) -> None:
     assert lint_imports(tmp_path) == 0
 
 
 def lint_imports(folder: Path, module: str = "errors.py", extra: str = "") -> int:
-    """The exit code of import-linter on a copy of the package, with *extra* at the end of *module*."""
+    """Return the exit code of import-linter on a copy of the package with *extra* at the end of *module*."""
     shutil.copytree(SOURCE, folder / "oncemore", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     with (folder / "oncemore" / module).open("a") as file:
@@ -114,7 +114,7 @@ def lint_imports(folder: Path, module: str = "errors.py", extra: str = "") -> in
 # Documentation
 
 
-def test_every_page_is_in_the_navigation_and_every_entry_has_its_page() -> None:
+def test_navigation_lists_every_page() -> None:
     def leaves(node: Any) -> Iterator[str]:
         for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
             yield from leaves(child)
@@ -125,7 +125,7 @@ def test_every_page_is_in_the_navigation_and_every_entry_has_its_page() -> None:
     assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
 
 
-def test_every_link_to_a_file_finds_it() -> None:
+def test_links_to_files_are_valid() -> None:
     def broken(page: Path) -> list[str]:
         targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
         return [target for target in targets if target and not (page.parent / target).exists()]
@@ -133,7 +133,7 @@ def test_every_link_to_a_file_finds_it() -> None:
     assert {relative(page): broken(page) for page in PAGES if broken(page)} == {}
 
 
-def test_every_extra_is_documented_and_part_of_all() -> None:
+def test_every_extra_is_documented_and_in_all() -> None:
     extras: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
     documented = re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
     assert sorted(documented) == sorted(extras)
@@ -142,7 +142,7 @@ def test_every_extra_is_documented_and_part_of_all() -> None:
     assert {*everything[1].split(","), "all"} == set(extras)
 
 
-def test_make_explains_itself() -> None:
+def test_make_help_lists_every_target() -> None:
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"^  make (\w+)", shown, re.MULTILINE) == [
         "help",
@@ -155,10 +155,10 @@ def test_make_explains_itself() -> None:
     ]
 
 
-# Shape
+# Names
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     filled = [path for path in MODULES if path.read_text()]
     assert offenders(filled, lambda path: not ast.get_docstring(ast.parse(path.read_text()))) == []
 
@@ -172,21 +172,21 @@ def test_no_class_has_a_vague_name() -> None:
 
 
 def inherits_its_name(node: ast.ClassDef) -> bool:
-    """Whether the vague word is a foreign library's, as in a subclass of urllib3's PoolManager."""
+    """Return whether the vague word comes from a base class, as in a subclass of urllib3's PoolManager."""
     return any(VAGUE.search(ast.unparse(parent)) for parent in node.bases)
 
 
-def test_nothing_is_left_for_later() -> None:
+def test_no_file_has_todo_marks() -> None:
     marks = re.compile(rf"\b({'|'.join(('TO' + 'DO', 'FIX' + 'ME', 'XX' + 'X'))})\b")
     everywhere = [*MODULES, *PAGES, *sorted((ROOT / "tests").rglob("*.py"))]
     assert offenders(everywhere, lambda path: marks.search(path.read_text())) == []
 
 
-def test_the_package_offers_at_most_twenty_names() -> None:
+def test_package_exports_at_most_twenty_names() -> None:
     assert 0 < len(oncemore.__all__) <= 20
     assert all(hasattr(oncemore, name) for name in oncemore.__all__)
 
 
-def test_the_package_is_typed_and_its_licence_is_there() -> None:
+def test_package_has_type_marker_and_licence() -> None:
     assert (SOURCE / "py.typed").exists()
     assert (ROOT / PROJECT["project"]["license-files"][0]).read_text().startswith("MIT License")

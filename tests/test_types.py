@@ -1,4 +1,4 @@
-"""What a type checker says of a user's program: nothing where it is as the pages have it, and which word is wrong elsewhere."""
+"""mypy accepts a correct program that uses oncemore, and reports each mistake in an incorrect one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ IdempotencyMiddleware(demo_app, guard=Guard("memory://"), principle=str)
 
 
 @pytest.mark.longer
-def test_a_type_checker_lets_pass_what_works_and_nothing_else(tmp_path: Path) -> None:
+def test_mypy_accepts_correct_use_and_reports_mistakes(tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)
     (tmp_path / "wrong.py").write_text(WRONG)
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "right.py", "wrong.py"]

@@ -1,6 +1,6 @@
-"""The same small app for every contender: bare, behind ours, and behind each peer.  `CONTENDER` and `STORE` choose.
+"""One small app for every contender: bare, with oncemore, and with each similar library.  `CONTENDER` and `STORE` choose.
 
-Run in the project's environment for `bare` and `oncemore`, in the peers' own for the rest.
+`bare` and `oncemore` run in the project's environment, the others in an environment of their own.
 """
 
 import os
@@ -43,11 +43,11 @@ match os.environ["CONTENDER"]:
         from idempotency_header_middleware.backends.redis import RedisBackend
 
         app.add_middleware(IdempotencyHeaderMiddleware, backend=RedisBackend(redis.asyncio.from_url(store)))
-    case "fastapi-idempotency":  # it has no Redis store: this one keeps all in memory
+    case "fastapi-idempotency":  # it has no Redis store, so its memory store is used
         from fastapi_idempotency.middleware import IdempotencyMiddleware
 
         app.add_middleware(IdempotencyMiddleware)
-    case "idempotency-kit":  # it has no middleware: this is its decorator on the function behind the endpoint
+    case "idempotency-kit":  # it has no middleware, so its decorator is on the function of the endpoint
         import redis.asyncio
         from idempotency_kit import (
             AsyncIdempotencyCoordinator,

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from oncemore.tools.cli import EXIT_CODES
-from oncemore.tools.commands.program import COMMANDS, program
+from oncemore.tools.commands import COMMANDS, program
 
 PAGE = Path(__file__).parents[1] / "reference" / "cli.md"
 
@@ -21,15 +21,18 @@ pip install 'oncemore[cli]'
 oncemore --help
 ```
 
-Every command has `--help`, and `--json` for programs. The ledger is named by `--store URL` or by the environment variable `ONCEMORE_STORE`; every URL of a
-[store](../howto/stores.md) will do. A command that only looks makes no ledger where there is none. What changes something asks first, or wants `--yes`.
+Every command has `--help`, and `--json` for programs.
+Name the ledger by `--store URL` or by the environment variable `ONCEMORE_STORE`; any URL of a [store](../howto/stores.md) works.
+Only `init` creates a ledger; the other commands refuse a URL that has none.
+Commands that change something ask first, or need `--yes`.
 
-A password on a command line can be seen by everyone on the machine: put such a URL into `ONCEMORE_STORE`.
+All users of a machine can see its command lines: put a URL with a password into `ONCEMORE_STORE`.
 
-Where [outcomes are encrypted](../howto/encryption.md), give the keys by `ONCEMORE_SEAL_KEYS`, in base64, the one that seals first, with blanks between them. `keys show --outcome` then opens what
-is stored, and `keys resolve` seals what it writes; without them, what it writes would not open.
+If [outcomes are encrypted](../howto/encryption.md), set `ONCEMORE_SEAL_KEYS` to the keys in base64, separated by spaces, the one that encrypts first.
+`keys show --outcome` then decrypts the outcome, and `keys resolve` encrypts the one that it writes.
+Without the keys, the service could not read an outcome that `keys resolve` wrote.
 
-*This page is made from the commands: `python docs/_generate/cli.py`.*
+*This page is generated from the commands: `python docs/_generate/cli.py`.*
 
 ## Exit codes
 
@@ -38,7 +41,7 @@ is stored, and `keys resolve` seals what it writes; without them, what it writes
 """
 
 TAIL = """
-With `--json`, an error is a JSON object on standard error, with `error_code`, `title`, `detail` and `retryable`, as on the pages of the [errors](../errors/index.md).
+With `--json`, an error is a JSON object on standard error, with `error_code`, `title`, `detail` and `retryable`; each code has a [page](../errors/index.md).
 
 ## Shell completion
 
@@ -46,14 +49,15 @@ With `--json`, an error is a JSON object on standard error, with `error_code`, `
 eval "$(oncemore --completion bash)"
 ```
 
-in `~/.bashrc`; for zsh the same with `zsh`; for fish `oncemore --completion fish | source`.
+Write this line into `~/.bashrc`.
+For zsh, replace `bash` by `zsh`; for fish, use `oncemore --completion fish | source`.
 """
 
 
 def leaves(
     group: click.Group, context: click.Context, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, click.Command]]:
-    """Each command that does something, with the words that call it."""
+    """Yield each command that is not a group, with the words that call it."""
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None

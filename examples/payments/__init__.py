@@ -1,1 +1,1 @@
-"""The seeds' refund API as a service: payments, captures, refunds, voids, a double-entry ledger, a provider's webhooks."""
+"""An example service: payments, captures, refunds, voids, a double-entry ledger, and a provider's webhooks."""

@@ -1,4 +1,4 @@
-"""`python -m examples.payments`: the service on 127.0.0.1; the provider is `python -m examples.payments.provider`."""
+"""Runs the service on 127.0.0.1: `python -m examples.payments`.  The provider: `python -m examples.payments.provider`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import uvicorn
 
 from .app import create
-from .observed import log_to_stderr
+from .observability import log_to_stderr
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser(prog="python -m examples.payments", description="The payments service.")

@@ -1,4 +1,4 @@
-"""The payments service: what it offers over HTTP.  How each operation may be repeated stands in oncemore.toml.
+"""The HTTP endpoints of the payments service.  The contract, oncemore.toml, says how each may be repeated.
 
 uvicorn --factory examples.payments.app:create
 """
@@ -27,8 +27,8 @@ from oncemore.web.redrive import RedriveAsgi
 from oncemore.webhooks.signature import Signing
 
 from . import ledger
-from .database import Row, create_tables, reading, rows
-from .observed import Correlated, Counters
+from .database import Row, create_tables, read_connection, rows
+from .observability import CorrelationMiddleware, Counters
 from .problems import Invalid, Problem
 from .provider_client import ProviderClient
 from .settings import Settings
@@ -63,30 +63,30 @@ class Customer(BaseModel):
 
 
 def create(settings: Settings | None = None) -> FastAPI:
-    """The app, with its own guard, on the database that the settings name."""
+    """Create the app with its own guard, on the database of the settings."""
     settings = settings or Settings.read()
     counters = Counters()
     guard = Guard(settings.database, observers=[log_events(), counters])
     provider = ProviderClient(settings.provider, settings.provider_timeout)
     inbox, signing = Inbox(guard), Signing(settings.webhook_secret)
-    look = partial(reading, settings.database)
+    read = partial(read_connection, settings.database)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await create_tables(settings.database)
-        finishing = (
+        completing = (
             asyncio.create_task(completer(guard, app).arun()) if settings.completes and settings.guarded else None
         )
         yield
-        if finishing is not None:
-            finishing.cancel()
-            await asyncio.wait([finishing])
+        if completing is not None:
+            completing.cancel()
+            await asyncio.wait([completing])
         await provider.close()
         await guard.aclose()
 
     app = FastAPI(title="Payments", version="1", lifespan=lifespan)
 
-    # Create, and reverse
+    # Create and reverse
 
     @app.post("/payments", status_code=201)
     async def create_payment(body: NewPayment, op: Running) -> Row:
@@ -109,27 +109,27 @@ def create(settings: Settings | None = None) -> FastAPI:
         payout = await op.step("pay out", partial(provider.pay_out, **order(refund)), retry=1)
         return await op.step("book", partial(ledger.refunded, id=refund["id"], payout_id=payout))
 
-    # Look
+    # Read
 
     @app.get("/payments/{id}")
     async def show_payment(id: str) -> Row:
-        async with look() as connection:
+        async with read() as connection:
             return await ledger.one(connection, "payments", id)
 
     @app.get("/refunds/{id}")
     async def show_refund(id: str) -> Row:
-        async with look() as connection:
+        async with read() as connection:
             return await ledger.one(connection, "refunds", id)
 
     @app.get("/ledger")
     async def show_ledger() -> Row:
-        async with look() as connection:
+        async with read() as connection:
             entries = await rows(connection, "SELECT * FROM entries ORDER BY number")
             return {"entries": entries, "balances": await ledger.balances(connection)}
 
     @app.get("/health")
     async def show_health() -> Row:
-        async with look() as connection:
+        async with read() as connection:
             await rows(connection, "SELECT 1 AS one")
         return {"pid": os.getpid()}
 
@@ -137,56 +137,56 @@ def create(settings: Settings | None = None) -> FastAPI:
     async def show_metrics() -> str:
         return "".join(f"{name.replace('.', '_')}_total {count}\n" for name, count in sorted(counters.counts.items()))
 
-    # Change, if nobody else has
+    # Conditional change
 
     @app.get("/customers/{id}")
     async def show_customer(id: str, response: Response) -> Row:
-        async with look() as connection:
-            return tagged(await ledger.one(connection, "customers", id), response)
+        async with read() as connection:
+            return with_etag(await ledger.one(connection, "customers", id), response)
 
     @app.put("/customers/{id}")
     async def change_customer(id: str, body: Customer, response: Response, op: Running) -> Row:
-        return tagged(await ledger.change_customer(op.connection, id, **body.model_dump()), response)
+        return with_etag(await ledger.change_customer(op.connection, id, **body.model_dump()), response)
 
-    # Hear from the provider
+    # Webhooks of the provider
 
     @app.post("/webhooks/provider")
-    async def hear(request: Request) -> Row:
+    async def receive_webhook(request: Request) -> Row:
         return await receive(request, inbox, signing, name=new_key if not settings.guarded else None)
 
-    app.add_exception_handler(Problem, problem)
-    app.add_exception_handler(OncemoreError, problem)
-    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Problem, problem_response)
+    app.add_exception_handler(OncemoreError, problem_response)
+    app.add_exception_handler(RequestValidationError, invalid_response)
     app.add_middleware(IdempotencyMiddleware, guard=guard, contract=Contract.load(CONTRACT))
     if not settings.guarded:
         app.add_middleware(Unguarded)
-    app.add_middleware(Correlated)
+    app.add_middleware(CorrelationMiddleware)
     return app
 
 
 def completer(guard: Guard, app: FastAPI) -> Completer:
-    """Finishes what a killed service, or a provider that was down, has left in the middle; nobody needs to ask again."""
-    through_the_door = RedriveAsgi(app)
-    return Completer(guard, {"payments.capture": through_the_door, "refunds.create": through_the_door}, every=1.0)
+    """Return a completer, which finishes captures and refunds that were interrupted, even if their callers do not retry."""
+    resume = RedriveAsgi(app)
+    return Completer(guard, {"payments.capture": resume, "refunds.create": resume}, every=1.0)
 
 
 def order(row: Row) -> dict[str, Any]:
-    """What the provider is told of a payment or refund."""
+    """Return the fields of a payment or refund that the provider gets."""
     return {"amount": row["amount"], "currency": row["currency"], "reference": row["id"]}
 
 
-def tagged(customer: Row, response: Response) -> Row:
-    """The customer, with the ETag that a change must name."""
+def with_etag(customer: Row, response: Response) -> Row:
+    """Set the ETag, which a later change must name in If-Match, and return the customer."""
     response.headers["ETag"] = f'"{customer["version"]}"'
     return customer
 
 
-async def problem(_: Request, error: Any) -> JSONResponse:
-    """What went wrong, as application/problem+json; of our own errors and of the library's alike."""
+async def problem_response(_: Request, error: Any) -> JSONResponse:
+    """Return an error of this service or of oncemore as application/problem+json."""
     headers = {"Retry-After": "1"} if error.retryable else {}
     return JSONResponse(error.problem(), error.status, headers, media_type="application/problem+json")
 
 
-async def invalid(request: Request, error: Any) -> JSONResponse:
+async def invalid_response(request: Request, error: Any) -> JSONResponse:
     found = "; ".join(f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}" for each in error.errors())
-    return await problem(request, Invalid(found))
+    return await problem_response(request, Invalid(found))

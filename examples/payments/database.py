@@ -1,4 +1,4 @@
-"""The service's tables, and one way to ask SQLite and PostgreSQL, whose drivers differ in how they mark a value."""
+"""The service's tables, and one function to query SQLite and PostgreSQL, because their drivers mark values differently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import aiosqlite
 import psycopg
 
-# SQLite looks at REFERENCES only where a connection asks it to, which a lent one does not; PostgreSQL always does.
+# SQLite checks REFERENCES only if the connection turns them on, which the guard's do not; PostgreSQL always does.
 TABLES = (
     """CREATE TABLE IF NOT EXISTS customers (
         id text PRIMARY KEY, name text NOT NULL DEFAULT '', email text NOT NULL DEFAULT '', version bigint NOT NULL DEFAULT 1
@@ -26,7 +26,7 @@ TABLES = (
         CHECK (refunded = 0 OR status = 'captured'),
         CHECK ((status = 'captured') = (charge_id IS NOT NULL))
     )""",
-    # One successful payment per order, whatever keys the callers made up: the last line of defence.
+    # One successful payment per order, even under different keys: the last line of defence.
     "CREATE UNIQUE INDEX IF NOT EXISTS one_payment_per_order ON payments (order_id) WHERE status <> 'voided'",
     """CREATE TABLE IF NOT EXISTS refunds (
         id text PRIMARY KEY,
@@ -38,7 +38,7 @@ TABLES = (
         settled bigint NOT NULL DEFAULT 0,
         CHECK ((status = 'succeeded') = (payout_id IS NOT NULL))
     )""",
-    # Double entry, one row for both sides: what is taken from one account is given to the other, so entries balance.
+    # Double entry with both sides in one row, so that entries always balance.
     """CREATE TABLE IF NOT EXISTS entries (
         number {number},
         kind text NOT NULL CHECK (kind IN ('capture', 'refund', 'settlement')),
@@ -51,13 +51,13 @@ TABLES = (
     "CREATE UNIQUE INDEX IF NOT EXISTS booked_once ON entries (kind, reference) WHERE kind <> 'settlement'",
 )
 NUMBER = {"sqlite": "integer PRIMARY KEY", "postgresql": "bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"}
-MAKING_TABLES = 7_263_801  # the advisory lock of processes that start at once
+TABLES_LOCK = 7_263_801  # the advisory lock for processes that start at the same time
 
 Row = dict[str, Any]
 
 
 async def rows(connection: Any, text: str, *values: Any) -> list[Row]:
-    """The rows that a statement gives, on a connection of either driver; a `?` marks a value."""
+    """Return the rows of a statement on a connection of either driver; `?` marks a value."""
     if isinstance(connection, psycopg.AsyncConnection):
         text = text.replace("?", "%s")
     cursor = await connection.execute(text, values)
@@ -68,8 +68,8 @@ async def rows(connection: Any, text: str, *values: Any) -> list[Row]:
 
 
 @asynccontextmanager
-async def reading(url: str) -> AsyncIterator[Any]:
-    """A connection to look with; what changes anything borrows the operation's own."""
+async def read_connection(url: str) -> AsyncIterator[Any]:
+    """Open a connection for reading.  Changes use the connection of the operation (`op.connection`)."""
     if url.startswith("sqlite"):
         async with aiosqlite.connect(url.removeprefix("sqlite:///"), isolation_level=None) as connection:
             yield connection
@@ -79,16 +79,16 @@ async def reading(url: str) -> AsyncIterator[Any]:
 
 
 async def create_tables(url: str) -> None:
-    """Make what is not there yet; several processes may start at once."""
+    """Create the tables that do not exist; several processes may start at the same time."""
     kind = "sqlite" if url.startswith("sqlite") else "postgresql"
-    async with reading(url) as connection:
+    async with read_connection(url) as connection:
         if kind == "sqlite":
             await connection.execute("PRAGMA journal_mode = WAL")
             await connection.execute("PRAGMA busy_timeout = 5000")
             await connection.execute("BEGIN IMMEDIATE")
         else:
             await connection.execute("BEGIN")
-            await connection.execute("SELECT pg_advisory_xact_lock(%s)", [MAKING_TABLES])
+            await connection.execute("SELECT pg_advisory_xact_lock(%s)", [TABLES_LOCK])
         for statement in TABLES:
             await connection.execute(statement.replace("{number}", NUMBER[kind]))
         await connection.execute("COMMIT")

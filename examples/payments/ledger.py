@@ -1,7 +1,7 @@
-"""Payments, refunds and the double-entry ledger: each change is one function over a borrowed connection, which it never commits.
+"""Payments, refunds and the double-entry ledger: one function for each change, on a connection that it never commits.
 
-Amounts are integers, in the currency's minor unit.  A function that refuses has changed nothing: a refusal is an outcome
-too, and is committed like any other.
+Amounts are integers in the currency's minor unit.  A function that raises has changed nothing, because a refusal is an
+outcome, too, and is committed like any other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from .database import Row, rows
 from .problems import NotFound, OrderPaid, TooMuch, WrongStatus
 
-# The accounts: what the provider owes us, what we have earned, and what we owe to customers until their money is out.
+# The accounts: the provider's debt to us, our earnings, and our debt to customers until their money is paid out.
 PROVIDER, REVENUE, PAYABLE = "provider", "revenue", "refunds_payable"
 
 
@@ -21,7 +21,7 @@ def new_id(prefix: str) -> str:
 
 
 async def one(connection: Any, table: str, id: str, *, by: str = "id") -> Row:
-    """The row of that id; NotFound where there is none."""
+    """Return the row with that id, or raise NotFound."""
     found = await rows(connection, f"SELECT * FROM {table} WHERE {by} = ?", id)
     if not found:
         raise NotFound(f"There is no {table.removesuffix('s')} {id}")
@@ -29,7 +29,7 @@ async def one(connection: Any, table: str, id: str, *, by: str = "id") -> Row:
 
 
 async def book(connection: Any, kind: str, reference: str, *, debit: str, credit: str, of: Row) -> None:
-    """An entry: the amount *of* what happened goes from one account to the other."""
+    """Add an entry: the amount *of* a payment or refund, from one account to the other."""
     await rows(
         connection,
         "INSERT INTO entries (kind, reference, debit, credit, amount, currency) VALUES (?, ?, ?, ?, ?, ?)",
@@ -38,7 +38,7 @@ async def book(connection: Any, kind: str, reference: str, *, debit: str, credit
 
 
 async def open_payment(connection: Any, *, order_id: str, customer_id: str, amount: int, currency: str) -> Row:
-    """A new payment, authorized; OrderPaid where the order has one."""
+    """Create an authorized payment, or raise OrderPaid if the order has one."""
     made = await rows(
         connection,
         "INSERT INTO payments (id, order_id, customer_id, amount, currency) VALUES (?, ?, ?, ?, ?)"
@@ -52,7 +52,7 @@ async def open_payment(connection: Any, *, order_id: str, customer_id: str, amou
 
 
 async def begin_capture(connection: Any, id: str) -> Row:
-    """The payment, which nobody else can capture or void from now on."""
+    """Reserve the payment, so that no other request can capture or void it, and return it."""
     begun = await rows(
         connection, "UPDATE payments SET status = 'capturing' WHERE id = ? AND status = 'authorized' RETURNING *", id
     )
@@ -63,12 +63,12 @@ async def begin_capture(connection: Any, id: str) -> Row:
 
 
 async def cancel_capture(connection: Any, payment: Row) -> None:
-    """The provider refused the charge: the payment is as it was."""
+    """Undo `begin_capture`, because the provider refused the charge."""
     await rows(connection, "UPDATE payments SET status = 'authorized' WHERE id = ?", payment["id"])
 
 
 async def captured(connection: Any, id: str, charge_id: str) -> Row:
-    """The payment, with the money booked."""
+    """Complete the capture, book the money, and return the payment."""
     done = await rows(
         connection, "UPDATE payments SET status = 'captured', charge_id = ? WHERE id = ? RETURNING *", charge_id, id
     )
@@ -77,7 +77,7 @@ async def captured(connection: Any, id: str, charge_id: str) -> Row:
 
 
 async def begin_refund(connection: Any, charge_id: str, amount: int) -> Row:
-    """A pending refund; its amount can no longer be refunded to anyone else."""
+    """Create a pending refund, which reserves its amount of the payment."""
     payment = await one(connection, "payments", charge_id, by="charge_id")
     left = await rows(
         connection,
@@ -97,7 +97,7 @@ async def begin_refund(connection: Any, charge_id: str, amount: int) -> Row:
 
 
 async def cancel_refund(connection: Any, refund: Row) -> None:
-    """The provider refused the payout: its amount may be refunded again."""
+    """Undo `begin_refund`, because the provider refused the payout."""
     await rows(connection, "UPDATE refunds SET status = 'failed' WHERE id = ?", refund["id"])
     await rows(
         connection, "UPDATE payments SET refunded = refunded - ? WHERE id = ?", refund["amount"], refund["payment_id"]
@@ -105,7 +105,7 @@ async def cancel_refund(connection: Any, refund: Row) -> None:
 
 
 async def refunded(connection: Any, id: str, payout_id: str) -> Row:
-    """The refund, with what we owe the customer booked."""
+    """Complete the refund, book the debt to the customer, and return it."""
     done = await rows(
         connection, "UPDATE refunds SET status = 'succeeded', payout_id = ? WHERE id = ? RETURNING *", payout_id, id
     )
@@ -114,7 +114,7 @@ async def refunded(connection: Any, id: str, payout_id: str) -> Row:
 
 
 async def settle_refund(connection: Any, id: str) -> Row:
-    """The provider says that the customer has the money.  It may say so before we have heard of the payout itself."""
+    """Book that the customer has the money.  The provider may say so before it has answered the payout request."""
     done = await rows(connection, "UPDATE refunds SET settled = settled + 1 WHERE id = ? RETURNING *", id)
     if not done:
         raise NotFound(f"There is no refund {id}")
@@ -123,7 +123,7 @@ async def settle_refund(connection: Any, id: str) -> Row:
 
 
 async def change_customer(connection: Any, id: str, *, name: str, email: str) -> Row:
-    """The customer as it is now, one version later."""
+    """Change the customer, and return it with its new version."""
     changed = await rows(
         connection,
         "UPDATE customers SET name = ?, email = ?, version = version + 1 WHERE id = ? RETURNING *",
@@ -135,7 +135,7 @@ async def change_customer(connection: Any, id: str, *, name: str, email: str) ->
 
 
 async def balances(connection: Any) -> dict[str, int]:
-    """What is on each account, debits less credits; they add up to nothing, or the books are wrong."""
+    """Return debits minus credits of each account; if the books are right, the sum is zero."""
     found = await rows(
         connection,
         "SELECT account, sum(amount) AS balance FROM (SELECT debit AS account, amount FROM entries"

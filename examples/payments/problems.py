@@ -1,4 +1,4 @@
-"""What this service refuses, or cannot do now: each with the code, the status and the word on retries that its callers see."""
+"""The errors of this service, with the code, status and `retryable` that its callers get."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Problem(Exception):
-    """The root; rendered as application/problem+json."""
+    """The base class; sent as application/problem+json."""
 
     code = "INTERNAL.error"
     status = 500
@@ -25,7 +25,7 @@ class Problem(Exception):
 
 
 class NotFound(Problem):
-    code, status, title = "NOT_FOUND.resource", 404, "There is no such thing"
+    code, status, title = "NOT_FOUND.resource", 404, "The resource does not exist"
 
 
 class OrderPaid(Problem):
@@ -37,7 +37,7 @@ class WrongStatus(Problem):
 
 
 class TooMuch(Problem):
-    code, status, title = "VALIDATION.amount", 422, "More than there is to give back"
+    code, status, title = "VALIDATION.amount", 422, "The amount is more than can be refunded"
 
 
 class Invalid(Problem):
@@ -45,7 +45,7 @@ class Invalid(Problem):
 
 
 class BadSignature(Problem):
-    code, status, title = "AUTH.webhook_signature", 401, "The webhook's signature does not hold"
+    code, status, title = "AUTH.webhook_signature", 401, "The webhook's signature is not valid"
 
 
 class ProviderTimeout(Problem):

@@ -1,6 +1,6 @@
-"""The provider and the service as real processes, for the demo and the tests: they can be killed, and are gone at the end.
+"""The provider and the service in processes of their own, which the demo and the tests can kill.
 
-What they need of each other's addresses is known before either runs, so both have their ports first.
+Each needs the other's address, so both ports are chosen before either starts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from oncemore.webhooks.signature import new_secret
 
 ROOT = Path(__file__).parents[2]
 
-# One for all: to make an SSL context takes longer than most of what is asked here, and nothing is asked over TLS.
+# One client for all, without TLS, because to create an SSL context takes longer than most requests here.
 http = httpx.Client(verify=False, timeout=30, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 class Program(Server):
-    """A module of this package in a process of its own, with its settings in the environment."""
+    """A module of this package, run in a process of its own with its settings in the environment."""
 
     module = ""
 
@@ -46,7 +46,7 @@ class Program(Server):
     def is_ready(self) -> bool:
         try:
             return bool(http.get(f"{self.url}/health").json()["pid"] == self.pid)
-        except (httpx.HTTPError, ValueError, KeyError):  # nobody is there, or somebody else
+        except (httpx.HTTPError, ValueError, KeyError):  # nothing answers, or another process
             return False
 
     def get(self, path: str) -> Any:
@@ -64,13 +64,13 @@ class Provider(Program):
         return ["--database", str(self.folder / "provider.db"), "--webhooks", self.webhooks]
 
     def order(self, *quirks: dict[str, float]) -> None:
-        """What it shall get wrong, in its next requests."""
+        """Choose the faults of its next requests, one for each."""
         http.post(f"{self.url}/admin/quirks", json={"next": quirks}).raise_for_status()
 
     def replay(self, event: str, times: int) -> list[int]:
-        """Have an event delivered again, *times* at once; the statuses it was answered with."""
-        told = http.post(f"{self.url}/admin/replay", json={"event": event, "times": times})
-        answers: list[int] = told.raise_for_status().json()["deliveries"]
+        """Deliver an event again, *times* at the same moment, and return the statuses of the answers."""
+        response = http.post(f"{self.url}/admin/replay", json={"event": event, "times": times})
+        answers: list[int] = response.raise_for_status().json()["deliveries"]
         return answers
 
 
@@ -78,18 +78,18 @@ class Service(Program):
     module = "examples.payments"
 
 
-class World:
-    """A provider and a service that know each other, and what callers ask of them."""
+class PaymentSystem:
+    """A provider and a service, connected to each other, with the requests of callers."""
 
     def __init__(self, *, port: int = 0, database: str = "", **settings: str) -> None:
         port = port or free_port()
         self.provider = Provider(f"http://127.0.0.1:{port}/webhooks/provider")
-        database = database or "sqlite:///payments.db"  # in the service's own folder, which goes with it
+        database = database or "sqlite:///payments.db"  # in the service's own folder, which is removed with it
         settings = {"PAYMENTS_DATABASE": database, "PAYMENTS_PROVIDER": self.provider.url, **settings}
         self.service = Service(port, **settings)
 
     def start(self) -> Self:
-        """Both processes, up and answering."""
+        """Start both processes, and wait until they answer."""
         try:
             self.provider.settings["PAYMENTS_WEBHOOK_SECRET"] = self.service.settings.setdefault(
                 "PAYMENTS_WEBHOOK_SECRET", new_secret()
@@ -111,10 +111,10 @@ class World:
         self.service.stop()
         self.provider.stop()
 
-    # What callers do
+    # Requests
 
     def post(self, path: str, key: str | None, body: Any = None, **headers: str) -> httpx.Response:
-        """The answer to one request under *key*."""
+        """Send a request with *key*, and return the answer."""
         named = {"Authorization": "Bearer demo", **({} if key is None else {"Idempotency-Key": key}), **headers}
         return http.post(self.service.url + path, json=body, headers=named)
 
@@ -122,22 +122,22 @@ class World:
         return http.get(self.service.url + path)
 
     def captured(self, order: str, amount: int = 10_000) -> str:
-        """A captured payment to refund from; its charge's id."""
+        """Create and capture a payment, and return the id of its charge."""
         body = {"order_id": order, "customer_id": "cus_1", "amount": amount}
         payment = self.post("/payments", f"{order}:pay", body).raise_for_status().json()
         done = self.post(f"/payments/{payment['id']}/capture", f"{order}:capture").raise_for_status().json()
         charge: str = done["charge_id"]
         return charge
 
-    # What is true
+    # Effects
 
     def payouts(self) -> int:
-        """How often the provider has given money back."""
+        """Return how many payouts the provider has made."""
         count: int = self.provider.get("/admin/charges?kind=payout")["count"]
         return count
 
     def calls(self) -> list[dict[str, Any]]:
-        """Every time that the provider was asked to give money back, whatever came of it."""
+        """Return all payout requests that the provider got, with or without effect."""
         calls: list[dict[str, Any]] = self.provider.get("/admin/charges?kind=payout")["calls"]
         return calls
 

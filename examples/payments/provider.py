@@ -1,10 +1,10 @@
-"""A payment provider, as a process of its own: it moves money at least once, answers late or never, and repeats itself.
+"""A payment provider in a process of its own, which answers late or never, and repeats its webhooks.
 
     python -m examples.payments.provider --port 8010 --database provider.db --webhooks http://127.0.0.1:8000/webhooks/provider
 
-Its customers call `POST /charges` and `POST /payouts` with an Idempotency-Key; a key that it knows is answered with 409
-"duplicate" and what it did the first time.  Without a key, it does as it is told, every time.  What it shall get wrong next is
-ordered at `POST /admin/quirks`, or by an `X-Quirk` header; `GET /admin/charges` counts what it did, per key.
+Its customers call `POST /charges` and `POST /payouts` with an Idempotency-Key; a known key gets 409 "duplicate" with the
+first movement.  Without a key, each request moves money.  `POST /admin/quirks` or an `X-Quirk` header chooses the faults of
+the next requests; `GET /admin/charges` counts the movements per key.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from .provider_books import Books
 from .provider_webhooks import Webhooks
 
 KINDS = {"/charges": "charge", "/payouts": "payout"}
-# What can go wrong, before the money has moved or after: each takes a number of seconds, 0 where it needs none.
+# Faults before the money moves, and after.  Each has a number of seconds, 0 if it needs none.
 BEFORE = ("latency", "error_before", "decline")
 AFTER = ("latency_after", "timeout_after", "error_after", "drop_after")
 
 
 class Provider(ThreadingHTTPServer):
-    """The books, the webhooks, and the quirks that wait for their request."""
+    """The server, with its books, its webhooks, and the faults of the next requests."""
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, port: int, database: str, webhooks: str, secret: str) -> None:
-        super().__init__(("127.0.0.1", port), Request)
+        super().__init__(("127.0.0.1", port), RequestHandler)
         self.books = Books(database)
         self.webhooks = Webhooks(webhooks, secret)
         self.quirks: list[dict[str, Any]] = []
 
 
-class Request(BaseHTTPRequestHandler):
-    """One request to the provider."""
+class RequestHandler(BaseHTTPRequestHandler):
+    """Handles the requests to the provider."""
 
     server: Provider
     protocol_version = "HTTP/1.1"
@@ -54,9 +54,9 @@ class Request(BaseHTTPRequestHandler):
         if path.path == "/health":
             self.answer(200, {"pid": os.getpid()})
         elif path.path == "/admin/charges":
-            self.answer(200, self.server.books.told(asked.get("kind")))
+            self.answer(200, self.server.books.report(asked.get("kind")))
         elif path.path == "/admin/events":
-            self.answer(200, {"events": self.server.webhooks.told()})
+            self.answer(200, {"events": self.server.webhooks.report()})
         elif path.path == "/movements":
             found = self.server.books.by_key(asked.get("key", ""))
             self.answer(200 if found else 404, found or {"error": "not_found"})
@@ -81,7 +81,7 @@ class Request(BaseHTTPRequestHandler):
         return self.answer(404, {"error": "not_found"})
 
     def move(self, kind: str, body: dict[str, Any]) -> None:
-        """Take money or give it back, and get wrong on the way what was ordered."""
+        """Take money or pay it out, with the fault that was chosen for this request."""
         books, key = self.server.books, self.headers.get("idempotency-key", "")
         quirk = self.quirk()
         books.note_call(kind, key, self.headers.get("x-request-id", ""), self.headers.get("traceparent", ""))
@@ -92,9 +92,9 @@ class Request(BaseHTTPRequestHandler):
             return self.answer(402, {"error": "declined"})
         movement, new = books.move(kind, key, int(body["amount"]), str(body["currency"]), str(body["reference"]))
         if new and kind == "payout":
-            self.server.webhooks.tell("refund.succeeded", movement)
+            self.server.webhooks.send("refund.succeeded", movement)
         time.sleep(quirk.get("latency_after", 0))
-        if "timeout_after" in quirk:  # the money has moved, and whoever asked never hears of it
+        if "timeout_after" in quirk:  # the money has moved, and the caller gets no answer
             time.sleep(quirk["timeout_after"])
         if "timeout_after" in quirk or "drop_after" in quirk:
             self.close_connection = True
@@ -107,7 +107,7 @@ class Request(BaseHTTPRequestHandler):
         return self.answer(409 if same else 422, {"error": "duplicate" if same else "key_reused", "existing": movement})
 
     def quirk(self) -> dict[str, Any]:
-        """What this request shall suffer: `X-Quirk: timeout_after=5`, else the next that was ordered."""
+        """Return the fault of this request: that of its header (`X-Quirk: timeout_after=5`), or the next in the list."""
         header = self.headers.get("x-quirk")
         if header:
             name, _, seconds = header.partition("=")
@@ -135,7 +135,7 @@ def main() -> None:
     )
     options.add_argument("--port", type=int, default=8010)
     options.add_argument("--database", default="provider.db")
-    options.add_argument("--webhooks", default="", help="where events are sent; nowhere if empty")
+    options.add_argument("--webhooks", default="", help="the URL that gets the events; empty: none are sent")
     given = options.parse_args()
     secret = os.environ.get("PAYMENTS_WEBHOOK_SECRET") or new_secret()
     provider = Provider(given.port, given.database, given.webhooks, secret)

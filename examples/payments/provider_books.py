@@ -1,4 +1,4 @@
-"""What the provider has done: its movements of money, and every call that it was given, in a SQLite file of its own."""
+"""The provider's movements of money, and all calls that it got, in an SQLite file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("id", "kind", "key", "amount", "currency", "reference")
 
 
 class Books:
-    """One connection for all threads: a provider this small is in no hurry."""
+    """Movements and calls, on one connection that all threads share."""
 
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class Books:
         self._file.executescript(TABLES)
 
     def move(self, kind: str, key: str, amount: int, currency: str, reference: str) -> tuple[dict[str, Any], bool]:
-        """The movement, and whether it was made now; a known key moves nothing."""
+        """Return the movement, and whether it is new; a known key moves nothing."""
         with self._lock:
             known = self._by_key(key)
             if known is not None:
@@ -37,13 +37,13 @@ class Books:
             return dict(zip(COLUMNS, movement, strict=True)), True
 
     def note_call(self, kind: str, key: str, request_id: str, traceparent: str) -> None:
-        """Write down who called, whatever comes of it."""
+        """Store a call, before its effect."""
         with self._lock:
             call = (kind, key, request_id, traceparent)
             self._file.execute("INSERT INTO calls (kind, key, request_id, traceparent) VALUES (?, ?, ?, ?)", call)
 
     def by_key(self, key: str) -> dict[str, Any] | None:
-        """What was done under *key*: the question to ask when nobody knows."""
+        """Return the movement that was made under *key*, or None.  A client asks this if the outcome is unknown."""
         with self._lock:
             return self._by_key(key)
 
@@ -51,8 +51,8 @@ class Books:
         row = self._file.execute("SELECT * FROM movements WHERE key = ? AND key <> ''", (key,)).fetchone()
         return dict(zip(COLUMNS, row, strict=True)) if row else None
 
-    def told(self, kind: str | None) -> dict[str, Any]:
-        """Everything, for whoever checks: movements, how many per key, and the calls that led to them."""
+    def report(self, kind: str | None) -> dict[str, Any]:
+        """Return all movements, their number per key, and the calls."""
         with self._lock:
             rows = self._file.execute("SELECT * FROM movements ORDER BY rowid").fetchall()
             calls = self._file.execute(
@@ -63,5 +63,5 @@ class Books:
         for movement in movements:
             per_key[movement["key"]] = per_key.get(movement["key"], 0) + 1
         names = ("kind", "key", "request_id", "traceparent")
-        told = [dict(zip(names, call, strict=True)) for call in calls if kind in (None, call[0])]
-        return {"count": len(movements), "per_key": per_key, "movements": movements, "calls": told}
+        listed = [dict(zip(names, call, strict=True)) for call in calls if kind in (None, call[0])]
+        return {"count": len(movements), "per_key": per_key, "movements": movements, "calls": listed}

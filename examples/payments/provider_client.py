@@ -1,4 +1,4 @@
-"""Calls to the provider: each under a key that stays the same however often we ask, so that it moves the money once."""
+"""Calls to the provider.  Each step has one key, the same for every attempt, so the provider moves the money once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import httpx
 from oncemore import Retry
 from oncemore.client.httpx import AsyncRetryTransport
 
-from .observed import correlation
+from .observability import correlation
 from .problems import Declined, ProviderTimeout, ProviderUnavailable
 
 
 class ProviderClient:
-    """The provider at *url*; a call takes *timeout* seconds at most, with all its attempts."""
+    """A client of the provider at *url*; a call takes at most *timeout* seconds, including its retries."""
 
     def __init__(self, url: str, timeout: float) -> None:
         retry = Retry(attempts=2, deadline=timeout, budget=None)
@@ -23,11 +23,11 @@ class ProviderClient:
         )
 
     async def charge(self, key: str, *, amount: int, currency: str, reference: str) -> str:
-        """Take the customer's money; the charge's id."""
+        """Take the customer's money, and return the id of the charge."""
         return await self._move("/charges", key, amount=amount, currency=currency, reference=reference)
 
     async def pay_out(self, key: str, *, amount: int, currency: str, reference: str) -> str:
-        """Give the customer's money back; the payout's id."""
+        """Pay the customer's money out, and return the id of the payout."""
         return await self._move("/payouts", key, amount=amount, currency=currency, reference=reference)
 
     async def _move(self, path: str, key: str, **body: Any) -> str:
@@ -35,17 +35,17 @@ class ProviderClient:
         try:
             answer = await self._client.post(path, json=body, headers=headers)
         except httpx.TimeoutException as error:
-            raise ProviderTimeout("It may have moved the money: ask once more, with the same key") from error
+            raise ProviderTimeout("The provider may have moved the money: retry with the same key") from error
         except httpx.TransportError as error:
-            raise ProviderUnavailable("Ask once more, with the same key") from error
-        told = answer.json()
-        if answer.status_code == 409 and told.get("error") == "duplicate":  # done before: its first result is ours
-            told = told["existing"]
+            raise ProviderUnavailable("Retry with the same key") from error
+        movement = answer.json()
+        if answer.status_code == 409 and movement.get("error") == "duplicate":  # done before: use the first result
+            movement = movement["existing"]
         elif answer.status_code == 402:
-            raise Declined(f"The provider says: {told.get('error')}")
+            raise Declined(f"The provider says: {movement.get('error')}")
         elif answer.status_code != 201:
-            raise ProviderUnavailable(f"The provider answered {answer.status_code}: ask once more, with the same key")
-        id: str = told["id"]
+            raise ProviderUnavailable(f"The provider answered {answer.status_code}: retry with the same key")
+        id: str = movement["id"]
         return id
 
     async def close(self) -> None:

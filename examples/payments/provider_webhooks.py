@@ -1,4 +1,4 @@
-"""What the provider tells its customers: signed events, sent until they are acknowledged, and again when it feels like it."""
+"""The provider's webhooks: signed events, sent until they are acknowledged, and again on demand."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from urllib.request import Request, urlopen
 
 from oncemore.webhooks.signature import Signing
 
-PAUSES = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)  # before each attempt; a real provider goes on for a day
+PAUSES = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds before each attempt; a real provider tries for a day
 
 
 class Webhooks:
-    """Events, each with an id that stays the same however often it is delivered."""
+    """Events and their deliveries.  The id of an event is the same in each delivery."""
 
     def __init__(self, url: str, secret: str) -> None:
         self.url = url
@@ -25,7 +25,7 @@ class Webhooks:
         self.statuses: dict[str, list[int]] = {}
         self.answers: dict[str, list[Any]] = {}
 
-    def tell(self, kind: str, data: dict[str, Any]) -> None:
+    def send(self, kind: str, data: dict[str, Any]) -> None:
         """Send an event in the background, until it is acknowledged."""
         event = f"ev_{secrets.token_hex(6)}"
         self.statuses[event], self.answers[event] = [], []
@@ -34,17 +34,17 @@ class Webhooks:
             threading.Thread(target=self._deliver, args=(event,), daemon=True).start()
 
     def replay(self, event: str, times: int) -> list[int]:
-        """Deliver an event again, *times* at the same moment; how each was answered."""
+        """Deliver an event again, *times* at the same moment, and return the statuses of the answers."""
         answers: list[int] = []
-        threads = [threading.Thread(target=lambda: answers.append(self._send(event))) for _ in range(times)]
+        threads = [threading.Thread(target=lambda: answers.append(self._send_once(event))) for _ in range(times)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         return answers
 
-    def told(self) -> list[dict[str, Any]]:
-        """Every event, with the statuses of its deliveries, and what those that were taken were answered."""
+    def report(self) -> list[dict[str, Any]]:
+        """Return all events, with the statuses of their deliveries and the answers to the accepted ones."""
         events = list(self.events.items())
         return [
             {"id": id, "deliveries": self.statuses[id], "answers": self.answers[id], **json.loads(body)}
@@ -54,11 +54,11 @@ class Webhooks:
     def _deliver(self, event: str) -> None:
         for pause in PAUSES:
             time.sleep(pause)
-            if 200 <= self._send(event) < 300:
+            if 200 <= self._send_once(event) < 300:
                 return
 
-    def _send(self, event: str) -> int:
-        """The status of one delivery; 0 where nobody answered."""
+    def _send_once(self, event: str) -> int:
+        """Deliver the event once, and return the status of the answer, 0 if there is none."""
         body = self.events[event]
         headers = {"content-type": "application/json", **self.signing.sign(body, id=event)}
         try:

@@ -1,7 +1,7 @@
-"""The same service as it would be without idempotency (PAYMENTS_GUARD=off): every request is a stranger.
+"""The service without idempotency (PAYMENTS_GUARD=off), for comparison.
 
-Each gets a key of its own, whatever it brought along.  So the code that runs is the very same, its transactions included,
-and only one thing is gone: a repeat is not known as one.
+Every request gets a new key in place of its own, so no repeat is recognised.  All other code, transactions included, is
+the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def new_key() -> str:
 
 
 class Unguarded:
-    """ASGI middleware that puts a new key in the place of the caller's."""
+    """ASGI middleware that replaces the caller's key by a new one."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app

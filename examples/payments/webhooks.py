@@ -1,4 +1,4 @@
-"""The provider's webhooks: verified, then handled once each, however often they come."""
+"""The provider's webhooks: verified, then each handled once, however often it is delivered."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ RESULTS = {"duplicate": "replayed", "flagged": "flagged", "dead": "dead letter"}
 async def receive(
     request: Request, inbox: Inbox, signing: Signing, *, name: Callable[[], str] | None = None
 ) -> dict[str, Any]:
-    """A row of the seeds' inbox table: when the delivery came, and what became of it.  A *name* replaces the event's id."""
-    body = await request.body()  # the raw bytes, for it is they that are signed
+    """Handle a delivery, and return what was done with it.  *name*, if given, makes an id in place of the event's."""
+    body = await request.body()  # the raw bytes, because the signature is of them
     try:
         message = signing.verify(request.headers, body)
     except WebhookError as error:
         raise BadSignature(error.detail) from error
-    came = datetime.now(UTC)
+    first_seen = datetime.now(UTC)
     received = await inbox.ahandle(name() if name else message.id, SOURCE, json.loads(body), handle)
     return {
         "event_id": message.id,
         "source": SOURCE,
-        "first_seen": came.isoformat(),
+        "first_seen": first_seen.isoformat(),
         "processed": datetime.now(UTC).isoformat(),
         "result": received.value if received.how == "processed" else RESULTS[received.how],
     }
 
 
 async def handle(op: Op, event: dict[str, Any]) -> str:
-    """Book what the event tells; what this service has no use for is acknowledged, and forgotten."""
+    """Book a refund that succeeded; events of other types are acknowledged and ignored."""
     if event["type"] != "refund.succeeded":
         return "ignored"
     await ledger.settle_refund(op.connection, event["data"]["reference"])

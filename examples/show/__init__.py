@@ -1,1 +1,1 @@
-"""The demo: its stories, and how they are shown."""
+"""The stories of the demo, and their display."""

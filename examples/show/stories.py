@@ -1,6 +1,6 @@
-"""The everyday accidents, each played over HTTP against a provider and a service that are real processes.
+"""Everyday accidents, each run over HTTP against a provider and a service in processes of their own.
 
-A story knows nothing of guards: it sends what callers send, breaks what breaks in the night, and counts the effects.
+A story does not know whether the guard is on: it sends requests, causes the accident, and counts the effects.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import httpx
 
-from examples.payments.processes import World
+from examples.payments.processes import PaymentSystem
 
 REFUND = 1_000  # 10.00, of the 100.00 that each story's order has paid
-PATIENCE = 20.0
+TIMEOUT = 20.0  # seconds to wait for an effect
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a story ended: the requests sent, the effects there are, whether every caller was treated right, and how."""
+    """The end of a story: the requests sent, the effects that happened, whether each answer was right, and a sentence."""
 
     requests: int
     effects: int
@@ -38,12 +38,12 @@ class Ending:
 @dataclass(frozen=True, slots=True)
 class Story:
     title: str
-    effect: str  # what is counted, in the singular
-    play: Callable[[World, str], Ending]
+    effect: str  # the effect that is counted, in the singular
+    play: Callable[[PaymentSystem, str], Ending]
 
 
 class Played(NamedTuple):
-    """How a story ended, without the guard and with it."""
+    """A story and its endings, without the guard and with it."""
 
     number: int
     story: Story
@@ -51,20 +51,20 @@ class Played(NamedTuple):
     ended: Ending
 
 
-def refund(world: World, charge: str, key: str, amount: int = REFUND) -> httpx.Response:
-    return world.post("/refunds", key, {"charge_id": charge, "amount": amount})
+def refund(system: PaymentSystem, charge: str, key: str, amount: int = REFUND) -> httpx.Response:
+    return system.post("/refunds", key, {"charge_id": charge, "amount": amount})
 
 
 def until(true: Callable[[], bool]) -> None:
-    ends = time.monotonic() + PATIENCE
+    ends = time.monotonic() + TIMEOUT
     while not true():
         if time.monotonic() > ends:
-            raise TimeoutError("what the story waits for did not happen")
+            raise TimeoutError(f"an effect that the story waits for did not happen within {TIMEOUT:g} s")
         time.sleep(0.02)
 
 
 def ids(answers: list[httpx.Response]) -> tuple[str, ...]:
-    """The refunds that callers were told of, each once."""
+    """Return the ids of the refunds in the answers, without repeats."""
     return tuple(dict.fromkeys(answer.json()["id"] for answer in answers if answer.status_code == 201))
 
 
@@ -72,87 +72,87 @@ def statuses(answers: list[httpx.Response]) -> str:
     return ", ".join(str(answer.status_code) for answer in answers)
 
 
-def double_click(world: World, name: str) -> Ending:
-    charge, before = world.captured(name), world.payouts()
-    answers = [refund(world, charge, name) for _ in range(2)]
+def double_click(system: PaymentSystem, name: str) -> Ending:
+    charge, before = system.captured(name), system.payouts()
+    answers = [refund(system, charge, name) for _ in range(2)]
     right = answers[0].content == answers[1].content and answers[1].headers["idempotency-status"] == "replayed"
     how = "the second click got the first one's answer" if right else "each click was a refund of its own"
-    return Ending(2, world.payouts() - before, right, how, ids(answers))
+    return Ending(2, system.payouts() - before, right, how, ids(answers))
 
 
-def ten_at_once(world: World, name: str) -> Ending:
-    charge, before = world.captured(name), world.payouts()
+def ten_at_once(system: PaymentSystem, name: str) -> Ending:
+    charge, before = system.captured(name), system.payouts()
     together = threading.Barrier(10)
 
     def ask(_: int) -> httpx.Response:
         together.wait()
-        return refund(world, charge, name)
+        return refund(system, charge, name)
 
     with ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(ask, range(10)))
     right = {answer.status_code for answer in answers} == {201} and len(ids(answers)) == 1
     how = "nine waited for the first one's answer" if right else "everyone was served, and the money went out each time"
-    return Ending(10, world.payouts() - before, right, how, ids(answers))
+    return Ending(10, system.payouts() - before, right, how, ids(answers))
 
 
-def another_amount(world: World, name: str) -> Ending:
-    charge, before = world.captured(name), world.payouts()
-    answers = [refund(world, charge, name), refund(world, charge, name, amount=9 * REFUND)]
+def another_amount(system: PaymentSystem, name: str) -> Ending:
+    charge, before = system.captured(name), system.payouts()
+    answers = [refund(system, charge, name), refund(system, charge, name, amount=9 * REFUND)]
     code = answers[1].json().get("error_code", "")
     right = answers[1].status_code == 409 and code == "CONFLICT.idempotency.payload_mismatch"
     how = "409: the key stands for another amount" if right else f"{statuses(answers)}: both amounts went out"
-    return Ending(2, world.payouts() - before, right, how, ids(answers))
+    return Ending(2, system.payouts() - before, right, how, ids(answers))
 
 
-def gateway_timeout(world: World, name: str) -> Ending:
-    charge, before = world.captured(name), world.payouts()
-    asked = len(world.calls())
-    world.provider.order({"timeout_after": 30})
-    answers = [refund(world, charge, name), refund(world, charge, name)]
+def gateway_timeout(system: PaymentSystem, name: str) -> Ending:
+    charge, before = system.captured(name), system.payouts()
+    asked = len(system.calls())
+    system.provider.order({"timeout_after": 30})
+    answers = [refund(system, charge, name), refund(system, charge, name)]
     right = [answer.status_code for answer in answers] == [504, 201]
-    keys = {call["key"] for call in world.calls()[asked:]}
+    keys = {call["key"] for call in system.calls()[asked:]}
     how = f"the provider was asked again, under {'the same' if len(keys) == 1 else 'a new'} key"
-    return Ending(2, world.payouts() - before, right, f"{statuses(answers)}: {how}", ids(answers))
+    return Ending(2, system.payouts() - before, right, f"{statuses(answers)}: {how}", ids(answers))
 
 
-def killed(world: World, name: str) -> Ending:
-    charge, before = world.captured(name), world.payouts()
-    world.provider.order(
-        {"latency_after": 10}
-    )  # so the money is out, and the answer on its way, when the lights go out
+def killed(system: PaymentSystem, name: str) -> Ending:
+    charge, before = system.captured(name), system.payouts()
+    system.provider.order({"latency_after": 10})  # so that the service is killed between the payout and its answer
     unanswered: list[bool] = []
 
     def ask() -> None:
         try:
-            refund(world, charge, name)
+            refund(system, charge, name)
         except httpx.TransportError:
             unanswered.append(True)
 
     caller = threading.Thread(target=ask)
     caller.start()
-    until(lambda: world.payouts() > before)
-    world.service.crash()
+    until(lambda: system.payouts() > before)
+    system.service.crash()
     caller.join()
-    world.service.start()
-    again = refund(world, charge, name)
+    system.service.start()
+    again = refund(system, charge, name)
     right = unanswered == [True] and again.status_code == 201
     how = (
-        "restarted, it went on after its last step" if world.payouts() - before == 1 else "the retry began from nothing"
+        "restarted, it continued after its last step"
+        if system.payouts() - before == 1
+        else "the retry began from the start"
     )
-    return Ending(2, world.payouts() - before, right, f"no answer, then {again.status_code}: {how}", ids([again]))
+    return Ending(2, system.payouts() - before, right, f"no answer, then {again.status_code}: {how}", ids([again]))
 
 
-def duplicate_webhook(world: World, name: str) -> Ending:
-    charge = world.captured(name)
-    made = ids([refund(world, charge, name)])
+def duplicate_webhook(system: PaymentSystem, name: str) -> Ending:
+    charge = system.captured(name)
+    made = ids([refund(system, charge, name)])
 
-    def booked() -> int:  # for this refund: an event of an earlier story may still be under way
-        return sum(entry["reference"] == made[0] for entry in world.entries("settlement"))
+    def booked() -> int:  # of this refund only: an event of an earlier story may still arrive
+        return sum(entry["reference"] == made[0] for entry in system.entries("settlement"))
 
     until(lambda: booked() > 0)
-    events = world.provider.get("/admin/events")["events"]
+    events = system.provider.get("/admin/events")["events"]
     event = next(event["id"] for event in events if event["data"]["reference"] == made[0])
-    answers = world.provider.replay(event, 5)
+    answers = system.provider.replay(event, 5)
     effects = booked()
     how = "all six acknowledged, one booked" if effects == 1 else "booked at every delivery"
     return Ending(6, effects, answers == [200] * 5, how, made)

@@ -1,4 +1,4 @@
-"""Ask once more; it happens once.  Exactly-once effects in an at-least-once world."""
+"""oncemore: exactly-once effects in an at-least-once world.  The names below are the public interface."""
 
 from ._contract.contract import Contract
 from ._contract.policy import Policy

@@ -1,4 +1,4 @@
-"""Encryption at rest: what the ledger keeps of a response or result can be read only with a key that is not in it.
+"""Encryption at rest: stored responses and results can be read only with a key that is not in the store.
 
 guard = Guard("postgresql://...", seal=Seal([key]))
 """
@@ -17,9 +17,10 @@ from ._ledger.model import Outcome
 from ._runtime.wakeups import Id
 from .errors import ConfigurationError, CorruptRecord
 
-# The only header of a sealed outcome; its value is the version of what follows: key id, nonce, AES-GCM of headers and body.
+# The only header of an encrypted outcome.  Its value is the version of the body: key id, nonce, AES-GCM text of the
+# original headers and body.
 MARK = ("oncemore-sealed", "1")
-KEY_ID, NONCE = 8, 12
+KEY_ID, NONCE = 8, 12  # lengths in bytes
 KEY_LENGTHS = (16, 24, 32)
 
 Content = tuple[tuple[tuple[str, str], ...], bytes]
@@ -28,10 +29,11 @@ decode = msgspec.msgpack.Decoder(Content).decode
 
 
 class Seal:
-    """AES-GCM under the first of *keys*; all of them open what they have sealed, so that keys can be rotated.
+    """Encrypts outcomes with AES-GCM under the first of *keys*, and decrypts them with any of them, so keys can rotate.
 
-    Kind and status stay readable, for operators and metrics, but cannot be changed unnoticed.  *plain* lets outcomes
-    pass that were stored before there was a seal; without it, whoever can write to the store could pass one off as such.
+    Kind and status stay readable for operators and metrics, but a change of them is noticed.  An outcome is bound to its
+    scope and key, so it cannot be moved to another record.  *plain* accepts outcomes that were stored without a seal.
+    Use it only while these expire, because it also accepts an outcome that an attacker wrote to the store.
     """
 
     def __init__(self, keys: Iterable[bytes], *, plain: bool = False) -> None:
@@ -41,56 +43,61 @@ class Seal:
         self._first = key_id(checked[0])
 
     def seal(self, id: Id, outcome: Outcome) -> Outcome:
-        """The outcome as it may lie in a store."""
+        """Return the encrypted form of *outcome*, to be stored under *id*."""
         nonce = secrets.token_bytes(NONCE)
         content = encode((outcome.headers, outcome.body))
-        text = self._ciphers[self._first].encrypt(nonce, content, bound_to(id, outcome))
+        text = self._ciphers[self._first].encrypt(nonce, content, authenticated_data(id, outcome))
         return Outcome(outcome.kind, outcome.status, (MARK,), self._first + nonce + text)
 
     def open(self, id: Id, outcome: Outcome) -> Outcome:
-        """The outcome as it was; a CorruptRecord where it was changed, moved, or sealed with a key that is not here."""
+        """Return the outcome that was sealed under *id*.
+
+        Raises:
+            CorruptRecord: It was changed, moved from another record, or sealed with an unknown key.
+        """
         if outcome.headers != (MARK,):
-            return self._unsealed(outcome)
+            if self._plain:
+                return outcome
+            raise CorruptRecord(
+                "The stored outcome is not encrypted. If it was stored before encryption was turned on, allow that with "
+                "Seal(keys, plain=True); if not, somebody else has written it"
+            )
         blob = outcome.body
         found, nonce, text = blob[:KEY_ID], blob[KEY_ID : KEY_ID + NONCE], blob[KEY_ID + NONCE :]
         cipher = self._ciphers.get(found)
         if cipher is None:
             raise CorruptRecord(
-                f"The outcome was sealed with a key that is not here (id {found.hex()}); add it to keys"
+                f"The stored outcome is encrypted with a key that Seal was not given (key id {found.hex()}): add it to keys"
             )
         try:
-            headers, body = decode(cipher.decrypt(nonce, text, bound_to(id, outcome)))
-        except (InvalidTag, ValueError, msgspec.MsgspecError) as error:  # ValueError: a nonce cut short
+            headers, body = decode(cipher.decrypt(nonce, text, authenticated_data(id, outcome)))
+        except (InvalidTag, ValueError, msgspec.MsgspecError) as error:  # ValueError: the nonce is too short
             raise CorruptRecord(
-                "The outcome does not open: it was changed, cut short, or is of another record"
+                "The stored outcome cannot be decrypted: it was changed, cut short, or moved from another record"
             ) from error
         return Outcome(outcome.kind, outcome.status, headers, body)
 
-    def _unsealed(self, outcome: Outcome) -> Outcome:
-        if not self._plain:
-            raise CorruptRecord(
-                "The outcome is not sealed: its record cannot be read, or it was stored before there was a seal; "
-                "only then say plain=True"
-            )
-        return outcome
-
 
 def check_keys(keys: Iterable[bytes]) -> list[bytes]:
+    """Return *keys* as a list, or raise ConfigurationError unless they are AES keys."""
     listed = [] if isinstance(keys, bytes | str) or not isinstance(keys, Iterable) else list(keys)
     if not all(isinstance(key, bytes) for key in listed):
-        raise ConfigurationError("keys is not a list of bytes: write [key], or [newest, older] while they rotate")
+        raise ConfigurationError("keys must be a list of bytes: write [key], or [newest, older] while keys rotate")
     if not listed or any(len(key) not in KEY_LENGTHS for key in listed):
-        raise ConfigurationError("Give one or more keys of 32 random bytes each, in a list: [secrets.token_bytes(32)]")
+        raise ConfigurationError("Seal needs one or more keys of 32 random bytes each: write [secrets.token_bytes(32)]")
     return listed
 
 
 def key_id(key: bytes) -> bytes:
-    """A name for the key that tells nothing of it."""
+    """Return a name for *key*, from which the key cannot be computed."""
     return hashlib.sha256(b"oncemore seal key id\n" + key).digest()[:KEY_ID]
 
 
-def bound_to(id: Id, outcome: Outcome) -> bytes:
-    """All that an outcome is sealed together with, each part after its length, so that none can pass for another."""
+def authenticated_data(id: Id, outcome: Outcome) -> bytes:
+    """Return the readable facts that the encryption protects against change.
+
+    Each part follows its length.  Joined without lengths, the parts of one record could equal those of another.
+    """
     parts = (*MARK, *id, outcome.kind, str(outcome.status))
     encoded = (part.encode("utf-8", "surrogatepass") for part in parts)
     return b"".join(b"%d:%b" % (len(part), part) for part in encoded)

@@ -1,14 +1,23 @@
-"""Every error, in one tree: each class says what happened, whether a retry can help, and how HTTP shows it."""
+"""All errors of oncemore in one tree: what happened, whether a retry can help, and the HTTP status that shows it."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-UNTOLD: Any = object()  # stands for a result that nobody told
+NO_RESULT: Any = object()  # the default of `ProviderDuplicate(result=...)`, because None is a possible result
 
 
 class OncemoreError(Exception):
-    """The root: *code* is the machine's word, *status* HTTP's; *retryable* says that the same call may work later."""
+    """The base of all errors of oncemore.
+
+    Attributes:
+        code: For programs; it never changes, and docs/errors has a page for each.
+        status: The HTTP status with which a middleware answers.
+        title: One line for people, the same for all errors of the class.
+        retryable: Whether the same call with the same key may succeed later.
+        detail: What happened in this case, with its values.
+        retry_after: Seconds until a retry makes sense, or None if that is not known.
+    """
 
     code: ClassVar[str] = "INTERNAL.error"
     status: ClassVar[int] = 500
@@ -21,7 +30,7 @@ class OncemoreError(Exception):
         self.retry_after = retry_after
 
     def problem(self) -> dict[str, Any]:
-        """The members of an RFC 9457 problem document."""
+        """Return the members of an RFC 9457 problem document."""
         return {
             "type": f"urn:oncemore:error:{self.code}",
             "title": self.title,
@@ -32,46 +41,46 @@ class OncemoreError(Exception):
         }
 
 
-# ── The programmer's mistakes: raised while things are set up, never answered to a client
+# ── Mistakes in the program or its configuration.  Most are raised while the service starts.
 
 
 class ConfigurationError(OncemoreError):
-    """A contract, URL or argument is wrong; the message names the place and the fix."""
+    """A contract, URL or argument is wrong.  The message names the place and the correction."""
 
     code = "CONFIGURATION.invalid"
     title = "The configuration is invalid"
 
 
 class MissingDriver(ConfigurationError):
-    """An optional package is not installed; the message is the command that installs it."""
+    """An optional package is not installed.  The message has the command that installs it."""
 
     code = "CONFIGURATION.missing_driver"
     title = "A driver is not installed"
 
 
 class TransactionEnded(ConfigurationError):
-    """The code that borrowed the guard's transaction has committed it or rolled it back."""
+    """The performing code committed or rolled back the guard's transaction by itself, so the outcome was not written."""
 
     code = "CONFIGURATION.transaction_ended"
     title = "The transaction was ended behind the guard's back"
 
 
 class StepsChanged(ConfigurationError):
-    """An operation resumes, and its code now takes other steps than those that are checkpointed; the message names both."""
+    """A resumed operation's code runs other steps than the stored ones.  The message names the old and the new step."""
 
     code = "CONFIGURATION.steps_changed"
     title = "The operation's steps have changed since it began"
 
 
-# ── Refusals: the operation was not performed, by rule
+# ── Refusals: a rule says that the operation must not be performed
 
 
 class Refusal(OncemoreError):
-    """The operation did not run, and the ledger is as it was."""
+    """The operation was not performed, and the ledger has not changed."""
 
 
 class InvalidKey(Refusal):
-    """The key is malformed, too long or of the wrong format."""
+    """The key is malformed, too long, or not in the format that the rule asks for."""
 
     code = "VALIDATION.idempotency.key_invalid"
     status = 400
@@ -79,7 +88,7 @@ class InvalidKey(Refusal):
 
 
 class MissingKey(Refusal):
-    """The rule requires a key and the caller sent none."""
+    """The rule requires a key, and the caller sent none."""
 
     code = "VALIDATION.idempotency.key_missing"
     status = 400
@@ -87,7 +96,7 @@ class MissingKey(Refusal):
 
 
 class InvalidPayload(Refusal):
-    """The payload cannot be read as what it says it is."""
+    """The payload cannot be parsed as its content type."""
 
     code = "VALIDATION.payload"
     status = 400
@@ -103,7 +112,7 @@ class PayloadTooLarge(Refusal):
 
 
 class InvalidPrincipal(Refusal):
-    """Nobody owns the key: the principal is empty."""
+    """The principal is empty, so the key has no owner."""
 
     code = "AUTH.principal_missing"
     status = 401
@@ -111,7 +120,7 @@ class InvalidPrincipal(Refusal):
 
 
 class PrincipalFailed(Refusal):
-    """The function that tells who is calling has failed."""
+    """The function that names the principal has raised an error."""
 
     code = "INTERNAL.principal_failed"
     status = 500
@@ -120,7 +129,7 @@ class PrincipalFailed(Refusal):
 
 
 class WebhookError(Refusal):
-    """A received webhook is not what its sender signed, or not signed at all, or too old."""
+    """A received webhook is unsigned, too old, or its signature does not match its body."""
 
     code = "AUTH.webhook_signature"
     status = 401
@@ -128,7 +137,7 @@ class WebhookError(Refusal):
 
 
 class Undeclared(Refusal):
-    """The contract does not know this operation, and refuses what it does not know."""
+    """The contract has no rule for this operation, and refuses undeclared ones."""
 
     code = "VALIDATION.idempotency.undeclared"
     status = 404
@@ -136,7 +145,7 @@ class Undeclared(Refusal):
 
 
 class PreconditionRequired(Refusal):
-    """The rule wants a conditional request, and the caller sent no If-Match."""
+    """The rule requires an If-Match header, and the caller sent none."""
 
     code = "PRECONDITION.if_match_required"
     status = 428
@@ -144,7 +153,7 @@ class PreconditionRequired(Refusal):
 
 
 class PreconditionFailed(Refusal):
-    """The resource is no longer what the caller's If-Match says."""
+    """The resource has changed: its ETag is not the one in the caller's If-Match header."""
 
     code = "PRECONDITION.if_match_failed"
     status = 412
@@ -152,7 +161,7 @@ class PreconditionFailed(Refusal):
 
 
 class PayloadMismatch(Refusal):
-    """The key already names a different request."""
+    """The key was first used with a different request."""
 
     code = "CONFLICT.idempotency.payload_mismatch"
     status = 409
@@ -160,7 +169,7 @@ class PayloadMismatch(Refusal):
 
 
 class InProgress(Refusal):
-    """The operation is running elsewhere, and waiting for it was not asked for or took too long."""
+    """Another caller is performing the operation, and this one does not wait, or has waited as long as it may."""
 
     code = "CONFLICT.idempotency.in_progress"
     status = 409
@@ -169,7 +178,7 @@ class InProgress(Refusal):
 
 
 class UnknownOutcome(Refusal):
-    """A holder vanished in mid-operation: whether the effect happened is not known until someone resolves it."""
+    """An earlier attempt crashed; whether it took effect is not known until an operator or the resolver decides."""
 
     code = "CONFLICT.idempotency.outcome_unknown"
     status = 409
@@ -177,7 +186,7 @@ class UnknownOutcome(Refusal):
 
 
 class Duplicate(Refusal):
-    """The operation was done before, and the rule rejects repeats."""
+    """The operation was performed before, and the rule says `on_duplicate = "reject"`."""
 
     code = "CONFLICT.idempotency.duplicate"
     status = 409
@@ -185,7 +194,7 @@ class Duplicate(Refusal):
 
 
 class Suspected(Refusal):
-    """The same request came under a different key a moment ago, and the rule rejects such pairs."""
+    """An equal request came with another key a moment ago, and the rule says `suspect = "reject"`."""
 
     code = "CONFLICT.idempotency.suspected_duplicate"
     status = 409
@@ -193,7 +202,7 @@ class Suspected(Refusal):
 
 
 class OutcomeNotKept(Refusal):
-    """The operation was performed, but its outcome was too large or not storable, so it cannot be replayed."""
+    """The operation was performed, but its outcome cannot be replayed: it was too large or could not be stored."""
 
     code = "CONFLICT.idempotency.outcome_not_kept"
     status = 409
@@ -201,7 +210,7 @@ class OutcomeNotKept(Refusal):
 
 
 class KeyExpired(Refusal):
-    """The key is older than the retention, so a repeat can no longer be told from a first request."""
+    """The key is older than the retention, so a first request and a duplicate look the same."""
 
     code = "PRECONDITION.idempotency.key_expired"
     status = 412
@@ -209,7 +218,7 @@ class KeyExpired(Refusal):
 
 
 class NotFound(Refusal):
-    """The ledger has no such record."""
+    """The ledger has no record of this operation, or it belongs to another caller."""
 
     code = "NOT_FOUND.idempotency.record"
     status = 404
@@ -217,7 +226,7 @@ class NotFound(Refusal):
 
 
 class NotResolvable(Refusal):
-    """The record is not in doubt, so there is nothing to resolve."""
+    """The outcome of the operation is known, so there is nothing to resolve."""
 
     code = "CONFLICT.idempotency.not_resolvable"
     status = 409
@@ -225,7 +234,7 @@ class NotResolvable(Refusal):
 
 
 class WrongState(Refusal):
-    """The action does not follow from the state that the row is in."""
+    """The row is in a state in which the action is not allowed."""
 
     code = "CONFLICT.state"
     status = 409
@@ -233,7 +242,7 @@ class WrongState(Refusal):
 
 
 class NoSuchRow(Refusal):
-    """There is no row whose state could change."""
+    """The table has no row with this id."""
 
     code = "NOT_FOUND.row"
     status = 404
@@ -241,7 +250,7 @@ class NoSuchRow(Refusal):
 
 
 class RateLimited(Refusal):
-    """The principal made too many new keys."""
+    """The principal has used too many new keys within the limit's window."""
 
     code = "RATE_LIMIT.exceeded"
     status = 429
@@ -250,31 +259,31 @@ class RateLimited(Refusal):
 
 
 class ProviderDuplicate(Refusal):
-    """The provider says that it has done this already; its existing *result* is the answer.
+    """The provider says that it has applied the operation before.  Raise this in the code that calls the provider.
 
-    Raised with a result by what is performed under a lease, a step for instance, it is settled as that result: to whoever
-    asked, the operation has succeeded.
+    With the provider's existing *result*, the operation or step is settled with that result: the caller sees a success.
+    Inside a transaction or between two steps it is an ordinary error, because other effects may be missing.
     """
 
     code = "PROVIDER.duplicate"
     status = 409
     title = "The provider had already applied the operation"
 
-    def __init__(self, detail: str = "", *, result: Any = UNTOLD, retry_after: float | None = None) -> None:
+    def __init__(self, detail: str = "", *, result: Any = NO_RESULT, retry_after: float | None = None) -> None:
         super().__init__(detail, retry_after=retry_after)
         self.result = result
 
     @property
-    def told(self) -> bool:
-        """Whether the existing result is known."""
-        return self.result is not UNTOLD
+    def has_result(self) -> bool:
+        """Whether the provider's existing result was given."""
+        return self.result is not NO_RESULT
 
 
-# ── Faults: the ledger could not do its work
+# ── Failures of the ledger
 
 
 class StoreError(OncemoreError):
-    """The store failed; what was asked of it may or may not have happened."""
+    """The store failed.  The change that was asked of it may or may not have been made."""
 
     code = "DEPENDENCY.store"
     status = 503
@@ -298,7 +307,7 @@ class StoreTimeout(StoreError):
 
 
 class Fenced(OncemoreError):
-    """The lease is no longer yours: it lapsed and someone else took the operation over, or it was resolved."""
+    """The lease lapsed and another caller took the operation over, or an operator resolved it.  Nothing was written."""
 
     code = "TRANSIENT.idempotency.fenced"
     status = 409
@@ -307,7 +316,7 @@ class Fenced(OncemoreError):
 
 
 class CorruptRecord(StoreError):
-    """The stored record cannot be read."""
+    """The stored record cannot be decoded or decrypted."""
 
     code = "TRANSIENT.idempotency.record_corrupt"
     title = "The stored record cannot be read"

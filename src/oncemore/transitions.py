@@ -1,10 +1,11 @@
-"""Idempotent state changes: a table says which action leads from which state to which, and one conditional update does it.
+"""Idempotent state changes of database rows: a table of allowed transitions, applied by one conditional UPDATE.
 
     offers = Transitions("match_offers", {("offered", "accept"): "accepted", ("offered", "pass"): "passed"})
     offers.apply(op, "offer-123", "accept")
 
-The same action twice has the same result.  An action that the state does not allow is refused, with both states named.
-It works on the transaction that the operation has borrowed (effect = "transaction"), so it commits with the outcome.
+An action that is applied twice has the result of the first time.  An action that the row's state does not allow raises
+WrongState, which names both states.  The UPDATE runs in the operation's transaction (effect = "transaction"), so it
+commits with the outcome.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ class Applied(msgspec.Struct, frozen=True):
 
 
 class Transitions:
-    """The states of the rows of a *table*, and what leads from one to another: `{(state, action): next state}`."""
+    """The transitions that rows of *table* may make: `{(state, action): next state}`.
+
+    *state* and *id* are the names of the columns.  An action that would lead two states further if it is applied twice
+    is a ConfigurationError, because a repeat must change nothing.
+    """
 
     def __init__(
         self, table: str, steps: Mapping[tuple[str, str], str], *, state: str = "status", id: str = "id"
@@ -38,64 +43,72 @@ class Transitions:
         for name in (table, state, id):
             check_name(name)
         if not steps:
-            raise ConfigurationError("A table of transitions needs one at least: {(state, action): next state}")
+            raise ConfigurationError("Transitions needs at least one transition: {(state, action): next state}")
         self.table = table
         self.state = state
         self.id = id
         self.steps = dict(steps)
         for _, action in steps:
-            leads = self.leads(action)
-            for after in leads.values():
-                if leads.get(after, after) != after:
+            next_states = self.next_states(action)
+            for after in next_states.values():
+                if next_states.get(after, after) != after:
                     raise ConfigurationError(
-                        f"{action!r} leads to {after!r}, and from there on to {leads[after]!r}: done twice, it would not be the "
-                        "same as once; give the second step a name of its own"
+                        f"{action!r} leads to {after!r}, and from there to {next_states[after]!r}, so a repeat would change "
+                        "the row again: give the second transition another action"
                     )
 
     def apply(self, op: Op, id: Any, action: str, **columns: Any) -> Applied:
-        """Change the row's state by *action*, and set *columns* with it.  If that has been done before, nothing changes."""
-        return run(self._applied(op, id, action, columns))
+        """Change the state of the row *id* by *action*, and set *columns* in the same UPDATE.
+
+        If the action was applied before, nothing is written, and `changed` is False.
+
+        Raises:
+            NoSuchRow: The table has no row *id*.
+            WrongState: The action is not allowed in the row's state.
+        """
+        return run(self._apply(op, id, action, columns))
 
     async def aapply(self, op: Op, id: Any, action: str, **columns: Any) -> Applied:
-        """Change the row's state as `apply` does, to be awaited."""
-        return await arun(self._applied(op, id, action, columns))
+        """Apply *action* to the row *id*: `apply` for async performers."""
+        return await arun(self._apply(op, id, action, columns))
 
-    def leads(self, action: str) -> dict[str, str]:
-        """From which states *action* leads to which."""
+    def next_states(self, action: str) -> dict[str, str]:
+        """Return `{state before: state after}` of *action*."""
         found = {before: after for (before, known), after in self.steps.items() if known == action}
         if not found:
             known = ", ".join(sorted({action for _, action in self.steps}))
-            raise ConfigurationError(f"{action!r} is no action of {self.table}; it knows {known}")
+            raise ConfigurationError(f"{self.table} has no action {action!r}: its actions are {known}")
         return found
 
-    def _applied(self, op: Op, id: Any, action: str, columns: Mapping[str, Any]) -> Plan[Applied]:
-        leads = self.leads(action)
+    def _apply(self, op: Op, id: Any, action: str, columns: Mapping[str, Any]) -> Plan[Applied]:
+        next_states = self.next_states(action)
         query = op.borrowed("Transitions.apply").query
-        rows = yield from query(*self._update(id, leads, columns))
+        rows = yield from query(*self._update(id, next_states, columns))
         if rows:
             return Applied(rows[0][0], True)
         rows = yield from query(f"SELECT {self.state} FROM {self.table} WHERE {self.id} = $1", [id])
         if not rows:
             raise NoSuchRow(f"{self.table} has no row {id!r}")
         now: str = rows[0][0]
-        if now in leads.values():
+        if now in next_states.values():
             return Applied(now, False)
-        wanted = " or ".join(sorted(leads))
-        raise WrongState(f"{id!r} in {self.table} is {now!r}; {action!r} needs {wanted!r}")
+        allowed = " or ".join(sorted(next_states))
+        raise WrongState(f"{id!r} in {self.table} is {now!r}; {action!r} needs {allowed!r}")
 
-    def _update(self, id: Any, leads: Mapping[str, str], columns: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    def _update(self, id: Any, next_states: Mapping[str, str], columns: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        """Return the UPDATE and its parameters.  It matches no row in a state that does not allow the action."""
         values: list[Any] = [id]
 
-        def given(value: Any) -> str:
+        def parameter(value: Any) -> str:
             values.append(value)
             return f"${len(values)}"
 
-        cases = " ".join(f"WHEN {given(before)} THEN {given(after)}" for before, after in leads.items())
+        cases = " ".join(f"WHEN {parameter(before)} THEN {parameter(after)}" for before, after in next_states.items())
         sets = [f"{self.state} = CASE {self.state} {cases} END"]
         for name, value in columns.items():
             check_name(name)
-            sets.append(f"{name} = {given(value)}")
-        states = ", ".join(given(before) for before in leads)
+            sets.append(f"{name} = {parameter(value)}")
+        states = ", ".join(parameter(before) for before in next_states)
         text = (
             f"UPDATE {self.table} SET {', '.join(sets)} WHERE {self.id} = $1 AND {self.state} IN ({states})"
             f" RETURNING {self.state}"
@@ -104,5 +117,8 @@ class Transitions:
 
 
 def check_name(name: str) -> None:
+    """Raise ConfigurationError unless *name* can stand in SQL unquoted: it is not passed as a parameter."""
     if not NAME.fullmatch(name):
-        raise ConfigurationError(f"{name!r} is no name of a table or column: write letters, digits and underscores")
+        raise ConfigurationError(
+            f"{name!r} cannot be the name of a table or column: use letters, digits and underscores"
+        )

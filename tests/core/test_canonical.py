@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._fingerprint.canonical import MAX_DEPTH, canonical_json
+from oncemore._fingerprint.canonical import MAX_DEPTH, read_json
 from oncemore.errors import InvalidPayload
 
 MEGABYTE = 1_000_000
@@ -22,6 +22,10 @@ MEGABYTE = 1_000_000
 numbers = st.integers() | st.decimals(allow_nan=False, allow_infinity=False) | st.integers(10**20, 10**23)
 leaves = st.none() | st.booleans() | numbers | st.text()
 values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+
+
+def canonical_json(data: bytes, max_depth: int = MAX_DEPTH) -> bytes:
+    return read_json(data, max_depth=max_depth)[1]
 
 
 def spell_number(number: int | Decimal, chance: random.Random) -> str:
@@ -126,7 +130,7 @@ def test_any_one_changed_leaf_changes_the_form(value: Any, chance: random.Random
 
 
 @given(values, st.randoms(use_true_random=False))
-def test_the_form_is_json_of_the_same_value_and_is_its_own_form(value: Any, chance: random.Random) -> None:
+def test_form_is_json_of_equal_value_and_is_its_own_form(value: Any, chance: random.Random) -> None:
     form = canonical_json(spell(value, chance).encode())
     assert same_json(json.loads(form, parse_float=Decimal, parse_int=Decimal), value)
     assert canonical_json(form) == form
@@ -171,7 +175,7 @@ def test_arbitrary_bytes_have_a_form_or_a_refusal(data: bytes) -> None:
         ("-0.0000001", "-1e-7"),
     ],
 )
-def test_a_number_is_written_by_its_exact_value(text: str, form: str) -> None:
+def test_number_is_written_by_its_exact_value(text: str, form: str) -> None:
     assert canonical_json(text.encode()) == form.encode()
 
 
@@ -205,7 +209,7 @@ RFC_NUMBERS = {
 
 
 @pytest.mark.parametrize(("bits", "form"), RFC_NUMBERS.items())
-def test_a_double_is_written_as_rfc_8785_writes_it(bits: str, form: str) -> None:
+def test_double_is_written_as_rfc_8785_writes_it(bits: str, form: str) -> None:
     (double,) = struct.unpack(">d", bytes.fromhex(bits))
     assert canonical_json(repr(double).encode()) == form.encode()
 
@@ -243,7 +247,7 @@ RFC_FILES = {
 
 
 @pytest.mark.parametrize(("text", "form"), RFC_FILES.values(), ids=RFC_FILES)
-def test_the_files_of_rfc_8785_have_their_form(text: str, form: str) -> None:
+def test_files_of_rfc_8785_have_their_form(text: str, form: str) -> None:
     assert canonical_json(text.encode()) == form.encode()
 
 
@@ -256,7 +260,7 @@ def test_members_are_sorted_by_utf_16_units(names: list[str]) -> None:
 @pytest.mark.parametrize(
     "places", ["top", "deep", "far apart", "by escape", "with quotes", "empty name", "equal values"]
 )
-def test_a_member_named_twice_has_no_form(places: str) -> None:
+def test_member_named_twice_has_no_form(places: str) -> None:
     """Readers disagree on which of the two counts."""
     text = {
         "top": '{"a":1,"a":2}',
@@ -321,7 +325,7 @@ def test_what_has_no_single_meaning_has_no_form(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("sign", [b"", b"-"])
-def test_an_integer_of_a_million_digits_is_exact(sign: bytes) -> None:
+def test_integer_of_a_million_digits_is_exact(sign: bytes) -> None:
     """No digit is lost, and no limit of int() is met."""
     digits = b"1" * MEGABYTE
     form = canonical_json(b'["\\"1", %b%b]' % (sign, digits))
@@ -348,7 +352,7 @@ def test_many_brackets_side_by_side_are_not_deep() -> None:
     assert canonical_json(data, max_depth=3) == data
 
 
-def test_the_answer_does_not_depend_on_the_limit_for_integers() -> None:
+def test_answer_does_not_depend_on_the_limit_for_integers() -> None:
     """Two processes of one service may be set up differently."""
     data = b"[" + b"7" * 5000 + b"]"
     before, expected = sys.get_int_max_str_digits(), canonical_json(data)

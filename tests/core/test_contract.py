@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from oncemore._contract.contract import Contract
-from oncemore._contract.rule import Rule, rule_of
+from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError
 
 WRITTEN = """
@@ -87,7 +87,7 @@ def faults_of(written: str) -> list[str]:
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_contract_is_loaded_from_a_file(tmp_path):
+def test_contract_is_loaded_from_a_file(tmp_path):
     path = tmp_path / "oncemore.toml"
     path.write_text(WRITTEN, encoding="utf-8")
     contract = Contract.load(path)
@@ -132,7 +132,7 @@ def test_toml_and_python_say_the_same():
         ("[defaults]\nprofile = 'ietf'\nkey = 'required'", 86400, True, True),
     ],
 )
-def test_a_rule_beats_the_defaults_which_beat_the_profile(written, ttl, strict, required):
+def test_rule_beats_the_defaults_which_beat_the_profile(written, ttl, strict, required):
     """Each rule keeps its own settings."""
     contract = Contract.parse(written + "\n[[rule]]\nmatch = 'POST /a'\nttl = '1m'\n[[rule]]\nmatch = 'POST /b'\n")
     own, other = contract.rules
@@ -142,7 +142,7 @@ def test_a_rule_beats_the_defaults_which_beat_the_profile(written, ttl, strict, 
     assert (own.key.strict, own.key.required) == (strict, required)
 
 
-def test_a_key_from_another_place_does_not_inherit_what_was_said_of_the_header():
+def test_key_from_another_source_does_not_inherit_header_settings():
     contract = Contract(Rule("POST /m", key="body:/id"), Rule("POST /n", key="optional"), profile="matchmaking")
     messages, others = contract.rules
     assert (messages.key.format, messages.key.required) == ("any", True)
@@ -192,13 +192,13 @@ def test_lines_are_left_out_where_they_are_not_certain():
         ("[[rule]", "is not TOML"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_refused(written, hint):
+def test_file_that_cannot_be_meant_is_refused(written, hint):
     with pytest.raises(ConfigurationError, match=hint):
         Contract.parse(written)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
+def test_file_that_cannot_be_read_is_named(tmp_path, content):
     path = tmp_path / "oncemore.toml"
     if content:
         path.write_bytes(content)
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
         Contract.load(str(path))
 
 
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+def test_file_may_begin_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "oncemore.toml"
     path.write_bytes(b'\xef\xbb\xbf[[rule]]\nmatch = "POST /a"\n')
     assert [rule.match for rule in Contract.load(path).rules] == ["POST /a"]
@@ -225,12 +225,12 @@ def test_two_rules_of_one_name_are_refused():
         Contract(Rule("POST /a", name="x"), Rule("POST /b", name="x"))
 
 
-def test_a_rule_cannot_reverse_itself():
+def test_rule_cannot_reverse_itself():
     with pytest.raises(ConfigurationError, match="which is no other rule"):
         Contract(Rule("POST /a", name="x", reverses="x"))
 
 
-def test_a_default_template_is_checked_against_the_path_of_each_rule():
+def test_default_template_is_checked_against_path_of_each_rule():
     """Not against the defaults, which have no path."""
     key = "template:{principal}:{path.id}"
     assert Contract(Rule("POST /a/{id}"), key=key).rules[0].key.template
@@ -252,7 +252,7 @@ def test_safe_methods_are_never_guarded(method, undeclared):
     assert Contract(Rule("* /a"), undeclared=undeclared).match(method, "/a") is None
 
 
-def test_a_request_gets_its_rule_and_parameters():
+def test_request_gets_its_rule_and_parameters():
     found = Contract.parse(WRITTEN).match("post", "/matches/m-1/messages/")
     assert found.params == {"id": "m-1"}
     assert found.declared
@@ -298,7 +298,7 @@ def test_undeclared_requests_on_different_routes_are_different_operations():
         ({"key": "template:{principal}"}, True),
     ],
 )
-def test_a_key_never_gets_the_outcome_of_another_path(settings, shared):
+def test_key_never_gets_the_outcome_of_another_path(settings, shared):
     """Another method or path is another operation, unless a template says that they are one."""
     contract = Contract(Rule("POST|PUT /t/{id}", **settings))
     requests = [("POST", "/t/1"), ("POST", "/t/2"), ("PUT", "/t/1")]
@@ -306,20 +306,20 @@ def test_a_key_never_gets_the_outcome_of_another_path(settings, shared):
     assert len(routes) == (1 if shared else 3)
 
 
-def test_the_defaults_may_say_which_undeclared_requests_are_guarded():
+def test_defaults_may_say_which_undeclared_requests_are_guarded():
     contract = Contract(match="POST|PUT /api/{rest:path}")
     assert contract.match("PUT", "/api/x")
     assert contract.match("POST", "/admin") is None
 
 
-def test_rules_are_found_by_name_or_a_near_name_is_told():
+def test_rule_name_that_is_unknown_is_refused_with_nearest():
     contract = Contract(Rule("POST /refunds", name="refunds.create"))
     assert contract.rule("refunds.create").match == "POST /refunds"
     with pytest.raises(ConfigurationError, match=r"did you mean 'refunds\.create'"):
         contract.rule("refund.create")
 
 
-def test_a_contract_tells_which_rules_have_no_scope():
+def test_contract_tells_which_rules_have_no_scope():
     assert Contract(Rule("POST /a")).unscoped == ()
     assert Contract(Rule("POST /a", scope="global"), Rule("POST /b")).unscoped == ("POST /a",)
     assert Contract(scope="global").unscoped == ("POST|PATCH *",)
@@ -328,20 +328,14 @@ def test_a_contract_tells_which_rules_have_no_scope():
 # ── Adding ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_decorator_adds_a_rule_under_the_contract_s_defaults():
+def test_added_rule_has_the_defaults_of_the_contract():
     contract = Contract(ttl="48h")
-
-    @contract.idempotent("POST /refunds", key="required")
-    def refund() -> str:
-        return "refunded"
-
-    assert refund() == "refunded"
-    assert rule_of(refund).match == "POST /refunds"
+    contract.add(Rule("POST /refunds", key="required"))
     added = contract.match("POST", "/refunds").rule
     assert (added.key.required, added.policy.ttl) == (True, 172800.0)
 
 
-def test_the_same_rule_twice_is_added_once():
+def test_same_rule_twice_is_added_once():
     contract = Contract(Rule("POST /a", ttl="1h"))
     contract.add(Rule("POST /a", ttl="1h"))
     assert len(contract.rules) == 1
@@ -356,7 +350,7 @@ def test_rules_are_added_all_or_none():
     assert contract.match("POST", "/b").declared is False
 
 
-def test_a_rule_may_reverse_one_that_is_added_later():
+def test_rule_may_reverse_one_that_is_added_later():
     contract = Contract()
     contract.add(Rule("POST /refunds", name="refunds", reverses="payments"))
     with pytest.raises(ConfigurationError, match="reverses 'payments'"):

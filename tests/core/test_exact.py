@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._fingerprint.canonical import canonical_json, exact_value, write_json
+from oncemore._fingerprint.canonical import exact_value, read_json, write_json
 from oncemore._fingerprint.fingerprint import fingerprint_of
 from oncemore.errors import ConfigurationError, InvalidPayload
 
@@ -120,22 +120,22 @@ Point = namedtuple("Point", "x y")
         ({"é": "\U0001f600", "\U0001f600": 1, "\ue000": 2}, '{"é":"\U0001f600","\U0001f600":1,"\ue000":2}'),
     ],
 )
-def test_a_value_counts_as_what_it_holds(value: Any, form: str) -> None:
+def test_value_counts_as_what_it_holds(value: Any, form: str) -> None:
     assert write_json(exact_value(value)).decode() == form
 
 
-def test_an_integer_of_thousands_of_digits_is_exact() -> None:
+def test_integer_of_thousands_of_digits_is_exact() -> None:
     assert write_json(exact_value(-(10**5000) - 1)).decode() == "-1." + "0" * 4999 + "1e+5000"
 
 
-def test_the_fingerprint_of_a_value_says_what_it_is() -> None:
+def test_fingerprint_of_a_value_says_what_it_is() -> None:
     assert fingerprint_of({"b": 1.0, "a": "x"}) == "v1:" + sha256(b'v1\n\n{"a":"x","b":1}').hexdigest()
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_a_float_has_the_form_of_its_shortest_text(number: float) -> None:
+def test_float_has_the_form_of_its_shortest_text(number: float) -> None:
     form = write_json(exact_value(number))
-    assert form == canonical_json(repr(number).encode())
+    assert form == read_json(repr(number).encode())[1]
     assert float(form) == number
 
 
@@ -168,7 +168,7 @@ def test_different_values_have_different_fingerprints(one: Any, other: Any) -> N
     assert fingerprint_of(one) != fingerprint_of(other)
 
 
-def test_a_set_has_one_fingerprint_in_every_process() -> None:
+def test_set_has_one_fingerprint_in_every_process() -> None:
     """The order of a set of strings differs from process to process."""
     code = (
         "from oncemore._fingerprint.fingerprint import fingerprint_of as f; "
@@ -190,7 +190,7 @@ def test_keys_that_json_would_merge_are_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), 1j, Fraction(1, 3), range(3), Line, Model, Order, iter([]), len])
-def test_a_value_without_a_form_is_refused_by_name(value: Any) -> None:
+def test_value_without_a_form_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="has no fingerprint"):
         fingerprint_of([value])
 
@@ -201,7 +201,7 @@ def test_half_a_character_is_refused(value: Any) -> None:
         fingerprint_of(value)
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_value_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append({"again": endless})
     with pytest.raises(InvalidPayload, match="contains itself"):

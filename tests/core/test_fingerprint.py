@@ -44,14 +44,14 @@ def digest_of(algorithm: str, said: str) -> str:
     return f"{algorithm}:{hashlib.sha256(message.encode()).hexdigest()}"
 
 
-def test_a_fingerprint_names_its_algorithm_and_never_changes() -> None:
+def test_fingerprint_names_its_algorithm_and_never_changes() -> None:
     """Records outlive releases, so this digest must not move."""
     assert posted('{"b": 100.00, "a": [null]}') == digest_of("c1", '{"a":[null],"b":100}')
     assert posted('{"b": NaN}') == digest_of("r1", '{"b": NaN}')
     assert posted('{"b":1}') == "c1:3b0a0c9619a1d9484d2ad3a2262572863dfde2e6547f3ae5589ada92ab603a51"
 
 
-def test_a_signed_fingerprint_names_its_secret_without_showing_it() -> None:
+def test_signed_fingerprint_names_its_secret_without_showing_it() -> None:
     label, digest = posted("{}", secrets=[NEW, OLD]).split(":")
     message = b"c1\n4:POST8:/refunds0:16:application/json\n{}"
     assert digest == hmac.digest(NEW, message, "sha256").hex()
@@ -64,7 +64,7 @@ def test_a_signed_fingerprint_names_its_secret_without_showing_it() -> None:
     "repeat",
     ['{"a":1,"b":{"c":[2]}}', '{ "b" : {"c":[ 2.0 ]} , "a" : 1e0 }', '{"\\u0061":10e-1,"b":{"c":[2]}}'],
 )
-def test_the_same_json_is_the_same_request(repeat: str) -> None:
+def test_same_json_is_the_same_request(repeat: str) -> None:
     assert posted(repeat) == posted('{"a":1,"b":{"c":[2]}}')
 
 
@@ -78,7 +78,7 @@ def test_one_changed_field_is_another_request(other: str) -> None:
 @pytest.mark.parametrize(
     "content_type", ["Application/JSON", "application/json; charset=utf-8", " application/json;q=1"]
 )
-def test_the_parameters_and_case_of_the_media_type_do_not_count(content_type: str) -> None:
+def test_media_type_parameters_and_case_do_not_count(content_type: str) -> None:
     assert posted("{}", content_type=content_type) == posted("{ }")
 
 
@@ -102,12 +102,12 @@ def test_other_bodies_are_compared_byte_by_byte(media_type: str) -> None:
     assert posted("{ }", content_type=media_type).startswith("r1:")
 
 
-def test_a_form_is_the_same_however_it_is_percent_encoded() -> None:
+def test_form_is_the_same_however_it_is_percent_encoded() -> None:
     assert posted("a=1+2&b=%c3%a9", content_type=FORM) == posted("a=1%202&b=%C3%A9", content_type=FORM)
     assert posted("a=1&b=2", content_type=FORM) != posted("b=2&a=1", content_type=FORM)
 
 
-def test_json_that_was_sent_as_a_form_is_compared_byte_by_byte() -> None:
+def test_json_sent_as_form_is_compared_byte_by_byte() -> None:
     one, other = (posted(body, content_type=FORM) for body in ('{"a":"1+1"}', '{"a":"1 1"}'))
     assert one != other
 
@@ -121,7 +121,7 @@ def test_multipart_is_the_same_with_a_new_boundary(kind: str) -> None:
     assert posted(body.format("abc"), content_type=MULTIPART).startswith("r1:")
 
 
-def test_multipart_that_was_stored_byte_by_byte_is_still_compared_so() -> None:
+def test_multipart_stored_byte_by_byte_is_still_compared_so() -> None:
     """As all but forms were, before their parts were read."""
     content_type, body = "multipart/mixed; boundary=x", b"--x\r\n\r\n1\r\n--x--\r\n"
     stored = posted(body, content_type=content_type, mode="raw")
@@ -133,7 +133,7 @@ def test_multipart_that_was_stored_byte_by_byte_is_still_compared_so() -> None:
 @pytest.mark.parametrize(
     "boundary", ["a", "-", "--", "x y", "a.*(b)", '"a\\"b"', "a" * 71, "é", "", '"a', "a; boundary=b"]
 )
-def test_a_boundary_that_is_hostile_makes_no_two_bodies_one(boundary: str) -> None:
+def test_boundary_that_is_hostile_makes_no_two_bodies_one(boundary: str) -> None:
     """What is not clearly multipart is compared by its bytes."""
     body = "--{0}\r\n\r\n1\r\n--{0}ab\r\n\r\n{1}\r\n--{0}--\r\n"
     sent = [posted(body.format(boundary, n), content_type=f"multipart/mixed; boundary={boundary}") for n in (1, 2)]
@@ -198,7 +198,7 @@ def test_what_moves_from_one_part_to_the_next_counts(text: str, one: int, other:
     assert (split(one) == split(other)) == (text[:one] == text[:other])
 
 
-def test_the_query_counts_but_not_its_spelling() -> None:
+def test_query_counts_but_not_its_spelling() -> None:
     assert posted("{}", query="a=%7e+b") == posted("{}", query="a=~%20b")
     assert len({posted("{}", query=query) for query in ("", "a=1", "a=1&b=2", "b=2&a=1", "a=1%26b=2")}) == 5
 
@@ -228,7 +228,7 @@ def test_fields_are_selected_from_json_alone(content_type: str) -> None:
     assert one != other
 
 
-def test_a_repeated_member_cannot_hide_behind_exclude() -> None:
+def test_repeated_member_cannot_hide_behind_exclude() -> None:
     one, other = (posted(body, exclude=["a"]) for body in ('{"a":1,"a":2,"b":0}', '{"a":1,"b":0}'))
     assert one != other
 
@@ -246,7 +246,7 @@ def test_mode_none_compares_nothing(request: Any, stored: str) -> None:
 
 
 @given(fingerprinters, requests)
-def test_an_empty_stored_fingerprint_matches_anything(fingerprinter: Fingerprinter, request: Any) -> None:
+def test_empty_stored_fingerprint_matches_anything(fingerprinter: Fingerprinter, request: Any) -> None:
     assert fingerprinter.matches("", *request)
 
 
@@ -255,12 +255,12 @@ def test_an_empty_stored_fingerprint_matches_anything(fingerprinter: Fingerprint
     requests,
     st.text(st.characters(), min_size=1) | st.sampled_from(["c1", "c1:", ":", "c1.:", "r1.x:y"]),
 )
-def test_a_foreign_stored_fingerprint_matches_nothing(fingerprinter: Fingerprinter, request: Any, stored: str) -> None:
+def test_foreign_stored_fingerprint_matches_nothing(fingerprinter: Fingerprinter, request: Any, stored: str) -> None:
     assert not fingerprinter.matches(stored, *request)
 
 
 @pytest.mark.parametrize("algorithm", ["c2", "C1", "", "v1", "x"])
-def test_an_unknown_algorithm_matches_nothing(algorithm: str) -> None:
+def test_unknown_algorithm_matches_nothing(algorithm: str) -> None:
     """Refusing is safe, running is not."""
     stored = posted("{}").replace("c1", algorithm)
     assert not Fingerprinter().matches(stored, "POST", "/refunds", "", JSON, b"{}")
@@ -277,18 +277,18 @@ def test_secrets_may_be_added_and_rotated_at_any_time(request: Any, before: int,
     assert Fingerprinter(secrets=ROTATION[later], mode=mode).matches(stored, *request)
 
 
-def test_a_secret_that_was_dropped_verifies_nothing() -> None:
+def test_secret_that_was_dropped_verifies_nothing() -> None:
     stored = posted("{}", secrets=[OLD])
     request = ("POST", "/refunds", "", JSON, b"{}")
     assert not Fingerprinter(secrets=[NEW]).matches(stored, *request)
     assert not Fingerprinter().matches(stored, *request)
 
 
-def test_the_same_request_under_two_secrets_has_two_digests() -> None:
+def test_same_request_under_two_secrets_has_two_digests() -> None:
     assert len({posted("{}", secrets=secrets).split(":")[1] for secrets in ([], [OLD], [NEW])}) == 3
 
 
-def test_a_lower_limit_of_depth_does_not_disown_stored_requests() -> None:
+def test_lower_limit_of_depth_does_not_disown_stored_requests() -> None:
     body = b"[" * 50 + b"]" * 50
     stored = posted(body)
     assert stored.startswith("c1:")
@@ -316,12 +316,12 @@ def test_a_lower_limit_of_depth_does_not_disown_stored_requests() -> None:
         {"max_depth": "9"},
     ],
 )
-def test_a_wrong_setting_is_refused_at_once(settings: dict[str, Any]) -> None:
+def test_wrong_setting_is_refused_at_once(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         Fingerprinter(**settings)
 
 
-def test_a_fingerprinter_does_not_change() -> None:
+def test_fingerprinter_does_not_change() -> None:
     """Rules share it."""
     names, secrets = ["a"], [NEW]
     fingerprinter, same = Fingerprinter(exclude=names, secrets=secrets), Fingerprinter(exclude=["a"], secrets=[NEW])

@@ -20,7 +20,7 @@ def urlencode(pairs: list[tuple[str, str]], *, plus: bool = True, safe: str = ""
 
 
 @given(fields)
-def test_a_form_says_the_same_however_it_is_percent_encoded(pairs: list[tuple[str, str]]) -> None:
+def test_form_says_the_same_however_it_is_percent_encoded(pairs: list[tuple[str, str]]) -> None:
     shortest = urlencode(pairs, safe="!*'(),/:@?$[]~")
     longest = "&".join("=".join("".join(f"%{byte:02x}" for byte in part.encode()) for part in pair) for pair in pairs)
     spellings = [shortest, urlencode(pairs), urlencode(pairs, plus=False), longest.encode()]
@@ -28,7 +28,7 @@ def test_a_form_says_the_same_however_it_is_percent_encoded(pairs: list[tuple[st
 
 
 @given(fields, fields)
-def test_two_forms_share_a_spelling_only_if_they_say_the_same(
+def test_urlencoded_forms_share_spelling_only_if_fields_are_equal(
     a: list[tuple[str, str]], b: list[tuple[str, str]]
 ) -> None:
     """The order of the fields counts."""
@@ -83,19 +83,19 @@ def multipart(parts: Parts, boundary: bytes) -> tuple[str, bytes]:
 
 
 @given(parts)
-def test_a_new_boundary_changes_nothing(parts: Parts) -> None:
+def test_new_boundary_changes_nothing(parts: Parts) -> None:
     boundaries = [b"----WebKitFormBoundary7MA4YWxkTrZu0gW", b"0123456789abcdef0123456789abcdef"]
     assert len({read_multipart(*multipart(parts, boundary)) for boundary in boundaries}) == 1
 
 
 @given(parts, parts)
-def test_two_multipart_forms_are_the_same_only_with_the_same_parts(a: Parts, b: Parts) -> None:
+def test_multipart_forms_are_equal_only_with_equal_parts(a: Parts, b: Parts) -> None:
     """The order of the parts counts."""
     same = read_multipart(*multipart(a, b"one-boundary-1")) == read_multipart(*multipart(b, b"another-boundary-2"))
     assert same == (a == b)
 
 
-def test_the_headers_of_a_part_count() -> None:
+def test_headers_of_a_part_count() -> None:
     content_type, body = multipart([(b"a", b"1")], b"x")
     assert read_multipart(content_type, body) != read_multipart(
         content_type, body.replace(b'"a"', b'"a"; filename="a"')
@@ -158,7 +158,7 @@ def test_as_many_parts_as_allowed_are_read() -> None:
         ("multipart/form-data; boundary=" + "x" * 70, b"x" * 70),
     ],
 )
-def test_the_boundary_is_found(content_type: str, boundary: bytes) -> None:
+def test_boundary_is_found(content_type: str, boundary: bytes) -> None:
     assert boundary_of(content_type) == boundary
 
 

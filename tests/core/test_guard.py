@@ -562,8 +562,9 @@ def test_an_outcome_that_no_store_can_write_is_not_performed_again(call, tmp_pat
     assert (first.outcome, first.how) == (outcome, "unstored")
     guard.store.shift = 3600.0  # any lease is over
     for each in (guard, Guard(guard.store)):
-        with pytest.raises(OutcomeNotKept):
+        with pytest.raises(OutcomeNotKept) as refused:
             call(each, OPERATION, effect)
+        assert "Error" not in refused.value.detail, "the reason is in the log, not in a client's answer"
     assert effect.count == 1
 
 

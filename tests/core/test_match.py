@@ -37,7 +37,7 @@ def matcher_of(*texts: str) -> Matcher[str]:
         ("M-SEARCH /x", "M-SEARCH /x", ()),
     ],
 )
-def test_a_match_is_read_and_has_one_spelling(text, canonical, params):
+def test_match_is_read_and_has_one_spelling(text, canonical, params):
     assert Pattern(text).text == canonical
     assert Pattern(text).params == params
     assert Pattern(Pattern(text).text) == Pattern(text)
@@ -47,7 +47,7 @@ OWN_METHODS = ["PROPPATCH", "MKCOL", "PURGE", "UPDATE", "LOCK", "BATCH", "MPUT",
 
 
 @pytest.mark.parametrize("method", OWN_METHODS)
-def test_a_method_of_ones_own_is_no_slip(method):
+def test_method_of_ones_own_is_accepted(method):
     assert Pattern(f"{method} /x").methods == (method,)
 
 
@@ -61,7 +61,7 @@ def test_a_method_of_ones_own_is_no_slip(method):
         ("GET /x", "never guarded"),
         ("POST|HEAD /x", "never guarded"),
         ("P(ST /x", "names no method"),
-        ("PSOT /x", "names PSOT, by which nobody asks: write POST"),
+        ("PSOT /x", "names the method PSOT, which is nearly POST: write POST"),
         ("PUT|DELET /x", "write DELETE"),
         ("OPST /x", "write POST"),
         ("PATCHH /x", "write PATCH"),
@@ -83,7 +83,7 @@ def test_a_method_of_ones_own_is_no_slip(method):
         ("POST /{id}/x/{id}", "twice"),
     ],
 )
-def test_a_match_that_cannot_be_meant_is_refused(text, hint):
+def test_match_that_cannot_be_meant_is_refused(text, hint):
     with pytest.raises(ConfigurationError, match=hint):
         Pattern(text)
 
@@ -109,7 +109,7 @@ def test_a_match_that_cannot_be_meant_is_refused(text, hint):
         ("//a/b", None, {}),
     ],
 )
-def test_the_most_specific_path_wins(path, expected, params):
+def test_most_specific_path_wins(path, expected, params):
     mixed = ("POST /a/{name}.json", "POST /a/long-{name}.json")
     matcher = matcher_of("POST /a/{rest:path}", "POST /a/{x}", "POST /a/{x}/d", *mixed, "POST /a/b", "POST /")
     found = matcher.find("POST", path)
@@ -131,13 +131,13 @@ def test_patterns_are_ordered_by_how_specific_they_are():
     assert all(Pattern(one).rank < Pattern(other).rank for one, other in pairwise(texts))
 
 
-def test_a_path_for_another_method_does_not_hide_a_less_specific_one():
+def test_path_for_other_method_does_not_hide_less_specific_one():
     matcher = matcher_of("POST /a/b", "PATCH /a/{x}")
     assert matcher.find("PATCH", "/a/b").value == "PATCH /a/{x}"
     assert matcher.find("DELETE", "/a/b") is None
 
 
-def test_a_named_method_beats_any_method_on_the_same_path():
+def test_named_method_beats_any_method_on_the_same_path():
     matcher = matcher_of("* /a", "POST /a", "* /b", "POST /{x}")
     assert matcher.find("POST", "/a").value == "POST /a"
     assert matcher.find("PUT", "/a").value == "* /a"
@@ -166,7 +166,7 @@ def test_two_patterns_for_the_same_requests_are_found_out(one, other):
     assert matcher.find("PATCH", "/a") is None or "PATCH" in Pattern(one).methods, "a refused pattern adds nothing"
 
 
-def test_a_path_with_very_many_segments_is_answered():
+def test_path_with_very_many_segments_is_answered():
     """Neither deep recursion nor more work than the contract is large."""
     matcher = matcher_of("POST /{a}/{b}/{c}", "POST /a/{rest:path}")
     assert matcher.find("POST", "/a" * 100_000).params["rest"].count("/") == 99_998

@@ -350,8 +350,8 @@ def test_class_that_is_named_no_more_is_told_by_name() -> None:
         replayed(value_outcome([Plain(Decimal(1)), Colour.RED]), types=(Colour,))
 
 
-@pytest.mark.parametrize(("tag", "name"), [("object", "Colour"), ("enum", "Plain"), ("flag", "Plain")])
-def test_crafted_record_cannot_make_an_object_of_another_kind(tag: str, name: str) -> None:
-    body = encode({"~": tag, "v": [f"{__name__}:{name}", {}]})
+@pytest.mark.parametrize(("name", "content"), [("Colour", {}), ("Plain", "RED"), ("Plain", 1), ("Right", "READ")])
+def test_crafted_record_cannot_make_an_object_of_another_kind(name: str, content: Any) -> None:
+    body = encode({"~": "object", "v": [f"{__name__}:{name}", content]})
     with pytest.raises(CorruptRecord):
-        replayed(Outcome("value", body=body), types=(Colour, Plain))
+        replayed(Outcome("value", body=body), types=(Colour, Plain, Right))

@@ -36,7 +36,7 @@ FALSY = [[], {}, 0, 0.0, False, "", None, (), b""]
 
 
 @pytest.mark.parametrize("value", [*FALSY, Receipt(1, Decimal("9.50")), "text", [1, {"a": (2,)}]], ids=repr)
-def test_the_second_call_gets_the_firsts_result_as_itself(guard: Guard, runs: list[Any], value: Any) -> None:
+def test_second_call_gets_the_firsts_result_as_itself(guard: Guard, runs: list[Any], value: Any) -> None:
     @once(guard, key="invoice:{number}", types=(Receipt,))
     def send(number: int) -> Any:
         runs.append(number)
@@ -51,7 +51,7 @@ def test_the_second_call_gets_the_firsts_result_as_itself(guard: Guard, runs: li
 
 
 @pytest.mark.parametrize("value", [*FALSY, Receipt(1, Decimal("9.50"))], ids=repr)
-async def test_an_async_function_happens_once(guard: Guard, runs: list[Any], value: Any) -> None:
+async def test_async_function_happens_once(guard: Guard, runs: list[Any], value: Any) -> None:
     @once(guard, key="invoice:{number}", types=(Receipt,))
     async def send(number: int) -> Any:
         await asyncio.sleep(0)
@@ -146,7 +146,7 @@ def test_any_number_of_arguments_are_compared(guard: Guard, runs: list[Any]) -> 
     assert start("b") == start("b") == 2
 
 
-def test_a_different_payload_under_the_same_key_never_runs(guard: Guard, runs: list[Any]) -> None:
+def test_different_payload_under_the_same_key_never_runs(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="{order}")
     def pay(order: int, amount: int) -> str:
         runs.append(amount)
@@ -167,7 +167,7 @@ def test_ignored_arguments_are_not_compared(guard: Guard) -> None:
     assert pay(1, object()) == pay(1, session=object()) == "paid"
 
 
-def test_an_argument_without_a_fingerprint_is_told_before_anything_happens(guard: Guard, runs: list[Any]) -> None:
+def test_argument_without_a_fingerprint_is_told_before_anything_happens(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="{order}")
     def pay(order: int, session: object) -> None:
         runs.append(order)
@@ -182,7 +182,7 @@ class Account:
         self.id = id
 
 
-def test_a_method_is_keyed_by_what_its_key_says_of_its_object(guard: Guard) -> None:
+def test_method_key_may_name_attributes_of_its_object(guard: Guard) -> None:
     class Bank(Account):
         @once(guard, key="{self.id}:{order}")
         def pay(self, order: int) -> tuple[int, int]:
@@ -207,7 +207,7 @@ def test_a_method_is_keyed_by_what_its_key_says_of_its_object(guard: Guard) -> N
     assert [Bank.of_class(1), Bank.of_class(1), Bank.static(3), Bank(1).static(3)] == ["Bank", "Bank", 3, 3]
 
 
-def test_a_key_may_be_made_by_a_function_of_the_same_arguments(guard: Guard, runs: list[Any]) -> None:
+def test_key_function_gets_the_same_arguments(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key=lambda order, **_: f"order-{order}")
     def pay(order: int, amount: int = 1) -> int:
         runs.append(order)
@@ -218,7 +218,7 @@ def test_a_key_may_be_made_by_a_function_of_the_same_arguments(guard: Guard, run
 
 
 @pytest.mark.parametrize("bad", ["", " ", None, 7, "x" * 256, "a\nb", "\ud800"], ids=repr)
-def test_a_function_that_makes_a_bad_key_is_told_and_nothing_happens(guard: Guard, runs: list[Any], bad: Any) -> None:
+def test_key_function_with_bad_key_is_refused_before_the_effect(guard: Guard, runs: list[Any], bad: Any) -> None:
     @once(guard, key=lambda: bad)
     def work() -> None:
         runs.append(1)
@@ -228,7 +228,7 @@ def test_a_function_that_makes_a_bad_key_is_told_and_nothing_happens(guard: Guar
     assert runs == []
 
 
-def test_two_functions_never_share_a_key_unless_they_share_a_name(guard: Guard) -> None:
+def test_functions_never_share_keys_unless_they_share_a_name(guard: Guard) -> None:
     @once(guard, key="{n}")
     def first(n: int) -> str:
         return "first"
@@ -248,7 +248,7 @@ def test_two_functions_never_share_a_key_unless_they_share_a_name(guard: Guard) 
     assert [first(1), second(1), third(1), fourth(1)] == ["first", "second", "third", "third"]
 
 
-def test_a_time_window_in_the_key_is_by_the_guards_clock(runs: list[Any]) -> None:
+def test_time_window_in_key_is_by_the_guards_clock(runs: list[Any]) -> None:
     class Dial:
         now = 10_000.0
 
@@ -271,7 +271,7 @@ def test_a_time_window_in_the_key_is_by_the_guards_clock(runs: list[Any]) -> Non
     assert runs == [10_000.0, 13_600.0]
 
 
-def test_a_call_can_be_looked_up_without_making_it(guard: Guard, runs: list[Any]) -> None:
+def test_call_can_be_looked_up_without_making_it(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="invoice:{number}")
     def send(number: int) -> None:
         runs.append(number)

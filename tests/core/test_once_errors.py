@@ -32,7 +32,7 @@ class Declined(Exception):
         self.code = code
 
 
-def test_a_chosen_error_is_raised_again_as_itself(guard: Guard, runs: list[Any]) -> None:
+def test_chosen_error_is_raised_again_as_itself(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="{order}", errors=(Declined,))
     def pay(order: int) -> None:
         runs.append(order)
@@ -45,7 +45,7 @@ def test_a_chosen_error_is_raised_again_as_itself(guard: Guard, runs: list[Any])
     assert runs == [1]
 
 
-async def test_a_chosen_error_of_an_async_function_is_raised_again(guard: Guard, runs: list[Any]) -> None:
+async def test_chosen_error_of_an_async_function_is_raised_again(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="{order}", errors=(ValueError,))
     async def pay(order: int) -> None:
         runs.append(order)
@@ -71,7 +71,7 @@ def test_any_other_error_leaves_the_key_free(guard: Guard, runs: list[Any]) -> N
     assert runs == [1, 1]
 
 
-def test_a_chosen_error_may_be_left_out_by_keep(guard: Guard, runs: list[Any]) -> None:
+def test_chosen_error_may_be_left_out_by_keep(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="{order}", errors=(Declined,), keep="success")
     def pay(order: int) -> None:
         runs.append(order)
@@ -87,7 +87,7 @@ def test_a_chosen_error_may_be_left_out_by_keep(guard: Guard, runs: list[Any]) -
 
 
 @pytest.mark.parametrize("keep", ["final", "success", "all"])
-def test_an_unstorable_result_is_the_first_callers_and_never_leads_to_a_second_run(
+def test_unstorable_result_is_returned_once_and_never_run_again(
     guard: Guard, runs: list[Any], keep: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And why is told at once, not when somebody asks again."""
@@ -132,7 +132,7 @@ def test_result_of_unnamed_class_is_returned_once_and_warned_of(
     assert runs == [1]
 
 
-def test_annotated_class_that_cannot_be_stored_is_refused_before_the_effect(guard: Guard, runs: list[Any]) -> None:
+def test_annotated_class_that_is_unstorable_is_refused_before_the_effect(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="{n}")
     def connect(n: int) -> Session | None:
         runs.append(n)
@@ -155,9 +155,7 @@ def test_unstorable_class_in_types_is_refused_before_the_effect(guard: Guard, ru
     assert runs == []
 
 
-def test_an_error_that_cannot_be_stored_is_the_first_callers_and_the_function_does_not_run_again(
-    guard: Guard, runs: list[Any]
-) -> None:
+def test_unstorable_error_is_raised_once_and_never_run_again(guard: Guard, runs: list[Any]) -> None:
     @once(guard, key="{n}", errors=(ValueError,))
     def work(n: int) -> None:
         runs.append(n)
@@ -173,7 +171,7 @@ def test_an_error_that_cannot_be_stored_is_the_first_callers_and_the_function_do
 # Records that are not as they should be
 
 
-def test_an_unreadable_result_is_told_to_the_caller_and_the_observers(
+def test_unreadable_result_is_reported_to_caller_and_observers(
     guard: Guard, events: list[Event], runs: list[Any]
 ) -> None:
     @once(guard, key="{n}")
@@ -188,7 +186,7 @@ def test_an_unreadable_result_is_told_to_the_caller_and_the_observers(
     assert runs == []
 
 
-def test_a_result_that_a_resolver_knew_is_returned_also_where_it_could_not_be_stored() -> None:
+def test_resolved_result_is_returned_even_if_it_is_unstorable() -> None:
     class Failing(MemoryStore):
         def settle(self, *args: Any, **options: Any) -> Any:
             raise StoreUnavailable("gone")

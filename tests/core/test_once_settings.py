@@ -43,7 +43,7 @@ def test_two_rules_on_one_store_keep_their_own_settings(guard: Guard, runs: list
     assert runs == ["short", "long", "short"]
 
 
-def test_what_a_rule_does_not_say_is_as_the_guard_says() -> None:
+def test_settings_not_given_come_from_the_guard() -> None:
     guard = Guard("memory://", policy=Policy(ttl="2h", on_duplicate="reject"))
 
     @once(guard, key="{n}", lease="5s")
@@ -59,13 +59,13 @@ def test_what_a_rule_does_not_say_is_as_the_guard_says() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"tll": "7d"}, {"ttl": "soon"}])
-def test_a_wrong_setting_is_told_when_the_function_is_decorated(guard: Guard, settings: dict[str, Any]) -> None:
+def test_wrong_setting_is_told_when_the_function_is_decorated(guard: Guard, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"tll|soon"):
         once(guard, key="k", **settings)
 
 
 @pytest.mark.parametrize("key", ["{nunber}", "", "{number", "{a}{b}"])
-def test_a_wrong_template_is_told_when_the_function_is_decorated(guard: Guard, key: str) -> None:
+def test_wrong_template_is_told_when_the_function_is_decorated(guard: Guard, key: str) -> None:
     with pytest.raises(ConfigurationError):
         once(guard, key=key)(lambda number, a, b: None)
 
@@ -73,7 +73,7 @@ def test_a_wrong_template_is_told_when_the_function_is_decorated(guard: Guard, k
 @pytest.mark.parametrize(
     ("key", "ttl"), [("{window:7d}", "1d"), ("{date:Europe/Berlin}", "24h"), ("{window:1h}", "5m")]
 )
-def test_a_window_that_is_longer_than_its_outcome_is_kept_is_told(guard: Guard, key: str, ttl: str) -> None:
+def test_window_longer_than_ttl_is_refused(guard: Guard, key: str, ttl: str) -> None:
     """Once a week, and forgotten after a day, would be once a day."""
     with pytest.raises(ConfigurationError, match="make ttl as long as the window"):
         once(guard, key=f"report:{key}", ttl=ttl)(report)
@@ -94,17 +94,17 @@ def test_one_name_to_ignore_needs_no_list(guard: Guard, runs: list[Any]) -> None
     assert runs == [1]
 
 
-def test_a_key_that_is_neither_a_template_nor_a_function_is_told(guard: Guard) -> None:
+def test_key_that_is_neither_template_nor_function_is_refused(guard: Guard) -> None:
     with pytest.raises(ConfigurationError, match="5 is not a template: write a text"):
-        once(guard, key=5)(test_a_url_in_the_guards_place_is_told)  # type: ignore[arg-type]
+        once(guard, key=5)(test_url_in_the_guards_place_is_told)  # type: ignore[arg-type]
 
 
-def test_a_url_in_the_guards_place_is_told() -> None:
+def test_url_in_the_guards_place_is_told() -> None:
     with pytest.raises(ConfigurationError, match="guard is a str: make a Guard"):
         once("sqlite:///once.db", key="x")  # type: ignore[arg-type]
 
 
-def test_an_unknown_name_in_ignore_is_told(guard: Guard) -> None:
+def test_unknown_name_in_ignore_is_told(guard: Guard) -> None:
     with pytest.raises(ConfigurationError, match="ignore names 'sesion', which sum does not take"):
         once(guard, key="k", name="sum", ignore=["sesion"])(lambda a, session: None)
 
@@ -118,13 +118,13 @@ async def async_generator() -> Any:
 
 
 @pytest.mark.parametrize("function", [generator, async_generator, functools.partial(generator)])
-def test_a_generator_is_refused(guard: Guard, function: Callable[..., Any]) -> None:
+def test_generator_is_refused(guard: Guard, function: Callable[..., Any]) -> None:
     with pytest.raises(ConfigurationError, match="is a generator"):
         once(guard, key="k", name="g")(function)
 
 
 @pytest.mark.parametrize("wrapper", [staticmethod, classmethod])
-def test_a_decorator_in_the_wrong_place_is_told(guard: Guard, wrapper: Any) -> None:
+def test_decorator_in_the_wrong_place_is_told(guard: Guard, wrapper: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"Write @once below @{wrapper.__name__}"):
         once(guard, key="k", name="n")(wrapper(lambda cls: None))
 
@@ -137,7 +137,7 @@ class Greeter:
 @pytest.mark.parametrize(
     "function", [lambda n: n, functools.partial(max, 1), Greeter()], ids=["lambda", "partial", "object"]
 )
-def test_a_function_without_a_name_of_its_own_needs_one(guard: Guard, function: Callable[..., Any]) -> None:
+def test_function_without_a_name_of_its_own_needs_one(guard: Guard, function: Callable[..., Any]) -> None:
     """Two lambdas would share their keys, and one would replay the other's result."""
     with pytest.raises(ConfigurationError, match="give it one by name="):
         once(guard, key="k")(function)
@@ -150,7 +150,7 @@ async def test_any_callable_will_do_once_it_has_a_name(guard: Guard) -> None:
     assert [await greet("Ada"), await greet("Ada")] == ["hello Ada"] * 2
 
 
-def test_a_plain_function_that_makes_a_coroutine_is_told_and_the_key_stays_free(guard: Guard) -> None:
+def test_plain_function_returning_coroutine_is_refused_and_key_stays_free(guard: Guard) -> None:
     async def work() -> str:
         return "done"
 
@@ -160,7 +160,7 @@ def test_a_plain_function_that_makes_a_coroutine_is_told_and_the_key_stays_free(
     assert once(guard, key="k", name="n")(lambda: "done")() == "done"
 
 
-def test_the_decorated_function_still_looks_like_itself(guard: Guard) -> None:
+def test_decorated_function_still_looks_like_itself(guard: Guard) -> None:
     @once(guard, key="{number}")
     def send(number: int) -> None:
         """Send it."""

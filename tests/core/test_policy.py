@@ -19,7 +19,7 @@ NOT_DURATIONS += [None, True, -1, float("inf"), float("nan"), [1]]
 
 
 @pytest.mark.parametrize(("value", "seconds"), DURATIONS)
-def test_a_duration_is_seconds_or_text(value, seconds):
+def test_duration_is_seconds_or_text(value, seconds):
     assert duration(value) == seconds
 
 
@@ -32,18 +32,18 @@ def test_what_is_not_a_duration_is_refused_with_examples(value):
 @given(
     st.lists(st.tuples(st.integers(0, 999), st.sampled_from(["ms", "s", "m", "h", "d", "w"])), min_size=1, max_size=4)
 )
-def test_the_parts_of_a_duration_add_up(parts):
+def test_parts_of_a_duration_add_up(parts):
     text = "".join(f"{number}{unit}" for number, unit in parts)
     assert duration(text) == pytest.approx(sum(duration(f"{number}{unit}") for number, unit in parts))
 
 
-def test_a_policy_holds_seconds():
+def test_policy_holds_seconds():
     policy = Policy(lease="1m", ttl="7d", wait="500ms", suspect_window="2m")
     assert (policy.lease, policy.ttl, policy.wait, policy.suspect_window) == (60.0, 604800.0, 0.5, 120.0)
 
 
 @pytest.mark.parametrize("setting", ["lease", "ttl"])
-def test_a_lease_and_a_retention_take_time(setting):
+def test_lease_and_a_retention_take_time(setting):
     with pytest.raises(ConfigurationError, match="longer than nothing"):
         Policy(**{setting: 0})
 
@@ -64,12 +64,12 @@ def test_a_lease_and_a_retention_take_time(setting):
         ("late", "never"),
     ],
 )
-def test_an_unknown_choice_is_refused_with_the_choices(setting, value):
+def test_unknown_choice_is_refused_with_the_choices(setting, value):
     with pytest.raises(ConfigurationError, match=f"{setting} = .* choose one of"):
         Policy(**{setting: value})
 
 
-def test_a_setting_without_choices_takes_any_value():
+def test_setting_without_choices_takes_any_value():
     check_choice("ttl", "whatever")
 
 
@@ -94,7 +94,7 @@ def test_types_must_be_a_tuple_of_classes(types):
         Policy(types=types)
 
 
-def test_a_setting_that_is_none_is_refused_with_the_nearest_one():
+def test_unknown_setting_is_refused_with_the_nearest_one():
     assert Policy(lease=5).but(ttl="1d") == Policy(lease=5, ttl="1d")
     with pytest.raises(ConfigurationError, match=r"no setting 'tll'.*did you mean 'ttl'"):
         Policy().but(tll="7d")
@@ -140,7 +140,7 @@ def test_which_results_of_functions_are_final(keep, kind, kept):
     assert is_final(Outcome(kind), Policy(keep=keep)) is kept
 
 
-def test_a_function_may_decide_what_is_final():
+def test_function_may_decide_what_is_final():
     policy = Policy(keep=lambda outcome: outcome.status == 418)
     assert is_final(Outcome("response", 418), policy)
     assert not is_final(Outcome("response", 200), policy)

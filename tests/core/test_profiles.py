@@ -30,7 +30,7 @@ def test_every_profile_is_complete_and_valid(profile):
     assert default_of(profile).policy
 
 
-def test_a_rule_alone_is_under_the_default_profile():
+def test_rule_alone_is_under_the_default_profile():
     assert Rule() == default_of("default")
     assert PROFILES["default"] is DEFAULT
 
@@ -105,7 +105,7 @@ def test_patterns_log_a_suspicious_repeat():
     ("profile", "conflicts"),
     [("default", False), ("stripe", True), ("stripe-v2", False), ("matchmaking", True)],
 )
-def test_a_key_on_another_route_is_another_operation_or_a_conflict(profile, conflicts):
+def test_key_on_another_route_is_another_operation_or_conflict(profile, conflicts):
     """A conflict is found by the fingerprint, once both routes' keys share a scope."""
     contract = Contract(Rule("POST /a"), Rule("POST /b"), profile=profile)
     one, other = (contract.match("POST", path).rule.scope_of(principal="alice") for path in ("/a", "/b"))

@@ -48,6 +48,13 @@ class Limit(Exception):
     most: int
 
 
+class Several(Exception):
+    """False, like an empty list."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 class Both(KeyError, Declined):
     def __init__(self) -> None:
         Declined.__init__(self, "4242", reason="both")
@@ -88,6 +95,7 @@ ERRORS: list[Exception] = [
     ImportError("no", name="module", path="path"),
     Limit(5),
     Both(),
+    Several("none"),
     unreadable(),
     bad_json(),
     StoreUnavailable("gone", retry_after=2.5),

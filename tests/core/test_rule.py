@@ -52,19 +52,19 @@ def test_short_and_long_forms_of_a_key_mean_the_same(short, table, shown):
     assert str(Rule("POST /x", key=short).key) == shown
 
 
-def test_an_optional_key_may_be_missing_and_a_required_one_not():
+def test_optional_key_may_be_missing_and_required_one_not():
     assert Rule().key.read([]) is None
     with pytest.raises(MissingKey, match="Idempotency-Key"):
         Rule(key="required").key.read([])
 
 
 @pytest.mark.parametrize("key", ["optional", "required"])
-def test_an_empty_key_is_not_a_missing_one(key):
+def test_empty_key_is_not_a_missing_one(key):
     with pytest.raises(InvalidKey):
         Rule(key=key).key.read([""])
 
 
-def test_a_custom_header_replaces_the_default_one():
+def test_custom_header_replaces_the_default_one():
     key = Rule(key={"name": "X-Request-Id", "required": True}).key
     assert key.name == "X-Request-Id"
     with pytest.raises(MissingKey, match="X-Request-Id"):
@@ -75,22 +75,22 @@ def test_a_custom_header_replaces_the_default_one():
     ("document", "expected"),
     [({"id": "m1"}, "m1"), ({"id": 42}, "42"), ({"id": None}, None), ({}, None), ([], None), (None, None)],
 )
-def test_a_key_from_the_body_may_be_optional(document, expected):
+def test_key_from_the_body_may_be_optional(document, expected):
     assert Rule(key={"at": "/id", "required": False}).key.read(body=document) == expected
 
 
-def test_a_key_from_the_body_is_required_unless_said_otherwise():
+def test_key_from_the_body_is_required_unless_said_otherwise():
     with pytest.raises(MissingKey, match="/clientMessageId"):
         Rule(key="body:/clientMessageId").key.read(body={})
 
 
 @pytest.mark.parametrize("value", ["", True, {}, ["m1"], "a\x00b", "k" * 256])
-def test_a_bad_key_in_the_body_is_refused(value):
+def test_bad_key_in_the_body_is_refused(value):
     with pytest.raises(InvalidKey):
         Rule(key="body:/id").key.read(body={"id": value})
 
 
-def test_a_key_from_the_body_has_a_format():
+def test_key_from_the_body_has_a_format():
     key = Rule(key={"from": "body", "at": "/id", "format": "uuid4"}).key
     assert key.read(body={"id": V4.upper()}) == V4
     assert str(key) == "body /id (uuid4)"
@@ -98,7 +98,7 @@ def test_a_key_from_the_body_has_a_format():
         key.read(body={"id": "m1"})
 
 
-def test_a_key_from_a_template_is_made_from_the_request():
+def test_key_from_a_template_is_made_from_the_request():
     key = Rule("POST /x/{id}", key="template:{principal}:{path.id}").key
     assert key.read(["ignored"], principal="alice", path={"id": "7"}) == "alice:7"
 
@@ -133,7 +133,7 @@ def test_no_key_is_read_where_none_is_wanted():
         ({"max_length": 5000, "name": ""}, "header's name.*from 1 to"),
     ],
 )
-def test_a_key_that_cannot_be_meant_is_refused(key, hint):
+def test_key_that_cannot_be_meant_is_refused(key, hint):
     with pytest.raises(ConfigurationError, match=hint):
         Rule("POST /x/{id}", key=key)
 
@@ -141,7 +141,7 @@ def test_a_key_that_cannot_be_meant_is_refused(key, hint):
 # ── The other settings ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_rule_holds_what_was_said_and_defaults_for_the_rest():
+def test_rule_holds_given_settings_and_defaults_for_the_rest():
     rule = Rule("post /refunds/", name="refunds.create", key="required", ttl="30d", effect="transaction", keep=Judge())
     assert (rule.match, rule.name) == ("POST /refunds", "refunds.create")
     assert (rule.policy.ttl, rule.policy.effect, rule.policy.in_flight) == (2592000.0, "transaction", "wait")
@@ -149,7 +149,7 @@ def test_a_rule_holds_what_was_said_and_defaults_for_the_rest():
     assert "wait" not in rule.given
 
 
-def test_a_rule_is_named_after_what_it_matches():
+def test_rule_is_named_after_what_it_matches():
     assert Rule("post|patch /users/{id}").name == "POST|PATCH /users/{id}"
 
 
@@ -164,7 +164,7 @@ def test_rules_are_values():
         one.given["ttl"] = "2h"
 
 
-def test_a_rule_shows_what_was_said():
+def test_rule_shows_what_was_said():
     assert repr(Rule("POST /x", ttl="1h")) == "Rule('POST /x', ttl='1h')"
     assert repr(Rule()) == "Rule('POST|PATCH *')"
 
@@ -236,7 +236,7 @@ def test_functions_may_be_given_by_their_place():
         ({"name": "a\nb"}, "is not a line of text"),
         ({"idempotent": "no"}, "neither true nor false"),
         ({"if_match": 1}, "neither true nor false"),
-        ({"fingerprint": "canonicl"}, "did you mean 'canonical'"),
+        ({"fingerprint": "canonicl"}, "choose one of 'canonical', 'raw', 'none'"),
         ({"fingerprint": 7}, "7 is not a fingerprint"),
         ({"fingerprint": {"includes": ["a"]}}, "did you mean 'include'"),
         ({"fingerprint": {"include": "a"}}, "not a list of fields"),
@@ -260,7 +260,7 @@ def test_functions_may_be_given_by_their_place():
         ({"unique_by": 5}, "unique_by: 5 is not a line of text"),
     ],
 )
-def test_a_setting_that_cannot_be_meant_is_refused(settings, hint):
+def test_setting_that_cannot_be_meant_is_refused(settings, hint):
     with pytest.raises(ConfigurationError, match=hint):
         Rule("POST /x", **settings)
 
@@ -273,14 +273,17 @@ def test_a_setting_that_cannot_be_meant_is_refused(settings, hint):
         ({"unique_by": "{window:1h}", "ttl": "5m"}, "unique_by: its time window"),
         ({"on_unknown": "resolve"}, "needs a resolver"),
         ({"resolver": did_it_happen}, "never asked"),
-        ({"in_flight": "conflict", "wait": "5s"}, "nobody waits"),
-        ({"effect": "transaction", "streams": "release"}, "streams: 'release' forgets"),
-        ({"effect": "steps", "streams": "release"}, "streams: 'release' leaves it unfinished"),
+        ({"in_flight": "conflict", "wait": "5s"}, "a duplicate does not wait"),
+        (
+            {"effect": "transaction", "streams": "release"},
+            "streams: 'release' keeps no outcome, so that a retry would repeat",
+        ),
+        ({"effect": "steps", "streams": "release"}, "steps that were taken would be undone in the end"),
         (
             {"effect": "transaction", "reruns": 1},
-            "reruns: a request whose transaction the database refuses is not run again",
+            "reruns: if the database refuses its transaction, a request is not run again",
         ),
-        ({"reruns": 1}, "reruns: a request whose transaction the database refuses is not run again"),
+        ({"reruns": 1}, "reruns: if the database refuses its transaction, a request is not run again"),
         ({"effect": "steps", "if_match": True}, "what its own steps have changed"),
         ({"key": "none", "if_match": True}, "it would not be asked; give the rule a key"),
         ({"unique_by": "{body.orderId}", "if_match": True}, "unique_by would not be asked"),
@@ -319,7 +322,7 @@ def test_one_error_lists_every_fault_of_a_rule():
     assert {line.split()[1].rstrip(":") for line in lines[1:]} == {"colour", "ttl", "in_flight", "match", "key"}
 
 
-def test_a_single_fault_is_told_in_one_line():
+def test_single_fault_is_told_in_one_line():
     with pytest.raises(ConfigurationError) as failure:
         Rule(ttl="soon")
     assert failure.value.detail.startswith("Rule(): ttl: 'soon' is not a duration")
@@ -341,12 +344,12 @@ def test_a_single_fault_is_told_in_one_line():
         ({"across_routes": "conflict"}, {"principal": "alice"}, "*:principal:alice"),
     ],
 )
-def test_a_key_belongs_to_its_owner_and_route(settings, owners, scope):
+def test_key_belongs_to_its_owner_and_route(settings, owners, scope):
     assert Rule("POST /x", **settings).scope_of(**owners) == scope
 
 
 @pytest.mark.parametrize("scope", ["principal", "tenant", did_it_happen])
-def test_an_owner_without_a_name_is_refused(scope):
+def test_owner_without_a_name_is_refused(scope):
     with pytest.raises(InvalidPrincipal, match="is empty"):
         Rule(scope=scope).scope_of()
 
@@ -357,7 +360,7 @@ def test_two_owners_never_share_a_scope(one, other):
     assert (scopes[0] == scopes[1]) == (one == other)
 
 
-def test_a_scope_is_bounded_however_long_its_owner():
+def test_scope_is_bounded_however_long_its_owner():
     assert len(Rule().scope_of(principal="Bearer " + "x" * 10_000)) == MAX_LENGTH
 
 
@@ -365,14 +368,14 @@ def test_a_scope_is_bounded_however_long_its_owner():
     ("scope", "unscoped"),
     [("principal", False), ("tenant", False), (did_it_happen, False), ("resource", True), ("global", True)],
 )
-def test_a_rule_tells_when_principals_share_keys(scope, unscoped):
+def test_rule_tells_when_principals_share_keys(scope, unscoped):
     assert Rule(scope=scope).unscoped is unscoped
 
 
 # ── Tables and marks ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_row_has_every_setting_in_plain_values():
+def test_row_has_every_setting_in_plain_values():
     rule = Rule(
         "POST /x",
         key="required",
@@ -394,7 +397,7 @@ def test_a_row_has_every_setting_in_plain_values():
     json.dumps(row)
 
 
-def test_a_mark_travels_with_the_function_and_changes_nothing_else():
+def test_mark_travels_with_the_function_and_changes_nothing_else():
     @idempotent(ttl="7d", key="template:{path.id}")
     def refund() -> str:
         return "refunded"
@@ -409,14 +412,14 @@ def test_a_mark_travels_with_the_function_and_changes_nothing_else():
     assert rule_of(print) is None
 
 
-def test_a_mark_is_checked_where_it_is_made_and_where_it_is_bound():
+def test_decorator_is_checked_when_made_and_when_bound():
     with pytest.raises(ConfigurationError, match="did you mean 'ttl'"):
         idempotent(tll="7d")
     with pytest.raises(ConfigurationError, match="parameters are none"):
         Rule(key="template:{path.id}").at("POST /refunds")
 
 
-def test_a_mark_without_its_parentheses_is_told():
+def test_mark_without_its_parentheses_is_told():
     with pytest.raises(ConfigurationError, match=r"write @idempotent\(\)"):
         idempotent(print)
 

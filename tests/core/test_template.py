@@ -29,13 +29,13 @@ def body_name(value: object) -> str:
 # ── Where values come from ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_safety_report_is_named_by_reporter_subject_category_and_hour():
+def test_safety_report_is_named_by_reporter_subject_category_and_hour():
     template = Template("{principal}:{body.subjectId}:{body.category}:{window:1h}")
     report = {"subjectId": "user-9", "category": "spam"}
     name = template.render(principal="user-1", body=report, now=NOON.timestamp() + 1800)
     assert name == "user-1:user-9:spam:20260219T120000Z"
-    assert name == template.render(principal="user-1", body=report, now=NOON)
-    assert name != template.render(principal="user-1", body=report, now=NOON + timedelta(hours=1))
+    assert name == template.render(principal="user-1", body=report, now=NOON.timestamp())
+    assert name != template.render(principal="user-1", body=report, now=NOON.timestamp() + 3600)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_fields_find_their_values(text, name):
         ("{body:/x/٣}", {"body": {"x": [1, 2, 3, 4]}}),
     ],
 )
-def test_a_missing_or_empty_value_is_refused_and_named(text, values):
+def test_missing_or_empty_value_is_refused_and_named(text, values):
     with pytest.raises(InvalidKey) as refusal:
         Template(text).render(**values)
     assert text in refusal.value.detail
@@ -98,7 +98,7 @@ def test_what_is_not_a_single_value_is_refused(value):
         body_name(value)
 
 
-def test_a_parameter_given_twice_is_refused():
+def test_parameter_given_twice_is_refused():
     with pytest.raises(InvalidKey, match="2 times"):
         Template("{query.x}").render(query={"x": ["1", "2"]})
 
@@ -112,12 +112,12 @@ def test_a_parameter_given_twice_is_refused():
 )
 def test_windows_are_aligned_to_the_epoch(window, name):
     now = datetime(2026, 2, 19, 12, 59, 59, 999999, tzinfo=UTC)
-    assert Template(f"{{window:{window}}}").render(now=now) == name
+    assert Template(f"{{window:{window}}}").render(now=now.timestamp()) == name
 
 
 @given(st.integers(1, 10**7), st.floats(0, 4e9))
 @example(1, 1.9999996)  # which a datetime has no place for, and rounds up
-def test_a_window_holds_every_moment_in_it(seconds, now):
+def test_window_holds_every_moment_in_it(seconds, now):
     template = Template(f"{{window:{seconds}s}}")
     start = datetime.strptime(template.render(now=now), "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp()
     assert start <= now < start + seconds
@@ -125,33 +125,26 @@ def test_a_window_holds_every_moment_in_it(seconds, now):
     assert template.window == seconds
 
 
-def test_a_day_begins_at_midnight_of_its_time_zone():
+def test_day_begins_at_midnight_of_its_time_zone():
     evening = datetime(2026, 2, 19, 23, 30, tzinfo=timezone(timedelta(hours=-5)))
-    assert Template("{date}").render(now=evening) == "2026-02-20"
+    assert Template("{date}").render(now=evening.timestamp()) == "2026-02-20"
     slot = Template("{date:America/New_York}:{principal}:daily_offers")
     assert slot.render(now=evening.timestamp(), principal="user-123") == "2026-02-19:user-123:daily_offers"
 
 
-def test_a_template_knows_how_long_a_name_lasts():
+def test_template_knows_how_long_a_name_lasts():
     assert Template("{principal}").window == 0
     assert Template("{window:1h}:{window:2h}").window == 7200
     assert Template("{window:1h}:{date}").window == Template("{date:UTC}").window == 86400
 
 
-def test_a_day_on_which_the_clocks_go_back_has_25_hours():
+def test_day_on_which_clocks_go_back_has_25_hours():
     """Kept for 24 hours, what was done just after midnight would be done again before the next."""
     template = Template("{date:Europe/Berlin}")
     first = datetime(2026, 10, 24, 22, 5, tzinfo=UTC)  # 00:05 in Berlin
     last = datetime(2026, 10, 25, 22, 55, tzinfo=UTC)  # 23:55
-    assert template.render(now=first) == template.render(now=last) == "2026-10-25"
+    assert template.render(now=first.timestamp()) == template.render(now=last.timestamp()) == "2026-10-25"
     assert template.window >= (last - first).total_seconds() > 86400
-
-
-@pytest.mark.parametrize("now", [None, datetime(2026, 2, 19)])
-@pytest.mark.parametrize("text", ["{date}", "{window:1h}"])
-def test_a_time_field_needs_to_be_told_the_time(text, now):
-    with pytest.raises(ConfigurationError, match="needs now"):
-        Template(text).render(now=now)
 
 
 # ── Functions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,16 +159,19 @@ def test_arguments_and_what_is_inside_them_can_be_named():
     )
 
 
-def test_an_argument_named_like_a_request_field_is_the_argument():
+def test_argument_named_like_a_request_field_is_the_argument():
     assert Template("{body}:{date}", names=("body", "date")).render(arguments={"body": "b", "date": "d"}) == "b:d"
 
 
 def test_time_fields_are_there_for_functions_too():
-    assert Template("{user}:{date}", names=("user",)).render(arguments={"user": "u"}, now=NOON) == "u:2026-02-19"
+    assert (
+        Template("{user}:{date}", names=("user",)).render(arguments={"user": "u"}, now=NOON.timestamp())
+        == "u:2026-02-19"
+    )
 
 
 @pytest.mark.parametrize("missing", [{}, {"order": None}, {"order": SimpleNamespace()}, {"order": {}}])
-def test_an_argument_that_is_not_there_is_refused(missing):
+def test_argument_that_is_not_there_is_refused(missing):
     with pytest.raises(InvalidKey, match=r"order\.id"):
         Template("{order.id}", names=("order",)).render(arguments=missing)
 
@@ -189,7 +185,7 @@ def test_nothing_private_can_be_reached_through_an_argument(text):
 
 
 @pytest.mark.parametrize("text", ["{principal}", "{oder}", "{order:x}", "{path.id}"])
-def test_a_function_has_only_its_own_arguments(text):
+def test_function_has_only_its_own_arguments(text):
     with pytest.raises(ConfigurationError, match=r"choose from \{order\}"):
         Template(text, names=("order",))
 
@@ -237,7 +233,7 @@ def test_equal_values_have_one_text(value, text):
 
 
 @pytest.mark.parametrize("document", [b'{"x": 100}', b'{"x": 100.00}', b'{"x": 1e2}', b'{"x": "100"}'])
-def test_a_body_that_was_read_without_loss_can_be_named(document):
+def test_body_that_was_read_without_loss_can_be_named(document):
     assert Template("{body.x}").render(body=read_json(document)[0]) == "100"
 
 
@@ -285,12 +281,12 @@ def test_templates_are_injective_in_their_values(one, other):
     assert name(one) != name(other)
 
 
-def test_a_value_cannot_forge_a_delimiter():
+def test_value_cannot_forge_a_delimiter():
     template = Template("{principal}:{body.x}")
     assert template.render(principal="a:", body={"x": "b"}) != template.render(principal="a", body={"x": ":b"})
 
 
-def test_a_long_name_ends_in_its_digest_and_cannot_be_forged():
+def test_long_name_ends_in_digest_that_cannot_be_forged():
     template = Template("{principal}:{body.x}")
     long = template.render(principal="p", body={"x": "x" * 100_000})
     assert len(long) == 255
@@ -329,17 +325,17 @@ def test_a_long_name_ends_in_its_digest_and_cannot_be_forged():
         ("{principal}-{path.id}", "needs a ':' before {path.id}"),
     ],
 )
-def test_a_mistake_is_told_with_its_fix(text, hint):
+def test_mistake_is_told_with_its_fix(text, hint):
     with pytest.raises(ConfigurationError, match=hint):
         Template(text, path_params=("id",))
 
 
-def test_a_path_without_parameters_says_so():
+def test_path_without_parameters_says_so():
     with pytest.raises(ConfigurationError, match="parameters are none"):
         Template("{path.id}", path_params=())
 
 
-def test_a_template_needs_room_for_the_digest():
+def test_template_needs_room_for_the_digest():
     with pytest.raises(ConfigurationError, match="65 or more"):
         Template("{principal}", max_length=64)
     assert len(Template("{principal}", max_length=65).render(principal="x" * 100)) == 65
@@ -352,7 +348,7 @@ def test_templates_are_equal_when_their_text_is():
 
 
 @given(st.lists(st.text(max_size=5), min_size=1, max_size=4), st.integers())
-def test_a_pointer_finds_what_stands_at_its_steps(steps, value):
+def test_pointer_finds_what_stands_at_its_steps(steps, value):
     document: object = value
     for step in reversed(steps):
         document = {step: document}

@@ -9,7 +9,7 @@ class TestMyDoor(DoorContract):
             yield f"http://127.0.0.1:{port}"
 
 The server must be a real one: the tests speak to it through sockets only, and some of them leave in mid-sentence.  See
-`http_app` for the app, and for what its server must be able to do.
+`app` for the app, and for what its server must be able to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 # Before they are imported, so that a failing assertion shows its values.
 pytest.register_assert_rewrite(
     *(
-        f"{__package__}.door_{part}"
+        f"{__package__}.{part}"
         for part in ("bodies", "caller", "crashes", "faults", "keys", "lifecycle", "requests")
     )
 )

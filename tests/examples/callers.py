@@ -1,4 +1,4 @@
-"""Callers of the payments service who use the retry client, by whichever library; and what the service did for them."""
+"""Callers of the payments service that use the retry client with each HTTP library, and checks of the effects."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.client.clients import CLIENTS, Answer
 from .conftest import Shop
 from .test_refunds import entries, payouts_of, refunds_of
 
-# The two that every row is run with; the others share all but the last inch with them.
+# Every failure is tested with these two; the other libraries share the retry loop.
 BOTH = ["httpx", "httpx-async"]
 ALL = [*BOTH, "requests", "aiohttp"]
 
-# No budget: what one test has a server get wrong is not held against the next one's.
+# No budget, because it would carry the failures of one test over to the next.
 PLAYBOOK = Retry.playbook(budget=None, attempt_timeout=5)
 
-# Whose the keys are: a refund that is resumed without them would be somebody else's, and another refund.
+# The key belongs to these credentials: resumed with others, the request would be another refund.
 CREDENTIALS = {"Authorization": "Bearer demo"}
 
 
-def shop_with(**settings: str) -> Any:
-    """The fixture `shop` of a module: one on SQLite, with these settings, for what is under test is the caller."""
+def shop_fixture(**settings: str) -> Any:
+    """Return a fixture `shop` for a module, on SQLite only, because its tests are about the caller."""
 
     @pytest.fixture(scope="module", name="shop")
     def made() -> Iterator[Shop]:
@@ -41,7 +41,7 @@ def shop_with(**settings: str) -> Any:
 
 
 class Caller:
-    """One client of the service at *url*; *mend* is done before its first retry."""
+    """A client of the service at *url*; *mend* is called before its first retry."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Caller:
         self.url = url
         self.events: list[RetryEvent] = []
         self._mend = mend
-        if library == "httpx":  # to load the certificates takes longer than most of what is asked here
+        if library == "httpx":  # to load the certificates takes longer than most requests here
             options["transport"] = httpx.HTTPTransport(verify=False)
         made: Any = CLIENTS[library]
-        self.client = made(retry, keyring, observers=[self._hear], **options)
+        self.client = made(retry, keyring, observers=[self._observe], **options)
         self.client.headers = CREDENTIALS
 
-    def _hear(self, event: RetryEvent) -> None:
+    def _observe(self, event: RetryEvent) -> None:
         self.events.append(event)
         if event.kind == "retrying" and self._mend is not None:
             mend, self._mend = self._mend, None
@@ -80,8 +80,8 @@ class Caller:
         return self.ask("POST", "/refunds", {"charge_id": charge, "amount": amount}, key)
 
 
-def given_up(caller: Caller, charge: str) -> Story:
-    """The story of a refund that was never answered."""
+def refund_until_exhausted(caller: Caller, charge: str) -> Story:
+    """Request a refund until the retries are exhausted, and return the story of its attempts."""
     with pytest.raises(RetriesExhausted) as caught:
         caller.refund(charge)
     assert caught.value.story is not None
@@ -89,20 +89,20 @@ def given_up(caller: Caller, charge: str) -> Story:
 
 
 @dataclass
-class Told:
-    """What a problem document says."""
+class ProblemSummary:
+    """The code of a problem document, and whether it is retryable."""
 
     code: str
     retryable: bool
 
 
-def told(answer: Answer) -> Told:
+def told(answer: Answer) -> ProblemSummary:
     problem = json.loads(answer.body)
-    return Told(problem["error_code"], problem["retryable"])
+    return ProblemSummary(problem["error_code"], problem["retryable"])
 
 
 def codes(story: Story) -> list[str]:
-    """How each attempt ended: its status, or what came instead."""
+    """Return the status of each attempt, or the name of its error."""
     return [attempt.verdict.code or attempt.verdict.name for attempt in story.attempts]
 
 
@@ -111,7 +111,7 @@ def delays(story: Story) -> list[float]:
 
 
 def assert_refunded_once(shop: Shop, charge: str, answer: Answer, amount: int = 1000) -> None:
-    """One refund in the service's database, one entry in its ledger, one payout at the provider, under one key."""
+    """Check that there is one refund in the database, one entry in the ledger, and one payout at the provider."""
     assert answer.status == 201
     made = json.loads(answer.body)["id"]
     assert refunds_of(shop, charge) == [made]
@@ -127,5 +127,5 @@ def assert_nothing_refunded(shop: Shop, charge: str) -> None:
 
 
 def claims(shop: Shop, key: str | None) -> int:
-    """How often the service began to perform under *key*."""
+    """Return how often the service began to perform under *key*."""
     return len(shop.logged(event="claimed", operation="refunds.create", idempotency_key=key))

@@ -1,4 +1,4 @@
-"""A provider and a service, as real processes, on SQLite and on PostgreSQL: one pair of each for all tests of a file."""
+"""A provider and a service in processes of their own, on SQLite and on PostgreSQL; a file's tests share one pair."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from examples.payments.processes import Provider, Service, World
+from examples.payments.processes import PaymentSystem, Provider, Service
 from oncemore.client.deadlines import no_sleeping
 
 from ..support.processes import ForkedServer
-from .gateway import Road, road_to
+from .gateway import NetworkRoute, open_route
 
 STORES = ["sqlite", pytest.param("postgres", marks=pytest.mark.server)]
 
 
-class RaisedProvider(ForkedServer, Provider):
-    """A service from the forkserver, because the tests of a killed service start it again and again."""
-
-
-class RaisedService(ForkedServer, Service):
+class ForkedProvider(ForkedServer, Provider):
     """A provider from the forkserver."""
 
 
-class Shop(World):
-    """The two processes, and a look into the service's database and log that does not ask the service."""
+class ForkedService(ForkedServer, Service):
+    """A service from the forkserver, because the tests that kill it start it often."""
+
+
+class Shop(PaymentSystem):
+    """The two processes, with direct access to the service's database and log."""
 
     def __init__(self, **settings: str) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]
-        self.provider = RaisedProvider(self.provider.webhooks)
+        self.provider = ForkedProvider(self.provider.webhooks)
         known = {**self.service.settings, "PAYMENTS_PROVIDER": self.provider.url}
-        self.service = RaisedService(self.service.port, **known)
+        self.service = ForkedService(self.service.port, **known)
 
     def rows(self, text: str, *values: Any) -> list[tuple[Any, ...]]:
         url = self.service.settings["PAYMENTS_DATABASE"]
@@ -51,12 +51,12 @@ class Shop(World):
             return server.execute(text.replace("?", "%s").encode(), values).fetchall()
 
     def logged(self, **fields: Any) -> list[dict[str, Any]]:
-        """The lines of the service's log that have these fields."""
+        """Return the lines of the service's log that have these fields."""
         lines = [json.loads(line) for line in self.service.log.splitlines() if line.startswith("{")]
         return [line for line in lines if all(line.get(name) == value for name, value in fields.items())]
 
     def counted(self, name: str) -> int:
-        """One of the service's counters."""
+        """Return the value of a counter of the service."""
         text = self.get("/metrics").text
         counts = dict(line.split() for line in text.splitlines())
         return int(counts.get(f"{name}_total", 0))
@@ -66,14 +66,14 @@ class Shop(World):
 def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
     """A provider and a service on each database in turn."""
     database = request.getfixturevalue("shop_database") if request.param == "postgres" else ""
-    # Without the completer: here it is the callers who ask again, and each of their requests counts.
+    # Without the completer, because these tests count the requests of callers.
     with Shop(database=database, PAYMENTS_PROVIDER_TIMEOUT="1.5", PAYMENTS_COMPLETER="off") as shop:
         yield shop
 
 
 @pytest.fixture(scope="module")
 def shop_database(postgres_url: str) -> Iterator[str]:
-    """A database for one shop on the worker's PostgreSQL."""
+    """A database for one shop, on the PostgreSQL of this worker."""
     name = f"t{secrets.token_hex(8)}"
     with psycopg.connect(postgres_url, autocommit=True) as connection:
         connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
@@ -84,19 +84,19 @@ def shop_database(postgres_url: str) -> Iterator[str]:
 
 @pytest.fixture
 def name() -> str:
-    """A word of this test's own, for its orders and keys."""
+    """A random name, for the orders and keys of one test."""
     return f"t{secrets.token_hex(6)}"
 
 
 @pytest.fixture
-def road(shop: Shop) -> Iterator[Road]:
-    """A road to the shop, to be cut and blocked."""
-    with road_to(shop) as road:
-        yield road
+def route(shop: Shop) -> Iterator[NetworkRoute]:
+    """A route to the shop that can be cut and blocked."""
+    with open_route(shop) as route:
+        yield route
 
 
 @pytest.fixture
-def quiet() -> Iterator[list[float]]:
-    """The pauses between attempts, noted and not slept."""
+def skipped_sleeps() -> Iterator[list[float]]:
+    """Skip the pauses between attempts; the list has their lengths."""
     with no_sleeping() as slept:
         yield slept

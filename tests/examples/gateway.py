@@ -1,4 +1,4 @@
-"""A gateway before the service: it answers 502 when nobody is there, and what it is told to where the service never would."""
+"""A gateway in front of the service: it answers 502 if the service is down, and can send scripted answers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 import httpx
 
-from examples.payments.processes import World, http
+from examples.payments.processes import PaymentSystem, http
 from tests.support.proxy import FaultProxy
 
-# Of one connection, not of the message.
+# Headers of one connection, which are not forwarded.
 HOP_BY_HOP = ("host", "connection", "transfer-encoding", "content-length", "date", "server")
 
 
 @dataclass
-class Said:
-    """An answer of the gateway's own."""
+class ScriptedAnswer:
+    """An answer that the gateway sends by itself."""
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
@@ -29,8 +29,8 @@ class Said:
 
 
 @dataclass
-class Seen:
-    """A request, as it came."""
+class ReceivedRequest:
+    """A request as the gateway received it."""
 
     method: str
     path: str
@@ -39,41 +39,43 @@ class Seen:
 
 
 class Gateway(ThreadingHTTPServer):
-    """Forwards to *target*, after the answers of its own that *script* holds."""
+    """Sends the answers in *script* first, then forwards to *target*."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, target: str, script: list[Said]) -> None:
-        super().__init__(("127.0.0.1", 0), Forwarded)
+    def __init__(self, target: str, script: list[ScriptedAnswer]) -> None:
+        super().__init__(("127.0.0.1", 0), GatewayHandler)
         self.target = target
         self.script = script
-        self.seen: list[Seen] = []
+        self.seen: list[ReceivedRequest] = []
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections end here as they do in bad networks; that is no error."""
+        """Print nothing: tests break connections on purpose."""
 
 
-class Forwarded(BaseHTTPRequestHandler):
+class GatewayHandler(BaseHTTPRequestHandler):
     server: Gateway
-    protocol_version = "HTTP/1.1"  # it stays on the line: an answer that is lost is one that is waited for
+    protocol_version = "HTTP/1.1"  # keep-alive, so that a client waits for a lost answer
 
     def forward(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
         body = self.rfile.read(int(headers.get("content-length", 0)))
-        self.server.seen.append(Seen(self.command, self.path, headers, body))
+        self.server.seen.append(ReceivedRequest(self.command, self.path, headers, body))
         if self.server.script:
-            said = self.server.script.pop(0)
-            fields = {**({"Content-Type": "application/problem+json"} if said.problem else {}), **said.headers}
-            return self.answer(said.status, fields, json.dumps(said.problem).encode() if said.problem else b"")
+            scripted = self.server.script.pop(0)
+            fields = {**({"Content-Type": "application/problem+json"} if scripted.problem else {}), **scripted.headers}
+            return self.answer(
+                scripted.status, fields, json.dumps(scripted.problem).encode() if scripted.problem else b""
+            )
         kept = {name: value for name, value in headers.items() if name not in HOP_BY_HOP}
         try:
             answer = http.request(self.command, self.server.target + self.path, content=body, headers=kept)
-        except httpx.TransportError:  # nobody is there, or no longer
+        except httpx.TransportError:  # the service is down, or died during the request
             return self.answer(502, {}, b"")
         fields = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP}
         return self.answer(answer.status_code, fields, answer.content)
@@ -92,8 +94,8 @@ class Forwarded(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def gateway(target: str, *script: Said) -> Iterator[Gateway]:
-    """A gateway before *target*."""
+def gateway(target: str, *script: ScriptedAnswer) -> Iterator[Gateway]:
+    """Run a gateway in front of *target*."""
     with Gateway(target, list(script)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
@@ -104,8 +106,8 @@ def gateway(target: str, *script: Said) -> Iterator[Gateway]:
             thread.join()
 
 
-class Road:
-    """The way to a service: past a network that can fail, and a gateway with answers of its own."""
+class NetworkRoute:
+    """A connection to the service through a TCP proxy that can fail and a gateway that can answer by itself."""
 
     def __init__(self, proxy: FaultProxy, before: Gateway) -> None:
         self.proxy, self.gateway = proxy, before
@@ -113,11 +115,11 @@ class Road:
 
 
 @contextmanager
-def road_to(world: World) -> Iterator[Road]:
-    """A road to the service of *world*; whatever was broken at either end is whole again when it closes."""
+def open_route(system: PaymentSystem) -> Iterator[NetworkRoute]:
+    """Open a route to the service of *system*; at the end, remove all faults and start the service if it is down."""
     with ExitStack() as stack:
-        before = stack.enter_context(gateway(world.service.url))
-        yield Road(stack.enter_context(FaultProxy.before(before.url)), before)
-    world.provider.order()
-    if not world.service.is_ready():
-        world.service.start()
+        before = stack.enter_context(gateway(system.service.url))
+        yield NetworkRoute(stack.enter_context(FaultProxy.before(before.url)), before)
+    system.provider.order()
+    if not system.service.is_ready():
+        system.service.start()

@@ -1,4 +1,4 @@
-"""A caller in a process of its own, to be killed: `python -m tests.examples.killed_caller <library> <url> <keyring> <charge>`."""
+"""A caller that a test kills: `python -m tests.examples.killed_caller <library> <url> <keyring> <charge>`."""
 
 from __future__ import annotations
 

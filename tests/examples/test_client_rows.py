@@ -1,7 +1,7 @@
-"""Which answers are retried, row by row: the client, the real payments service and its provider, judged by the ledger.
+"""Which answers the client retries, with the payments service and its provider; the ledger shows the effects.
 
-What the service or its provider can cause, they cause; a network that fails is a TCP proxy that fails; a service that is
-gone was killed.  Only what none of them ever says (408, 429, 403, 425) is said by the gateway before them.
+The service or its provider causes each failure that it can cause, a TCP proxy causes those of the network, and a service
+that is down was killed.  Only statuses that none of them sends (408, 429, 403, 425) come from the gateway.
 """
 
 from __future__ import annotations
@@ -25,61 +25,61 @@ from .callers import (
     claims,
     codes,
     delays,
-    shop_with,
+    shop_fixture,
 )
 from .callers import told as problem
 from .conftest import Shop
-from .gateway import Road, Said
+from .gateway import NetworkRoute, ScriptedAnswer
 
-shop = shop_with(PAYMENTS_PROVIDER_TIMEOUT="0.6")
+shop = shop_fixture(PAYMENTS_PROVIDER_TIMEOUT="0.6")
 
 
-# What is retried
+# Retried
 
 Break = Callable[
-    [Shop, Road], Callable[[], object] | None
-]  # break something; what mends it before the retry, if it must be
+    [Shop, NetworkRoute], Callable[[], object] | None
+]  # break something, and return the repair to be made before the retry, if any
 
 
 def said(status: int, code: str = "", **headers: str) -> Break:
-    """The gateway's own answer, once."""
+    """The gateway answers by itself, once."""
     document = {"error_code": code, "retryable": True} if code else None
 
-    def act(shop: Shop, road: Road) -> None:
+    def act(shop: Shop, route: NetworkRoute) -> None:
         fields = {name.replace("_", "-"): value for name, value in headers.items()}
-        road.gateway.script.append(Said(status, fields, document))
+        route.gateway.script.append(ScriptedAnswer(status, fields, document))
 
     return act
 
 
-def table_gone(shop: Shop, road: Road) -> Callable[[], object]:
-    """The service's own bug: it cannot book."""
+def table_gone(shop: Shop, route: NetworkRoute) -> Callable[[], object]:
+    """The service has a bug: it cannot book."""
     shop.rows("ALTER TABLE refunds RENAME TO refunds_gone")
     return lambda: shop.rows("ALTER TABLE refunds_gone RENAME TO refunds")
 
 
-def killed(shop: Shop, road: Road) -> Callable[[], object]:
-    """kill -9: the gateway finds nobody there."""
+def killed(shop: Shop, route: NetworkRoute) -> Callable[[], object]:
+    """The service is killed, so the gateway cannot connect."""
     shop.service.crash()
     return shop.service.start
 
 
 def ordered(*quirks: dict[str, float]) -> Break:
-    """The provider's trouble; it is asked twice by the service itself, where there is time."""
-    return lambda shop, road: shop.provider.order(*quirks)
+    """The provider fails; the service itself retries once if there is time."""
+    return lambda shop, route: shop.provider.order(*quirks)
 
 
 def network(fault: str, **options: Any) -> Break:
-    def act(shop: Shop, road: Road) -> Callable[[], object]:
-        getattr(road.proxy, fault)(**options)
-        return road.proxy.heal
+    def act(shop: Shop, route: NetworkRoute) -> Callable[[], object]:
+        getattr(route.proxy, fault)(**options)
+        return route.proxy.heal
 
     return act
 
 
 @dataclass
 class Row:
-    """A row of a table: what goes wrong, how the attempt ends, how long the client then waits, and why."""
+    """A failure, the end of the attempt, the delay before the retry, and its reason."""
 
     seed: str
     breaks: Break
@@ -88,8 +88,8 @@ class Row:
     code: str = ""
 
 
-BACKOFF = (0.1, 0.2)  # the playbook's first
-A_SECOND = (1.0, 1.1)  # the service's Retry-After, and a little more, so that not all come back at once
+BACKOFF = (0.1, 0.2)  # the client's first delay
+A_SECOND = (1.0, 1.1)  # the service's Retry-After plus jitter
 RETRIED = {
     "408": Row("408 | Request Timeout | Yes | Immediate retry", said(408), "408", (0, 0)),
     "429": Row(
@@ -127,56 +127,52 @@ RETRIED = {
 
 @pytest.mark.parametrize("library", BOTH)
 @pytest.mark.parametrize("name", RETRIED)
-def test_what_may_pass_is_asked_once_more_and_refunded_once(
-    shop: Shop, road: Road, quiet: list[float], library: str, name: str
+def test_transient_failure_is_retried_and_refunded_once(
+    shop: Shop, route: NetworkRoute, skipped_sleeps: list[float], library: str, name: str
 ) -> None:
-    """The rows of "Retryable Errors", of "When to retry" and of the error taxonomy that say yes.
-
-    408, 429 and the transient one are the gateway's words; all others are the service's, its provider's or the network's.
-    """
+    """The gateway sends 408, 429 and the transient problem; the service, its provider or the network cause the others."""
     row = RETRIED[name]
     charge = shop.captured(f"{library}-{name}")
     before = len(shop.logged(event="claimed", operation="refunds.create"))
-    mend = row.breaks(shop, road)
+    mend = row.breaks(shop, route)
     retry = PLAYBOOK if name != "network timeout" else PLAYBOOK.playbook(budget=None, attempt_timeout=0.7)
-    answer = Caller(library, road.url, retry, mend=mend).refund(charge)
+    answer = Caller(library, route.url, retry, mend=mend).refund(charge)
     assert codes(answer.story) == [row.ends, "201"]
     assert row.code in answer.story.attempts[0].verdict.note
     assert row.waits[0] <= delays(answer.story)[0] <= row.waits[1]
-    assert quiet == [delay for delay in delays(answer.story) if delay]
+    assert skipped_sleeps == [delay for delay in delays(answer.story) if delay]
     assert_refunded_once(shop, charge, answer)
     mine = shop.logged(event="claimed", operation="refunds.create")[before:]
     assert {line["idempotency_key"] for line in mine} == {answer.story.key}
-    assert len({(seen.headers["idempotency-key"], seen.body) for seen in road.gateway.seen}) == 1
+    assert len({(seen.headers["idempotency-key"], seen.body) for seen in route.gateway.seen}) == 1
 
 
 @pytest.mark.parametrize("library", ["requests", "aiohttp"])
 @pytest.mark.parametrize("name", ["408", "503", "reset within"])
-def test_the_other_libraries_do_so_too(shop: Shop, road: Road, quiet: list[float], library: str, name: str) -> None:
-    test_what_may_pass_is_asked_once_more_and_refunded_once(shop, road, quiet, library, name)
+def test_transient_failure_is_retried_by_every_library(
+    shop: Shop, route: NetworkRoute, skipped_sleeps: list[float], library: str, name: str
+) -> None:
+    test_transient_failure_is_retried_and_refunded_once(shop, route, skipped_sleeps, library, name)
 
 
 @pytest.mark.parametrize("library", ALL)
-def test_a_provider_that_did_it_already_is_not_asked_to_do_it_again(shop: Shop, road: Road, library: str) -> None:
-    """The taxonomy's `PROVIDER.duplicate | Provider replay | no (already applied) | Surface existing result`.
-
-    It moved the money and answered 502; asked again by the service, it says "duplicate", and what it did is the result.
-    """
+def test_duplicate_at_the_provider_returns_the_existing_payout(shop: Shop, route: NetworkRoute, library: str) -> None:
+    """The provider moved the money and answered 502.  When the service calls again, it says "duplicate" with that movement."""
     charge, asked = shop.captured(f"duplicate-{library}"), len(shop.calls())
     shop.provider.order({"error_after": 0})
-    answer = Caller(library, road.url).refund(charge)
+    answer = Caller(library, route.url).refund(charge)
     assert codes(answer.story) == ["201"]
     assert len({call["key"] for call in shop.calls()[asked:]}) == 1
     assert len(shop.calls()) == asked + 2
     assert_refunded_once(shop, charge, answer)
 
 
-# What is not
+# Not retried
 
 
 @pytest.mark.parametrize("library", BOTH)
 class TestWhatWillNotChangeIsAskedOnce:
-    """The rows that say no.  One attempt, one answer, and no effect."""
+    """Permanent errors: one attempt, one answer, and no effect."""
 
     def check(self, answer: Any, status: int, code: str = "") -> None:
         assert codes(answer.story) == [str(status)]
@@ -186,46 +182,46 @@ class TestWhatWillNotChangeIsAskedOnce:
             assert problem(answer).retryable is False
         assert answer.story.known == "refused"
 
-    def test_400_fix_the_request(self, shop: Shop, road: Road, library: str) -> None:
-        """`400 | Bad Request | No`; `VALIDATION.*`: a refund that was sent without a key."""
+    def test_400_is_not_retried(self, shop: Shop, route: NetworkRoute, library: str) -> None:
+        """A refund without a key."""
         charge = shop.captured(f"400-{library}")
-        answer = Caller(library, road.url, make_key=None).refund(charge)
+        answer = Caller(library, route.url, make_key=None).refund(charge)
         self.check(answer, 400, "VALIDATION.idempotency.key_missing")
         assert_nothing_refunded(shop, charge)
 
-    def test_401_authenticate_anew(self, shop: Shop, road: Road, library: str) -> None:
-        """`401 | Unauthorized | No`; `AUTH.*`: a webhook that the provider did not sign."""
+    def test_401_is_not_retried(self, shop: Shop, route: NetworkRoute, library: str) -> None:
+        """A webhook that the provider did not sign."""
         body = {"type": "refund.succeeded", "data": {"reference": "rf_0"}}
         signed = Signing(new_secret()).sign(json.dumps(body).encode())
-        answer = Caller(library, road.url).ask("POST", "/webhooks/provider", body, **signed)
+        answer = Caller(library, route.url).ask("POST", "/webhooks/provider", body, **signed)
         self.check(answer, 401, "AUTH.webhook_signature")
         assert shop.rows("SELECT 1 FROM entries WHERE reference = 'rf_0'") == []
 
     @pytest.mark.parametrize("status", [403, 425])
-    def test_403_and_what_no_row_names(self, shop: Shop, road: Road, library: str, status: int) -> None:
-        """`403 | Forbidden | No`, and `4xx other than 429`.  Both are the gateway's: the service never says them."""
+    def test_403_and_other_4xx_are_not_retried(
+        self, shop: Shop, route: NetworkRoute, library: str, status: int
+    ) -> None:
+        """The gateway sends them, because the service never does."""
         charge = shop.captured(f"{status}-{library}")
-        road.gateway.script.append(Said(status))
-        self.check(Caller(library, road.url).refund(charge), status)
+        route.gateway.script.append(ScriptedAnswer(status))
+        self.check(Caller(library, route.url).refund(charge), status)
         assert_nothing_refunded(shop, charge)
 
-    def test_404_what_is_not_there(self, shop: Shop, road: Road, library: str) -> None:
-        """`404 | Not Found | No`."""
+    def test_404_is_not_retried(self, shop: Shop, route: NetworkRoute, library: str) -> None:
         before = shop.rows("SELECT count(*) FROM refunds")
-        self.check(Caller(library, road.url).refund("ch_0"), 404, "NOT_FOUND.resource")
+        self.check(Caller(library, route.url).refund("ch_0"), 404, "NOT_FOUND.resource")
         assert shop.rows("SELECT count(*) FROM refunds") == before
 
-    def test_409_a_key_that_names_something_else(self, shop: Shop, road: Road, library: str) -> None:
-        """`409 | Conflict | No`; `CONFLICT.idempotency.payload_mismatch`."""
-        charge, caller, key = shop.captured(f"409-{library}"), Caller(library, road.url), f"mine-{library}"
+    def test_409_payload_mismatch_is_not_retried(self, shop: Shop, route: NetworkRoute, library: str) -> None:
+        charge, caller, key = shop.captured(f"409-{library}"), Caller(library, route.url), f"mine-{library}"
         first, other = caller.refund(charge, key=key), caller.refund(charge, amount=2000, key=key)
         self.check(other, 409, "CONFLICT.idempotency.payload_mismatch")
         assert first.story.key == key
         assert_refunded_once(shop, charge, first)
 
-    def test_409_a_state_that_does_not_allow_it(self, shop: Shop, road: Road, library: str) -> None:
-        """`409 | Conflict | No | Resolve conflict`: an order that is paid, and a payment that is captured."""
-        order, caller = f"409s-{library}", Caller(library, road.url)
+    def test_409_wrong_state_is_not_retried(self, shop: Shop, route: NetworkRoute, library: str) -> None:
+        """An order that is paid already, and a payment that is captured."""
+        order, caller = f"409s-{library}", Caller(library, route.url)
         shop.captured(order)
         again = caller.ask("POST", "/payments", {"order_id": order, "customer_id": "c", "amount": 1})
         self.check(again, 409, "CONFLICT.order_paid")
@@ -233,18 +229,18 @@ class TestWhatWillNotChangeIsAskedOnce:
         self.check(caller.ask("POST", f"/payments/{payment}/capture", None), 409, "CONFLICT.state")
         assert shop.rows("SELECT kind FROM entries WHERE reference = ?", payment) == [("capture",)]
 
-    def test_402_and_422_the_answer_is_no(self, shop: Shop, road: Road, library: str) -> None:
-        """`VALIDATION.*`, and a provider that declines: a retry would ask for the same and hear the same."""
-        charge, caller = shop.captured(f"422-{library}"), Caller(library, road.url)
+    def test_402_and_422_are_not_retried(self, shop: Shop, route: NetworkRoute, library: str) -> None:
+        """An invalid amount, and a provider that declines."""
+        charge, caller = shop.captured(f"422-{library}"), Caller(library, route.url)
         self.check(caller.refund(charge, amount=10**9), 422, "VALIDATION.amount")
         shop.provider.order({"decline": 0})
         self.check(caller.refund(charge), 402, "PROVIDER.declined")
         assert_nothing_refunded(shop, charge)
 
-    def test_412_and_428_somebody_else_was_first(self, shop: Shop, road: Road, library: str) -> None:
-        """The playbook's `PUT + If-Match (ETag)`: what was seen is no longer so, or was never looked at."""
+    def test_412_and_428_are_not_retried(self, shop: Shop, route: NetworkRoute, library: str) -> None:
+        """A change with an outdated ETag, and one without If-Match."""
         shop.captured(f"412-{library}")
-        caller, body = Caller(library, road.url), {"name": library, "email": ""}
+        caller, body = Caller(library, route.url), {"name": library, "email": ""}
         self.check(caller.ask("PUT", "/customers/cus_1", body), 428, "PRECONDITION.if_match_required")
         stale = caller.ask("PUT", "/customers/cus_1", body, **{"If-Match": '"77"'})
         self.check(stale, 412, "PRECONDITION.if_match_failed")
@@ -252,23 +248,23 @@ class TestWhatWillNotChangeIsAskedOnce:
 
 
 @pytest.mark.parametrize("library", BOTH)
-def test_what_the_server_says_of_retries_beats_the_table(
-    shop: Shop, road: Road, quiet: list[float], library: str
+def test_retryable_in_a_problem_overrides_the_status(
+    shop: Shop, route: NetworkRoute, skipped_sleeps: list[float], library: str
 ) -> None:
-    """The gateway's words: a 400 that shall be repeated, a 503 that shall not, and a 503 from its store."""
+    """The gateway sends a retryable 400, a 503 that is not retryable, and a 503 of a store."""
     charge = shop.captured(f"hints-{library}")
-    caller = Caller(library, road.url)
-    road.gateway.script.append(Said(503, {}, {"error_code": "X.broken", "retryable": False}))
+    caller = Caller(library, route.url)
+    route.gateway.script.append(ScriptedAnswer(503, {}, {"error_code": "X.broken", "retryable": False}))
     assert codes(caller.refund(charge).story) == ["503"]
-    road.gateway.script.append(Said(503, {"Stripe-Should-Retry": "false"}))
+    route.gateway.script.append(ScriptedAnswer(503, {"Stripe-Should-Retry": "false"}))
     assert codes(caller.refund(charge).story) == ["503"]
-    road.gateway.script.append(Said(503, {"Idempotency-Status": "replayed"}))
+    route.gateway.script.append(ScriptedAnswer(503, {"Idempotency-Status": "replayed"}))
     final = caller.refund(charge)
     assert (codes(final.story), final.story.known) == (["503"], "refused")
-    assert quiet == []
+    assert skipped_sleeps == []
     assert claims(shop, final.story.key) == 0
     assert_nothing_refunded(shop, charge)
-    road.gateway.script.append(Said(400, {"Stripe-Should-Retry": "true"}))
+    route.gateway.script.append(ScriptedAnswer(400, {"Stripe-Should-Retry": "true"}))
     answer = caller.refund(charge)
     assert codes(answer.story) == ["400", "201"]
     assert_refunded_once(shop, charge, answer)

@@ -1,4 +1,4 @@
-"""A service killed in the middle finishes by itself: nobody asks again, and the money moves once all the same."""
+"""The completer finishes interrupted refunds without a retry of the caller, and the money moves once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ pytestmark = pytest.mark.chaos
 
 @pytest.fixture(scope="module", params=STORES)
 def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
-    """As everywhere, but with the completer, and with a lease that is soon over."""
+    """The payments system with the completer and a short lease."""
     database = request.getfixturevalue("shop_database") if request.param == "postgres" else ""
     with Shop(database=database, PAYMENTS_PROVIDER_TIMEOUT="1.5") as shop:
         yield shop
 
 
 @pytest.mark.parametrize("moment", ["before the money moves", "after it moved"])
-def test_a_refund_is_finished_though_its_caller_never_asks_again(shop: Shop, name: str, moment: str) -> None:
-    """CASES 25: the request was kept, and the completer sends it through the door once more."""
+def test_completer_finishes_a_killed_refund_without_its_caller(shop: Shop, name: str, moment: str) -> None:
+    """The request is stored, and the completer sends it through the middleware again."""
     charge, asked, moved = shop.captured(name), len(shop.calls()), shop.payouts()
     shop.provider.order({"latency": 2} if moment.startswith("before") else {"latency_after": 2})
     with asking(lambda: refund(shop, charge, name)):
@@ -33,7 +33,7 @@ def test_a_refund_is_finished_though_its_caller_never_asks_again(shop: Shop, nam
     shop.service.start()
     until(lambda: [entries(shop, made, "refund") for made in refunds_of(shop, charge)] == [1])
     [made] = refunds_of(shop, charge)
-    time.sleep(2)  # until the provider is done with the first call, whose caller is dead
+    time.sleep(2)  # until the provider has finished the first call, from the killed service
     assert len(payouts_of(shop, made)) == 1
     late = refund(shop, charge, name)
     assert (late.status_code, late.json()["id"]) == (201, made)
@@ -41,8 +41,8 @@ def test_a_refund_is_finished_though_its_caller_never_asks_again(shop: Shop, nam
     assert shop.payouts() == moved + 1
 
 
-def test_a_refund_that_the_provider_was_down_for_is_made_when_it_is_up(shop: Shop, name: str) -> None:
-    """CASES 25: the caller got its 5xx and left."""
+def test_completer_finishes_a_refund_after_provider_downtime(shop: Shop, name: str) -> None:
+    """The caller got a 5xx and does not retry."""
     charge, moved = shop.captured(name), shop.payouts()
     shop.provider.order(*[{"error_before": 503}] * 4)
     assert refund(shop, charge, name).status_code >= 500

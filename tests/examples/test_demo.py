@@ -1,4 +1,4 @@
-"""`make demo` as a newcomer meets it: the real command, in a process of its own."""
+"""`make demo`, run in a process of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def play(**more: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def port_8000_taken() -> Iterator[None]:
-    """It is, by us or by a stranger."""
+    """Have the port taken, by this test if it is free."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -56,7 +56,7 @@ def port_8000_taken() -> Iterator[None]:
 
 
 def children_of(demo: int) -> set[int]:
-    """The processes that *demo* has started, and theirs."""
+    """Return the processes that *demo* has started, and their children."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -79,8 +79,8 @@ def folders(pids: set[int]) -> set[Path]:
     return {Path(os.readlink(f"/proc/{pid}/cwd")) for pid in pids} - {Path.cwd()}
 
 
-def test_every_story_happens_once_with_oncemore_and_oftener_without() -> None:
-    """CASES 14, 16, 17, 25, 26, 45.  And a port that is taken is no obstacle, but said."""
+def test_demo_effects_happen_once_with_oncemore_and_repeatedly_without() -> None:
+    """If its port is taken, the demo says so and uses another."""
     began = time.monotonic()
     with port_8000_taken():
         played = play()
@@ -97,14 +97,14 @@ def test_every_story_happens_once_with_oncemore_and_oftener_without() -> None:
     assert max(map(len, played.stdout.splitlines())) <= 100
 
 
-def test_a_story_that_there_is_not_is_refused() -> None:
+def test_unknown_story_is_refused() -> None:
     ran = subprocess.run([sys.executable, str(DEMO), "7"], capture_output=True, text=True, env=environment())
     assert ran.returncode == 1
     assert ran.stderr == "There is no story 7: name one by its number, from 1 to 6\n"
 
 
-def test_a_broken_guarantee_is_told_by_the_exit_code() -> None:
-    """The guard is off in both services, so nothing holds."""
+def test_demo_without_guard_exits_with_one() -> None:
+    """The guard is off in both services, so effects are repeated."""
     played = play(PAYMENTS_GUARD="off")
     assert played.returncode == 1
     assert played.stdout.count("✗ broken") == STORIES
@@ -112,12 +112,12 @@ def test_a_broken_guarantee_is_told_by_the_exit_code() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_service_stays_up_and_its_curl_lines_work_until_it_is_told_to_end(how: signal.Signals) -> None:
+def test_printed_curl_commands_work_until_demo_is_stopped(how: signal.Signals) -> None:
     command = [sys.executable, str(DEMO), "1"]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
     assert demo.stdout is not None
     lines = []
-    for line in demo.stdout:  # it stays open: the demo has not ended
+    for line in demo.stdout:  # the stream stays open while the demo runs
         lines.append(line)
         if line.startswith("Ctrl-C"):
             break
@@ -147,12 +147,12 @@ def test_the_service_stays_up_and_its_curl_lines_work_until_it_is_told_to_end(ho
 
 
 def run(line: str) -> str:
-    """What a shell prints when the line is pasted."""
+    """Return the output of the line in a shell."""
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, timeout=30).stdout
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_on_a_terminal_of_a_hundred_columns_it_has_colour_unless_that_is_unwanted(plain: bool) -> None:
+def test_terminal_output_has_colour_unless_no_color_is_set(plain: bool) -> None:
     more = {"TERM": "xterm-256color", "COLUMNS": "", "ONCE": "1", **({"NO_COLOR": "1"} if plain else {})}
     ours, its = pty.openpty()
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))

@@ -1,4 +1,4 @@
-"""kill -9, at moments that matter and at any other: the money moves once, and whoever asks again is told so."""
+"""SIGKILL at chosen and at random moments: the money moves once, and a retry gets its answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.chaos
 
 @contextmanager
 def asking(ask: Callable[[], httpx.Response]) -> Iterator[list[httpx.Response]]:
-    """A caller who asks at the same time, and may never be answered."""
+    """A caller in a thread of its own, which may never get an answer."""
     answers: list[httpx.Response] = []
 
     def call() -> None:
@@ -36,15 +36,14 @@ def asking(ask: Callable[[], httpx.Response]) -> Iterator[list[httpx.Response]]:
 
 @pytest.fixture(autouse=True)
 def alive(shop: Shop) -> Iterator[None]:
-    """One test that fails while the service is dead is enough."""
+    """Start the service again if a test failed while it was down."""
     yield
     if not shop.service.is_ready():
         shop.service.start()
 
 
 @pytest.mark.parametrize("moment", ["before the money moves", "after it moved"])
-def test_a_service_killed_in_mid_refund_goes_on_when_it_is_asked_again(shop: Shop, name: str, moment: str) -> None:
-    """CASES 25."""
+def test_retry_after_kill_during_refund_completes_it(shop: Shop, name: str, moment: str) -> None:
     charge, asked, moved = shop.captured(name), len(shop.calls()), shop.payouts()
     shop.provider.order({"latency": 2} if moment.startswith("before") else {"latency_after": 2})
     with asking(lambda: refund(shop, charge, name)) as answers:
@@ -56,7 +55,7 @@ def test_a_service_killed_in_mid_refund_goes_on_when_it_is_asked_again(shop: Sho
     again = refund(shop, charge, name)
     assert again.status_code == 201
     made = again.json()["id"]
-    # The provider is done with the first call, whose caller is dead.
+    # The provider has finished the first call, from the killed service.
     time.sleep(max(0.5, done + 0.5 - time.monotonic()))
     assert len(payouts_of(shop, made)) == 1
     assert refunds_of(shop, charge) == [made]
@@ -65,8 +64,7 @@ def test_a_service_killed_in_mid_refund_goes_on_when_it_is_asked_again(shop: Sho
     until(lambda: entries(shop, made, "settlement") == 1)
 
 
-def test_a_service_killed_after_its_answer_replays_it(shop: Shop, name: str) -> None:
-    """CASES 26."""
+def test_retry_after_kill_behind_the_answer_replays_it(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     first = refund(shop, charge, name)
     shop.service.restart()
@@ -76,8 +74,7 @@ def test_a_service_killed_after_its_answer_replays_it(shop: Shop, name: str) -> 
     assert len(payouts_of(shop, first.json()["id"])) == 1
 
 
-def test_another_amount_cannot_have_the_key_of_a_killed_refund(shop: Shop, name: str) -> None:
-    """CASES 14."""
+def test_key_of_killed_refund_refuses_another_amount(shop: Shop, name: str) -> None:
     charge, moved = shop.captured(name), shop.payouts()
     shop.provider.order({"latency_after": 2})
     with asking(lambda: refund(shop, charge, name)):
@@ -89,13 +86,12 @@ def test_another_amount_cannot_have_the_key_of_a_killed_refund(shop: Shop, name:
     assert shop.payouts() == moved + 1
 
 
-def test_a_webhook_that_met_a_dead_service_is_booked_once(shop: Shop, name: str) -> None:
-    """CASES 42, 45."""
+def test_webhook_to_a_killed_service_is_booked_once(shop: Shop, name: str) -> None:
     charge, moved, asked = shop.captured(name), shop.payouts(), len(shop.calls())
     shop.provider.order({"latency": 1})
     with asking(lambda: refund(shop, charge, name)):
         until(lambda: len(shop.calls()) > asked)
-        shop.service.crash()  # the payout, and its webhook, come when nobody is there
+        shop.service.crash()  # the payout and its webhook happen while the service is down
     until(lambda: shop.payouts() > moved)
     shop.service.start()
     made = refund(shop, charge, name).json()["id"]
@@ -103,8 +99,7 @@ def test_a_webhook_that_met_a_dead_service_is_booked_once(shop: Shop, name: str)
     assert len(payouts_of(shop, made)) == 1
 
 
-def test_killed_at_any_moment_a_payment_and_its_refund_are_made_once(shop: Shop, name: str) -> None:
-    """CASES 25, 26."""
+def test_kills_at_random_moments_leave_one_payment_and_refund(shop: Shop, name: str) -> None:
     chance = random.Random(name)
     charge, moved = shop.captured(name), shop.payouts()
     for number in range(5):

@@ -1,4 +1,4 @@
-"""The payments service beyond refunds: create and reverse, states, customers, the provider's webhooks, the document."""
+"""The payments service beyond refunds: create and reverse, states, customers, webhooks, OpenAPI."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ def code(answer: httpx.Response) -> str:
     return found
 
 
-# Create, and reverse
+# Create and reverse
 
 
 @pytest.mark.parametrize("action", ["capture", "void"])
-def test_create_and_what_follows_are_both_done_once(shop: Shop, name: str, action: str) -> None:
-    """CASES 16."""
+def test_create_and_capture_repeat_without_effect(shop: Shop, name: str, action: str) -> None:
     made = [pay(shop, name) for _ in range(2)]
     assert [answer.status_code for answer in made] == [201, 201]
     assert made[0].content == made[1].content
@@ -55,13 +54,13 @@ def test_create_and_what_follows_are_both_done_once(shop: Shop, name: str, actio
     assert shop.get(f"/payments/{made[0].json()['id']}").json()["status"] == status
 
 
-def test_a_captured_payment_is_charged_and_booked_once(shop: Shop, name: str) -> None:
+def test_concurrent_captures_charge_and_book_once(shop: Shop, name: str) -> None:
     payment = pay(shop, name).json()["id"]
     together = threading.Barrier(5)
 
     def capture(number: int) -> httpx.Response:
         together.wait()
-        return shop.post(f"/payments/{payment}/capture", f"{name}-{number}")  # a key for each: the state protects it
+        return shop.post(f"/payments/{payment}/capture", f"{name}-{number}")  # different keys: the state decides
 
     with ThreadPoolExecutor(5) as pool:
         answers = list(pool.map(capture, range(5)))
@@ -72,8 +71,7 @@ def test_a_captured_payment_is_charged_and_booked_once(shop: Shop, name: str) ->
 
 
 @pytest.mark.parametrize(("first", "second"), [("capture", "capture"), ("capture", "void"), ("void", "capture")])
-def test_what_the_state_does_not_allow_is_refused(shop: Shop, name: str, first: str, second: str) -> None:
-    """CASES 51."""
+def test_capture_or_void_in_the_wrong_state_is_refused(shop: Shop, name: str, first: str, second: str) -> None:
     payment = pay(shop, name).json()["id"]
     assert shop.post(f"/payments/{payment}/{first}", f"{name}-1").status_code == 200
     refused = shop.post(f"/payments/{payment}/{second}", f"{name}-2")
@@ -81,15 +79,14 @@ def test_what_the_state_does_not_allow_is_refused(shop: Shop, name: str, first: 
     assert code(refused) == "CONFLICT.state"
 
 
-def test_voiding_twice_has_the_same_result(shop: Shop, name: str) -> None:
-    """CASES 51."""
+def test_void_twice_has_the_same_result(shop: Shop, name: str) -> None:
     payment = pay(shop, name).json()["id"]
     answers = [shop.post(f"/payments/{payment}/void", f"{name}-{number}") for number in range(2)]
     assert [answer.status_code for answer in answers] == [200, 200]
     assert answers[0].json() == answers[1].json()
 
 
-def test_a_capture_that_the_provider_declines_leaves_the_payment_as_it_was(shop: Shop, name: str) -> None:
+def test_declined_capture_leaves_the_payment_authorized(shop: Shop, name: str) -> None:
     payment = pay(shop, name).json()["id"]
     shop.provider.order({"decline": 0})
     assert code(shop.post(f"/payments/{payment}/capture", f"{name}-1")) == "PROVIDER.declined"
@@ -97,19 +94,21 @@ def test_a_capture_that_the_provider_declines_leaves_the_payment_as_it_was(shop:
     assert shop.post(f"/payments/{payment}/capture", f"{name}-2").status_code == 200
 
 
-def test_an_order_is_paid_once_whatever_keys_its_callers_make_up(shop: Shop, name: str) -> None:
+def test_order_is_paid_once_under_different_keys(shop: Shop, name: str) -> None:
     with ThreadPoolExecutor(5) as pool:
         answers = list(pool.map(lambda number: pay(shop, name, f"{name}-{number}"), range(5)))
     assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409, 409]
     assert {code(answer) for answer in answers if answer.status_code == 409} == {"CONFLICT.order_paid"}
     made = next(answer.json()["id"] for answer in answers if answer.status_code == 201)
     assert pay(shop, name, f"{name}-other", customer_id=f"new_{name}").status_code == 409
-    assert shop.get(f"/customers/new_{name}").status_code == 404  # a refusal is committed too, and has changed nothing
+    assert (
+        shop.get(f"/customers/new_{name}").status_code == 404
+    )  # a refusal is committed, and must have changed nothing
     assert shop.post(f"/payments/{made}/void", f"{name}-void").status_code == 200
     assert pay(shop, name, f"{name}-anew").status_code == 201
 
 
-# Constraints of the database itself
+# Constraints of the database
 
 
 @pytest.mark.parametrize(
@@ -127,13 +126,13 @@ def test_an_order_is_paid_once_whatever_keys_its_callers_make_up(shop: Shop, nam
     ],
     ids=["second-payment", "refunded-too-much", "void-captured", "nothing", "one-sided", "negative", "booked-twice"],
 )
-def test_the_tables_refuse_what_must_not_be(shop: Shop, name: str, statement: str) -> None:
+def test_constraints_refuse_inconsistent_rows(shop: Shop, name: str, statement: str) -> None:
     shop.captured(name)
     with pytest.raises((sqlite3.IntegrityError, psycopg.errors.IntegrityError)):
         shop.rows(statement.format(name=name))
 
 
-def test_the_books_balance(shop: Shop, name: str) -> None:
+def test_balances_add_up_to_zero(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     shop.post("/refunds", name, {"charge_id": charge, "amount": 1000})
     told = shop.get("/ledger").json()
@@ -141,10 +140,10 @@ def test_the_books_balance(shop: Shop, name: str) -> None:
     assert sum(told["balances"].values()) == 0
 
 
-# Customers: changed only by who has seen them
+# Conditional changes
 
 
-def test_a_customer_is_changed_by_whoever_saw_the_latest(shop: Shop, name: str) -> None:
+def test_customer_change_needs_the_current_etag(shop: Shop, name: str) -> None:
     pay(shop, name)
     path = f"/customers/cus_{name}"
     assert shop.get(path).headers["etag"] == '"1"'
@@ -162,7 +161,7 @@ def test_a_customer_is_changed_by_whoever_saw_the_latest(shop: Shop, name: str) 
     assert shop.get(path).json()["name"] == "Ann"
 
 
-def test_of_several_who_saw_the_same_one_changes_it(shop: Shop, name: str) -> None:
+def test_one_of_concurrent_changes_with_one_etag_wins(shop: Shop, name: str) -> None:
     pay(shop, name)
 
     def put(number: int) -> int:
@@ -175,14 +174,14 @@ def test_of_several_who_saw_the_same_one_changes_it(shop: Shop, name: str) -> No
     assert shop.rows("SELECT version FROM customers WHERE id = ?", f"cus_{name}") == [(2,)]
 
 
-# Requests that are wrong
+# Invalid requests
 
 
 @pytest.mark.parametrize(
     "changed",
     [{"amount": 0}, {"amount": 10.5}, {"amount": "5000"}, {"currency": "euro"}, {"order_id": ""}, {"extra": 1}],
 )
-def test_a_payment_that_makes_no_sense_is_refused(shop: Shop, name: str, changed: dict[str, Any]) -> None:
+def test_invalid_payment_is_refused(shop: Shop, name: str, changed: dict[str, Any]) -> None:
     refused = pay(shop, name, **changed)
     assert refused.status_code == 422
     assert code(refused) == "VALIDATION.payload"
@@ -190,19 +189,18 @@ def test_a_payment_that_makes_no_sense_is_refused(shop: Shop, name: str, changed
 
 
 @pytest.mark.parametrize("path", ["/payments/pay_0", "/refunds/rf_0", "/customers/cus_0"])
-def test_what_is_not_there_is_not_found(shop: Shop, path: str) -> None:
+def test_missing_resources_are_404(shop: Shop, path: str) -> None:
     assert code(shop.get(path)) == "NOT_FOUND.resource"
 
 
-def test_what_the_contract_does_not_name_is_refused(shop: Shop, name: str) -> None:
+def test_undeclared_request_is_refused(shop: Shop, name: str) -> None:
     assert code(shop.post("/chargebacks", name, {})) == "VALIDATION.idempotency.undeclared"
 
 
 # Webhooks
 
 
-def test_a_webhook_that_the_provider_did_not_sign_is_refused(shop: Shop, name: str) -> None:
-    """CASES 48."""
+def test_unsigned_webhook_is_refused(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     refund = shop.post("/refunds", name, {"charge_id": charge, "amount": 1000}).json()["id"]
     body = json.dumps({"type": "refund.succeeded", "data": {"reference": refund}}).encode()
@@ -219,10 +217,10 @@ def test_a_webhook_that_the_provider_did_not_sign_is_refused(shop: Shop, name: s
     assert (flagged.status_code, flagged.json()["result"]) == (200, "flagged")
 
 
-# The contract, told
+# The contract
 
 
-def test_the_document_tells_the_contract(shop: Shop) -> None:
+def test_openapi_describes_the_contract(shop: Shop) -> None:
     document = shop.get("/openapi.json").json()
     validate(document)
     for path, effect in (("/payments", "transaction"), ("/refunds", "steps"), ("/payments/{id}/capture", "steps")):
@@ -236,7 +234,7 @@ def test_the_document_tells_the_contract(shop: Shop) -> None:
     assert "412" in document["paths"]["/customers/{id}"]["put"]["responses"]
 
 
-def test_create_and_reverse_are_both_in_the_contract() -> None:
+def test_contract_names_operations_and_their_reverses() -> None:
     contract = Contract.load(CONTRACT)
     contract.check()
     rules = {rule.name: rule for rule in contract.rules}
@@ -245,7 +243,7 @@ def test_create_and_reverse_are_both_in_the_contract() -> None:
     assert all(rules[name].key.required for pair in reversals.items() for name in pair)
 
 
-def test_the_readme_names_every_endpoint_and_setting() -> None:
+def test_readme_names_every_endpoint_and_setting() -> None:
     text = Path(CONTRACT).with_name("README.md").read_text()
     for rule in Contract.load(CONTRACT).rules:
         assert rule.match in text

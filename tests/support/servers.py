@@ -1,10 +1,10 @@
-"""Real PostgreSQL and Valkey servers for tests, from PyPI wheels: private, on free ports, gone when the test run is.
+"""PostgreSQL and Valkey servers for tests, from PyPI wheels, on free ports; they end with the test run.
 
     with PostgresServer() as postgres, ValkeyServer(maxmemory="64mb") as valkey:
         ...  # postgres.url, valkey.url
 
-With *fsync*, the default, a server that crashes keeps what it has acknowledged.  Without, it is faster: PostgreSQL may
-lose data when the machine fails, and Valkey keeps none at all.  Further keywords are the server's own settings.
+With *fsync*, the default, a crashed server keeps all acknowledged writes.  Without it, tests are faster, but PostgreSQL
+may lose data if the machine fails, and Valkey keeps none.  Further keywords are the server's own settings.
 """
 
 from examples.process import Server

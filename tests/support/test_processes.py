@@ -41,7 +41,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_program_has_its_own_arguments_folder_environment_and_streams(tmp_path: Path) -> None:
+def test_program_gets_arguments_folder_environment_and_streams(tmp_path: Path) -> None:
     ended = run_to_end(
         [sys.executable, script(tmp_path, ABOUT), "a", "b c"], said="heard", cwd=tmp_path, env={"WORD": "own"}
     )

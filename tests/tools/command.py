@@ -1,4 +1,4 @@
-"""Runs the real command in a process of its own."""
+"""Runs the `oncemore` command in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from ..support import processes
 
 
-class Ran(NamedTuple):
-    """What came of it."""
+class Finished(NamedTuple):
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -23,8 +23,8 @@ class Ran(NamedTuple):
         return json.loads(self.out)
 
 
-def oncemore(*words: object, said: str = "", folder: Path | None = None, **environment: str) -> Ran:
-    """`oncemore` with these words; *said* is typed at it.  No traceback ever comes out."""
+def oncemore(*words: object, said: str = "", folder: Path | None = None, **environment: str) -> Finished:
+    """Run `oncemore` with *words*, and *said* as its input; fail if it prints a traceback."""
     ran = processes.run_to_end(
         [sys.executable, "-m", "oncemore.tools.cli", *map(str, words)],
         said=said,
@@ -32,4 +32,4 @@ def oncemore(*words: object, said: str = "", folder: Path | None = None, **envir
         env={name: value for name, value in os.environ.items() if name != "ONCEMORE_STORE"} | environment,
     )
     assert "Traceback" not in ran.stderr, ran.stderr
-    return Ran(ran.returncode, ran.stdout, ran.stderr)
+    return Finished(ran.returncode, ran.stdout, ran.stderr)

@@ -1,4 +1,4 @@
-"""Completers for the command to find."""
+"""Completers that the tests name on the command line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from oncemore import Guard, Op, Operation, Policy
 from oncemore._ledger.completer import Completer
 from oncemore._runtime.backoff import Backoff
 
-ASKED = Operation("s", "order-1", "f", "orders.pay", request=lambda: {"order": 1})
+OPERATION = Operation("s", "order-1", "f", "orders.pay", request=lambda: {"order": 1})
 
 
-def left_unfinished(*, fails: int) -> Completer:
-    """A completer of a ledger in which one operation was left; it fails so often."""
+def completer_with_unfinished_operation(*, fails: int) -> Completer:
+    """Return a completer for a ledger with one unfinished operation, which fails *fails* times, first when it is made."""
     guard = Guard("memory://", policy=Policy(effect="steps"))
     failures = [RuntimeError("no luck")] * fails
 
@@ -32,24 +32,24 @@ def left_unfinished(*, fails: int) -> Completer:
 
     if fails:
         with suppress(RuntimeError):
-            guard.run(ASKED, lambda op: pay(op, {"order": 1}))
+            guard.run(OPERATION, lambda op: pay(op, {"order": 1}))
     return Completer(guard, {"orders.pay": pay}, pace=Backoff(base=0, cap=0), every=0.01)
 
 
-def never_ending() -> Completer:
-    """A completer whose performer says that it has begun, and no more."""
-    completer = left_unfinished(fails=1)
+def completer_that_hangs() -> Completer:
+    """Return a completer whose performer prints a line and then sleeps."""
+    completer = completer_with_unfinished_operation(fails=1)
 
     async def pay(op: Op, request: Any) -> Any:
-        print("it begins")
+        print("started")
         await asyncio.sleep(60)
 
     completer.performers["orders.pay"] = pay
     return completer
 
 
-lucky = left_unfinished(fails=1)
-unlucky = left_unfinished(fails=2)
-idle = left_unfinished(fails=0)
-slow = never_ending()
+lucky = completer_with_unfinished_operation(fails=1)
+unlucky = completer_with_unfinished_operation(fails=2)
+idle = completer_with_unfinished_operation(fails=0)
+slow = completer_that_hangs()
 nothing = object()

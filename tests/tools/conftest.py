@@ -1,4 +1,4 @@
-"""A ledger on each real store, with records in every state."""
+"""A ledger on each store, and records in every state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORES = [
 
 @pytest.fixture(params=STORES)
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a ledger that nobody else uses, and that is not there yet."""
+    """The URL of a ledger of this test alone, which does not exist yet."""
     match request.param:
         case "postgres":
             schema = request.getfixturevalue("postgres_schema")
@@ -36,7 +36,7 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def guard(store_url: str) -> Iterator[Guard]:
-    """The same ledger, made."""
+    """A guard on that ledger, after its tables were created."""
     guard = Guard(store_url, cache=0)
     guard.stats()
     yield guard
@@ -45,7 +45,7 @@ def guard(store_url: str) -> Iterator[Guard]:
 
 @pytest.fixture
 def filled(guard: Guard) -> Guard:
-    """One operation each: settled, released, held, running, lapsed, expired."""
+    """The ledger with one operation in each state: settled, released, held, running, lapsed, expired."""
     response = Outcome("response", 201, (("content-type", "application/json"),), b'{"id": "rf_1"}')
     guard.run(Operation("refunds:principal:ann", "settled-1", "c1:a", "refunds.create"), lambda op: response)
     with pytest.raises(ZeroDivisionError):
@@ -54,7 +54,7 @@ def filled(guard: Guard) -> Guard:
     claim(guard, "running-1")
     claim(guard, "lapsed-1", lease=0.001)
     guard.run(Operation("old", "expired-1"), lambda op: "gone", policy=Policy(ttl=0.001))
-    time.sleep(0.01)  # until that has expired
+    time.sleep(0.01)  # until the last one has expired
     return guard
 
 

@@ -1,4 +1,4 @@
-"""`oncemore capacity`: the arithmetic is right, and what it is based on is still what a record takes."""
+"""`oncemore capacity`: its arithmetic, and that its constants still match the stores."""
 
 from __future__ import annotations
 
@@ -12,87 +12,79 @@ from hypothesis import strategies as st
 
 import bench.storage as bench
 from oncemore.tools.cli import main
-from oncemore.tools.commands.capacity import amount
-from oncemore.tools.storage import NAMES, SIZES, STORES, Load, along, need
+from oncemore.tools.commands.capacity import NAMES, SIZES, STORES, Load, bytes_text, interpolate, requirements
 from tests.tools.command import oncemore
 
 LOAD = Load(rate=100, ttl=86400, outcome=1024, names=NAMES, processes=4, sync=0.002)
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_storage_is_rate_times_retention_times_bytes(store: str) -> None:
-    found = need(LOAD, STORES[store])
-    assert found.records == 8_640_000
-    assert found.record_bytes == STORES[store].kept[SIZES.index(1024)]
-    assert found.kept_bytes == found.records * found.record_bytes
-    assert found.connections == 4 * STORES[store].connections
+def test_storage_is_rate_times_retention_times_bytes() -> None:
+    for name, store in STORES.items():
+        found = requirements(LOAD, store)
+        assert found.records == 8_640_000, name
+        assert found.record_bytes == store.kept[SIZES.index(1024)], name
+        assert found.kept_bytes == found.records * found.record_bytes, name
+        assert found.connections == 4 * store.connections, name
 
 
-def test_syncs_are_two_for_each_operation_until_they_are_shared() -> None:
+def test_syncs_are_two_per_operation_up_to_the_disks_limit() -> None:
     slow, fast = (Load(rate=rate, ttl=60, outcome=0, names=80, processes=4, sync=0.01) for rate in (1, 100_000))
-    assert [need(slow, store).syncs_per_second for store in STORES.values()] == [2, 2, 2]
-    assert {name: need(fast, store).syncs_per_second for name, store in STORES.items()} == {
-        "sqlite": 100,  # one writer, whoever it is
-        "postgresql": 800,  # two for each process
+    assert [requirements(slow, store).syncs_per_second for store in STORES.values()] == [2, 2, 2]
+    assert {name: requirements(fast, store).syncs_per_second for name, store in STORES.items()} == {
+        "sqlite": 100,  # one writer for all processes
+        "postgresql": 800,  # two per process
         "redis": 100,  # one thread
     }
 
 
 @given(size=st.integers(0, 10**7), names=st.integers(0, 600))
-def test_more_to_keep_never_takes_less(size: int, names: int) -> None:
+def test_larger_outcome_or_names_never_need_less(size: int, names: int) -> None:
     for store in STORES.values():
         for curve in (store.kept, store.written):
-            assert along(curve, size + 1) >= along(curve, size) >= curve[0]
+            assert interpolate(curve, size + 1) >= interpolate(curve, size) >= curve[0]
         smaller, larger = (
-            need(Load(rate=1, ttl=1e6, outcome=size, names=each, processes=1, sync=1), store)
+            requirements(Load(rate=1, ttl=1e6, outcome=size, names=each, processes=1, sync=1), store)
             for each in (names, names + 9)
         )
         assert larger.kept_bytes > smaller.kept_bytes > 0
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_size_that_was_measured_has_the_figure_that_was_measured(size: int) -> None:
+def test_measured_size_returns_the_measured_figure() -> None:
     for store in STORES.values():
-        assert along(store.kept, size) == store.kept[SIZES.index(size)]
+        assert tuple(interpolate(store.kept, size) for size in SIZES) == store.kept
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (0.4, "0.4 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (19.1e9, "19.1 GB"),
-        (3e15, "3 PB"),
-        (5e19, "5e+04 PB"),
-    ],
-)
-def test_amounts_are_easy_to_read(count: float, text: str) -> None:
-    assert amount(count) == text
+def test_bytes_text_chooses_the_unit() -> None:
+    counts = [0, 0.4, 999, 1000, 19.1e9, 3e15, 5e19]
+    texts = ["0 B", "0.4 B", "999 B", "1 kB", "19.1 GB", "3 PB", "5e+04 PB"]
+    assert [bytes_text(count) for count in counts] == texts
 
 
-def test_the_command_tells_people_and_programs_the_same() -> None:
-    told = oncemore("capacity", "--rate", 100, "--ttl", "24h", "--json").json
-    assert told["stores"]["sqlite"]["kept_bytes"] == need(LOAD, STORES["sqlite"]).kept_bytes
+def test_table_and_json_show_the_same_figures() -> None:
+    data = oncemore("capacity", "--rate", 100, "--ttl", "24h", "--json").json
+    assert data["stores"]["sqlite"]["kept_bytes"] == requirements(LOAD, STORES["sqlite"]).kept_bytes
     shown = oncemore("capacity", "--rate", 100, "--ttl", "24h").out
     assert "8,640,000" in shown
     assert "bench.storage" in shown
 
 
-def test_it_can_be_asked_of_one_store_alone() -> None:
+def test_on_limits_output_to_one_store() -> None:
     assert list(oncemore("capacity", "--on", "redis", "--json").json["stores"]) == ["redis"]
 
 
-@pytest.mark.parametrize(
-    "words", [["--rate", "0"], ["--ttl", "soon"], ["--ttl", "0s"], ["--outcome", "much"], ["--on", "paper"]]
-)
-def test_nonsense_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["capacity", *words]) == 2
-    assert capsys.readouterr().err
+def test_invalid_options_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value in (
+        ("--rate", "0"),
+        ("--ttl", "soon"),
+        ("--ttl", "0s"),
+        ("--outcome", "much"),
+        ("--on", "paper"),
+    ):
+        assert main(["capacity", option, value]) == 2, (option, value)
+        assert capsys.readouterr().err, (option, value)
 
 
-# What it is based on
+# The constants
 
 
 SERVED = [pytest.param(name, marks=pytest.mark.server) for name in ("postgresql", "redis")]
@@ -110,8 +102,8 @@ def gauge(request: pytest.FixtureRequest) -> Iterator[tuple[str, bench.Gauge]]:
 
 
 @pytest.mark.longer
-def test_the_constants_are_what_a_record_takes(gauge: tuple[str, bench.Gauge], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of a store's tables or records that makes the constants wrong is noticed here: run bench/storage.py anew."""
+def test_constants_match_a_measured_record(gauge: tuple[str, bench.Gauge], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a store's tables have changed so much that the constants are wrong: run bench/storage.py again."""
     monkeypatch.setattr(bench, "RECORDS", 2000)
     monkeypatch.setattr(bench, "ROUNDS", 1)
     name, ledger = gauge

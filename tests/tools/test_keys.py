@@ -1,4 +1,4 @@
-"""`oncemore keys` on every store, as an operator would use it: the real command, on real servers."""
+"""`oncemore keys` on every store: the command in a process of its own, on real servers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from tests.tools.conftest import claim
 BOB = "payments:principal:bob"
 
 
-def test_the_list_shows_each_record_and_its_state(filled: Guard, store_url: str) -> None:
-    """CASES 25."""
-    told = oncemore("keys", "list", "--json", "--store", store_url).json
-    states = {record["key"]: record["state"] for record in told["records"]}
+def test_list_shows_each_record_and_its_state(filled: Guard, store_url: str) -> None:
+    data = oncemore("keys", "list", "--json", "--store", store_url).json
+    states = {record["key"]: record["state"] for record in data["records"]}
     assert states.items() >= {
         ("settled-1", "settled"),
         ("released-1", "released"),
@@ -26,12 +25,12 @@ def test_the_list_shows_each_record_and_its_state(filled: Guard, store_url: str)
         ("running-1", "running"),
         ("lapsed-1", "lapsed"),
     }
-    assert "rf_1" not in str(told)
+    assert "rf_1" not in str(data)
     table = oncemore("keys", "list", ONCEMORE_STORE=store_url).out
     assert all(key in table for key in states)
 
 
-def test_the_list_can_be_narrowed(filled: Guard, store_url: str) -> None:
+def test_list_filters_records(filled: Guard, store_url: str) -> None:
     for words, expected in (
         (["--state", "held"], {"held-1"}),
         (["--lapsed"], {"lapsed-1"}),
@@ -39,11 +38,11 @@ def test_the_list_can_be_narrowed(filled: Guard, store_url: str) -> None:
         (["--scope", BOB, "--key", "running-1"], {"running-1"}),
         (["--key", "nobody's"], set()),
     ):
-        told = oncemore("keys", "list", *words, "--json", "--store", store_url).json
-        assert {record["key"] for record in told["records"]} == expected, words
+        data = oncemore("keys", "list", *words, "--json", "--store", store_url).json
+        assert {record["key"] for record in data["records"]} == expected, words
 
 
-def test_a_long_list_goes_on_at_its_cursor(filled: Guard, store_url: str) -> None:
+def test_cursor_continues_the_list(filled: Guard, store_url: str) -> None:
     seen: list[str] = []
     cursor: list[str] = []
     while True:
@@ -57,17 +56,17 @@ def test_a_long_list_goes_on_at_its_cursor(filled: Guard, store_url: str) -> Non
     assert sorted(seen) == ["held-1", "lapsed-1", "running-1"]
 
 
-def test_the_cursor_of_a_table_can_be_pasted_into_a_shell(filled: Guard, store_url: str) -> None:
-    """PostgreSQL's is JSON, with quotes and blanks."""
+def test_printed_cursor_can_be_pasted_into_a_shell(filled: Guard, store_url: str) -> None:
+    """A cursor of PostgreSQL is JSON, with quotes and spaces."""
     words = ["keys", "list", "--name", "payments.create", "--limit", 2, "--store", store_url]
     more = oncemore(*words).out.splitlines()[-1]
     assert more.startswith("There are more: --cursor ")
     rest = oncemore(*words, *shlex.split(more.removeprefix("There are more: ")))
-    assert (rest.code, len(rest.out.splitlines())) == (0, 2), "a head, and the third"
+    assert (rest.code, len(rest.out.splitlines())) == (0, 2), "the head, and the third record"
 
 
-def test_a_terminal_does_not_obey_a_cursor(guard: Guard, store_url: str) -> None:
-    """A key is anyone's words, and U+009B the beginning of a command; the list goes on all the same."""
+def test_control_characters_in_a_cursor_are_escaped(guard: Guard, store_url: str) -> None:
+    """U+009B starts a terminal command.  The escaped cursor still continues the list."""
     for number in range(3):
         claim(guard, f"\x9b2J{number}")
     words, more, seen = ["keys", "list", "--limit", 1, "--store", store_url], "", set()
@@ -79,31 +78,30 @@ def test_a_terminal_does_not_obey_a_cursor(guard: Guard, store_url: str) -> None
     assert {f"\\x9b2J{number}" for number in range(3)} <= seen
 
 
-def test_a_record_is_shown_without_its_outcome_unless_asked_for(filled: Guard, store_url: str) -> None:
+def test_show_hides_the_outcome_unless_asked(filled: Guard, store_url: str) -> None:
     shown = oncemore("keys", "show", "settled-1", "--store", store_url)
     assert shown.code == 0
     assert "refunds:principal:ann" in shown.out
     assert "rf_1" not in shown.out
-    told = oncemore("keys", "show", "settled-1", "--outcome", "--json", "--store", store_url).json
-    assert told["outcome"]["body"] == '{"id": "rf_1"}'
-    assert told["status"] == 201
+    data = oncemore("keys", "show", "settled-1", "--outcome", "--json", "--store", store_url).json
+    assert data["outcome"]["body"] == '{"id": "rf_1"}'
+    assert data["status"] == 201
 
 
-def test_a_cursor_that_no_list_has_given_is_a_mistake(filled: Guard, store_url: str) -> None:
+def test_invalid_cursor_exits_with_two(filled: Guard, store_url: str) -> None:
     ran = oncemore("keys", "list", "--cursor", "garbage", "--store", store_url)
     assert (ran.code, ran.out) == (2, "")
     assert "garbage" in ran.err
 
 
-def test_what_is_not_there_is_refused(filled: Guard, store_url: str) -> None:
+def test_missing_or_expired_record_exits_with_one(filled: Guard, store_url: str) -> None:
     for words in (["show", "nothing"], ["show", "expired-1"], ["delete", "nothing", "--yes"]):
         ran = oncemore("keys", *words, "--store", store_url)
         assert (ran.code, ran.out) == (1, "")
         assert "oncemore keys list" in ran.err
 
 
-def test_a_key_that_two_own_must_be_told_apart(filled: Guard, store_url: str) -> None:
-    """CASES 8."""
+def test_key_in_two_scopes_needs_the_scope_option(filled: Guard, store_url: str) -> None:
     claim(filled, "settled-1", scope="O'Hara's")
     ran = oncemore("keys", "show", "settled-1", "--store", store_url)
     assert ran.code == 2
@@ -113,8 +111,7 @@ def test_a_key_that_two_own_must_be_told_apart(filled: Guard, store_url: str) ->
     assert found.json["state"] == "running"
 
 
-def test_what_did_not_happen_may_be_performed_again(filled: Guard, store_url: str) -> None:
-    """CASES 25."""
+def test_resolve_released_lets_the_operation_run(filled: Guard, store_url: str) -> None:
     operation = Operation(BOB, "held-1", "c1:c", "payments.create")
     with pytest.raises(UnknownOutcome):
         filled.run(operation, lambda op: "again")
@@ -123,8 +120,7 @@ def test_what_did_not_happen_may_be_performed_again(filled: Guard, store_url: st
     assert filled.run(operation, lambda op: "again").value == "again"
 
 
-def test_what_did_happen_is_answered_with_what_the_operator_said(filled: Guard, store_url: str) -> None:
-    """CASES 25."""
+def test_resolve_with_an_outcome_replays_it(filled: Guard, store_url: str) -> None:
     response = ["--status", 201, "--header", "Content-Type: application/json", "--body", "-"]
     words = ["keys", "resolve", "held-1", *response, "--yes", "--ttl", "2h", "--json", "--store", store_url]
     ran = oncemore(*words, said='{"id": "pay_1"}')
@@ -139,16 +135,14 @@ def test_what_did_happen_is_answered_with_what_the_operator_said(filled: Guard, 
     assert record.state == "settled"
 
 
-def test_only_what_is_in_doubt_can_be_resolved(filled: Guard, store_url: str) -> None:
+def test_resolve_of_settled_or_running_is_refused(filled: Guard, store_url: str) -> None:
     for key in ("settled-1", "running-1"):
         ran = oncemore("keys", "resolve", key, "--released", "--yes", "--store", store_url)
         assert ran.code == 1
         assert "only an operation whose outcome is unknown" in ran.err
 
 
-def test_a_deleted_operation_is_performed_as_new_and_a_running_one_is_not_deleted(
-    filled: Guard, store_url: str
-) -> None:
+def test_delete_makes_the_key_new_unless_it_is_running(filled: Guard, store_url: str) -> None:
     assert oncemore("keys", "delete", "settled-1", "--yes", "--json", "--store", store_url).json["deleted"] is True
     again = filled.run(Operation("refunds:principal:ann", "settled-1", "c1:z"), lambda op: "as new")
     assert again.value == "as new"
@@ -157,7 +151,7 @@ def test_a_deleted_operation_is_performed_as_new_and_a_running_one_is_not_delete
     assert "It is running" in ran.err
 
 
-def test_nothing_is_deleted_or_decided_without_a_yes(filled: Guard, store_url: str) -> None:
+def test_delete_and_resolve_need_a_yes(filled: Guard, store_url: str) -> None:
     before = filled.stats()
     for words in (["delete", "settled-1"], ["resolve", "held-1", "--released"]):
         for said in ("n\n", ""):

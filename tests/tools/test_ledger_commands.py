@@ -1,4 +1,4 @@
-"""`oncemore init`, `stats` and `purge` on every store: the real command, on real servers."""
+"""`oncemore init`, `stats` and `purge` on every store: the command in a process of its own, on real servers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from tests.tools.conftest import claim
 
 
 def test_stats_count_by_state(filled: Guard, store_url: str) -> None:
-    told = oncemore("stats", "--json", "--store", store_url).json
-    assert (told["released"], told["held"], told["running"], told["lapsed"]) == (1, 1, 2, 1)
-    assert told["settled"] - told["expired"] == 1
-    assert "nobody knows whether it happened" in oncemore("stats", ONCEMORE_STORE=store_url).out
+    counts = oncemore("stats", "--json", "--store", store_url).json
+    assert (counts["released"], counts["held"], counts["running"], counts["lapsed"]) == (1, 1, 2, 1)
+    assert counts["settled"] - counts["expired"] == 1
+    assert "their outcome is unknown" in oncemore("stats", ONCEMORE_STORE=store_url).out
 
 
-def test_a_purge_removes_what_has_expired_and_nothing_else(filled: Guard, store_url: str) -> None:
-    """CASES 29."""
+def test_purge_removes_only_expired_records(filled: Guard, store_url: str) -> None:
     brief = Policy(ttl=0.001)
     for number in range(20):
         filled.run(Operation("old", f"many-{number}"), lambda op: "gone", policy=brief)
@@ -44,7 +43,7 @@ def test_a_purge_removes_what_has_expired_and_nothing_else(filled: Guard, store_
     assert oncemore("purge", "--store", store_url).out == "Removed 0 expired records.\n"
 
 
-def test_init_makes_a_ledger_and_may_be_called_again(store_url: str, tmp_path: Path) -> None:
+def test_init_twice_keeps_the_ledger_and_the_contract(store_url: str, tmp_path: Path) -> None:
     first = oncemore("init", "--store", store_url, folder=tmp_path)
     assert first.code == 0, first.err
     assert (tmp_path / "oncemore.toml").exists()
@@ -58,15 +57,15 @@ def test_init_makes_a_ledger_and_may_be_called_again(store_url: str, tmp_path: P
     guard.close()
 
 
-def test_the_schema_is_printed_and_nothing_is_made(store_url: str, tmp_path: Path) -> None:
+def test_print_schema_creates_nothing(store_url: str, tmp_path: Path) -> None:
     printed = oncemore("init", "--print-schema", "--store", store_url, folder=tmp_path)
     assert printed.code == 0
     assert "CREATE TABLE" in printed.out or "ACL SETUSER" in printed.out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_ledger_that_is_not_there_is_not_made_by_looking(store_url: str, tmp_path: Path) -> None:
-    if store_url.startswith("redis"):  # there is nothing to make: no records are an empty ledger
+def test_missing_ledger_is_not_created_by_other_commands(store_url: str, tmp_path: Path) -> None:
+    if store_url.startswith("redis"):  # Redis has no tables to create
         assert oncemore("stats", "--store", store_url).code == 0
         return
     for words in (["stats"], ["keys", "list"], ["purge", "--yes"]):
@@ -76,7 +75,7 @@ def test_a_ledger_that_is_not_there_is_not_made_by_looking(store_url: str, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_half_made_file_is_no_ledger(tmp_path: Path) -> None:
+def test_file_without_tables_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.db").touch()
     ran = oncemore("stats", "--store", f"sqlite:///{tmp_path}/empty.db")
     assert ran.code == 2
@@ -87,11 +86,11 @@ def test_a_half_made_file_is_no_ledger(tmp_path: Path) -> None:
     assert ran.err.startswith("oncemore: ")
 
 
-def test_a_ledger_in_memory_is_allowed() -> None:
+def test_memory_store_is_accepted() -> None:
     assert oncemore("stats", "--json", "--store", "memory://").json["settled"] == 0
 
 
-def test_on_a_terminal_a_purge_has_a_bar_and_asks(tmp_path: Path) -> None:
+def test_purge_on_a_terminal_asks_and_shows_progress(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/once.db"
     guard = Guard(url)
     for number in range(30):
@@ -111,7 +110,7 @@ def test_on_a_terminal_a_purge_has_a_bar_and_asks(tmp_path: Path) -> None:
 
 
 def read_until(terminal: int, text: str) -> str:
-    """What the terminal shows until *text* appears."""
+    """Return the output of the terminal up to *text*."""
     shown, ends = b"", time.monotonic() + 30
     while text.encode() not in shown and time.monotonic() < ends:
         if select.select([terminal], [], [], 0.1)[0]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from ..errors import ConfigurationError
 from .loading import (
@@ -25,13 +25,10 @@ from .loading import (
     rules_in_python,
     table_of,
 )
-from .paths import SAFE_METHODS, Matcher
+from .paths import SAFE_METHODS
 from .problems import Problems, did_you_mean, listing
-from .rule import Rule, attach, read_rule
+from .rule import Rule, read_rule
 from .settings import Settings
-
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 # Longer paths are not remembered: clients could fill the memory with them.
 LONGEST_REMEMBERED = 255
@@ -85,7 +82,7 @@ class Contract:
             raise ConfigurationError(f"{source} is not TOML: {error}") from error
         problems, contract = Problems(), cls.__new__(cls)
         for name in sorted(document.keys() - {"defaults", "rule"}):
-            problems.found.append(f"[{name}] means nothing here{did_you_mean(name, ('defaults', 'rule'))}: drop it")
+            problems.append(f"[{name}] means nothing here{did_you_mean(name, ('defaults', 'rule'))}: drop it")
         rules = list(rules_in_file(document.get("rule", []), text, problems))
         contract._read(source, document.get("defaults", {}), rules, problems)
         return contract
@@ -94,12 +91,10 @@ class Contract:
         self._source, self._lock = source, Lock()
         self.profile, self.undeclared, self._base = read_defaults(defaults, problems)
         self._table = table_of(list(read_rules(rules, self._base, problems)), problems)
-        problems.found += reversal_problems(self._table, (rule.name for rule in rules))
-        if problems.found:
-            raise listing(source, problems.found)
+        problems += reversal_problems(self._table, (rule.name for rule in rules))
+        if problems:
+            raise listing(source, problems)
         self.default = Rule.of(read_rule(None, {}, self._base)[0])
-        self._fallback: Matcher[Rule] = Matcher()
-        self._fallback.add(self.default.pattern, self.default)
         self._remember()
 
     def _remember(self) -> None:
@@ -122,7 +117,9 @@ class Contract:
         if found:
             rule, params = found
             return Match(rule, params, rule.name if rule.one_route else own)
-        if self.undeclared == "refuse" or (self.undeclared != "pass" and self._fallback.find(method, path)):
+        if self.undeclared == "refuse" or (
+            self.undeclared != "pass" and self.default.pattern.find(method, path) is not None
+        ):
             return Match(self.default, {}, own, declared=False)
         return None
 
@@ -153,8 +150,8 @@ class Contract:
             same = [(rule.match, rule.given) for rule in known]
             new = [rule for rule in rules if (rule.match, rule.given) not in same]
             table = table_of([*known, *read_rules(rules_in_python(new, len(known)), self._base, problems)], problems)
-            if problems.found:
-                raise listing(self._source, problems.found)
+            if problems:
+                raise listing(self._source, problems)
             self._table = table
             self._remember()
 
@@ -163,16 +160,6 @@ class Contract:
         problems = reversal_problems(self._table)
         if problems:
             raise listing(self._source, problems)
-
-    def idempotent(self, match: str, **settings: Unpack[Settings]) -> Callable[[F], F]:
-        """Return a decorator that adds a rule, and attaches it to the function that serves it."""
-        rule = Rule(match, **settings)
-
-        def declare(function: F) -> F:
-            self.add(rule)
-            return attach(rule, function)
-
-        return declare
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each rule, with every setting that holds, for documents and tools."""

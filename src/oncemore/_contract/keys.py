@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
 
@@ -18,18 +18,8 @@ KeyFormat = str
 # ── The header's syntax: an RFC 9651 string with parameters, or (unless strict) the bare text ─────────────────────────
 
 STRING = r'"(?:[ !#-\[\]-~]|\\["\\])*"'
-BARE_ITEM = "|".join(
-    (
-        STRING,
-        r"-?(?:\d{1,12}\.\d{1,3}|\d{1,15})",
-        r"[A-Za-z*][!#$%&'*+\-.^_`|~0-9A-Za-z:/]*",
-        r":[A-Za-z0-9+/=]*:",
-        r"\?[01]",
-        r"@-?\d{1,15}",
-        r'%"(?:[ !#$&-~]|%[0-9a-f]{2})*"',
-    )
-)
-PARAMETER = rf"; *[a-z*][a-z0-9_.*-]*(?:=(?:{BARE_ITEM}))?"
+# Parameters have no meaning here: any text that cannot hold a second key may be the value of one.
+PARAMETER = rf"; *[a-z*][a-z0-9_.*-]*(?:=(?:%?{STRING}|[!#-+\--:<-~]+))?"
 QUOTED = re.compile(rf"({STRING})(?:{PARAMETER})*", re.ASCII)
 ESCAPED = re.compile(r"\\(.)")
 
@@ -37,28 +27,21 @@ ESCAPED = re.compile(r"\\(.)")
 BARE = re.compile(r"[ !#-+\--~]*", re.ASCII)
 ROOM_FOR_PARAMETERS = 256
 
-# Nearly all keys look like this.  If any format is accepted, they need no further check.
-SIMPLE = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
-
 
 def parse_key(
-    values: Sequence[str | bytes], *, strict: bool = False, max_length: int = MAX_LENGTH, format: KeyFormat = "any"
+    values: Sequence[str | bytes],
+    *,
+    name: str = "Idempotency-Key",
+    strict: bool = False,
+    max_length: int = MAX_LENGTH,
+    format: KeyFormat = "any",
 ) -> str:
-    """Return the key in the header's field lines, unquoted; the error otherwise tells the caller what to change."""
+    """Return the key in the field lines of the header *name*, unquoted; an error tells the caller what to change."""
     if not values:
-        raise MissingKey("No idempotency key was sent; send a unique one, and the same one when you retry.")
+        raise MissingKey(f"Send a unique {name} header, and the same one when you retry.")
     if len(values) > 1:
         raise InvalidKey(f"The idempotency key was sent {len(values)} times; send the header once.")
-    value = values[0]
-    if (
-        format == "any"
-        and not strict
-        and isinstance(value, str)
-        and SIMPLE.fullmatch(value)
-        and len(value) <= max_length
-    ):
-        return value
-    text = field_text(value, max_length)
+    text = field_text(values[0], max_length)
     key = unquoted(text) if text.startswith('"') else bare(text, strict)
     return check_key(key, max_length=max_length, format=format)
 
@@ -108,7 +91,10 @@ def check_key(key: str, *, max_length: int = MAX_LENGTH, format: KeyFormat = "an
         raise too_long(max_length)
     if not key.isprintable():
         raise InvalidKey("The idempotency key has unprintable characters; send visible characters only.")
-    return key_format(format)(key)
+    pattern, what = key_format(format)
+    if not pattern.fullmatch(key):
+        raise InvalidKey(f"The idempotency key must {what}")
+    return key.lower() if format in UUIDS else key
 
 
 def check_name(key: object, what: str) -> str:
@@ -126,49 +112,28 @@ def uuid_pattern(version: str) -> re.Pattern[str]:
 
 UUID7 = uuid_pattern("7")
 UUIDS = {
-    "uuid": (uuid_pattern("[1-8]"), "a UUID (RFC 9562)"),
-    "uuid4": (uuid_pattern("4"), "a random UUID (version 4)"),
-    "uuid7": (UUID7, "a time-ordered UUID (version 7)"),
+    "uuid": (uuid_pattern("[1-8]"), "be a UUID (RFC 9562) in its usual form of 36 characters."),
+    "uuid4": (uuid_pattern("4"), "be a random UUID (version 4) in its usual form of 36 characters."),
+    "uuid7": (UUID7, "be a time-ordered UUID (version 7) in its usual form of 36 characters."),
 }
+FORMATS = {"any": (re.compile(".*", re.DOTALL), ""), **UUIDS}
 
 
 @lru_cache(maxsize=256)
-def key_format(format: KeyFormat) -> Callable[[str], str]:
-    """Return the function that returns a key of *format* in its one spelling, or raises an InvalidKey."""
+def key_format(format: KeyFormat) -> tuple[re.Pattern[str], str]:
+    """Return the pattern of a key of *format*, and what the error says that the key must do."""
+    if format in FORMATS:
+        return FORMATS[format]
     kind, colon, pattern = format.partition(":")
-    if format == "any":
-        return str
-    if format in UUIDS:
-        return uuid_format(*UUIDS[format])
-    if kind == "regex" and colon:
-        return regex_format(pattern)
-    hint = did_you_mean(format, ("any", *UUIDS, "regex:"))
-    raise ConfigurationError(
-        f"key format {format!r} is unknown{hint}: choose any, uuid, uuid4, uuid7, 'regex:<pattern>'"
-    )
-
-
-def uuid_format(pattern: re.Pattern[str], what: str) -> Callable[[str], str]:
-    def check(key: str) -> str:
-        if not pattern.fullmatch(key):
-            raise InvalidKey(f"The idempotency key must be {what} in its usual form of 36 characters.")
-        return key.lower()
-
-    return check
-
-
-def regex_format(pattern: str) -> Callable[[str], str]:
+    if kind != "regex" or not colon:
+        hint = did_you_mean(format, (*FORMATS, "regex:"))
+        raise ConfigurationError(
+            f"key format {format!r} is unknown{hint}: choose any, uuid, uuid4, uuid7, 'regex:<pattern>'"
+        )
     try:
-        compiled = re.compile(pattern)
+        return re.compile(pattern), f"match the pattern {pattern}"
     except re.error as error:
         raise ConfigurationError(f"key format 'regex:{pattern}' is not a regular expression: {error}") from None
-
-    def check(key: str) -> str:
-        if not compiled.fullmatch(key):
-            raise InvalidKey(f"The idempotency key must match the pattern {pattern}")
-        return key
-
-    return check
 
 
 def uuid7_time(key: str) -> float | None:
@@ -184,18 +149,11 @@ def uuid7_time(key: str) -> float | None:
 UNSAFE = re.compile("[%:~\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 DIGEST_LENGTH = 64
 SHORTEST_LIMIT = DIGEST_LENGTH + 1
-LONGEST_REMEMBERED = 1024  # callers choose some of the names, and longer ones would fill our memory
 
 
 def join(first: str, *rest: str, limit: int = MAX_LENGTH) -> str:
     """Return one name for a list of names: `a:b` if they are simple.  Different lists never give the same name."""
-    parts = (first, *rest)
-    return (joined if sum(map(len, parts)) <= LONGEST_REMEMBERED else joined.__wrapped__)(parts, limit)
-
-
-@lru_cache(maxsize=4096)
-def joined(parts: tuple[str, ...], limit: int) -> str:
-    return bounded(":".join(map(escaped, parts)), limit)
+    return bounded(":".join(map(escaped, (first, *rest))), limit)
 
 
 def escaped(part: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from .._fingerprint.pointer import parse_pointer, value_at
 from ..errors import ConfigurationError, InvalidKey, MissingKey
 from .keys import MAX_LENGTH, KeyFormat, check_key, key_format, parse_key
-from .problems import Problems, did_you_mean
+from .problems import Problems, did_you_mean, unknown
 from .templates import Template, text_of
 
 Source = Literal["header", "body", "template", "none"]
@@ -58,15 +58,12 @@ class KeySource:
         *lines* are the header's field lines; *context* are the arguments of `Template.render`.
         """
         if self.source == "header":
-            return self.from_header(lines) if lines or self.required else None
+            if not lines and not self.required:
+                return None
+            return parse_key(lines, name=self.name, strict=self.strict, max_length=self.max_length, format=self.format)
         if self.template:
             return self.template.render(**context)
         return self.from_body(context.get("body")) if self.source == "body" else None
-
-    def from_header(self, lines: Sequence[str | bytes]) -> str:
-        if not lines:
-            raise MissingKey(f"Send a unique {self.name} header, and the same one when you retry.")
-        return parse_key(lines, strict=self.strict, max_length=self.max_length, format=self.format)
 
     def from_body(self, document: object) -> str | None:
         value, place = value_at(document, self.at), "/" + "/".join(self.at)
@@ -115,20 +112,19 @@ def key_source(table: Mapping[str, Any], path_params: tuple[str, ...] | None) ->
     """Return the source that a whole table describes; one ConfigurationError names all that is wrong with it."""
     source = table["from"]
     if source not in get_args(Source):
-        hint = did_you_mean(str(source), get_args(Source))
-        raise ConfigurationError(f"from = {source!r} is unknown{hint}: choose one of {', '.join(get_args(Source))}")
+        raise unknown(source, get_args(Source))
     problems, values = Problems(), {}
     for name in sorted(table.keys() - MEMBERS[source].keys() - {"from"}):
         hint = did_you_mean(name, MEMBERS[source])
-        problems.found.append(f"{name!r} has no meaning for a key from {source}{hint}: drop it")
+        problems.append(f"{name!r} has no meaning for a key from {source}{hint}: drop it")
     for name, usual in MEMBERS[source].items():
-        with problems.collecting():
+        with problems.collecting(name):
             values[name] = CHECKS[name](table.get(name, usual))
-    if source == "template" and not problems.found:
+    if source == "template" and not problems:
         with problems.collecting():
             values["template"] = Template(values["template"], path_params, max_length=values["max_length"])
-    if problems.found:
-        raise ConfigurationError("; ".join(problems.found))
+    if problems:
+        raise ConfigurationError("; ".join(problems))
     return KeySource(source, **values)
 
 
@@ -137,13 +133,19 @@ def key_source(table: Mapping[str, Any], path_params: tuple[str, ...] | None) ->
 
 def header_name(value: object) -> str:
     if not isinstance(value, str) or not HEADER_NAME.fullmatch(value):
-        raise ConfigurationError(f"name = {value!r} is not a header's name: write one such as 'Idempotency-Key'")
+        raise ConfigurationError(f"{value!r} is not a header's name: write one such as 'Idempotency-Key'")
+    return value
+
+
+def flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{value!r} is neither true nor false")
     return value
 
 
 def length(value: object) -> int:
     if type(value) is not int or not 1 <= value <= LONGEST:
-        raise ConfigurationError(f"max_length = {value!r} is not a length: write a number from 1 to {LONGEST}")
+        raise ConfigurationError(f"{value!r} is not a length: write a number from 1 to {LONGEST}")
     return value
 
 
@@ -152,21 +154,12 @@ def known_format(value: object) -> KeyFormat:
     return str(value)
 
 
-def yes_or_no(name: str) -> Callable[[object], bool]:
-    def check(value: object) -> bool:
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"{name} = {value!r} is neither true nor false")
-        return value
-
-    return check
-
-
 CHECKS: dict[str, Callable[[Any], Any]] = {
     "name": header_name,
     "at": lambda value: parse_pointer(str(value)),
     "template": str,
-    "required": yes_or_no("required"),
-    "strict": yes_or_no("strict"),
+    "required": flag,
+    "strict": flag,
     "format": known_format,
     "max_length": length,
 }

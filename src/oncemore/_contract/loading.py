@@ -13,7 +13,7 @@ from .paths import Matcher
 from .problems import Problems, did_you_mean
 from .profiles import PROFILES
 from .rule import Rule, read_rule
-from .settings import SETTINGS
+from .settings import SETTINGS, one_of
 
 # The treatment of a request that may have effects and that no rule matches: guarded under the defaults if it carries a
 # key; the same, and the middleware warns of it; refused; or passed on untouched.
@@ -57,7 +57,7 @@ def rules_in_python(rules: Iterable[Rule], known: int = 0) -> list[WrittenRule]:
 def rules_in_file(rules: object, text: str, problems: Problems) -> Iterator[WrittenRule]:
     """Yield the `[[rule]]` tables of a file, each with its line in *text*."""
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-        problems.found.append("rule is not a list of tables: begin each rule with [[rule]]")
+        problems.append("rule is not a list of tables: begin each rule with [[rule]]")
         return
     lines = [text.count("\n", 0, found.start()) + 1 for found in RULE_LINE.finditer(text)]
     if len(lines) != len(rules):  # inline tables, or a text that looks like a heading: better no line than a wrong one
@@ -68,9 +68,7 @@ def rules_in_file(rules: object, text: str, problems: Problems) -> Iterator[Writ
         name = settings.get("name", match)
         place = f"rule {number}" + (f" {name!r}" if name else "") + (f" (line {line})" if line else "")
         if match is None:
-            problems.found.append(
-                f"{place}: match is missing; write a method and a path, as in match = 'POST /refunds'"
-            )
+            problems.append(f"{place}: match is missing; write a method and a path, as in match = 'POST /refunds'")
         yield WrittenRule(place, match, settings)
 
 
@@ -78,28 +76,26 @@ def read_defaults(written: object, problems: Problems) -> tuple[str, Undeclared,
     """Return the profile, the treatment of undeclared requests, and the settings that hold unless a rule gives others."""
     given = dict(written) if isinstance(written, Mapping) else {}
     if not isinstance(written, Mapping):
-        problems.found.append("defaults is not a table: begin it with [defaults]")
+        problems.append("defaults is not a table: begin it with [defaults]")
     profile = choose("profile", given.pop("profile", "default"), PROFILES, problems)
     undeclared = choose("undeclared", given.pop("undeclared", "guard if keyed"), get_args(Undeclared), problems)
     for name in [name for name in given if name in SETTINGS and SETTINGS[name].only_in_rules]:
-        problems.found.append(f"[defaults] {name}: it is said of one rule, not of all; move it there")
+        problems.append(f"[defaults] {name}: it is said of one rule, not of all; move it there")
         del given[name]
     usual = PROFILES[profile]
     base = {**usual, "match": given.pop("match", usual["match"])}
     _, found = read_rule(None, given, base, ("profile", "undeclared", "match"))
-    problems.found += [f"[defaults] {problem}" for problem in found]
+    problems += [f"[defaults] {problem}" for problem in found]
     if found:  # the rules are read all the same, to find their own problems
         return profile, undeclared, usual
     return profile, undeclared, {**base, **given, "key": merged_key(base["key"], key_table(given.get("key", {})))}
 
 
 def choose(name: str, value: object, choices: Iterable[Any], problems: Problems) -> Any:
-    """Return *value* if it is one of the choices, else the first of them."""
+    """Return *value* if it is one of the choices, else the first of them, and a problem."""
     known = tuple(choices)
-    if value in known:
-        return value
-    hint = did_you_mean(str(value), known)
-    problems.found.append(f"[defaults] {name}: {value!r} is unknown{hint}: choose one of {', '.join(map(repr, known))}")
+    with problems.collecting(f"[defaults] {name}"):
+        return one_of(value, known)
     return known[0]
 
 
@@ -107,7 +103,7 @@ def read_rules(rules: Iterable[WrittenRule], base: Mapping[str, Any], problems: 
     """Yield the rules that have no problem."""
     for rule in rules:
         values, found = read_rule(rule.match, rule.settings, base)
-        problems.found += [f"{rule.place}: {problem}" for problem in found]
+        problems += [f"{rule.place}: {problem}" for problem in found]
         if not found:
             yield Rule.of(values)
 
@@ -119,11 +115,11 @@ def table_of(rules: Sequence[Rule], problems: Problems) -> Table:
     for rule in rules:
         rival = matcher.add(rule.pattern, rule)
         if rival:
-            problems.found.append(
+            problems.append(
                 f"rules {rival.match!r} and {rule.match!r} match the same requests: drop one, or make its path differ"
             )
         elif rule.name in names:
-            problems.found.append(
+            problems.append(
                 f"rules {names[rule.name].match!r} and {rule.match!r} are both named {rule.name!r}: rename one"
             )
         names.setdefault(rule.name, rule)

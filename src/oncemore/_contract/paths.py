@@ -9,7 +9,6 @@ beats `*`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Generic, NamedTuple, TypeVar
@@ -50,11 +49,12 @@ class Segment:
         around = len(self.prefix) + len(self.suffix)
         return (3 if self.rest else 1 if around else 2, -around, self.prefix, self.suffix)
 
-    def value(self, text: str) -> str | None:
-        """Return the value of the parameter in *text*, which is never empty; None if the segment does not match."""
-        end = len(text) - len(self.suffix)
-        fits = len(self.prefix) < end and text.startswith(self.prefix) and text.endswith(self.suffix)
-        return text[len(self.prefix) : end] if fits else None
+    @property
+    def regex(self) -> str:
+        """Matches the segment and the slash before it; its one group is the parameter, which is empty only if *rest*."""
+        if self.rest:
+            return "(?:/(.*))?"
+        return f"/{re.escape(self.prefix)}{'([^/]+)' if self.param else ''}{re.escape(self.suffix)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Pattern:
     methods: tuple[str, ...] = field(init=False)
     segments: tuple[Segment, ...] = field(init=False)
     params: tuple[str, ...] = field(init=False)
+    regex: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         methods, path = split_match(self.text)
@@ -73,6 +74,7 @@ class Pattern:
         object.__setattr__(self, "methods", methods)
         object.__setattr__(self, "segments", segments)
         object.__setattr__(self, "params", tuple(segment.param for segment in segments if segment.param))
+        object.__setattr__(self, "regex", re.compile("".join(segment.regex for segment in segments), re.DOTALL))
         if any(segment.rest for segment in segments[:-1]):
             raise ConfigurationError(f"match {self.text!r} goes on after a {{name:path}}, which takes all: put it last")
         if len(set(self.params)) < len(self.params):
@@ -85,6 +87,11 @@ class Pattern:
 
     def allows(self, method: str) -> bool:
         return method in self.methods or ANY in self.methods
+
+    def find(self, method: str, path: str) -> dict[str, str] | None:
+        """Return the values of the parameters; None if the pattern does not match."""
+        found = self.regex.fullmatch(path.rstrip("/")) if self.allows(method) else None
+        return dict(zip(self.params, found.groups(""), strict=True)) if found else None
 
 
 def split_match(text: str) -> tuple[tuple[str, ...], str]:
@@ -114,7 +121,7 @@ def check_method(text: str, name: str) -> None:
         )
     for near in get_close_matches(name, UNSAFE_METHODS, n=1, cutoff=NEARLY):
         if is_slip(name, near):
-            raise ConfigurationError(f"match {text!r} names {name}, by which nobody asks: write {near}")
+            raise ConfigurationError(f"match {text!r} names the method {name}, which is nearly {near}: write {near}")
 
 
 def is_slip(name: str, meant: str) -> bool:
@@ -140,29 +147,6 @@ def parse_segment(text: str) -> Segment:
     return Segment(prefix, param, suffix, rest)
 
 
-# ── The tree ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(slots=True)
-class Entry(Generic[T]):
-    """The values that patterns of one shape hold, by method; the parameters' names may differ between them."""
-
-    values: dict[str, tuple[Pattern, T]] = field(default_factory=dict)
-
-    def get(self, method: str) -> tuple[Pattern, T] | None:
-        return self.values.get(method) or self.values.get(ANY)
-
-
-@dataclass(slots=True)
-class Node(Generic[T]):
-    """One depth of the tree: the segments that may follow, in the order in which they are tried."""
-
-    texts: dict[str, Node[T]] = field(default_factory=dict)
-    params: list[tuple[Segment, Node[T]]] = field(default_factory=list)
-    end: Entry[T] = field(default_factory=Entry)
-    rest: Entry[T] = field(default_factory=Entry)
-
-
 class Found(NamedTuple, Generic[T]):
     """The value of a pattern, and the values of its parameters."""
 
@@ -171,77 +155,26 @@ class Found(NamedTuple, Generic[T]):
 
 
 class Matcher(Generic[T]):
-    """Finds the value of the most specific pattern: by one look-up for plain paths, else by searching the tree."""
+    """Finds the value of the most specific pattern by trying them in their order, as the routers of frameworks do."""
 
     def __init__(self) -> None:
-        self.root: Node[T] = Node()
-        self.plain: dict[str, Entry[T]] = {}
+        self._values: dict[tuple[object, str], T] = {}  # by rank and method: patterns equal in both match the same
+        self._patterns: list[tuple[Pattern, T]] = []
 
     def add(self, pattern: Pattern, value: T) -> T | None:
         """Add a pattern; if another matches the very same requests, keep that and return its value."""
-        entry = self.entry(pattern)
-        for method in pattern.methods:
-            if method in entry.values:
-                return entry.values[method][1]
-        entry.values |= dict.fromkeys(pattern.methods, (pattern, value))
+        requests = [(pattern.rank, method) for method in pattern.methods]
+        for rival in (self._values[each] for each in requests if each in self._values):
+            return rival
+        self._values |= dict.fromkeys(requests, value)
+        self._patterns.append((pattern, value))
+        self._patterns.sort(key=lambda entry: (entry[0].rank, ANY in entry[0].methods))
         return None
-
-    def entry(self, pattern: Pattern) -> Entry[T]:
-        node = self.root
-        for segment in pattern.segments:
-            if segment.rest:
-                return node.rest
-            node = child(node, segment)
-        if not pattern.params:
-            self.plain["/" + "/".join(segment.prefix for segment in pattern.segments)] = node.end
-        return node.end
 
     def find(self, method: str, path: str) -> Found[T] | None:
         """Return the value for a request, by its method (in upper case) and its decoded path."""
-        path = path.rstrip("/") or "/"
-        plain = self.plain.get(path)
-        held = plain.get(method) if plain else None
-        if held:
-            return Found(held[1], {})
-        texts = path.removeprefix("/").split("/") if path != "/" else []
-        return search(self.root, texts, 0, method, [])
-
-
-def child(node: Node[T], segment: Segment) -> Node[T]:
-    if not segment.param:
-        return node.texts.setdefault(segment.prefix, Node())
-    for known, after in node.params:
-        if known.rank == segment.rank:
-            return after
-    after = Node[T]()
-    node.params.append((segment, after))
-    node.params.sort(key=lambda pair: pair[0].rank)
-    return after
-
-
-def search(node: Node[T], texts: list[str], at: int, method: str, values: list[str]) -> Found[T] | None:
-    """Search depth first, the most specific branch first.  Each node is visited at most once, so the work is bounded."""
-    if at == len(texts):
-        return named(node.end.get(method), values) or named(node.rest.get(method), [*values, ""])
-    for after, value in branches(node, texts[at]):
-        found = search(after, texts, at + 1, method, values + value)
-        if found:
-            return found
-    return named(node.rest.get(method), [*values, "/".join(texts[at:])])
-
-
-def branches(node: Node[T], text: str) -> Iterator[tuple[Node[T], list[str]]]:
-    """Yield the nodes that *text* leads to, and the value of the parameter on the way."""
-    if text in node.texts:
-        yield node.texts[text], []
-    for segment, after in node.params:
-        value = segment.value(text)
-        if value is not None:
-            yield after, [value]
-
-
-def named(held: tuple[Pattern, T] | None, values: list[str]) -> Found[T] | None:
-    if held is None:
+        for pattern, value in self._patterns:
+            params = pattern.find(method, path)
+            if params is not None:
+                return Found(value, params)
         return None
-    pattern, value = held
-    return Found(value, dict(zip(pattern.params, values, strict=True)))

@@ -16,6 +16,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f" (did you mean {folded[near[0]]!r}?)" if near else ""
 
 
+def unknown(value: object, choices: Iterable[object], more: str = "") -> ConfigurationError:
+    """Return the error for a value that is none of the choices; it names the nearest one."""
+    shown = {str(choice): repr(choice) for choice in choices}
+    same = shown.get(str(value))  # 409 if '409' was written
+    hint = f" (did you mean {same}?)" if same else did_you_mean(str(value), shown)
+    return ConfigurationError(f"{value!r} is unknown{hint}: choose one of {', '.join(shown.values())}{more}")
+
+
 def listing(place: str, problems: Sequence[str]) -> ConfigurationError:
     """Return one error for all *problems*; a single one stays on one line."""
     if len(problems) == 1:
@@ -24,11 +32,8 @@ def listing(place: str, problems: Sequence[str]) -> ConfigurationError:
     return ConfigurationError(f"{place}: {len(problems)} faults{lines}")
 
 
-class Problems:
-    """Collects configuration errors, so that reading can go on to the next one."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
+class Problems(list[str]):
+    """The problems found so far: reading goes on to the next one."""
 
     @contextmanager
     def collecting(self, place: str = "") -> Iterator[None]:
@@ -36,4 +41,4 @@ class Problems:
         try:
             yield
         except ConfigurationError as error:
-            self.found.append(f"{place}: {error.detail}" if place else error.detail)
+            self.append(f"{place}: {error.detail}" if place else error.detail)

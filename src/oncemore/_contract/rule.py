@@ -133,7 +133,7 @@ def read_rule(
     problems = Problems()
     for name in given:
         if name not in SETTINGS:
-            problems.found.append(f"{name}: there is no such setting{did_you_mean(name, (*SETTINGS, *beside))}")
+            problems.append(f"{name}: there is no such setting{did_you_mean(name, (*SETTINGS, *beside))}")
     written: dict[str, Any] = {**base, **given}
     values: dict[str, Any] = {}
     for name, setting in SETTINGS.items():
@@ -147,9 +147,9 @@ def read_rule(
         values["key"] = key_source(merged_key(base["key"], key_table(given.get("key", {}))), params)
     with problems.collecting("unique_by"):
         values["unique_by"] = Template(text(written["unique_by"]), params) if "unique_by" in written else None
-    if not problems.found:
-        problems.found += combinations(values, given)
-    return (values if problems.found else attributes(values, given)), problems.found
+    if not problems:
+        problems += combinations(values, given)
+    return (values if problems else attributes(values, given)), problems
 
 
 def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,20 +182,15 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
     if "resolver" in given and values["on_unknown"] != "resolve":
         yield f"resolver: it is never asked with on_unknown = {values['on_unknown']!r}; write on_unknown = 'resolve'"
     if "wait" in given and values["in_flight"] != "wait":
-        yield f"wait: nobody waits with in_flight = {values['in_flight']!r}; drop one of them"
-    if values["effect"] == "transaction" and values["streams"] == "release":
+        yield f"wait: a duplicate does not wait with in_flight = {values['in_flight']!r}; drop one of them"
+    if values["effect"] != "lease" and values["streams"] == "release":
         yield (
-            "streams: 'release' forgets what a transaction has committed, so that a retry would repeat it; with effect = "
-            "'transaction' write 'refuse' or 'store'"
-        )
-    if values["effect"] == "steps" and values["streams"] == "release":
-        yield (
-            "streams: 'release' leaves it unfinished when all of its steps are taken, and in the end they would be undone; "
-            "with effect = 'steps' write 'refuse' or 'store'"
+            "streams: 'release' keeps no outcome, so that a retry would repeat a committed transaction, and steps that were "
+            f"taken would be undone in the end; with effect = {values['effect']!r} write 'refuse' or 'store'"
         )
     if "reruns" in given and values["effect"] != "steps":
         yield (
-            "reruns: a request whose transaction the database refuses is not run again, but answered 503 with Retry-After, "
+            "reruns: if the database refuses its transaction, a request is not run again, but answered 503 with Retry-After, "
             "and its retry is safe; only the steps of effect = 'steps' are run again, so drop reruns"
         )
     if values["effect"] == "steps" and values["if_match"]:

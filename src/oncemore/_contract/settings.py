@@ -9,11 +9,12 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
-from .._fingerprint.fingerprint import Mode, check_selection, parse_fields
+from .._fingerprint.fingerprint import Fingerprinter, Mode
 from ..errors import ConfigurationError
-from .keysource import MEMBERS, header_name
+from .keysource import MEMBERS, flag, header_name
 from .policy import (
     EffectLevel,
     Expired,
@@ -30,7 +31,7 @@ from .policy import (
     choices_of,
     duration,
 )
-from .problems import did_you_mean
+from .problems import unknown
 
 Scope = Literal["principal", "tenant", "resource", "global"]
 Across = Literal["separate", "conflict"]
@@ -85,12 +86,6 @@ def text(value: object) -> str:
     return value
 
 
-def flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{value!r} is neither true nor false")
-    return value
-
-
 def span(value: Any) -> float:
     seconds = duration(value)
     if seconds > CENTURY:
@@ -105,26 +100,13 @@ def positive_span(value: Any) -> float:
     return seconds
 
 
-class OneOf:
-    """The reader of a setting that has *choices*; with *or_function*, a function may be given instead of a choice."""
-
-    def __init__(self, *choices: object, or_function: bool = False) -> None:
-        self.choices = choices
-        self.or_function = or_function
-
-    def __call__(self, value: object) -> Any:
-        if self.or_function and not (isinstance(value, str) and ":" not in value):
-            return function(value)
-        if value not in self.choices or isinstance(value, bool | float):
-            raise unknown(value, self.choices, ", or a function as 'module:name'" if self.or_function else "")
-        return value
-
-
-def unknown(value: object, choices: Iterable[object], more: str = "") -> ConfigurationError:
-    shown = {str(choice): repr(choice) for choice in choices}
-    same = shown.get(str(value))  # 409 if '409' was written
-    hint = f" (did you mean {same}?)" if same else did_you_mean(str(value), shown)
-    return ConfigurationError(f"{value!r} is unknown{hint}: choose one of {', '.join(map(repr, choices))}{more}")
+def one_of(value: object, choices: tuple[object, ...], or_function: bool = False) -> Any:
+    """Return *value* if it is one of the choices; with *or_function*, a function may be given instead of a choice."""
+    if or_function and not (isinstance(value, str) and ":" not in value):
+        return function(value)
+    if value not in choices or isinstance(value, bool | float):
+        raise unknown(value, choices, ", or a function as 'module:name'" if or_function else "")
+    return value
 
 
 def function(value: object) -> Function:
@@ -156,21 +138,15 @@ def members(value: object, known: Iterable[str], what: str) -> dict[str, Any]:
 
 
 def fingerprint(value: object) -> FingerprintSettings:
-    table = members(
-        {"mode": value} if isinstance(value, str) else value, ("mode", "include", "exclude"), "a fingerprint"
-    )
-    mode = OneOf(*get_args(Mode))(table.get("mode", "canonical"))
-    include, exclude = table.get("include", ()), table.get("exclude", ())
-    check_selection(parse_fields("include", include), parse_fields("exclude", exclude))
-    if mode != "canonical" and (include or exclude):
-        raise ConfigurationError(f"mode {mode!r} compares no fields: drop include and exclude, or the mode")
-    return FingerprintSettings(mode, tuple(include), tuple(exclude))
+    known = tuple(field.name for field in fields(FingerprintSettings))
+    checked = Fingerprinter(**members({"mode": value} if isinstance(value, str) else value, known, "a fingerprint"))
+    return FingerprintSettings(checked.mode, tuple(checked.include), tuple(checked.exclude))
 
 
 def suspect(value: object) -> tuple[str, float]:
     """Return the action and its window in seconds."""
     table = members({"action": value} if isinstance(value, str) else value, ("action", "window"), "a suspicion")
-    return OneOf(*get_args(Suspect))(table.get("action", "log")), positive_span(table.get("window", 30.0))
+    return one_of(table.get("action", "log"), get_args(Suspect)), positive_span(table.get("window", 30.0))
 
 
 def status_header(value: object) -> StatusHeader:
@@ -217,7 +193,7 @@ class Setting:
     """One setting.
 
     Args:
-        read: Its reader.  A setting whose type has choices needs none; `read_rule` reads `key` and `unique_by`, because
+        read: Its reader.  A setting needs none if its type has choices; `read_rule` reads `key` and `unique_by`, because
             they depend on the rule's path.
         default: The value that holds if neither the rule, `[defaults]` nor the profile gives one; None if there is none.
         only_in_rules: Whether `[defaults]` must not give it, because it tells rules apart or is too grave for all at once.
@@ -236,7 +212,10 @@ class Setting:
 
 # fmt: off
 class Settings(TypedDict, total=False):
-    """What a rule, `[defaults]` or a decorator may give.  Durations are seconds or text; functions also `"module:name"`."""
+    """The settings that a rule, `[defaults]` or a decorator may give.
+
+    Durations are seconds or text; functions are given as themselves or as `"module:name"`.
+    """
 
     name: Annotated[str, Setting(read=text, only_in_rules=True, if_unguarded=True,
         doc="the name of the operation in the ledger, in events and in the status lookup; its `match`, unless given")]
@@ -283,7 +262,7 @@ class Settings(TypedDict, total=False):
     suspect: Annotated[Suspect | Mapping[str, Any], Setting(read=suspect, default="off",
         doc="the same request under another key within 30 s; or a table with `action` and `window`")]
     late: Annotated[Late, Setting(default="run",
-        doc="a key whose age is known and that is older than `ttl`: runs as new, or 412")]
+        doc="a key of known age that is older than `ttl`: runs as new, or 412")]
     first_sent: Annotated[str, Setting(read=optional_header_name, default="",
         doc="the header with the time of the first sending")]
     if_match: Annotated[bool, Setting(read=flag, default=False,
@@ -308,7 +287,7 @@ def declared(hint: Any) -> Setting:
     written: Any = hint.__origin__
     setting: Setting = hint.__metadata__[0]
     choices = choices_of(written)
-    usual = OneOf(*choices, or_function=Function in get_args(written)) if choices else None
+    usual = partial(one_of, choices=choices, or_function=Function in get_args(written)) if choices else None
     return replace(setting, read=setting.read or usual, choices=choices)
 
 

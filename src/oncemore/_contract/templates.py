@@ -30,11 +30,14 @@ TOKEN = re.compile(r"(?P<brace>\{\{|\}\})|\{(?P<field>[^{}]*)\}|(?P<text>[^{}]+)
 FIELD = re.compile(r"(?P<head>[A-Za-z_][A-Za-z0-9_]*)(?:(?P<mark>[.:])(?P<rest>.+))?", re.ASCII)
 PUBLIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 DAY = 86400.0
-LONGEST_DAY = 25 * 3600.0  # where the clocks go back
+LONGEST_DAY = 25 * 3600.0  # on the day on which the clocks go back
 # A number with more digits than this is an attack, not a name.
 MOST_DIGITS = 1000
 # A number too large even for Decimal becomes infinite, rather than an error.
 LENIENT = Arithmetic(traps=[])
+
+REQUEST_FIELDS = ("principal", "tenant", "path.", "query.", "header.", "body.", "body:")
+TIME_FIELDS = ("window:", "date", "date:")
 
 Context = Mapping[str, Any]
 NOTHING: Context = {}
@@ -103,11 +106,12 @@ class Template:
         headers: Context = NOTHING,
         body: object = None,
         arguments: Context = NOTHING,
-        now: float | datetime | None = None,
+        now: float | None = None,
     ) -> str:
         """Return the name; raises an InvalidKey that says which field is missing, empty or not a single value.
 
-        Names of headers are in lower case; *body* is the decoded document; *now* is epoch seconds or an aware datetime.
+        Names of headers are in lower case; *body* is the decoded document; *now* is in epoch seconds; a
+        template with a time field needs it.
         """
         context: dict[str, object] = {"principal": principal, "tenant": tenant, "path": path, "query": query}
         context |= {"headers": headers, "body": body, "arguments": arguments, "now": now}
@@ -135,28 +139,40 @@ def compiled(text: str, path_params: Collection[str] | None, names: Collection[s
             brace = token["stray"]
             raise ConfigurationError(f"template {text!r} has an unbalanced {brace!r}: double it to mean the character")
         if token["field"] is None:
-            parts.append(literal(token["text"] or token["brace"][0]))
+            literal = token["text"] or token["brace"][0]  # its ':' delimits, and other special characters are escaped
+            parts.append(":".join(map(escaped, literal.split(":"))))
         else:
             parts.append(compile_field(text, token["field"], path_params, names))
     return parts
 
 
-def literal(text: str) -> str:
-    """Return the template's own text: its ':' delimits, and all other special characters are escaped."""
-    return ":".join(map(escaped, text.split(":")))
-
-
 def compile_field(text: str, inner: str, path_params: Collection[str] | None, names: Collection[str] | None) -> Field:
+    """Return the field that is written as `{inner}` in the template *text*."""
     found = FIELD.fullmatch(inner)
     head, mark, rest = (found["head"], found["mark"] or "", found["rest"] or "") if found else ("", "", "")
     if names is not None and head in names and mark != ":":
         return argument_field(inner, head, rest.split(".") if rest else [])
-    if head + mark in (COMPILE if names is None else TIME_FIELDS):
-        return COMPILE[head + mark](inner, rest, path_params)
-    known = tuple(COMPILE) if names is None else (*names, *TIME_FIELDS)
-    hint = did_you_mean(inner, known) or did_you_mean(re.split("[.:]", inner)[0], known)
-    shown = ", ".join(f"{{{name}<...>}}" if name[-1] in ".:" else f"{{{name}}}" for name in known)
-    raise ConfigurationError(f"template {text!r} has an unknown field {{{inner}}}{hint}: choose from {shown}")
+    known = (*(REQUEST_FIELDS if names is None else names), *TIME_FIELDS)
+    match head + mark:
+        case kind if kind not in known:
+            hint = did_you_mean(inner, known) or did_you_mean(re.split("[.:]", inner)[0], known)
+            shown = ", ".join(f"{{{name}<...>}}" if name[-1] in ".:" else f"{{{name}}}" for name in known)
+            raise ConfigurationError(f"template {text!r} has an unknown field {{{inner}}}{hint}: choose from {shown}")
+        case "path.":
+            check_path_param(inner, rest, path_params)
+            return Field(inner, lambda context: context["path"].get(rest))
+        case "query.":
+            return Field(inner, lambda context: only(inner, context["query"].get(rest)))
+        case "header.":
+            return Field(inner, lambda context: only(inner, context["headers"].get(rest.lower())))
+        case "body." | "body:":
+            steps = rest.split(".") if mark == "." else parse_pointer(rest)
+            return Field(inner, lambda context: value_at(context["body"], steps))
+        case "window:":
+            return window_field(inner, rest)
+        case "date" | "date:":
+            return date_field(inner, rest)
+    return Field(inner, lambda context: context[inner])  # principal or tenant
 
 
 def check_separated(text: str, parts: Sequence[str | Field]) -> None:
@@ -173,38 +189,14 @@ def check_separated(text: str, parts: Sequence[str | Field]) -> None:
             )
 
 
-# ── Fields of a request ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Fields ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def owner_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
-    return Field(text, lambda context: context[text])
-
-
-def path_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
-    if path_params is not None and rest not in path_params:
-        known = ", ".join(f"{{path.{name}}}" for name in path_params) or "none"
-        hint = did_you_mean(rest, path_params)
+def check_path_param(text: str, name: str, path_params: Collection[str] | None) -> None:
+    if path_params is not None and name not in path_params:
+        known = ", ".join(f"{{path.{each}}}" for each in path_params) or "none"
+        hint = did_you_mean(name, path_params)
         raise ConfigurationError(f"{{{text}}} is not in the rule's path{hint}: its parameters are {known}")
-    return Field(text, lambda context: context["path"].get(rest))
-
-
-def query_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
-    return Field(text, lambda context: only(text, context["query"].get(rest)))
-
-
-def header_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
-    name = rest.lower()
-    return Field(text, lambda context: only(text, context["headers"].get(name)))
-
-
-def member_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
-    steps = rest.split(".")
-    return Field(text, lambda context: value_at(context["body"], steps))
-
-
-def pointer_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
-    steps = parse_pointer(rest)
-    return Field(text, lambda context: value_at(context["body"], steps))
 
 
 def only(text: str, value: object) -> object:
@@ -216,11 +208,8 @@ def only(text: str, value: object) -> object:
     return value[0] if value else None
 
 
-# ── Fields of the time ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def window_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
-    """The start of the epoch-aligned bucket that holds *now*: `20260219T120000Z`."""
+def window_field(text: str, rest: str) -> Field:
+    """A field that is the start of the epoch-aligned bucket that holds *now*: `20260219T120000Z`."""
     seconds = duration(rest)
     if seconds < 1 or seconds != int(seconds):
         raise ConfigurationError(f"{{{text}}} is not a window: write one or more whole seconds, as in {{window:1h}}")
@@ -232,8 +221,8 @@ def window_field(text: str, rest: str, path_params: Collection[str] | None) -> F
     return Field(text, read, seconds)
 
 
-def date_field(text: str, rest: str, path_params: Collection[str] | None) -> Field:
-    """The calendar day of *now* in a time zone: `2026-02-19`."""
+def date_field(text: str, rest: str) -> Field:
+    """A field that is the calendar day of *now* in a time zone: `2026-02-19`."""
     zone = time_zone(rest) if rest else UTC
     day = DAY if rest in ("", "UTC") else LONGEST_DAY
     return Field(text, lambda context: instant(context).astimezone(zone).date(), day)
@@ -251,19 +240,11 @@ def time_zone(name: str) -> ZoneInfo:
 
 
 def instant(context: Context) -> datetime:
-    now = context["now"]
-    if isinstance(now, int | float):
-        return datetime.fromtimestamp(now // 1, UTC)  # it rounds: the last moment of a day would be of the next
-    if now is None or now.tzinfo is None:
-        raise ConfigurationError("a template with a time field needs now: epoch seconds or an aware datetime")
-    return now  # type: ignore[no-any-return]
-
-
-# ── Fields of a function ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    return datetime.fromtimestamp(context["now"] // 1, UTC)  # it rounds: the last moment of a day would be of the next
 
 
 def argument_field(text: str, name: str, steps: Sequence[str]) -> Field:
-    """An argument, or a public attribute or member of it."""
+    """A field that is an argument, or a public attribute or member of it."""
     for step in steps:
         if not PUBLIC_NAME.fullmatch(step):
             raise ConfigurationError(f"{{{text}}} cannot be read: {step!r} is not a public attribute or member")
@@ -275,21 +256,6 @@ def argument_field(text: str, name: str, steps: Sequence[str]) -> Field:
         return value
 
     return Field(text, read)
-
-
-COMPILE: dict[str, Callable[[str, str, Collection[str] | None], Field]] = {
-    "principal": owner_field,
-    "tenant": owner_field,
-    "path.": path_field,
-    "query.": query_field,
-    "header.": header_field,
-    "body.": member_field,
-    "body:": pointer_field,
-    "window:": window_field,
-    "date": date_field,
-    "date:": date_field,
-}
-TIME_FIELDS = ("window:", "date", "date:")
 
 
 # ── The text of a value ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -43,11 +43,6 @@ DIGITS_AS_ZEROS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte
 LONG_RUN = b"0" * (LONGEST_INTEGER + 1)
 
 
-def canonical_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> bytes:
-    """Return the canonical form of the JSON text *data*; raises InvalidPayload if it has none."""
-    return read_json(data, max_depth=max_depth)[1]
-
-
 def read_json(data: bytes, *, max_depth: int = MAX_DEPTH) -> tuple[Any, bytes]:
     """Return the value of the JSON text *data*, with exact numbers, and its canonical form; raises InvalidPayload."""
     if data.count(b"[") + data.count(b"{") > max_depth and deeper_than(max_depth, data):
@@ -89,7 +84,7 @@ def decimal_parts(text: str) -> tuple[str, str, int]:
     """Return sign, digits d and power n of the number sign 0.d × 10ⁿ; d has no zeros at its ends, and zero has no d."""
     match = NUMBER.fullmatch(text)
     if match is None or len(match[5] or "") > 18:
-        raise InvalidPayload("The JSON has a number whose exponent has more than 18 digits")
+        raise InvalidPayload("The JSON has a number with an exponent of more than 18 digits")
     sign, whole, fraction, exponent_sign, exponent = match.groups("")
     digits = (whole + fraction).lstrip("0")
     power = int(exponent_sign + (exponent or "0")) + len(digits) - len(fraction)
@@ -127,23 +122,19 @@ def count_quotes(data: bytes) -> int:
 
 def with_long_integers_as_decimals(data: bytes) -> bytes:
     """Return *data* with `.0` after each long integer, so that it is read by its digits and not by int(), which has limits."""
-    return STRING_OR_NUMBER.sub(_long_integer_as_decimal, data)
 
+    def spelled(match: re.Match[bytes]) -> bytes:
+        token = match[0]
+        return token + b".0" if len(token) > LONGEST_INTEGER and token.removeprefix(b"-").isdigit() else token
 
-def _long_integer_as_decimal(match: re.Match[bytes]) -> bytes:
-    token = match[0]
-    return token + b".0" if len(token) > LONGEST_INTEGER and token.removeprefix(b"-").isdigit() else token
+    return STRING_OR_NUMBER.sub(spelled, data)
 
 
 def sort_by_utf16(value: Any) -> Any:
     """Return *value* with the members of every object in the order of their names' UTF-16 code units."""
     if isinstance(value, dict):
-        return {name: sort_by_utf16(value[name]) for name in sorted(value, key=_utf16)}
+        return {name: sort_by_utf16(value[name]) for name in sorted(value, key=lambda name: name.encode("utf-16-be"))}
     return [sort_by_utf16(item) for item in value] if isinstance(value, list) else value
-
-
-def _utf16(name: str) -> bytes:
-    return name.encode("utf-16-be")
 
 
 DECODER = msgspec.json.Decoder(float_hook=exact_number)

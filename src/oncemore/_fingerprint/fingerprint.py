@@ -17,8 +17,8 @@ a client or proxy that adds `; charset=utf-8` between two attempts repeats the s
 text does not.  No other header counts.  include and exclude apply to JSON; every other body is compared whole.  If a rule
 changes them, retries of requests that it stored before are refused.
 
-The digest is SHA-256, which processors compute faster than BLAKE2, or HMAC-SHA-256 under a secret, so that nobody who
-reads the ledger can guess short payloads.
+The digest is SHA-256, which processors compute faster than BLAKE2, or HMAC-SHA-256 under a secret, so that a reader
+of the ledger cannot guess short payloads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigurationError, InvalidPayload
 from .canonical import MAX_DEPTH, exact_value, read_json, write_json
 from .forms import read_multipart, read_urlencoded, respell
-from .pointer import INDEX, parse_pointer
+from .pointer import parse_pointer, value_at
 
 Mode = Literal["canonical", "raw", "none"]
 Pointer = tuple[str, ...]
@@ -140,12 +139,10 @@ def fingerprint_of(value: Any) -> str:
     return sign("v1", "", b"", b"", write_json(exact_value(value)))
 
 
-@lru_cache(maxsize=256)
 def media_type_of(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-@lru_cache(maxsize=256)
 def algorithm_for(media_type: str) -> str:
     """Return the id of the algorithm that reads bodies of *media_type* today."""
     if media_type.startswith("application/") and media_type.endswith("+json"):
@@ -184,26 +181,23 @@ def keys_by_id(secrets: Sequence[bytes]) -> dict[str, bytes]:
 
 # ── Which fields of a JSON body count ─────────────────────────────────────────────────────────────────────────────────
 
-ABSENT = object()
+ABSENT = object()  # differs from null, which a client has to write
 
 
 def parse_fields(setting: str, fields: Sequence[str]) -> tuple[Pointer, ...]:
     """Return the pointers to the *fields* of a setting: JSON pointers, or bare names of top-level members."""
     if isinstance(fields, str) or not isinstance(fields, Sequence):
         raise ConfigurationError(f"{setting} = {fields!r} is not a list of fields: write [{fields!r}]")
-    return tuple(_parse_field(setting, field) for field in fields)
-
-
-def _parse_field(setting: str, field: str) -> Pointer:
-    if not isinstance(field, str) or not field:
-        raise ConfigurationError(
-            f"{setting} has {field!r}: write a member's name, or a JSON pointer such as '/order/id'"
-        )
-    if field.startswith("/"):
-        return parse_pointer(field)
-    if any(mark in field for mark in "./~#"):  # taken literally, `order.id` would silently select nothing
-        raise ConfigurationError(f"{setting} has {field!r}: write a JSON pointer, such as '/order/id' or '/order.id'")
-    return (field,)
+    for each in fields:
+        if not isinstance(each, str) or not each:
+            raise ConfigurationError(
+                f"{setting} has {each!r}: write a member's name, or a JSON pointer such as '/order/id'"
+            )
+        if each[0] != "/" and any(mark in each for mark in "./~#"):  # `order.id` would silently select nothing
+            raise ConfigurationError(
+                f"{setting} has {each!r}: write a JSON pointer, such as '/order/id' or '/order.id'"
+            )
+    return tuple(parse_pointer(each) if each[0] == "/" else (each,) for each in fields)
 
 
 def check_selection(include: Sequence[Pointer], exclude: Sequence[Pointer]) -> None:
@@ -221,26 +215,14 @@ def select(value: Any, include: Sequence[Pointer], exclude: Sequence[Pointer]) -
         _leave_out(value, pointer)
     if not include:
         return value
-    found = ((pointer, _find(value, pointer)) for pointer in sorted(set(include)))
+    found = ((pointer, value_at(value, pointer, ABSENT)) for pointer in sorted(set(include)))
     return [[list(pointer), part] for pointer, part in found if part is not ABSENT]
-
-
-def _find(value: Any, pointer: Pointer) -> Any:
-    """Return the value that *pointer* points at, or ABSENT, which differs from null: a client has to write that."""
-    for step in pointer:
-        if isinstance(value, dict) and step in value:
-            value = value[step]
-        elif isinstance(value, list) and INDEX.fullmatch(step) and int(step) < len(value):
-            value = value[int(step)]
-        else:
-            return ABSENT
-    return value
 
 
 def _leave_out(value: Any, pointer: Pointer) -> None:
     """Remove a member from its object; an element of an array becomes null, so that the others keep their places."""
-    parent, last = _find(value, pointer[:-1]), pointer[-1]
+    parent, last = value_at(value, pointer[:-1]), pointer[-1]
     if isinstance(parent, dict):
         parent.pop(last, None)
-    elif isinstance(parent, list) and _find(parent, (last,)) is not ABSENT:
+    elif isinstance(parent, list) and value_at(parent, (last,), ABSENT) is not ABSENT:
         parent[int(last)] = None

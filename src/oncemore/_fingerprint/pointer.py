@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..errors import ConfigurationError
 
@@ -20,13 +21,13 @@ def parse_pointer(text: str) -> tuple[str, ...]:
     return tuple(step.replace("~1", "/").replace("~0", "~") for step in text[1:].split("/"))
 
 
-def value_at(document: object, steps: Sequence[str]) -> object:
-    """Return the value at *steps* in *document*, or None if there is none (JSON's null counts as none)."""
+def value_at(document: object, steps: Sequence[str], missing: object = None) -> Any:
+    """Return the value at *steps* in *document*, or *missing* if there is none."""
     for step in steps:
-        if isinstance(document, Mapping):
-            document = document.get(step)
+        if isinstance(document, Mapping) and step in document:
+            document = document[step]
         elif isinstance(document, list) and INDEX.fullmatch(step) and int(step) < len(document):
             document = document[int(step)]
         else:
-            return None
+            return missing
     return document

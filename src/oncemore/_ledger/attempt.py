@@ -353,7 +353,7 @@ class LeaseAttempt:
 
     def is_success(self, error: ProviderDuplicate) -> bool:
         """Whether the performer has raised the result of an earlier attempt, which its provider remembers."""
-        return error.told
+        return error.has_result
 
 
 class Perform(Call):

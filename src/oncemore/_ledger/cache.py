@@ -15,7 +15,7 @@ from .model import Outcome
 
 # An operator's delete in another process arrives as a message if the store sends any.  If not, this many seconds bound it.
 LONGEST = 60.0
-# What an entry takes beside its bytes: the dictionary's share, the key's tuple and the headers of its texts.
+# The bytes that an entry takes beside its packed outcome: the dictionary's share, the key's tuple and the headers of its texts.
 PER_ENTRY = 250
 
 
@@ -85,8 +85,6 @@ class Cache:
 
     def drop(self, id: Id | None) -> None:
         """Forget the operation *id*; all of them if it is None, because some may have been deleted unnoticed."""
-        if id is not None and id not in self._entries:
-            return
         with self._lock:
             if id is None:
                 self._entries.clear()

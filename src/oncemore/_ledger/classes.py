@@ -18,7 +18,8 @@ import types
 import typing
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -54,14 +55,8 @@ def name_of(kind: type) -> str:
     return f"{module_of(kind)}:{kind.__qualname__}"
 
 
-def is_enum(kind: type) -> bool:
-    return issubclass(kind, enum.Enum)
-
-
 def field_names(kind: Any) -> set[str] | None:
     """Return the names of the fields of a data class of any make; None if it is no data class."""
-    if is_enum(kind):
-        return None
     if dataclasses.is_dataclass(kind):
         return {field.name for field in dataclasses.fields(kind) if field.init}
     if issubclass(kind, msgspec.Struct):
@@ -77,7 +72,7 @@ def field_names(kind: Any) -> set[str] | None:
 
 def is_storable(kind: type) -> bool:
     """Whether objects of the class are no more than the values that they hold."""
-    return is_enum(kind) or field_names(kind) is not None
+    return issubclass(kind, enum.Enum) or field_names(kind) is not None
 
 
 # ── From annotations ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -91,18 +86,12 @@ def annotated_classes(function: Any, *names: str) -> tuple[type, ...]:
     function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
     if not hasattr(function, "__globals__"):
         function = type(function).__call__  # an object that can be called
-    try:
-        annotations = function.__annotations__
-    except Exception:  # a built-in function has none, and from Python 3.14 on it may fail to evaluate
-        return ()
     found: list[type] = []
-
-    def holder() -> None: ...  # of one annotation at a time: if one cannot be evaluated, the others can
-
-    for name in (name for name in names if name in annotations):
-        holder.__annotations__ = {name: annotations[name]}
-        found += _classes_in(_hints(holder, function.__globals__).get(name))
-    return tuple(kind for kind in dict.fromkeys(found) if kind not in BUILT_IN)
+    for name in names:  # one at a time: if one cannot be evaluated, the others can
+        with suppress(Exception):  # evaluating an annotation may raise anything, and a built-in function has none
+            one = types.SimpleNamespace(__annotations__={name: function.__annotations__[name]})
+            found += list(_classes_in(typing.get_type_hints(one, function.__globals__)[name]))
+    return tuple(kind for kind in dict.fromkeys(found) if kind not in (*BUILT_IN, types.UnionType, Any))
 
 
 def can_be_returned(kind: type, known: tuple[type, ...]) -> bool:
@@ -130,35 +119,21 @@ def classes_by_name(kinds: tuple[type, ...]) -> Mapping[str, type]:
 
 
 def _field_classes(kind: Any) -> list[type]:
-    models: Mapping[str, Any] = getattr(kind, "__pydantic_fields__", {})  # with the members of generic models filled in
-    annotations = [field.annotation for field in models.values()] or _hints(kind).values()
-    return [each for annotation in annotations for each in _classes_in(annotation)]
+    with suppress(Exception):
+        models: Mapping[str, Any] = getattr(kind, "__pydantic_fields__", {})  # evaluated by pydantic
+        annotations = [field.annotation for field in models.values()] or typing.get_type_hints(kind).values()
+        return [each for annotation in annotations for each in _classes_in(annotation)]
+    return []
 
 
-def _hints(thing: Any, namespace: dict[str, Any] | None = None) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(thing, namespace, include_extras=True)
-    except Exception:  # evaluating an annotation may raise anything
-        return {}
+def _classes_in(annotation: Any) -> Iterator[type]:
+    """Yield the classes in an annotation: itself, the members of a union, a container and its items.
 
-
-def _classes_in(annotation: Any, aliases: tuple[Any, ...] = ()) -> Iterator[type]:
-    """Yield the classes in an annotation: itself, the members of unions, containers and their items.
-
-    *aliases* are those that it is part of: an alias such as `type Json = str | list[Json]` may contain itself.
+    It looks into an alias (`type Orders = list[Order]`); one that contains itself raises a RecursionError.
     """
-    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        yield from map(type, members)
-    elif origin is not None:
-        if isinstance(origin, type) and origin not in (types.UnionType, Annotated):
-            yield origin
-        for member in members[:1] if origin is Annotated else members:
-            yield from _classes_in(member, aliases)
-    elif isinstance(annotation, type):
-        if annotation is not Any:  # which is a class, too
-            yield annotation
-    elif annotation not in aliases:  # a NewType, or an alias such as `type Orders = list[Order]`
-        meant = getattr(annotation, "__supertype__", None) or getattr(annotation, "__value__", None)
-        if meant is not None:
-            yield from _classes_in(meant, (*aliases, annotation))
+    annotation = getattr(annotation, "__value__", annotation)
+    outer = typing.get_origin(annotation) or annotation
+    if isinstance(outer, type):
+        yield outer
+    for member in typing.get_args(annotation):
+        yield from _classes_in(type(member) if isinstance(member, enum.Enum) else member)  # of a Literal

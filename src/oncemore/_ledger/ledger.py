@@ -136,7 +136,9 @@ class Ledger:
         if answer.outcome.kind == "tombstone":
             raise error
         log.error("%s %r: the outcome cannot be stored, only that it happened", *lease.operation.id, exc_info=error)
-        tombstone = Outcome("tombstone", body=repr(error).encode("utf-8", "backslashreplace"))
+        # The reason is for the function's own caller; the client of an HTTP response must not see it.
+        reason = "" if answer.outcome.kind == "response" else repr(error)
+        tombstone = Outcome("tombstone", body=reason.encode("utf-8", "backslashreplace"))
         kept = msgspec.structs.replace(answer, outcome=tombstone)
         try:
             audit = policy.expired == "keep"

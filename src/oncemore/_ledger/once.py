@@ -1,4 +1,4 @@
-"""Any function, sync or async, made to happen once per key."""
+"""The decorator `once`: a function, sync or async, runs once per key."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def once(
     ignore: Sequence[str] = (),
     **settings: Any,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: the function runs once per *key*, and every further call gets the first one's result.
+    """Return a decorator: the function runs once per *key*, and every further call gets the first one's result.
 
     *key* is a template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.
     The arguments must be the same each time; those in *ignore* (a session, a logger) are not compared.  *name* owns the
-    keys, and is the function's own by default; *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`,
-    and what they do not say is as in the guard's own policy.  A repeated call returns an equal value of the same type:
-    built-in types, and the classes that the function's return annotation or `types=(Order,)` names.
+    keys; by default it is the function's own.  *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`; the guard's
+    policy gives the others.  A repeated call returns an equal value of the same type: built-in types, and the classes
+    that the function's return annotation or `types=(Order,)` names.
     """
     policy = check_guard(guard).policy.but(**settings)
 
@@ -82,9 +82,9 @@ class Once(Generic[P, T]):
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The settings, with the classes that the annotations name: of the result, and of arguments that are kept.
+        """The settings, with the classes that the annotations name: those of the result and of the arguments that are kept.
 
-        Made at the first call, because an annotation may name a class that is defined below the function.
+        It is made at the first call, because an annotation may name a class that is defined below the function.
         """
         returned = (*self.settings.types, *annotated_classes(self.function, "return"))
         for kind in returned:
@@ -98,87 +98,77 @@ class Once(Generic[P, T]):
         return dataclasses.replace(self.settings, types=(*returned, *kept))
 
     def types(self) -> tuple[type, ...]:
-        """The classes that results and kept arguments may be of."""
+        """Return the classes that results and kept arguments may be of."""
         return self.policy.types
 
     def operation(self, *args: P.args, **kwargs: P.kwargs) -> Operation:
-        """The operation that a call with these arguments is, to look it up in the ledger."""
+        """Return the operation of a call with these arguments, to look it up in the ledger."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
         if isinstance(self.key, Template):
             name = self.key.render(arguments=arguments, now=self.guard.clock.time())
         else:
-            name = check_name(self.key(*args, **kwargs), "What the key function gave")
-        fingerprint = fingerprint_of([arguments[each] for each in self.compared])
-        request = (lambda: self._kept(arguments)) if self.settings.effect == "steps" else None
+            name = check_name(self.key(*args, **kwargs), "The result of the key function")
+        compared = {each: arguments[each] for each in self.compared}
+        request = (lambda: compared) if self.settings.effect == "steps" else None  # kept, to finish it after a crash
+        fingerprint = fingerprint_of(list(compared.values()))
         return Operation(f"once:{self.name}", name, fingerprint, self.name, request=request)
 
-    def _kept(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that a completer calls the function with again."""
-        return {each: arguments[each] for each in self.compared}
+    def drive(self, operation: Operation, request: Mapping[str, Any]) -> Plan[Answer]:
+        """Return the plan that finishes an operation of this function, from the arguments that were kept.
 
-    def drive(self, operation: Operation, request: Any) -> Plan[Answer]:
-        """The plan that finishes an operation of this function, from the kept arguments."""
-        self._check_kept(request)
+        Raises a ConfigurationError unless the function can be called with these arguments and defaults for the others.
+        """
+        instead = "give the completer a function of the operation and the kept arguments instead"
+        for name, parameter in self.signature.parameters.items():
+            if name not in request and parameter.default is parameter.empty and parameter.kind not in VARIADIC:
+                raise ConfigurationError(f"{self.name} cannot be finished, because {name!r} is not kept: {instead}")
+        for name in request.keys() - self.signature.parameters.keys():
+            raise ConfigurationError(
+                f"{self.name} cannot be finished, because it takes no {name!r} any more: {instead}"
+            )
         bound = self.signature.bind_partial()
         bound.arguments.update(request)
         plan = self.guard.guarded(operation, self._performer(*bound.args, **bound.kwargs), self.policy)
         if self.awaited:
             return (yield from plan)
-        # On a thread if an event loop runs this plan: the function blocks, and on the loop its steps would have to be awaited.
+        # It blocks: if an event loop drives this plan, the function and its steps run on a thread.
         answer: Answer = yield Do(partial(run, plan), None)
         return answer
 
-    def _check_kept(self, request: Mapping[str, Any]) -> None:
-        """Refuse to call the function with other arguments than before: an ignored one must have a default."""
-        parameters = self.signature.parameters
-        instead = "give the completer a function of the operation and the kept arguments instead"
-        for name in (name for name, one in parameters.items() if is_required(one) and name not in request):
-            raise ConfigurationError(f"{self.name} cannot be finished, for {name!r} is not kept: {instead}")
-        for name in (name for name in request if name not in parameters):
-            raise ConfigurationError(f"{self.name} cannot be finished, for it takes no {name!r} any more: {instead}")
-
     def _performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
-        """The performer that calls the function, with the operation as the current one."""
+        """Return a function that calls the guarded one, with the operation as the current one."""
         function = cast("Callable[..., Any]", self.function)
-        if self.awaited:
 
-            async def aperform(op: Op) -> Any:
-                with running(op):
-                    return await function(*args, **kwargs)
-
-            return aperform
+        async def aperform(op: Op) -> Any:
+            with running(op):
+                return await function(*args, **kwargs)
 
         def perform(op: Op) -> Any:
             with running(op):
                 return function(*args, **kwargs)
 
-        return perform
+        return aperform if self.awaited else perform
 
     def wrapped(self) -> Callable[P, T]:
-        """The function to call instead."""
-        if self.awaited:
+        """Return the function to call instead."""
 
-            @functools.wraps(self.function)
-            async def acall(*args: P.args, **kwargs: P.kwargs) -> Any:
-                operation = self.operation(*args, **kwargs)
-                plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
-                return self._result(operation, await arun(plan))
+        @functools.wraps(self.function)
+        async def acall(*args: P.args, **kwargs: P.kwargs) -> Any:
+            operation = self.operation(*args, **kwargs)
+            plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
+            return self._result(operation, await arun(plan))
 
-            call: Any = acall
-        else:
+        @functools.wraps(self.function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+            operation = self.operation(*args, **kwargs)
+            plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
+            return self._result(operation, run(plan))
 
-            @functools.wraps(self.function)
-            def call(*args: P.args, **kwargs: P.kwargs) -> Any:
-                operation = self.operation(*args, **kwargs)
-                plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
-                return self._result(operation, run(plan))
-
-        call.operation = self.operation
-        call.drive = self.drive
-        call.types = self.types
-        return cast("Callable[P, T]", call)
+        guarded: Any = acall if self.awaited else call
+        guarded.operation, guarded.drive, guarded.types = self.operation, self.drive, self.types
+        return cast("Callable[P, T]", guarded)
 
     def _result(self, operation: Operation, answer: Answer) -> Any:
         if isinstance(answer.value, self.policy.errors):
@@ -192,20 +182,18 @@ class Once(Generic[P, T]):
             raise
 
 
-def is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
-
-
 def check_function(function: Callable[..., Any]) -> None:
-    """Refuse a function that cannot be guarded."""
+    """Raise a ConfigurationError if the function cannot be guarded."""
     if isinstance(function, staticmethod | classmethod):
         raise ConfigurationError(f"Write @once below @{type(function).__name__}, next to the function")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigurationError(f"{function!r} is a generator, and what it yields cannot be replayed")
+        raise ConfigurationError(
+            f"{function!r} is a generator, and the values that it yields cannot be replayed: return a list"
+        )
 
 
 def own_name(function: Callable[..., Any]) -> str:
-    """The name under which the function's keys are kept; refused if it does not tell the function from others."""
+    """Return the name that owns the function's keys; raises a ConfigurationError if it has none that tells it from others."""
     name = getattr(function, "__qualname__", "")
     if not name or name.endswith("<lambda>"):
         raise ConfigurationError(f"{function!r} has no name of its own to keep its keys under: give it one by name=")

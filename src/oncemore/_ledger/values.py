@@ -19,7 +19,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import msgspec
 
 from ..errors import CorruptRecord, OncemoreError, OutcomeNotKept
-from .classes import classes_by_name, field_names, is_enum, is_storable, name_of
+from .classes import classes_by_name, field_names, is_storable, name_of
 from .events import log
 from .model import Outcome
 
@@ -103,20 +103,20 @@ def _write_object(value: Any, classes: Classes | None, room: int) -> Any:
             f"{name} is not among the classes that can be replayed: name it in the function's return annotation, or "
             f"write types=({kind.__name__},)"
         )
-    if isinstance(value, enum.Flag):
-        return _tagged("flag", [name, value.value])
     if isinstance(value, enum.Enum):
-        return _tagged("enum", [name, value.name])
+        return _tagged("object", [name, value.value if isinstance(value, enum.Flag) else value.name])
     return _tagged("object", [name, _write_dict(_attributes(value), classes, room)])
 
 
-def _known(name: str, classes: Classes, *, enums: bool) -> Any:
-    kind = classes.get(name)
-    if kind is None or is_enum(kind) is not enums:
+def _read_object(name: str, content: Any, classes: Classes) -> Any:
+    kind: Any = classes.get(name)
+    if kind is None:
         raise Unstorable(
             f"{name} is not among the classes that the function names: add it to its return annotation or to `types`"
         )
-    return kind
+    if issubclass(kind, enum.Enum):
+        return kind(content) if issubclass(kind, enum.Flag) else kind[content]
+    return _rebuild(kind, from_plain(content, classes))
 
 
 def _write_moment(value: datetime.datetime | datetime.time) -> Any:
@@ -127,14 +127,11 @@ def _write_moment(value: datetime.datetime | datetime.time) -> Any:
 
 
 def _read_moment(kind: Any, text: str, fold: int, ticks: int | None, key: str | None) -> Any:
-    return kind.fromisoformat(text).replace(fold=fold, tzinfo=_zone(ticks, key))
-
-
-def _zone(ticks: int | None, key: str | None) -> datetime.tzinfo | None:
+    zone: datetime.tzinfo | None = None if ticks is None else datetime.timezone(ticks * TICK)
     if key is not None:
         with suppress(ZoneInfoNotFoundError):  # another machine may not know the zone; the offset is known anyway
-            return ZoneInfo(key)
-    return None if ticks is None else datetime.timezone(ticks * TICK)
+            zone = ZoneInfo(key)
+    return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
 
 PLAIN = frozenset({bool, str, float, bytes})
@@ -163,9 +160,7 @@ READ: dict[str, Callable[[Any, Classes], Any]] = {
     "set": lambda v, classes: {from_plain(item, classes) for item in v},
     "frozenset": lambda v, classes: frozenset(from_plain(item, classes) for item in v),
     "dict": lambda v, classes: {from_plain(key, classes): from_plain(item, classes) for key, item in v},
-    "enum": lambda v, classes: _known(v[0], classes, enums=True)[v[1]],
-    "flag": lambda v, classes: _known(v[0], classes, enums=True)(v[1]),
-    "object": lambda v, classes: _rebuild(_known(v[0], classes, enums=False), from_plain(v[1], classes)),
+    "object": lambda v, classes: _read_object(v[0], v[1], classes),
 }
 
 
@@ -290,20 +285,16 @@ def replayed(outcome: Outcome, errors: Errors = (), types: Types = ()) -> Any:
             f"The function ran, but its result was not kept: {outcome.body.decode('utf-8', 'replace')}"
         )
     try:
-        result = _read(outcome, errors, classes_by_name(types))
-    except Exception as error:
-        raise CorruptRecord(f"The stored result cannot be read: {type(error).__name__}: {error}") from error
-    if outcome.kind == "error":
-        raise result
-    return result
-
-
-def _read(outcome: Outcome, errors: Errors, classes: Classes) -> Any:
-    plain = decode(outcome.body)
-    if outcome.kind == "value":
-        return from_plain(plain, classes)
-    name, args, state = plain
-    kind = error_class(name, errors)
-    if kind is None:
-        return OutcomeNotKept(f"The function raised {name} the first time; add it to `errors` to have it raised again")
-    return error_from(kind, from_plain(args, classes), from_plain(state, classes))
+        plain, classes = decode(outcome.body), classes_by_name(types)
+        if outcome.kind == "value":
+            return from_plain(plain, classes)
+        name, args, state = plain
+        kind = error_class(name, errors)
+        error = (
+            OutcomeNotKept(f"The function raised {name} the first time; add it to `errors` to have it raised again")
+            if kind is None
+            else error_from(kind, from_plain(args, classes), from_plain(state, classes))
+        )
+    except Exception as reason:
+        raise CorruptRecord(f"The stored result cannot be read: {type(reason).__name__}: {reason}") from reason
+    raise error

@@ -1,0 +1,1 @@
+"""Observers: events of guards and retry clients as log records, metrics and traces."""

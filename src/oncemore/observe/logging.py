@@ -1,4 +1,4 @@
-"""Events as log records: one line for the reader, and the same facts as fields for whatever collects the logs.
+"""Events as log records: one line for people, and the same facts as fields for a log collector.
 
 guard = Guard(url, observers=[log_events(keys="digest")])
 """
@@ -17,7 +17,7 @@ from ..errors import ConfigurationError
 
 Keys = Literal["plain", "digest"]
 
-# The record's state before and after; an event that says them itself is believed.
+# The record's state before and after each kind of event, unless the event itself has them.
 STATES: dict[EventKind, tuple[str, str]] = {
     "claimed": ("absent", "running"),
     "settled": ("running", "settled"),
@@ -30,7 +30,7 @@ STATES: dict[EventKind, tuple[str, str]] = {
     "resolved": ("lapsed", "running"),
     "unstored": ("running", "running"),
 }
-# What came of the operation, in the one word that searches and alerts look for.
+# The value of the field `outcome`, for searches and alerts.
 OUTCOMES: dict[EventKind, str] = {"settled": "created", "unstored": "created", "replayed": "replayed"}
 LEVELS: dict[EventKind, int] = {
     "waiting": logging.DEBUG,
@@ -42,7 +42,7 @@ LEVELS: dict[EventKind, int] = {
     "unstored": logging.ERROR,
     "failed": logging.ERROR,
 }
-IN_A_LINE = (
+LINE_FIELDS = (
     "operation",
     "idempotency_key",
     "payload_hash",
@@ -57,58 +57,61 @@ IN_A_LINE = (
 def log_events(
     logger: logging.Logger | str = "oncemore.events", *, keys: Keys = "plain", secret: bytes = b""
 ) -> Observer:
-    """An observer that logs each event, with its facts as fields of the record (`extra`).
+    """Return an observer that logs each event, with its facts as fields of the log record (`extra`).
 
-    With `keys="digest"`, keys and scopes, which may name people, appear only as digests: the same one for the same key,
-    so that lines can still be found together.  With a *secret*, nobody else can tell which key a digest stands for.
+    Args:
+        logger: The logger, or its name.
+        keys: With "digest", keys and scopes appear only as digests, because they may name people.  Equal keys have equal
+            digests, so the lines of an operation can still be found together.
+        secret: A key for the digests.  Without it, anyone can compute the digest of a key that they guess.
     """
     to = logging.getLogger(logger) if isinstance(logger, str) else logger
-    shown = shown_by(keys, secret)
+    display = key_display(keys, secret)
 
     def observe(event: Event) -> None:
         level = LEVELS.get(event.kind, logging.INFO)
         if to.isEnabledFor(level):
-            fields = fields_of(event, shown)
-            to.log(level, f"{event.kind} %s", line(fields), extra=fields)
+            fields = event_fields(event, display)
+            to.log(level, f"{event.kind} %s", format_line(fields), extra=fields)
 
     return observe
 
 
-def shown_by(keys: Keys, secret: bytes) -> Callable[[str], str]:
-    """How keys and scopes are shown."""
+def key_display(keys: Keys, secret: bytes) -> Callable[[str], str]:
+    """Return the function by which keys and scopes are shown."""
     if keys not in ("plain", "digest"):
         raise ConfigurationError(f"keys = {keys!r} is unknown: choose 'plain' or 'digest'")
     if secret and keys == "plain":
-        raise ConfigurationError("secret: it is for keys = 'digest'; drop one of them")
-    return plain if keys == "plain" else digest(secret)
+        raise ConfigurationError("secret is used with keys = 'digest' only: add keys='digest', or remove secret")
+    return show_plain if keys == "plain" else digest_with(secret)
 
 
-def plain(text: str) -> str:
+def show_plain(text: str) -> str:
     return text
 
 
-def digest(secret: bytes) -> Callable[[str], str]:
-    """A function that gives the digest by which a text is shown."""
+def digest_with(secret: bytes) -> Callable[[str], str]:
+    """Return a function that computes digests, with *secret* as HMAC's key if it is not empty."""
 
-    def shown(text: str) -> str:
+    def digest(text: str) -> str:
         data = text.encode("utf-8", "surrogatepass")
         hashed = hmac.digest(secret, data, "sha256") if secret else hashlib.sha256(data).digest()
         return f"sha256:{hashed.hex()[:32]}"
 
-    return shown
+    return digest
 
 
-def fields_of(event: Event, shown: Callable[[str], str]) -> dict[str, Any]:
-    """The facts of an event, under the names that they have in every log."""
+def event_fields(event: Event, display: Callable[[str], str]) -> dict[str, Any]:
+    """Return the fields of a log record or span event; their names are part of the public interface."""
     before, after = STATES.get(event.kind, ("", ""))
-    if event.kind == "claimed" and event.attempt > 1:  # a former attempt was given back
+    if event.kind == "claimed" and event.attempt > 1:  # an earlier attempt failed
         before = "released"
     operation = event.operation
     return {
         "event": event.kind,
         "operation": operation.name,
-        "scope": shown(operation.scope),
-        "idempotency_key": shown(operation.key),
+        "scope": display(operation.scope),
+        "idempotency_key": display(operation.key),
         "payload_hash": operation.fingerprint,
         "status": event.status,
         "attempt": event.attempt,
@@ -117,24 +120,27 @@ def fields_of(event: Event, shown: Callable[[str], str]) -> dict[str, Any]:
         "to_state": event.to_state or after,
         "error_code": event.code,
         "outcome": OUTCOMES.get(event.kind, ""),
-        "detail": detail_of(event, shown),
+        "detail": event_detail(event, display),
     }
 
 
-def detail_of(event: Event, shown: Callable[[str], str]) -> str:
-    """The event's own words; of a suspected duplicate they are its twin's key, and a store's may name the key, too."""
-    if shown is plain or not event.detail:
+def event_detail(event: Event, display: Callable[[str], str]) -> str:
+    """Return the event's detail with keys and scopes replaced by their digests, if digests are wanted.
+
+    The detail of a suspected duplicate is the other key.  The message of a store may quote the key or the scope.
+    """
+    if display is show_plain or not event.detail:
         return event.detail
     if event.kind == "suspected":
-        return shown(event.detail)
-    spelt = {way: shown(name) for name in event.operation.id if name for way in (name, repr(name)[1:-1])}
-    # The longest first, and all at once: a scope may contain the key, and a digest may contain a short one.
-    either = "|".join(map(re.escape, sorted(spelt, key=len, reverse=True)))
-    return re.sub(either, lambda found: spelt[found[0]], event.detail) if either else event.detail
+        return display(event.detail)
+    digests = {way: display(name) for name in event.operation.id if name for way in (name, repr(name)[1:-1])}
+    # The longest name first, because a scope may contain the key.  One pass, because a digest may contain a short key.
+    names = "|".join(map(re.escape, sorted(digests, key=len, reverse=True)))
+    return re.sub(names, lambda found: digests[found[0]], event.detail) if names else event.detail
 
 
-def line(fields: dict[str, Any]) -> str:
-    """The facts that there are, in one line; quoted as Python does, so that a key cannot begin a line of its own."""
+def format_line(fields: dict[str, Any]) -> str:
+    """Return the fields that have a value as one line.  `repr` escapes line breaks, so no key can forge a second line."""
     before, after = fields["from_state"], fields["to_state"]
-    parts = [f"{name}={fields[name]!r}" for name in IN_A_LINE if fields[name]]
+    parts = [f"{name}={fields[name]!r}" for name in LINE_FIELDS if fields[name]]
     return " ".join([*parts, f"{before}→{after}"] if before != after else parts)

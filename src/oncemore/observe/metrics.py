@@ -1,6 +1,6 @@
-"""What there is to count, whoever counts it: each event, as the measurements that it stands for.
+"""The metrics, and the measurements that each event adds to them; Prometheus and OpenTelemetry share both.
 
-Names are written with dots, as OpenTelemetry has them; Prometheus writes `idempotent.created` as `idempotent_created_total`.
+Names have dots, as in OpenTelemetry.  In Prometheus, `idempotent.created` is `idempotent_created_total`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..errors import PayloadMismatch
 
 
 class Metric(NamedTuple):
-    """A counter or, where it has *bounds* (in seconds), a histogram; *labels* name what it is split by."""
+    """A counter, or a histogram if it has *bounds* (upper limits of its buckets, in seconds)."""
 
     name: str
     help: str
@@ -21,7 +21,7 @@ class Metric(NamedTuple):
     bounds: tuple[float, ...] = ()
 
 
-# No label is a key, a scope or a path: there is no end to those.
+# No label is a key, a scope or a path: their number is unlimited, and each value is a time series.
 EVENTS = Metric("idempotency.events", "Transitions of operations, of every kind.", ("operation", "event"))
 CREATED = Metric("idempotent.created", "Operations that were performed.", ("operation",))
 REPLAYED = Metric("idempotent.replayed", "Repeats that got the stored outcome.", ("operation",))
@@ -31,27 +31,27 @@ KEY_REUSE = Metric("idempotency.key_reuse_conflict", "Keys that were used for an
 RETRIES = Metric("retry.attempts", "Attempts after the first.", ("name",))
 EXHAUSTED = Metric("retry.exhausted", "Operations that were given up; the reason says why.", ("name", "reason"))
 RECOVERED = Metric("retry.recovered", "Operations that succeeded after the first attempt.", ("name",))
-# From the playbook's first pause to the longest between two deliveries of a webhook.
+# From the shortest pause of the retry client to the longest between two deliveries of a webhook.
 DELAY_BOUNDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 43200.0)
 DELAY = Metric("retry.delay", "Pauses before retries, in seconds.", ("name",), DELAY_BOUNDS)
 
 GUARD_METRICS = (EVENTS, CREATED, REPLAYED, CONFLICT, CACHE_HIT, KEY_REUSE)
 RETRY_METRICS = (RETRIES, EXHAUSTED, RECOVERED, DELAY)
 
-# What came of an operation, besides that something happened to it.
+# Metrics that an event adds one to, besides EVENTS.
 OUTCOMES = {"settled": (CREATED,), "unstored": (CREATED,), "replayed": (REPLAYED, CACHE_HIT)}
 
 
 class Measurement(NamedTuple):
-    """One more of *metric*, or one sample of it, under the values of its labels."""
+    """One step of a counter, or one sample of a histogram, with the *values* of the metric's labels."""
 
     metric: Metric
     values: tuple[str, ...]
     amount: float = 1.0
 
 
-class Story(Protocol):
-    """What a retry event tells of the whole run."""
+class RetryRunFields(Protocol):
+    """The part of a retry event's `story` that is measured.  Packages beside each other do not import each other."""
 
     @property
     def name(self) -> str: ...
@@ -61,21 +61,21 @@ class Story(Protocol):
     def reason(self) -> str: ...
 
 
-class Retried(Protocol):
-    """The retry client's event, as far as it is counted."""
+class RetryEventFields(Protocol):
+    """The part of a retry client's event that is measured."""
 
     @property
     def kind(self) -> str: ...
     @property
-    def story(self) -> Story: ...
+    def story(self) -> RetryRunFields: ...
     @property
     def delay(self) -> float: ...
     @property
     def attempt(self) -> int: ...
 
 
-def of_event(event: Event) -> Iterator[Measurement]:
-    """What a transition of the ledger stands for."""
+def guard_measurements(event: Event) -> Iterator[Measurement]:
+    """Yield the measurements that a guard's event adds."""
     operation = event.operation.name
     yield Measurement(EVENTS, (operation, event.kind))
     for metric in OUTCOMES.get(event.kind, ()):
@@ -86,8 +86,8 @@ def of_event(event: Event) -> Iterator[Measurement]:
             yield Measurement(KEY_REUSE, (operation,))
 
 
-def of_retry(event: Retried) -> Iterator[Measurement]:
-    """What a step of the retry client stands for."""
+def retry_measurements(event: RetryEventFields) -> Iterator[Measurement]:
+    """Yield the measurements that a retry client's event adds."""
     name = event.story.name
     if event.kind == "retrying":
         yield Measurement(RETRIES, (name,))

@@ -1,4 +1,4 @@
-"""Events as metrics for Prometheus; it needs `pip install 'oncemore[prometheus]'`.
+"""Events as metrics for Prometheus.  Needs `pip install 'oncemore[prometheus]'`.
 
 guard = Guard(url, observers=[count_events()])
 client = httpx.Client(transport=RetryTransport(observers=[count_retries()]))
@@ -13,55 +13,63 @@ from weakref import WeakKeyDictionary
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from .._ledger.events import Event, Observer
-from .metrics import GUARD_METRICS, RETRY_METRICS, Measurement, Metric, Retried, of_event, of_retry
+from .metrics import (
+    GUARD_METRICS,
+    RETRY_METRICS,
+    Measurement,
+    Metric,
+    RetryEventFields,
+    guard_measurements,
+    retry_measurements,
+)
 
-Known = dict[Metric, Counter | Histogram]
+Registered = dict[Metric, Counter | Histogram]
 
-# A registry refuses a second metric of the same name, and two guards of one process are counted together.
-_known: WeakKeyDictionary[CollectorRegistry, Known] = WeakKeyDictionary()
+# A registry refuses a second metric of the same name, so all guards of a process share these.
+_registered: WeakKeyDictionary[CollectorRegistry, Registered] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def count_events(registry: CollectorRegistry = REGISTRY) -> Observer:
-    """An observer for guards: counts what became of operations."""
-    made = registered(GUARD_METRICS, registry)
+    """Return an observer for guards that counts events and outcomes."""
+    metrics = register(GUARD_METRICS, registry)
 
     def observe(event: Event) -> None:
-        record(made, of_event(event))
+        record(metrics, guard_measurements(event))
 
     return observe
 
 
-def count_retries(registry: CollectorRegistry = REGISTRY) -> Callable[[Retried], None]:
-    """An observer for the retry client: counts retries and what was given up, and measures the pauses."""
-    made = registered(RETRY_METRICS, registry)
+def count_retries(registry: CollectorRegistry = REGISTRY) -> Callable[[RetryEventFields], None]:
+    """Return an observer for the retry client that counts retries and failures, and measures the pauses."""
+    metrics = register(RETRY_METRICS, registry)
 
-    def observe(event: Retried) -> None:
-        record(made, of_retry(event))
+    def observe(event: RetryEventFields) -> None:
+        record(metrics, retry_measurements(event))
 
     return observe
 
 
-def record(made: Known, measurements: Iterable[Measurement]) -> None:
+def record(registered: Registered, measurements: Iterable[Measurement]) -> None:
     for metric, values, amount in measurements:
-        series = made[metric].labels(*values)
+        series = registered[metric].labels(*values)
         if isinstance(series, Histogram):
             series.observe(amount)
         else:
             series.inc(amount)
 
 
-def registered(metrics: Iterable[Metric], registry: CollectorRegistry) -> Known:
-    """The metrics as *registry* has them, made where it does not."""
+def register(metrics: Iterable[Metric], registry: CollectorRegistry) -> Registered:
+    """Return the metrics of *registry*, after adding those that it does not have."""
     with _lock:
-        known = _known.setdefault(registry, {})
+        registered = _registered.setdefault(registry, {})
         for metric in metrics:
-            if metric not in known:
-                known[metric] = made(metric, registry)
-        return known
+            if metric not in registered:
+                registered[metric] = create_metric(metric, registry)
+        return registered
 
 
-def made(metric: Metric, registry: CollectorRegistry) -> Counter | Histogram:
+def create_metric(metric: Metric, registry: CollectorRegistry) -> Counter | Histogram:
     name = metric.name.replace(".", "_")
     if metric.bounds:
         return Histogram(f"{name}_seconds", metric.help, metric.labels, registry=registry, buckets=metric.bounds)

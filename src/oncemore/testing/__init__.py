@@ -1,6 +1,6 @@
-"""For tests of your own: the suite that a store must pass, crash points, a clock to set, and a store that fails.
+"""Tools for your tests: a conformance suite for stores, crash points, a clock that can be moved, a store that fails.
 
-The suite needs pytest, and the state machine hypothesis: `pip install "oncemore[testing]"`.
+The suite needs pytest, and the state machine needs hypothesis: `pip install "oncemore[testing]"`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["POINTS", "Clock", "Crashing", "FaultyStore", "StoreContract", "store_machine"]
 
-HOMES = {
+MODULES = {
     "Clock": "clock",
     "Crashing": "crashes",
     "FaultyStore": "faulty_store",
@@ -28,7 +28,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import each name when it is first used: a clock needs neither pytest nor hypothesis."""
-    if name not in HOMES:
+    """Import each name when it is first used, because a clock does not need pytest or hypothesis."""
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{HOMES[name]}", __name__), name)
+    return getattr(import_module(f".{MODULES[name]}", __name__), name)

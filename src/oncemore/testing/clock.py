@@ -1,4 +1,4 @@
-"""Let time pass for a store without waiting for it."""
+"""A clock for tests of leases and retention, without waiting."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from .._ledger.store import Store
 
 
 class Clock:
-    """Moves the clock by which *store* judges leases and retention; the server's own is left alone."""
+    """Moves the time by which *store* judges leases and retention; the server's own clock does not change."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
 
     def advance(self, seconds: float) -> None:
-        """Let *seconds* pass (or, with a negative number, have the clock set back)."""
+        """Move the time forward by *seconds*, or back if they are negative."""
         self.store.shift += seconds

@@ -1,8 +1,8 @@
-"""Named points at which a process can be made to die, between any two steps that matter to the ledger.
+"""Crash points: kill the process between any two steps that matter to the ledger.
 
     guard.store = Crashing(guard.store, at="after claim")
 
-Whoever performs calls `reached("after effect")` itself, for only it knows when its effect has happened.
+The performer calls `guard.store.reached("after effect")` itself, because only it knows when its effect has happened.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ POINTS = ("before claim", "after claim", "after effect", "before commit", "after
 
 
 def die() -> None:
-    """End this process as the kernel would: no clean-up, no goodbye to any server."""
+    """Kill this process with SIGKILL: nothing is cleaned up, and no connection is closed by it."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Crashing(StoreWrapper):
-    """A *store* in whose process *crash* is called *at* one of the points, in transactions as well as under leases."""
+    """Wraps *store*, and calls *crash* when the point *at* is reached, under a lease or in a transaction."""
 
     def __init__(self, store: Store, *, at: str, crash: Callable[[], None] = die) -> None:
         if at not in POINTS:
-            raise ValueError(f"{at!r} is no point; choose one of {', '.join(POINTS)}")
+            raise ValueError(f"{at!r} is not a crash point: choose one of {', '.join(POINTS)}")
         super().__init__(store)
         self.at = at
         self._crash = crash
 
     def reached(self, point: str) -> None:
-        """Crash here, if this is the point."""
+        """Crash if *point* is the chosen one."""
         if point == self.at:
             self._crash()
 

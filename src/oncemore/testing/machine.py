@@ -1,4 +1,4 @@
-"""Any history of verbs, on a real store and on the model beside it: they must answer alike at every step.
+"""A state machine for hypothesis: random sequences of verbs on a store and on the memory store must agree.
 
 TestMachine = store_machine(lambda: connect("mystore://...")).TestCase
 """
@@ -23,29 +23,29 @@ KEYS = st.sampled_from(["a", "b"])
 FINGERPRINTS = st.sampled_from(["c1:x", "c1:y"])
 OUTCOMES = st.sampled_from([Outcome("response", 201, (), b"one"), Outcome("value", body=b"\xc0")])
 REQUESTS = st.sampled_from([b"", b"", b"asked", b"asked again"])
-# Coarse, so that the seconds which really pass between two steps do not matter.
+# Coarse, so that the real time between two steps does not matter.
 SPANS = st.sampled_from([100.0, 1000.0])
 JUMPS = st.sampled_from([-50.0, 150.0, 700.0, 1500.0])
 
 
 def store_machine(make: Callable[[], Store], *, examples: int = 50, steps: int = 30) -> type[RuleBasedStateMachine]:
-    """A state machine that compares the store which *make* gives with the memory store."""
+    """Return a state machine that compares the store made by *make* with the memory store."""
 
     class Machine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
             self.scope = f"machine {uuid.uuid4()}"
             self.real, self.model = make(), MemoryStore()
-            self.leases: list[tuple[Lease, Lease]] = []  # of the real store, and of the model
+            self.leases: list[tuple[Lease, Lease]] = []  # each of the real store and of the model
             self.tokens: list[int] = []
 
         def teardown(self) -> None:
             self.real.close()
 
         def both(self, ask: Callable[[Store], Plan[Any]]) -> tuple[Any, Any]:
-            """The two answers, which must be alike; an error is an answer."""
-            answers = tuple(answer(ask, store) for store in (self.real, self.model))
-            assert plain(answers[0]) == plain(answers[1])
+            """Ask both stores, check that they agree, and return both answers; an error is an answer."""
+            answers = tuple(ask_store(ask, store) for store in (self.real, self.model))
+            assert comparable(answers[0]) == comparable(answers[1])
             return answers[0], answers[1]
 
         @rule(key=KEYS, fingerprint=FINGERPRINTS, lease=SPANS, request=REQUESTS)
@@ -67,29 +67,29 @@ def store_machine(make: Callable[[], Store], *, examples: int = 50, steps: int =
             self.both(undo)
             self.both(lambda store: store.find(self.scope, key))
 
-        def owned(self, data: Any, ask: Callable[[Store, Lease], Plan[Any]]) -> None:
-            real, model = data.draw(st.sampled_from(self.leases))  # also old ones: they must be fenced alike
+        def ask_with_lease(self, data: Any, ask: Callable[[Store, Lease], Plan[Any]]) -> None:
+            real, model = data.draw(st.sampled_from(self.leases))  # also old leases, which both must fence
             self.both(lambda store: ask(store, real if store is self.real else model))
 
         @precondition(lambda self: self.leases)
         @rule(data=st.data(), lease=SPANS)
         def renew(self, data: Any, lease: float) -> None:
-            self.owned(data, lambda store, held: store.renew(held, lease=lease))
+            self.ask_with_lease(data, lambda store, held: store.renew(held, lease=lease))
 
         @precondition(lambda self: self.leases)
         @rule(data=st.data(), outcome=OUTCOMES, retention=SPANS, audit=st.booleans())
         def settle(self, data: Any, outcome: Outcome, retention: float, audit: bool) -> None:
-            self.owned(data, lambda store, held: store.settle(held, outcome, retention=retention, audit=audit))
+            self.ask_with_lease(data, lambda store, held: store.settle(held, outcome, retention=retention, audit=audit))
 
         @precondition(lambda self: self.leases)
         @rule(data=st.data(), retention=SPANS)
         def release(self, data: Any, retention: float) -> None:
-            self.owned(data, lambda store, held: store.release(held, retention=retention))
+            self.ask_with_lease(data, lambda store, held: store.release(held, retention=retention))
 
         @precondition(lambda self: self.leases)
         @rule(data=st.data())
         def hold(self, data: Any) -> None:
-            self.owned(data, lambda store, held: store.hold(held, note="held"))
+            self.ask_with_lease(data, lambda store, held: store.hold(held, note="held"))
 
         @rule(key=KEYS, outcome=st.none() | OUTCOMES, retention=SPANS)
         def resolve(self, key: str, outcome: Outcome | None, retention: float) -> None:
@@ -131,20 +131,20 @@ def store_machine(make: Callable[[], Store], *, examples: int = 50, steps: int =
     return Machine
 
 
-def answer(ask: Callable[[Store], Plan[Any]], store: Store) -> Any:
+def ask_store(ask: Callable[[Store], Plan[Any]], store: Store) -> Any:
     try:
         return run(ask(store))
     except OncemoreError as error:
         return error
 
 
-def plain(answer: Any) -> Any:
-    """What two stores must agree on: all but tokens, holders and the exact time."""
+def comparable(answer: Any) -> Any:
+    """Return the parts of an answer on which stores must agree: not tokens, holders and exact times."""
     match answer:
         case Lease():
             return ("lease", answer.attempt, answer.lapsed)
         case Record():
-            over = answer.lease_until <= answer.now
+            lapsed = answer.lease_until <= answer.now
             return (
                 "record",
                 answer.key,
@@ -154,10 +154,10 @@ def plain(answer: Any) -> Any:
                 answer.outcome,
                 answer.note,
                 answer.request,
-                over,
+                lapsed,
             )
         case OncemoreError():
             return type(answer)
         case None | bool():
             return answer
-    return sorted(plain(record) for record in answer.records)
+    return sorted(comparable(record) for record in answer.records)

@@ -1,4 +1,4 @@
-"""What every store must do, as tests: subclass StoreContract, give it a `store` fixture, and pytest does the rest.
+"""StoreContract: the tests that every store must pass.  Subclass it, and give it a `store` fixture.
 
 class TestMyStore(StoreContract):
     @pytest.fixture
@@ -32,8 +32,28 @@ DONE = Outcome(
 LEASE, RETENTION = 30.0, 3600.0
 
 
-class Part:
-    """Each test runs twice, for callers that block and for callers that await."""
+def claim_of(drive: Drive, store: Store, operation: Operation) -> Claim:
+    """Return the claim that made the operation's record."""
+    return Claim(operation, drive(store.find(*operation.id)).holder, LEASE)
+
+
+def write(store: Store, verb: str, lease: Lease) -> Plan[Any]:
+    """Return the plan of a verb of the lease's owner, with ordinary arguments."""
+    verbs: dict[str, Callable[[], Plan[Any]]] = {
+        "renew": lambda: store.renew(lease, lease=LEASE),
+        "settle": lambda: store.settle(lease, DONE, retention=RETENTION),
+        "release": lambda: store.release(lease, retention=RETENTION),
+        "hold": lambda: store.hold(lease),
+    }
+    return verbs[verb]()
+
+
+class TextSubclass(str):
+    """A subclass of str, such as a template engine's safe text."""
+
+
+class StoreContract:
+    """The conformance suite.  Each test runs twice, for callers that block and for callers that await."""
 
     @pytest.fixture(params=["run", "arun"])
     def drive(self, request: pytest.FixtureRequest, store: Store) -> Iterator[Drive]:
@@ -53,236 +73,14 @@ class Part:
     def operation(self) -> Operation:
         return Operation(f"test {uuid.uuid4()}", "key-1", "c1:aa", "refunds.create")
 
-
-def claim_of(drive: Drive, store: Store, operation: Operation) -> Claim:
-    """The claim that the operation's record stands for."""
-    return Claim(operation, drive(store.find(*operation.id)).holder, LEASE)
-
-
-def write(store: Store, verb: str, lease: Lease) -> Plan[Any]:
-    """One of the owner's verbs, with ordinary arguments."""
-    verbs: dict[str, Callable[[], Plan[Any]]] = {
-        "renew": lambda: store.renew(lease, lease=LEASE),
-        "settle": lambda: store.settle(lease, DONE, retention=RETENTION),
-        "release": lambda: store.release(lease, retention=RETENTION),
-        "hold": lambda: store.hold(lease),
-    }
-    return verbs[verb]()
-
-
-class Operating(Part):
-    """Holding, resolving, deleting, listing and counting."""
-
-    # Holding and resolving
-
-    def test_a_held_record_is_not_claimed(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
-        lease = drive(store.claim(operation, lease=LEASE))
-        drive(store.hold(lease, note="its holder vanished"))
-        clock.advance(LEASE + 1)
-        record = drive(store.claim(operation, lease=LEASE))
-        assert (record.state, record.note) == ("held", "its holder vanished")
-
-    def test_a_held_record_resolved_as_done_replays(self, store: Store, drive: Drive, operation: Operation) -> None:
-        lease = drive(store.claim(operation, lease=LEASE))
-        drive(store.hold(lease))
-        record = drive(store.resolve(*operation.id, DONE, retention=RETENTION, note="ticket 7"))
-        assert (record.state, record.outcome, record.note) == ("settled", DONE, "ticket 7")
-        assert drive(store.claim(operation, lease=LEASE)).outcome == DONE
-        with pytest.raises(Fenced):
-            drive(store.settle(lease, Outcome("response", 500), retention=RETENTION))
-
-    def test_a_lapsed_record_resolved_as_not_done_runs_again(
-        self, store: Store, drive: Drive, operation: Operation, clock: Clock
-    ) -> None:
-        late = drive(store.claim(operation, lease=LEASE))
-        clock.advance(LEASE + 1)
-        assert drive(store.resolve(*operation.id, None, retention=RETENTION)).state == "released"
-        assert drive(store.claim(operation, lease=LEASE)).lapsed is False
-        with pytest.raises(Fenced):
-            drive(store.settle(late, DONE, retention=RETENTION))
-
-    def test_only_what_is_in_doubt_can_be_resolved(self, store: Store, drive: Drive, operation: Operation) -> None:
-        with pytest.raises(NotFound):
-            drive(store.resolve(*operation.id, DONE, retention=RETENTION))
-        lease = drive(store.claim(operation, lease=LEASE))
-        with pytest.raises(InProgress):
-            drive(store.resolve(*operation.id, DONE, retention=RETENTION))
-        drive(store.settle(lease, DONE, retention=RETENTION))
-        with pytest.raises(NotResolvable):
-            drive(store.resolve(*operation.id, None, retention=RETENTION))
-
-    def test_delete_makes_the_key_new_but_spares_the_running(
-        self, store: Store, drive: Drive, operation: Operation
-    ) -> None:
-        assert drive(store.delete(*operation.id)) is False
-        lease = drive(store.claim(operation, lease=LEASE))
-        with pytest.raises(InProgress):
-            drive(store.delete(*operation.id))
-        drive(store.settle(lease, DONE, retention=RETENTION))
-        assert drive(store.delete(*operation.id)) is True
-        assert drive(store.find(*operation.id)) is None
-        assert drive(store.claim(operation, lease=LEASE)).attempt == 1
-
-    def test_delete_takes_nothing_from_the_audit(
-        self, store: Store, drive: Drive, operation: Operation, clock: Clock
-    ) -> None:
-        archived = drive(store.stats()).archived
-        drive(store.settle(drive(store.claim(operation, lease=LEASE)), DONE, retention=1.0, audit=True))
-        clock.advance(2)
-        assert drive(store.delete(*operation.id)) is False
-        drive(store.purge())
-        assert drive(store.stats()).archived == archived + 1
-        assert drive(store.claim(operation, lease=LEASE)).attempt == 1
-
-    # Looking
-
-    def test_list_pages_through_all_once(self, store: Store, drive: Drive, operation: Operation) -> None:
-        keys = {f"key-{n}" for n in range(23)}
-        for key in keys:
-            drive(store.claim(Operation(operation.scope, key), lease=LEASE))
-        seen: list[str] = []
-        cursor = None
-        for _ in range(100):
-            page = drive(store.list(Filter(scope=operation.scope), limit=5, cursor=cursor))
-            seen += [record.key for record in page.records]
-            cursor = page.cursor
-            if cursor is None:
-                break
-        assert sorted(seen) == sorted(keys)
-        assert len(drive(store.list(Filter(scope=operation.scope), limit=5, cursor="")).records) == 5, (
-            "from the beginning"
-        )
-
-    def test_list_filters(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
-        scope = operation.scope
-        drive(store.claim(Operation(scope, "lapsed", name="a"), lease=1))
-        drive(
-            store.settle(drive(store.claim(Operation(scope, "done", name="b"), lease=LEASE)), DONE, retention=RETENTION)
-        )
-        clock.advance(5)
-        drive(store.claim(Operation(scope, "live", name="a"), lease=LEASE))
-        filters = {
-            Filter(scope=scope, state="settled"): {"done"},
-            Filter(scope=scope, state="running"): {"lapsed", "live"},
-            Filter(scope=scope, lapsed=True): {"lapsed"},
-            Filter(scope=scope, state="running", lapsed=False): {"live"},
-            Filter(scope=scope, name="a"): {"lapsed", "live"},
-            Filter(scope=scope, key="done"): {"done"},
-        }
-        for where, keys in filters.items():
-            assert {record.key for record in drive(store.list(where, limit=1000)).records} == keys, where
-
-    def test_stats_count_by_state(self, store: Store, drive: Drive, operation: Operation) -> None:
-        before = drive(store.stats())
-        for n, verb in enumerate(["settle", "release", "hold", "nothing"]):
-            lease = drive(store.claim(Operation(operation.scope, str(n)), lease=LEASE))
-            if verb != "nothing":
-                drive(write(store, verb, lease))
-        after = drive(store.stats())
-        for state in ("settled", "released", "held", "running"):
-            assert getattr(after, state) == getattr(before, state) + 1, state
-
-
-class Crowding(Part):
-    """Threads, tasks, groups, cancellations and wake-ups."""
-
-    # Many at once
-
-    def test_24_threads_claim_one_key_and_one_wins(self, store: Store, operation: Operation) -> None:
-        """CASES 52."""
-        start = threading.Barrier(24)
-
-        def claim(_: int) -> Lease | Record:
-            start.wait()
-            return run(store.claim(operation, lease=LEASE))
-
-        with ThreadPoolExecutor(24) as pool:
-            found = list(pool.map(claim, range(24)))
-        store.close()
-        assert sum(isinstance(each, Lease) for each in found) == 1
-        assert len({each.token for each in found}) == 1
-
-    async def test_64_tasks_claim_8_keys_and_8_win(self, store: Store, operation: Operation) -> None:
-        operations = [Operation(operation.scope, f"key-{n % 8}") for n in range(64)]
-        found = await asyncio.gather(*(arun(store.claim(each, lease=LEASE)) for each in operations))
-        won = [each for each in found if isinstance(each, Lease)]
-        assert sorted(each.operation.key for each in won) == [f"key-{n}" for n in range(8)]
-        await asyncio.gather(*(arun(store.settle(each, DONE, retention=RETENTION)) for each in won))
-        again = await asyncio.gather(*(arun(store.claim(each, lease=LEASE)) for each in operations))
-        assert all(isinstance(each, Record) and each.outcome == DONE for each in again)
-        await store.aclose()
-
-    async def test_one_that_is_fenced_does_not_fail_its_neighbours(self, store: Store, operation: Operation) -> None:
-        """One bad item in a group has its own failure, and the others their own answers."""
-        leases: list[Any] = [await arun(store.claim(Operation(operation.scope, str(n)), lease=LEASE)) for n in range(6)]
-        await arun(store.settle(leases[3], DONE, retention=RETENTION))
-        await arun(store.delete(operation.scope, "3"))
-        settles = [arun(store.settle(lease, DONE, retention=RETENTION)) for lease in leases]
-        answers = await asyncio.gather(*settles, return_exceptions=True)
-        assert [isinstance(answer, Fenced) for answer in answers] == [n == 3 for n in range(6)]
-        await store.aclose()
-
-    async def test_a_cancelled_claim_leaves_the_key_free(self, store: Store, operation: Operation) -> None:
-        """A claim whose caller has gone away is given back at once, not after its lease."""
-        for delay in itertools.chain([0.0] * 5, [0.0005, 0.001, 0.002, 0.004]):
-            task = asyncio.create_task(arun(store.claim(operation, lease=LEASE)))
-            await asyncio.sleep(delay)
-            task.cancel()
-            await asyncio.wait([task])
-            if not task.cancelled() and isinstance(lease := task.result(), Lease):  # it was quicker, and is the owner
-                await arun(store.release(lease, retention=RETENTION))
-        async with asyncio.timeout(5):
-            while not isinstance(found := await arun(store.claim(operation, lease=LEASE)), Lease):
-                await asyncio.sleep(0.01)
-        assert found.lapsed is False
-        await store.aclose()
-
-    async def test_a_first_claim_whose_caller_has_gone_away_is_no_attempt(self, store: Store) -> None:
-        """The next caller is the first: what is looked at before anything is performed must be looked at then."""
-        for number, delay in enumerate([0.0, 0.0, 0.0005, 0.001, 0.002, 0.004]):
-            operation = Operation("left", str(number))
-            task = asyncio.create_task(arun(store.claim(operation, lease=LEASE)))
-            await asyncio.sleep(delay)
-            task.cancel()
-            await asyncio.wait([task])
-            if task.cancelled():
-                async with asyncio.timeout(5):
-                    while not isinstance(found := await arun(store.claim(operation, lease=LEASE)), Lease):
-                        await asyncio.sleep(0.01)
-                assert found.attempt == 1
-        await store.aclose()
-
-    def test_a_waiter_hears_of_every_end(self, store: Store, drive: Drive, operation: Operation) -> None:
-        for n, verb in enumerate(["settle", "release", "hold"]):
-            one = Operation(operation.scope, str(n))
-            lease = drive(store.claim(one, lease=LEASE))
-            with store.wakeups.waiting(one.id) as waiter:
-                drive(write(store, verb, lease))
-                assert waiter.arm(lambda: None) is False, verb
-
-    def test_it_can_be_closed_and_used_again(self, store: Store, drive: Drive, operation: Operation) -> None:
-        lease = drive(store.claim(operation, lease=LEASE))
-        store.close()
-        store.close()
-        drive(store.settle(lease, DONE, retention=RETENTION))
-        assert drive(store.find(*operation.id)).outcome == DONE
-
-
-class Marked(str):
-    """A text of a class of its own."""
-
-
-class StoreContract(Operating, Crowding):
-    """All of it; this part is about claims, leases, tokens and retention."""
-
     # Claims
 
-    def test_a_first_claim_gets_the_lease(self, store: Store, drive: Drive, operation: Operation) -> None:
+    def test_first_claim_gets_the_lease(self, store: Store, drive: Drive, operation: Operation) -> None:
         lease = drive(store.claim(operation, lease=LEASE))
         assert isinstance(lease, Lease)
         assert (lease.attempt, lease.lapsed, lease.token > 0) == (1, False, True)
 
-    def test_a_second_claim_gets_the_running_record(self, store: Store, drive: Drive, operation: Operation) -> None:
+    def test_second_claim_gets_the_running_record(self, store: Store, drive: Drive, operation: Operation) -> None:
         lease = drive(store.claim(operation, lease=LEASE))
         record = drive(store.claim(operation, lease=LEASE))
         assert isinstance(record, Record)
@@ -292,8 +90,9 @@ class StoreContract(Operating, Crowding):
         assert record.created_at <= record.now
         assert record.outcome is None
 
-    def test_a_settled_record_is_given_back_whole(self, store: Store, drive: Drive, operation: Operation) -> None:
-        """CASES 16, 19: what is stored comes back byte for byte, repeated headers included."""
+    def test_claim_of_settled_returns_outcome_with_repeated_headers(
+        self, store: Store, drive: Drive, operation: Operation
+    ) -> None:
         lease = drive(store.claim(operation, lease=LEASE))
         drive(store.settle(lease, DONE, retention=RETENTION, note="seen"))
         record = drive(store.claim(operation, lease=LEASE))
@@ -303,14 +102,15 @@ class StoreContract(Operating, Crowding):
         assert RETENTION - 5 < record.remaining <= RETENTION
 
     @pytest.mark.parametrize("body", [b"", b"\x00\xff\xfe", "žluťoučký".encode(), b"x" * 300_000])
-    def test_any_body_comes_back_as_it_was(self, store: Store, drive: Drive, operation: Operation, body: bytes) -> None:
-        """CASES 19: empty, binary and large bodies."""
+    def test_empty_binary_and_large_bodies_are_kept(
+        self, store: Store, drive: Drive, operation: Operation, body: bytes
+    ) -> None:
         lease = drive(store.claim(operation, lease=LEASE))
         drive(store.settle(lease, Outcome("response", 204, (), body), retention=RETENTION))
         assert drive(store.find(*operation.id)).outcome == Outcome("response", 204, (), body)
 
     @pytest.mark.parametrize("awkward", ["a:b", "{tag}", "%s %(x)s ?", "žluť\u2028", "' OR 1=1 --", "x" * 255, '"\\'])
-    def test_any_text_can_be_scope_and_key(
+    def test_scope_and_key_may_be_any_text(
         self, store: Store, drive: Drive, operation: Operation, awkward: str
     ) -> None:
         one = Operation(operation.scope + awkward, awkward, awkward, awkward)
@@ -319,32 +119,32 @@ class StoreContract(Operating, Crowding):
         record = drive(store.find(*one.id))
         assert (record.id, record.fingerprint, record.name, record.note) == (one.id, awkward, awkward, awkward)
 
-    def test_a_text_may_be_of_a_class_of_its_own(self, store: Store, drive: Drive, operation: Operation) -> None:
-        """A member of an enum, or what a template engine marked as safe, is the text that it is."""
-        one = Operation(Marked(operation.scope), Marked("key"), Marked("c1:aa"), Marked("name"))
+    def test_subclasses_of_str_are_kept_as_text(self, store: Store, drive: Drive, operation: Operation) -> None:
+        """A member of a str enum, or a template engine's safe text, equals its plain text."""
+        one = Operation(TextSubclass(operation.scope), TextSubclass("key"), TextSubclass("c1:aa"), TextSubclass("name"))
         lease = drive(store.claim(one, lease=LEASE))
         running = drive(store.claim(one, lease=LEASE))
         drive(store.watch(running))
-        drive(store.settle(lease, DONE, retention=RETENTION, note=Marked("note")))
+        drive(store.settle(lease, DONE, retention=RETENTION, note=TextSubclass("note")))
         record = drive(store.find(operation.scope, "key"))
         assert (running.id, record.id) == (one.id, one.id)
         assert (record.fingerprint, record.name, record.note) == ("c1:aa", "name", "note")
-        listed = drive(store.list(Filter(scope=Marked(operation.scope), name=Marked("name")))).records
+        listed = drive(store.list(Filter(scope=TextSubclass(operation.scope), name=TextSubclass("name")))).records
         assert [each.id for each in listed] == [record.id]
         assert drive(store.delete(*one.id))
         assert isinstance(drive(store.claim(operation, lease=LEASE)), Lease), "others are answered as ever"
 
-    def test_scope_and_key_are_kept_apart(self, store: Store, drive: Drive, operation: Operation) -> None:
-        """CASES 7: moving a character from the one to the other makes another operation."""
+    def test_scope_and_key_are_not_joined(self, store: Store, drive: Drive, operation: Operation) -> None:
+        """A character moved from the scope to the key makes another operation."""
         base = operation.scope
         one, two = Operation(base + "a:", "b"), Operation(base + "a", ":b")
         assert isinstance(drive(store.claim(one, lease=LEASE)), Lease)
         assert isinstance(drive(store.claim(two, lease=LEASE)), Lease)
 
-    def test_a_claim_with_another_fingerprint_gets_the_record_whatever_its_state(
+    def test_claim_with_another_fingerprint_gets_the_record(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock
     ) -> None:
-        """CASES 14: in flight, after a failure, after the lease, and after settling."""
+        """While it runs, after its lease has lapsed, after a failure, and after it was settled."""
         other = Operation(operation.scope, operation.key, "c1:bb")
         lease = drive(store.claim(operation, lease=LEASE))
         assert drive(store.claim(other, lease=LEASE)).state == "running"
@@ -356,7 +156,7 @@ class StoreContract(Operating, Crowding):
         drive(store.settle(again, DONE, retention=RETENTION))
         assert drive(store.claim(other, lease=LEASE)).fingerprint == "c1:aa"
 
-    # What was asked
+    # Requests
 
     def test_request_is_kept_until_the_operation_is_settled(
         self, store: Store, drive: Drive, operation: Operation
@@ -406,7 +206,7 @@ class StoreContract(Operating, Crowding):
         drive(store.claim(operation, lease=LEASE, request=request))
         assert drive(store.find(*operation.id)).request == request
 
-    # Claims whose callers are gone
+    # Unclaim
 
     def test_unclaim_of_first_attempt_leaves_no_trace(self, store: Store, drive: Drive, operation: Operation) -> None:
         drive(store.claim(operation, lease=LEASE))
@@ -472,24 +272,22 @@ class StoreContract(Operating, Crowding):
 
     # Leases and tokens
 
-    def test_a_released_record_is_claimed_again(self, store: Store, drive: Drive, operation: Operation) -> None:
+    def test_released_record_is_claimed_again(self, store: Store, drive: Drive, operation: Operation) -> None:
         first = drive(store.claim(operation, lease=LEASE))
         drive(store.release(first, retention=RETENTION))
         second = drive(store.claim(operation, lease=LEASE))
         assert (second.attempt, second.lapsed) == (2, False)
         assert second.token > first.token
 
-    def test_a_lapsed_lease_is_taken_over(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
-        """CASES 24: no reaper is needed; the next claim is told that a holder vanished."""
+    def test_lapsed_lease_is_taken_over(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
+        """No background process is needed: the next claim is told that the holder has crashed."""
         first = drive(store.claim(operation, lease=LEASE))
         clock.advance(LEASE + 1)
         second = drive(store.claim(operation, lease=LEASE))
         assert (second.attempt, second.lapsed) == (2, True)
         assert second.token > first.token
 
-    def test_a_renewed_lease_does_not_lapse(
-        self, store: Store, drive: Drive, operation: Operation, clock: Clock
-    ) -> None:
+    def test_renewed_lease_does_not_lapse(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
         lease = drive(store.claim(operation, lease=LEASE))
         clock.advance(LEASE - 5)
         renewed = drive(store.renew(lease, lease=LEASE))
@@ -497,16 +295,16 @@ class StoreContract(Operating, Crowding):
         clock.advance(LEASE - 5)
         assert drive(store.claim(operation, lease=LEASE)).state == "running"
 
-    def test_a_lease_can_be_ended_at_once(self, store: Store, drive: Drive, operation: Operation) -> None:
+    def test_renewal_for_zero_seconds_ends_the_lease(self, store: Store, drive: Drive, operation: Operation) -> None:
         lease = drive(store.claim(operation, lease=LEASE))
         drive(store.renew(lease, lease=0.0))
         assert drive(store.claim(operation, lease=LEASE)).lapsed
 
     @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
-    def test_a_late_owner_is_fenced(
+    def test_late_owner_is_fenced(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock, verb: str
     ) -> None:
-        """CASES 24: every write of an owner whose operation was taken over is refused, and changes nothing."""
+        """After a takeover, each write of the former owner is refused and changes nothing."""
         late = drive(store.claim(operation, lease=LEASE))
         clock.advance(LEASE + 1)
         current = drive(store.claim(operation, lease=LEASE))
@@ -518,10 +316,10 @@ class StoreContract(Operating, Crowding):
         assert drive(store.find(*operation.id)).outcome == DONE
 
     @pytest.mark.parametrize("verb", ["renew", "settle", "release", "hold"])
-    def test_an_owner_of_a_former_life_is_fenced(
+    def test_owner_of_a_deleted_record_is_fenced(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock, verb: str
     ) -> None:
-        """CASES 53: tokens grow even when the record was deleted, or expired and purged, in between."""
+        """Tokens grow even if the record was deleted, or expired and purged, in between."""
         former = drive(store.claim(operation, lease=LEASE))
         drive(store.settle(former, DONE, retention=RETENTION))
         drive(store.delete(*operation.id))
@@ -538,8 +336,8 @@ class StoreContract(Operating, Crowding):
                 drive(write(store, verb, lease))
 
     @pytest.mark.parametrize("verb", ["settle", "release", "hold"])
-    def test_the_same_write_may_come_twice(self, store: Store, drive: Drive, operation: Operation, verb: str) -> None:
-        """An answer that was lost on the way is asked for again; the second write changes nothing."""
+    def test_repeated_write_changes_nothing(self, store: Store, drive: Drive, operation: Operation, verb: str) -> None:
+        """If the answer to a write is lost, the caller sends it again; the second write changes nothing."""
         lease = drive(store.claim(operation, lease=LEASE))
         drive(write(store, verb, lease))
         before = drive(store.find(*operation.id))
@@ -547,7 +345,7 @@ class StoreContract(Operating, Crowding):
         after = drive(store.find(*operation.id))
         assert (after.state, after.outcome, after.token) == (before.state, before.outcome, before.token)
 
-    def test_settled_is_final(self, store: Store, drive: Drive, operation: Operation) -> None:
+    def test_settled_record_is_final(self, store: Store, drive: Drive, operation: Operation) -> None:
         lease = drive(store.claim(operation, lease=LEASE))
         drive(store.settle(lease, DONE, retention=RETENTION))
         drive(store.settle(lease, Outcome("response", 500), retention=RETENTION))
@@ -556,7 +354,7 @@ class StoreContract(Operating, Crowding):
                 drive(write(store, verb, lease))
         assert drive(store.find(*operation.id)).outcome == DONE
 
-    def test_an_owner_whose_lease_lapsed_unnoticed_may_settle(
+    def test_owner_may_settle_after_lapse_without_takeover(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock
     ) -> None:
         lease = drive(store.claim(operation, lease=LEASE))
@@ -567,10 +365,9 @@ class StoreContract(Operating, Crowding):
     # Retention
 
     @pytest.mark.parametrize("verb", ["settle", "release"])
-    def test_an_expired_record_is_as_good_as_none(
+    def test_expired_record_is_absent(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock, verb: str
     ) -> None:
-        """CASES 29."""
         drive(write(store, verb, drive(store.claim(operation, lease=LEASE))))
         clock.advance(RETENTION + 1)
         assert drive(store.find(*operation.id)) is None
@@ -583,7 +380,7 @@ class StoreContract(Operating, Crowding):
     def test_running_and_held_records_never_expire(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock
     ) -> None:
-        """CASES 29: what is unfinished stays until someone finishes it."""
+        """An unfinished operation stays until it is finished or resolved."""
         held = Operation(operation.scope, "held")
         drive(store.hold(drive(store.claim(held, lease=LEASE)), note="why"))
         drive(store.claim(operation, lease=LEASE))
@@ -593,7 +390,7 @@ class StoreContract(Operating, Crowding):
         assert drive(store.find(*operation.id)).state == "running"
         assert drive(store.claim(operation, lease=LEASE)).lapsed
 
-    def test_a_touched_record_lives_on(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
+    def test_touch_extends_the_retention(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
         drive(store.settle(drive(store.claim(operation, lease=LEASE)), DONE, retention=RETENTION))
         clock.advance(RETENTION - 10)
         record = drive(store.find(*operation.id))
@@ -603,10 +400,9 @@ class StoreContract(Operating, Crowding):
         assert touched.outcome == DONE
         assert touched.accessed_at > record.accessed_at
 
-    def test_purge_takes_only_what_has_expired_a_batch_at_a_time(
+    def test_purge_removes_expired_records_batch_by_batch(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock
     ) -> None:
-        """CASES 29."""
         old = [Operation(operation.scope, f"old-{n}") for n in range(5)]
         for each in old:
             drive(store.settle(drive(store.claim(each, lease=LEASE)), DONE, retention=RETENTION))
@@ -617,7 +413,7 @@ class StoreContract(Operating, Crowding):
         assert drive(store.find(*operation.id)).outcome == DONE
         assert all(drive(store.find(*each.id)) is None for each in old)
 
-    def test_an_audited_record_is_archived_when_it_expires(
+    def test_audited_record_is_archived_when_it_expires(
         self, store: Store, drive: Drive, operation: Operation, clock: Clock
     ) -> None:
         before = drive(store.stats()).archived
@@ -630,3 +426,192 @@ class StoreContract(Operating, Crowding):
             pass
         assert drive(store.find(*operation.id)) is None
         assert drive(store.stats()).archived == before + 2
+
+    # Holding and resolving
+
+    def test_held_record_is_not_claimed(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
+        lease = drive(store.claim(operation, lease=LEASE))
+        drive(store.hold(lease, note="its process crashed"))
+        clock.advance(LEASE + 1)
+        record = drive(store.claim(operation, lease=LEASE))
+        assert (record.state, record.note) == ("held", "its process crashed")
+
+    def test_held_record_resolved_with_outcome_replays(self, store: Store, drive: Drive, operation: Operation) -> None:
+        lease = drive(store.claim(operation, lease=LEASE))
+        drive(store.hold(lease))
+        record = drive(store.resolve(*operation.id, DONE, retention=RETENTION, note="ticket 7"))
+        assert (record.state, record.outcome, record.note) == ("settled", DONE, "ticket 7")
+        assert drive(store.claim(operation, lease=LEASE)).outcome == DONE
+        with pytest.raises(Fenced):
+            drive(store.settle(lease, Outcome("response", 500), retention=RETENTION))
+
+    def test_lapsed_record_resolved_as_released_runs_again(
+        self, store: Store, drive: Drive, operation: Operation, clock: Clock
+    ) -> None:
+        late = drive(store.claim(operation, lease=LEASE))
+        clock.advance(LEASE + 1)
+        assert drive(store.resolve(*operation.id, None, retention=RETENTION)).state == "released"
+        assert drive(store.claim(operation, lease=LEASE)).lapsed is False
+        with pytest.raises(Fenced):
+            drive(store.settle(late, DONE, retention=RETENTION))
+
+    def test_resolve_needs_an_unknown_outcome(self, store: Store, drive: Drive, operation: Operation) -> None:
+        with pytest.raises(NotFound):
+            drive(store.resolve(*operation.id, DONE, retention=RETENTION))
+        lease = drive(store.claim(operation, lease=LEASE))
+        with pytest.raises(InProgress):
+            drive(store.resolve(*operation.id, DONE, retention=RETENTION))
+        drive(store.settle(lease, DONE, retention=RETENTION))
+        with pytest.raises(NotResolvable):
+            drive(store.resolve(*operation.id, None, retention=RETENTION))
+
+    def test_delete_makes_the_key_new_unless_it_is_running(
+        self, store: Store, drive: Drive, operation: Operation
+    ) -> None:
+        assert drive(store.delete(*operation.id)) is False
+        lease = drive(store.claim(operation, lease=LEASE))
+        with pytest.raises(InProgress):
+            drive(store.delete(*operation.id))
+        drive(store.settle(lease, DONE, retention=RETENTION))
+        assert drive(store.delete(*operation.id)) is True
+        assert drive(store.find(*operation.id)) is None
+        assert drive(store.claim(operation, lease=LEASE)).attempt == 1
+
+    def test_delete_keeps_audited_records(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
+        archived = drive(store.stats()).archived
+        drive(store.settle(drive(store.claim(operation, lease=LEASE)), DONE, retention=1.0, audit=True))
+        clock.advance(2)
+        assert drive(store.delete(*operation.id)) is False
+        drive(store.purge())
+        assert drive(store.stats()).archived == archived + 1
+        assert drive(store.claim(operation, lease=LEASE)).attempt == 1
+
+    # Listing and counting
+
+    def test_list_returns_each_record_once_over_pages(self, store: Store, drive: Drive, operation: Operation) -> None:
+        keys = {f"key-{n}" for n in range(23)}
+        for key in keys:
+            drive(store.claim(Operation(operation.scope, key), lease=LEASE))
+        seen: list[str] = []
+        cursor = None
+        for _ in range(100):
+            page = drive(store.list(Filter(scope=operation.scope), limit=5, cursor=cursor))
+            seen += [record.key for record in page.records]
+            cursor = page.cursor
+            if cursor is None:
+                break
+        assert sorted(seen) == sorted(keys)
+        assert len(drive(store.list(Filter(scope=operation.scope), limit=5, cursor="")).records) == 5, (
+            "from the beginning"
+        )
+
+    def test_list_filters_records(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
+        scope = operation.scope
+        drive(store.claim(Operation(scope, "lapsed", name="a"), lease=1))
+        drive(
+            store.settle(drive(store.claim(Operation(scope, "done", name="b"), lease=LEASE)), DONE, retention=RETENTION)
+        )
+        clock.advance(5)
+        drive(store.claim(Operation(scope, "live", name="a"), lease=LEASE))
+        filters = {
+            Filter(scope=scope, state="settled"): {"done"},
+            Filter(scope=scope, state="running"): {"lapsed", "live"},
+            Filter(scope=scope, lapsed=True): {"lapsed"},
+            Filter(scope=scope, state="running", lapsed=False): {"live"},
+            Filter(scope=scope, name="a"): {"lapsed", "live"},
+            Filter(scope=scope, key="done"): {"done"},
+        }
+        for where, keys in filters.items():
+            assert {record.key for record in drive(store.list(where, limit=1000)).records} == keys, where
+
+    def test_stats_count_by_state(self, store: Store, drive: Drive, operation: Operation) -> None:
+        before = drive(store.stats())
+        for n, verb in enumerate(["settle", "release", "hold", "nothing"]):
+            lease = drive(store.claim(Operation(operation.scope, str(n)), lease=LEASE))
+            if verb != "nothing":
+                drive(write(store, verb, lease))
+        after = drive(store.stats())
+        for state in ("settled", "released", "held", "running"):
+            assert getattr(after, state) == getattr(before, state) + 1, state
+
+    # Concurrency
+
+    def test_one_of_24_threads_gets_the_lease(self, store: Store, operation: Operation) -> None:
+        start = threading.Barrier(24)
+
+        def claim(_: int) -> Lease | Record:
+            start.wait()
+            return run(store.claim(operation, lease=LEASE))
+
+        with ThreadPoolExecutor(24) as pool:
+            found = list(pool.map(claim, range(24)))
+        store.close()
+        assert sum(isinstance(each, Lease) for each in found) == 1
+        assert len({each.token for each in found}) == 1
+
+    async def test_one_task_per_key_gets_the_lease(self, store: Store, operation: Operation) -> None:
+        operations = [Operation(operation.scope, f"key-{n % 8}") for n in range(64)]
+        found = await asyncio.gather(*(arun(store.claim(each, lease=LEASE)) for each in operations))
+        won = [each for each in found if isinstance(each, Lease)]
+        assert sorted(each.operation.key for each in won) == [f"key-{n}" for n in range(8)]
+        await asyncio.gather(*(arun(store.settle(each, DONE, retention=RETENTION)) for each in won))
+        again = await asyncio.gather(*(arun(store.claim(each, lease=LEASE)) for each in operations))
+        assert all(isinstance(each, Record) and each.outcome == DONE for each in again)
+        await store.aclose()
+
+    async def test_fenced_item_does_not_fail_its_batch(self, store: Store, operation: Operation) -> None:
+        """Each item of a batch has its own result."""
+        leases: list[Any] = [await arun(store.claim(Operation(operation.scope, str(n)), lease=LEASE)) for n in range(6)]
+        await arun(store.settle(leases[3], DONE, retention=RETENTION))
+        await arun(store.delete(operation.scope, "3"))
+        settles = [arun(store.settle(lease, DONE, retention=RETENTION)) for lease in leases]
+        answers = await asyncio.gather(*settles, return_exceptions=True)
+        assert [isinstance(answer, Fenced) for answer in answers] == [n == 3 for n in range(6)]
+        await store.aclose()
+
+    async def test_cancelled_claim_leaves_the_key_free(self, store: Store, operation: Operation) -> None:
+        """A cancelled caller's claim is undone at once, not when its lease lapses."""
+        for delay in itertools.chain([0.0] * 5, [0.0005, 0.001, 0.002, 0.004]):
+            task = asyncio.create_task(arun(store.claim(operation, lease=LEASE)))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled() and isinstance(
+                lease := task.result(), Lease
+            ):  # the claim was faster than the cancellation
+                await arun(store.release(lease, retention=RETENTION))
+        async with asyncio.timeout(5):
+            while not isinstance(found := await arun(store.claim(operation, lease=LEASE)), Lease):
+                await asyncio.sleep(0.01)
+        assert found.lapsed is False
+        await store.aclose()
+
+    async def test_cancelled_first_claim_is_not_counted_as_attempt(self, store: Store) -> None:
+        """Checks that are made before a first attempt must be made for the next caller, too."""
+        for number, delay in enumerate([0.0, 0.0, 0.0005, 0.001, 0.002, 0.004]):
+            operation = Operation("left", str(number))
+            task = asyncio.create_task(arun(store.claim(operation, lease=LEASE)))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.wait([task])
+            if task.cancelled():
+                async with asyncio.timeout(5):
+                    while not isinstance(found := await arun(store.claim(operation, lease=LEASE)), Lease):
+                        await asyncio.sleep(0.01)
+                assert found.attempt == 1
+        await store.aclose()
+
+    def test_waiter_is_woken_by_settle_release_and_hold(self, store: Store, drive: Drive, operation: Operation) -> None:
+        for n, verb in enumerate(["settle", "release", "hold"]):
+            one = Operation(operation.scope, str(n))
+            lease = drive(store.claim(one, lease=LEASE))
+            with store.wakeups.waiting(one.id) as waiter:
+                drive(write(store, verb, lease))
+                assert waiter.arm(lambda: None) is False, verb
+
+    def test_closed_store_can_be_used_again(self, store: Store, drive: Drive, operation: Operation) -> None:
+        lease = drive(store.claim(operation, lease=LEASE))
+        store.close()
+        store.close()
+        drive(store.settle(lease, DONE, retention=RETENTION))
+        assert drive(store.find(*operation.id)).outcome == DONE

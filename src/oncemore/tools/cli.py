@@ -1,4 +1,4 @@
-"""The `oncemore` command: runs a subcommand, and turns whatever goes wrong into a sentence and an exit code."""
+"""The `oncemore` command: runs a subcommand, and reports every expected error as one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -8,50 +8,50 @@ from collections.abc import Sequence
 
 from ..errors import ConfigurationError, OncemoreError, StoreError
 
-# What a script can rely on; the page docs/reference/cli.md has the same table.
-DONE, REFUSED, WRONG, STORE_FAILED, INTERRUPTED, NOBODY_READS = 0, 1, 2, 3, 130, 141
+# Scripts rely on these numbers.  docs/reference/cli.md has the same table.
+DONE, REFUSED, WRONG, STORE_FAILED, INTERRUPTED, OUTPUT_FAILED = 0, 1, 2, 3, 130, 141
 EXIT_CODES = {
     DONE: "done",
-    REFUSED: "refused, and nothing was changed: no such record, not in doubt, still running, or you said no at the prompt",
-    WRONG: "what was written is wrong: the command line, a contract, a store's URL, a driver that is not installed",
+    REFUSED: "refused, and nothing was changed: no such record, its outcome is known, it is running, or you said no",
+    WRONG: "the command line, a contract or a store's URL is wrong, or a driver is not installed",
     STORE_FAILED: "the store failed or could not be reached; the same command may work later",
     INTERRUPTED: "interrupted (Ctrl-C)",
-    NOBODY_READS: "the output could not be written: its reader has gone, as `head` does, or the disk is full",
+    OUTPUT_FAILED: "the output could not be written: the reader of the pipe has ended, as `head` does, or the disk is full",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of the command line *argv*."""
-    reopen()
+    """Run the command line *argv* (by default that of the process), and return its exit code."""
+    replace_closed_streams()
     try:
-        from .commands import program
-        from .commands.screen import Screen
+        from . import commands
+        from .commands.output import Output
     except ModuleNotFoundError as error:
         if error.name not in ("click", "rich"):
             raise
         print("oncemore: the command line needs click and rich: pip install 'oncemore[cli]'", file=sys.stderr)
         return WRONG
-    screen = Screen()
+    output = Output()
     try:
-        code = program.run(argv, screen)
+        code = commands.run(argv, output)
         sys.stdout.flush()
     except OncemoreError as error:
-        screen.failed(error)
+        output.show_error(error)
         return exit_code(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more when it ends
         if not isinstance(error, BrokenPipeError):
             print(f"oncemore: the output could not be written: {error.strerror}", file=sys.stderr)
-        return NOBODY_READS
+        return OUTPUT_FAILED
     return code
 
 
-def reopen() -> None:
-    """Have nothing to read, and nobody to read us, where our caller has closed what it gave us.
+def replace_closed_streams() -> None:
+    """Open /dev/null for each standard stream that the caller has closed, as some schedulers do.
 
-    Else the ledger's own file would have the free number, and be written to by whatever complains.
+    Otherwise the store's file would get the free descriptor, and error messages would be written into it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -59,7 +59,7 @@ def reopen() -> None:
 
 
 def exit_code(error: OncemoreError) -> int:
-    """The exit code that tells what kind of error it was."""
+    """Return the exit code for this class of error."""
     if isinstance(error, ConfigurationError):
         return WRONG
     return STORE_FAILED if isinstance(error, StoreError) else REFUSED

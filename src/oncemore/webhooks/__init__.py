@@ -1,1 +1,1 @@
-"""Webhooks: messages from service to service over HTTP, which come at least once, and from whoever knows the address."""
+"""Webhooks: signed messages over HTTP, delivered at least once."""

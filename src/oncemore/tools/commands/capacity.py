@@ -1,29 +1,150 @@
-"""`oncemore capacity`: what a load asks of each store, before anyone buys a disk."""
+"""`oncemore capacity`: compute the storage, connections and syncs that a load needs on each store.
+
+The constants are measured by bench/storage.py: settled records, written through the guard, with outcomes that cannot be
+compressed, in a ledger that was purged and filled again.  JSON responses take less on PostgreSQL, which compresses values
+longer than 2 kB.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from bisect import bisect_right
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
 
 from ..._contract.settings import size
 from ...errors import ConfigurationError
-from ..storage import STORES, Load, Need, need
-from .options import Number, json_option, read_span
-from .screen import Screen, draw_table
+from .options import json_option, read_duration
+from .output import Output, print_table
+
+SIZES = (0, 256, 1024, 2048, 4096, 16384)  # bytes of the outcomes that were measured
+NAMES = 80  # bytes of scope and key together, in all measurements
+WRITES = 2  # durable writes per operation: the claim and the settlement
 
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 HEADS = ("store", "records", "bytes each", "kept", "written", "syncs", "connections")
-MEASURED = (
-    "Computed from what settled records took on SQLite, PostgreSQL and Valkey (python -m bench.storage), with outcomes that "
-    "do not compress.  Syncs are at most so many: operations that come at the same time share one."
+NOTE = (
+    "Computed from measurements of settled records on SQLite, PostgreSQL and Valkey (python -m bench.storage), with outcomes "
+    "that do not compress.  Syncs are an upper limit: operations that come at the same time share one."
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFigures:
+    """The measurements of one store.
+
+    Attributes:
+        kept: Bytes that a record takes, for each of SIZES.
+        kept_per_name_byte: Additional bytes for each byte of scope and key beyond NAMES.
+        written: Bytes that are written for a record, for each of SIZES.
+        written_per_name_byte: Additional bytes for each byte of scope and key beyond NAMES.
+        connections: Connections that a process opens.
+        writers: Syncs that a process can have under way, or None if all processes share one.
+        where: The medium that records fill.
+    """
+
+    kept: tuple[int, ...]
+    kept_per_name_byte: float
+    written: tuple[int, ...]
+    written_per_name_byte: float
+    connections: int
+    writers: int | None
+    where: str
+
+
+STORES = {
+    "sqlite": StoreFigures(
+        kept=(565, 864, 2214, 4265, 4798, 17086),
+        kept_per_name_byte=2.5,
+        written=(11128, 11845, 14996, 19561, 20126, 45754),
+        written_per_name_byte=53.5,
+        connections=2,
+        writers=None,
+        where="disk",
+    ),
+    "postgresql": StoreFigures(
+        kept=(1285, 1587, 2344, 4076, 6841, 18552),
+        kept_per_name_byte=6.9,
+        written=(1495, 1767, 2541, 3854, 6044, 19176),
+        written_per_name_byte=5.0,
+        connections=4,
+        writers=2,
+        where="disk",
+    ),
+    "redis": StoreFigures(
+        kept=(515, 772, 1541, 2567, 4621, 16914),
+        kept_per_name_byte=1.3,
+        written=(802, 1060, 1829, 2853, 4901, 17190),
+        written_per_name_byte=2.0,
+        connections=4,
+        writers=None,
+        where="memory",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """New operations per second, kept for *ttl* seconds; *outcome* and *names* are bytes, *sync* is seconds."""
+
+    rate: float
+    ttl: float
+    outcome: int
+    names: int
+    processes: int
+    sync: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """The resources that a load needs on one store."""
+
+    records: int
+    record_bytes: int
+    kept_bytes: int
+    where: str
+    written_per_second: int
+    syncs_per_second: int
+    connections: int
+
+
+def requirements(load: Load, store: StoreFigures) -> Requirements:
+    """Compute what *load* needs once a retention has passed: from then on, as many records expire as are added."""
+    record = interpolate(store.kept, load.outcome) + store.kept_per_name_byte * (load.names - NAMES)
+    written = interpolate(store.written, load.outcome) + store.written_per_name_byte * (load.names - NAMES)
+    # Operations that arrive during a sync share the next one, so a writer's syncs follow each other.
+    most_syncs = (store.writers or 1) * (load.processes if store.writers else 1) / load.sync
+    records = round(load.rate * load.ttl)
+    return Requirements(
+        records=records,
+        record_bytes=round(record),
+        kept_bytes=round(records * record),
+        where=store.where,
+        written_per_second=round(load.rate * written),
+        syncs_per_second=round(min(WRITES * load.rate, most_syncs)),
+        connections=store.connections * load.processes,
+    )
+
+
+def interpolate(figures: tuple[int, ...], size: int) -> float:
+    """Return the figure for *size*, on the straight line through the two nearest sizes that were measured."""
+    at = min(max(bisect_right(SIZES, size), 1), len(SIZES) - 1)
+    low, high = SIZES[at - 1], SIZES[at]
+    return figures[at - 1] + (figures[at] - figures[at - 1]) * (size - low) / (high - low)
+
+
+class FiniteNumber(click.FloatRange):
+    """A number within a range.  click alone accepts `nan` in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is not a finite number", param, ctx)
+
+
 def read_size(ctx: click.Context, option: click.Parameter, value: str) -> int:
-    """Bytes, or text such as 4KiB."""
+    """Return bytes, from a number or from text such as 4KiB."""
     try:
         return size(int(value) if value.isdecimal() else value)
     except ConfigurationError as error:
@@ -32,20 +153,37 @@ def read_size(ctx: click.Context, option: click.Parameter, value: str) -> int:
 
 @click.command()
 @click.option(
-    "--rate", type=Number(0, min_open=True), default=100.0, show_default=True, help="New operations a second."
+    "--rate", type=FiniteNumber(0, min_open=True), default=100.0, show_default=True, help="New operations per second."
 )
 @click.option(
-    "--ttl", metavar="TIME", callback=read_span, default="1d", show_default=True, help="How long they are kept."
+    "--ttl", metavar="TIME", callback=read_duration, default="1d", show_default=True, help="How long records are kept."
 )
 @click.option(
-    "--outcome", metavar="SIZE", callback=read_size, default="1KiB", show_default=True, help="A response's body."
+    "--outcome",
+    metavar="SIZE",
+    callback=read_size,
+    default="1KiB",
+    show_default=True,
+    help="Size of a response's body.",
 )
 @click.option(
-    "--names", metavar="SIZE", callback=read_size, default="80", show_default=True, help="Scope and key together."
+    "--names",
+    metavar="SIZE",
+    callback=read_size,
+    default="80",
+    show_default=True,
+    help="Size of scope and key together.",
 )
-@click.option("--processes", type=click.IntRange(1), default=4, show_default=True, help="That use the ledger.")
 @click.option(
-    "--sync", metavar="TIME", callback=read_span, default="2ms", show_default=True, help="What one takes on your disk."
+    "--processes", type=click.IntRange(1), default=4, show_default=True, help="Processes that use the ledger."
+)
+@click.option(
+    "--sync",
+    metavar="TIME",
+    callback=read_duration,
+    default="2ms",
+    show_default=True,
+    help="Time of a sync to your disk.",
 )
 @click.option(
     "--on", "stores", type=click.Choice(list(STORES)), multiple=True, help="Only this store; may be repeated."
@@ -53,7 +191,7 @@ def read_size(ctx: click.Context, option: click.Parameter, value: str) -> int:
 @json_option
 @click.pass_obj
 def capacity(
-    screen: Screen,
+    output: Output,
     rate: float,
     ttl: float,
     outcome: int,
@@ -62,36 +200,36 @@ def capacity(
     sync: float,
     stores: tuple[str, ...],
 ) -> None:
-    """How much storage, how many connections and how many syncs a load needs, on each store.
+    """Compute the storage, connections and syncs that a load needs on each store.
 
-    Replays count for nothing here: they write nothing.  Records of failed operations are kept too, without an outcome.
+    Replays are not counted, because they write nothing.  Records of failed operations are kept too, without an outcome.
     """
     if ttl <= 0 or sync <= 0:
-        raise click.UsageError("--ttl and --sync must be longer than nothing.")
+        raise click.UsageError("--ttl and --sync must be longer than zero.")
     load = Load(rate=rate, ttl=ttl, outcome=outcome, names=names, processes=processes, sync=sync)
-    needs = {name: need(load, STORES[name]) for name in stores or STORES}
-    told = {"load": asdict(load), "stores": {name: asdict(each) for name, each in needs.items()}}
+    needed = {name: requirements(load, STORES[name]) for name in stores or STORES}
 
-    def draw(out: Any) -> None:
-        draw_table(out, HEADS, (cells(name, each) for name, each in needs.items()), numbers=True)
-        out.print(f"\n{MEASURED}")
+    def print_needed() -> None:
+        print_table(HEADS, (store_cells(name, each) for name, each in needed.items()), numbers=True)
+        click.echo(f"\n{NOTE}")
 
-    screen.answer(told, draw)
+    output.show({"load": asdict(load), "stores": {name: asdict(each) for name, each in needed.items()}}, print_needed)
 
 
-def cells(name: str, each: Need) -> list[object]:
+def store_cells(name: str, needed: Requirements) -> list[object]:
+    """Return the cells of a store's line in the table."""
     return [
         name,
-        f"{each.records:,}",
-        f"{each.record_bytes:,}",
-        f"{amount(each.kept_bytes)} of {each.where}",
-        f"{amount(each.written_per_second)}/s",
-        f"{each.syncs_per_second:,}/s",
-        each.connections,
+        f"{needed.records:,}",
+        f"{needed.record_bytes:,}",
+        f"{bytes_text(needed.kept_bytes)} of {needed.where}",
+        f"{bytes_text(needed.written_per_second)}/s",
+        f"{needed.syncs_per_second:,}/s",
+        needed.connections,
     ]
 
 
-def amount(count: float) -> str:
-    """Bytes, in a unit that leaves at most three digits before the point."""
+def bytes_text(count: float) -> str:
+    """Return a number of bytes in a unit that leaves at most three digits before the point."""
     power = min(int(math.log10(count)) // 3, len(UNITS) - 1) if count >= 1 else 0
     return f"{count / 1000**power:.3g} {UNITS[power]}"

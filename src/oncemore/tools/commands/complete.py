@@ -1,40 +1,85 @@
-"""`oncemore complete module:completer`: finishes the operations that were left unfinished."""
+"""`oncemore complete`: finish operations in steps that were interrupted."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import click
 
-from ..complete import load, rounds
+from ..._ledger.completer import Completer, End, Tally
+from ..._ledger.model import Record
+from ...errors import ConfigurationError
 from .options import json_option
-from .screen import Screen, visible
+from .output import Output, escape
 
 
 @click.command()
 @click.argument("completer", metavar="MODULE:NAME")
-@click.option("--once", is_flag=True, help="One round, rather than until it is interrupted.")
+@click.option("--once", is_flag=True, help="Run one round, instead of running until it is interrupted.")
 @json_option
 @click.pass_obj
-def complete(screen: Screen, completer: str, once: bool) -> int:
-    """Finish the operations in steps whose performers have vanished, by the Completer that MODULE:NAME names.
+def complete(output: Output, completer: str, once: bool) -> int:
+    """Finish operations in steps that a crash interrupted, with the Completer that MODULE:NAME names.
 
-    Each is told when it ends.  With --once, the exit code is 1 where something is left that failed or is held.
+    Prints a line for each operation.  With --once, the exit code is 1 if an operation failed again or is held.
     """
 
     def report(line: str) -> None:
-        click.echo(visible(line), err=screen.json)  # the answer alone is JSON
+        click.echo(escape(line), err=output.json)  # with --json, standard output has the JSON only
 
     try:
-        tally = rounds(load(completer), once, report)
+        tally = run_completer(load_completer(completer), once, report)
     except KeyboardInterrupt:
         if once:
             raise
-        return 0  # which is how it ends, where it goes on and on
+        return 0  # without --once, an interrupt is the ordinary end
     counts = {name: getattr(tally, name) for name in ("total", "completed", "failing", "held", "unreadable")}
-    screen.answer(
+    output.show(
         counts,
-        lambda out: click.echo(
-            f"{tally.total} unfinished: {tally.completed} completed, {tally.failing} to be tried again, "
-            f"{tally.held} held, {tally.unreadable} without a request"
-        ),
+        f"{tally.total} unfinished: {tally.completed} completed, {tally.failing} to be tried again, "
+        f"{tally.held} held, {tally.unreadable} without a request",
     )
     return 1 if tally.failing or tally.held else 0
+
+
+def run_completer(completer: Completer, once: bool, report: Callable[[str], object]) -> Tally:
+    """Run one round or, without *once*, rounds until an interrupt; pass a line for each operation to *report*.
+
+    The rounds run on an event loop, so that both sync and async performers can be called.
+    """
+    progress = completer.progress
+
+    def report_operation(record: Record, end: End) -> None:
+        report(f"{end:10} {record.name} {record.key} (attempt {record.attempts + 1})")
+        if progress is not None:
+            progress(record, end)
+
+    completer.progress = report_operation
+    try:
+        if not once:
+            asyncio.run(completer.arun())
+        return asyncio.run(completer.arun_once())
+    finally:
+        completer.progress = progress
+
+
+def load_completer(place: str) -> Completer:
+    """Import the completer that `module:name` names; the module may be in the working folder."""
+    module, colon, name = place.partition(":")
+    if not colon:
+        raise ConfigurationError(f"{place!r} does not name a completer: write module:name")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{place!r} cannot be found: {error}") from error
+    except Exception as error:
+        raise ConfigurationError(f"{place!r} cannot be imported, because its module raised {error!r}") from error
+    if not isinstance(found, Completer):
+        raise ConfigurationError(f"{place!r} is a {type(found).__name__}, not an oncemore.Completer")
+    return found

@@ -1,4 +1,4 @@
-"""`oncemore demo`: the everyday accidents, played for whoever wants to see them."""
+"""`oncemore demo`: run the example service through crashes and retries."""
 
 from __future__ import annotations
 
@@ -12,40 +12,33 @@ import click
 
 from ...errors import ConfigurationError, MissingDriver
 from .options import json_option
-from .screen import Screen
+from .output import Output
 
-HERE = Path(__file__)
-PLACES = (
-    HERE.parents[4] / "examples" / "demo.py",
-    HERE.parents[2] / "_demo" / "examples" / "demo.py",
-)  # a checkout, a wheel
-NEEDED = ("aiosqlite", "fastapi", "httpx", "uvicorn")
+SCRIPTS = (
+    Path(__file__).parents[4] / "examples" / "demo.py",  # in a checkout
+    Path(__file__).parents[2] / "_demo" / "examples" / "demo.py",  # in a wheel
+)
+PACKAGES = ("aiosqlite", "fastapi", "httpx", "uvicorn")
 
 
 @click.command()
 @click.argument("stories", nargs=-1, type=int)
 @json_option
 @click.pass_obj
-def demo(screen: Screen, stories: tuple[int, ...]) -> int:
-    """Play the everyday accidents against the payments example; the exit code is 0 only if every story ends well.
+def demo(output: Output, stories: tuple[int, ...]) -> int:
+    """Run the payments example through everyday accidents.  The exit code is 0 only if each ends with one effect.
 
-    STORIES are their numbers; without, all are played.  Then the service stays up until Ctrl-C, unless ONCE=1 is set, or
-    the answer is asked for as JSON.
+    STORIES are the numbers of the accidents to show; the default is all.  The service then stays up until Ctrl-C, unless
+    ONCE=1 is set or --json is given.
     """
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise MissingDriver(f"The demo needs {', '.join(missing)}: pip install 'oncemore[demo]'")
-    command = [sys.executable, str(found(PLACES)), *map(str, stories)]
-    if not screen.json:
+    script = next((path for path in SCRIPTS if path.exists()), None)
+    if script is None:
+        raise ConfigurationError("The demo is not part of this installation: in a checkout of oncemore, run: make demo")
+    command = [sys.executable, str(script), *map(str, stories)]
+    if not output.json:
         return subprocess.run(command).returncode
-    played = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "ONCE": "1"})
-    holds = played.returncode == 0
-    screen.answer({"holds": holds, "output": (played.stdout + played.stderr).splitlines()}, lambda out: None)
-    return played.returncode
-
-
-def found(places: tuple[Path, ...]) -> Path:
-    """The first of *places* that is there."""
-    for place in places:
-        if place.exists():
-            return place
-    raise ConfigurationError("The demo is not part of this installation: in a checkout of oncemore, run: make demo")
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "ONCE": "1"})
+    output.show({"holds": ran.returncode == 0, "output": (ran.stdout + ran.stderr).splitlines()}, "")
+    return ran.returncode

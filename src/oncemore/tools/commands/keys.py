@@ -1,38 +1,38 @@
-"""`oncemore keys`: single operations, for whoever has to find out what became of one, and decide."""
+"""`oncemore keys`: list, show, resolve and delete the records of operations."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shlex
-from collections.abc import Callable
-from typing import Any, TypeVar
+from datetime import UTC, datetime
+from typing import Any
 
 import click
+import msgspec
 
 from ..._ledger.decisions import Resolution
 from ..._ledger.guard import Guard
 from ..._ledger.model import Outcome, Record
 from ..._ledger.store import Filter
 from ...errors import ConfigurationError, InvalidPayload, NotFound, WrongState
-from .options import agreed, json_option, ledger, read_span, read_text, store_option, yes_option
-from .records import COLUMNS, cells, fields, outcome_fields
-from .screen import Screen, draw_pairs, draw_table, visible
-
-F = TypeVar("F", bound=Callable[..., Any])
+from .options import confirm, json_option, open_ledger, read_duration, read_text, store_option, yes_option
+from .output import Output, escape, print_pairs, print_table
 
 STATES = ("running", "settled", "released", "held")
-# What a header may say, so that servers can replay it.
-NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-# Enough to see that a key means several operations.
-MANY = 20
+COLUMNS = ("key", "scope", "state", "attempts", "created (UTC)", "expires (UTC)", "status", "note")
+# Headers that a server can send: a token, and text without line breaks.
+HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+MOST_SCOPES = 20  # to list if a key exists in several
+LAST_DATE = datetime.max.replace(tzinfo=UTC, microsecond=0).timestamp()
 
 key_argument = click.argument("key", callback=read_text)
 scope_option = click.option(
     "--scope",
     callback=read_text,
-    help="Who owns the key; needed only if several do.  A large Redis is quicker with it.",
+    help="The scope of the key.  Needed only if the key exists in several; saves a scan on Redis.",
 )
 
 
@@ -43,17 +43,17 @@ def keys() -> None:
 
 @keys.command("list", short_help="list records, all or some")
 @click.option("--state", type=click.Choice(STATES), help="Only records in this state.")
-@click.option("--lapsed", is_flag=True, help="Only running ones whose performer has vanished.")
-@click.option("--scope", callback=read_text, help="Only those of this scope.")
-@click.option("--key", callback=read_text, help="Only those with this key.")
-@click.option("--name", callback=read_text, help="Only this kind of operation.")
+@click.option("--lapsed", is_flag=True, help="Only running records whose process has crashed.")
+@click.option("--scope", callback=read_text, help="Only records of this scope.")
+@click.option("--key", callback=read_text, help="Only records with this key.")
+@click.option("--name", callback=read_text, help="Only records of the operation with this name.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="How many to show.")
-@click.option("--cursor", help="Go on where the last list stopped.")
+@click.option("--cursor", help="Continue after the last list; it printed this.")
 @store_option
 @json_option
 @click.pass_obj
 def list_keys(
-    screen: Screen,
+    output: Output,
     url: str | None,
     state: Any,
     lapsed: bool,
@@ -63,59 +63,66 @@ def list_keys(
     limit: int,
     cursor: str | None,
 ) -> None:
-    """List records.  What they were answered with is not shown: see keys show."""
-    where = Filter(state=state, scope=scope, key=key, name=name, lapsed=True if lapsed else None)
-    with ledger(url) as guard:
+    """List records, without their outcomes: see keys show."""
+    selected = Filter(state=state, scope=scope, key=key, name=name, lapsed=True if lapsed else None)
+    with open_ledger(url) as guard:
         try:
-            page = guard.list(where, limit=limit, cursor=cursor)
-        except (ValueError, InvalidPayload) as error:  # as this or that store has it
-            raise ConfigurationError(f"--cursor {cursor!r}: that is none which a list has ended with") from error
+            page = guard.list(selected, limit=limit, cursor=cursor)
+        except (ValueError, InvalidPayload) as error:  # stores raise one or the other
+            raise ConfigurationError(
+                f"--cursor {cursor!r} is not a cursor: copy it from the end of the previous list"
+            ) from error
 
-    def draw(out: Any) -> None:
-        draw_table(out, COLUMNS, map(cells, page.records))
+    def print_page() -> None:
+        print_table(COLUMNS, map(record_cells, page.records))
         if page.cursor:
-            click.echo(f"\nThere are more: --cursor {pasted(page.cursor)}")
+            click.echo(f"\nThere are more: --cursor {shell_quote(page.cursor)}")
 
-    screen.answer({"records": [fields(record) for record in page.records], "cursor": page.cursor}, draw)
+    output.show({"records": [record_fields(record) for record in page.records], "cursor": page.cursor}, print_page)
 
 
 @keys.command(short_help="show one record")
 @key_argument
 @scope_option
-@click.option("--outcome", is_flag=True, help="Also what it was answered with, which may be confidential.")
+@click.option("--outcome", is_flag=True, help="Also show its outcome, which may be confidential.")
 @store_option
 @json_option
 @click.pass_obj
-def show(screen: Screen, url: str | None, key: str, scope: str | None, outcome: bool) -> None:
+def show(output: Output, url: str | None, key: str, scope: str | None, outcome: bool) -> None:
     """Show the record of KEY."""
-    with ledger(url) as guard:
-        record = the_one(guard, key, scope)
-    told = fields(record)
+    with open_ledger(url) as guard:
+        record = find_record(guard, key, scope)
+    fields = record_fields(record)
     if outcome:
-        told["outcome"] = outcome_fields(record.outcome)
-    screen.answer(told, lambda out: draw_pairs(out, ((name, spoken(value)) for name, value in told.items())))
+        fields["outcome"] = outcome_fields(record.outcome)
+    output.show(fields, lambda: print_pairs((name, one_line(value)) for name, value in fields.items()))
 
 
 @keys.command(short_help="decide one whose outcome is unknown")
 @key_argument
 @scope_option
 @click.option("--released", is_flag=True, help="It did not happen: the next request with this key performs it.")
-@click.option("--value", metavar="JSON", help="It happened, and this is what the function returned.")
-@click.option("--status", type=click.IntRange(100, 599), help="It happened, and this is the status of its response.")
+@click.option("--value", metavar="JSON", help="It happened, and the function returned this value.")
+@click.option("--status", type=click.IntRange(100, 599), help="It happened, and its response has this status.")
 @click.option("--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="With --status; may be repeated.")
 @click.option(
     "--body", type=click.File("rb"), help="With --status: the file with the response's body; - is standard input."
 )
 @click.option(
-    "--ttl", metavar="TIME", callback=read_span, default="1d", show_default=True, help="How long the decision is kept."
+    "--ttl",
+    metavar="TIME",
+    callback=read_duration,
+    default="1d",
+    show_default=True,
+    help="How long to keep the decision.",
 )
-@click.option("--note", default="", callback=read_text, help="Why, for whoever looks at the record later.")
+@click.option("--note", default="", callback=read_text, help="The reason, stored with the record.")
 @yes_option
 @store_option
 @json_option
 @click.pass_obj
 def resolve(
-    screen: Screen,
+    output: Output,
     url: str | None,
     key: str,
     scope: str | None,
@@ -128,75 +135,86 @@ def resolve(
     note: str,
     yes: bool,
 ) -> None:
-    """Decide an operation whose outcome is unknown: it did not happen, or it did, and this is its outcome.
+    """Decide the unknown outcome of an operation: it did not happen, or it did and this is its outcome.
 
-    Only what is held, or was left by a performer that vanished, can be decided.  Find out first whether it happened: ask the
-    provider, look at its records.
+    Only a held operation, or one that a crash interrupted, can be decided.  Find out first whether it happened: look at your
+    tables, or at the provider's records.
     """
-    decision = resolution(released, value, status, headers, body)
+    resolution = read_resolution(released, value, status, headers, body)
     meaning = "it did not happen, and may be performed" if released else "it happened, and repeats get this outcome"
-    with ledger(url) as guard:
-        record = the_one(guard, key, scope)
-        confirm(guard, record, f"Decide for {visible(record.key)} of {visible(record.scope)}: {meaning}?", yes=yes)
-        decided = guard.resolve(record.scope, record.key, decision, retention=ttl, note=note)
-    screen.answer(fields(decided), lambda out: out.print(f"{visible(key)} is {decided.state} now."))
+    with open_ledger(url) as guard:
+        record = find_record(guard, key, scope)
+        confirm_unchanged(guard, record, f"Decide for {named(record)}: {meaning}?", yes=yes)
+        decided = guard.resolve(record.scope, record.key, resolution, retention=ttl, note=note)
+    output.show(record_fields(decided), f"{escape(key)} is {decided.state} now.")
 
 
-@keys.command(short_help="forget one, so that it runs as new")
+@keys.command(short_help="delete one, so that its key is new")
 @key_argument
 @scope_option
 @yes_option
 @store_option
 @json_option
 @click.pass_obj
-def delete(screen: Screen, url: str | None, key: str, scope: str | None, yes: bool) -> None:
-    """Forget the operation KEY: the next request with it is performed as new, even if it already happened."""
-    with ledger(url) as guard:
-        record = the_one(guard, key, scope)
-        confirm(guard, record, f"Forget {visible(record.key)} of {visible(record.scope)} ({record.state})?", yes=yes)
+def delete(output: Output, url: str | None, key: str, scope: str | None, yes: bool) -> None:
+    """Delete the record of KEY.  The next request with it performs the operation, even if it already happened."""
+    with open_ledger(url) as guard:
+        record = find_record(guard, key, scope)
+        confirm_unchanged(guard, record, f"Delete {named(record)} ({record.state})?", yes=yes)
         deleted = guard.delete(record.scope, record.key)
-    told = {"scope": record.scope, "key": record.key, "deleted": deleted}
-    screen.answer(told, lambda out: out.print(f"{visible(key)} is forgotten." if deleted else "It was gone already."))
+    output.show(
+        {"scope": record.scope, "key": record.key, "deleted": deleted},
+        f"{escape(key)} is deleted." if deleted else f"{escape(key)} was deleted already.",
+    )
 
 
-def confirm(guard: Guard, record: Record, question: str, *, yes: bool) -> None:
-    """Go on only with a yes, and if the record is still the one that the question was about."""
-    agreed(question, yes=yes)
-    now = guard.find(record.scope, record.key)
-    if now is None or (now.token, now.state) != (record.token, record.state):
-        raise WrongState("It has changed since you were asked, and nothing was done; look again: oncemore keys show")
+# ── Finding a record
 
 
-def the_one(guard: Guard, key: str, scope: str | None) -> Record:
-    """The record that is meant; an error where there is none, or more than one."""
+def find_record(guard: Guard, key: str, scope: str | None) -> Record:
+    """Return the record of *key*; raise an error if there is none, or if several scopes have one."""
     if scope is not None:
         record = guard.find(scope, key)
         found = [record] if record else []
     else:
-        found = owners(guard, key)
+        found = find_in_all_scopes(guard, key)
     if not found:
         raise NotFound(f"No record has the key {key!r}{f' in {scope!r}' if scope else ''}; see: oncemore keys list")
     if len(found) > 1:
-        scopes = "".join(f"\n  --scope {shlex.quote(visible(one.scope))}" for one in found)
-        raise ConfigurationError(f"Several operations have the key {key!r}; say which one is meant:{scopes}")
+        scopes = "".join(f"\n  --scope {shlex.quote(escape(one.scope))}" for one in found)
+        raise ConfigurationError(f"Several scopes have the key {key!r}; choose one:{scopes}")
     return found[0]
 
 
-def owners(guard: Guard, key: str) -> list[Record]:
-    """The records with that key, of all scopes; what has expired is as good as none, and is not among them."""
-    page = guard.list(Filter(key=key), limit=MANY)
+def find_in_all_scopes(guard: Guard, key: str) -> list[Record]:
+    """Return the unexpired records with that key, of up to MOST_SCOPES scopes."""
+    page = guard.list(Filter(key=key), limit=MOST_SCOPES)
     listed = list(page.records)
-    while page.cursor and len(listed) < MANY:
-        page = guard.list(Filter(key=key), limit=MANY, cursor=page.cursor)
+    while page.cursor and len(listed) < MOST_SCOPES:
+        page = guard.list(Filter(key=key), limit=MOST_SCOPES, cursor=page.cursor)
         listed += page.records
+    # A list may contain a record twice, or an expired one; `find` returns neither.
     found = (guard.find(record.scope, record.key) for record in {record.id: record for record in listed}.values())
     return [record for record in found if record]
 
 
-def resolution(
+def confirm_unchanged(guard: Guard, record: Record, question: str, *, yes: bool) -> None:
+    """Ask the question, and raise WrongState if the record changed before it was answered."""
+    confirm(question, yes=yes)
+    now = guard.find(record.scope, record.key)
+    if now is None or (now.token, now.state) != (record.token, record.state):
+        raise WrongState(
+            "The record has changed since you were asked, so nothing was done; look at it again: oncemore keys show"
+        )
+
+
+# ── Reading the options of `resolve`
+
+
+def read_resolution(
     released: bool, value: str | None, status: int | None, headers: tuple[str, ...], body: Any
 ) -> Resolution:
-    """What the options say; a mistake if they say nothing, or two things at once."""
+    """Return the decision; a UsageError unless the options give exactly one."""
     if [released, value is not None, status is not None].count(True) != 1:
         raise click.UsageError("Say what happened, by one of --released, --value JSON and --status NUMBER.")
     if (headers or body) and status is None:
@@ -205,7 +223,7 @@ def resolution(
         return Resolution.released()
     if status is not None:
         return Resolution.settled(
-            Outcome("response", status, tuple(map(header, headers)), body.read() if body else b"")
+            Outcome("response", status, tuple(map(read_header, headers)), body.read() if body else b"")
         )
     try:
         return Resolution.settled(json.loads(value or ""))
@@ -213,18 +231,99 @@ def resolution(
         raise click.UsageError(f"--value is not JSON: {error}; a text needs its quotes: --value '\"text\"'") from None
 
 
-def header(text: str) -> tuple[str, str]:
-    name, mark, value = text.partition(":")
-    if not mark or not NAME.fullmatch(name.strip()) or not VALUE.fullmatch(value.strip()):
+def read_header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not HEADER_NAME.fullmatch(name.strip()) or not HEADER_VALUE.fullmatch(value.strip()):
         raise click.UsageError(f"--header {text!r}: write it as 'Content-Type: application/json'")
     return name.strip().lower(), value.strip()
 
 
-def pasted(cursor: str) -> str:
-    """A cursor as a shell takes it.  Where it has words of others, it is JSON: what a terminal would obey is written out."""
+# ── Showing a record
+
+
+def state_of(record: Record) -> str:
+    """Return the record's state, or "lapsed" if it is running and its lease is over."""
+    return "lapsed" if record.state == "running" and record.lease_until <= record.now else record.state
+
+
+def named(record: Record) -> str:
+    return f"{escape(record.key)} of {escape(record.scope)}"
+
+
+def record_cells(record: Record) -> list[object]:
+    """Return the cells of a record's line in the table."""
+    return [
+        record.key,
+        record.scope,
+        state_of(record),
+        record.attempts,
+        None if record.created_at is None else date(record.created_at).strftime("%Y-%m-%d %H:%M:%S"),
+        None if record.expires_at is None else date(record.expires_at).strftime("%Y-%m-%d %H:%M:%S"),
+        record.outcome.status or record.outcome.kind if record.outcome else None,
+        record.note,
+    ]
+
+
+def record_fields(record: Record) -> dict[str, Any]:
+    """Return all fields of a record except its outcome; times are those of the store's clock."""
+    return {
+        "scope": record.scope,
+        "key": record.key,
+        "name": record.name,
+        "state": state_of(record),
+        "fingerprint": record.fingerprint,
+        "token": record.token,
+        "attempts": record.attempts,
+        "holder": record.holder,
+        "created_at": iso_date(record.created_at),
+        "lease_until": iso_date(record.lease_until),
+        "settled_at": iso_date(record.settled_at),
+        "expires_at": iso_date(record.expires_at),
+        "accessed_at": iso_date(record.accessed_at),
+        "kind": record.outcome.kind if record.outcome else None,
+        "status": record.outcome.status if record.outcome else None,
+        "bytes": len(record.outcome.body) if record.outcome else None,
+        "response_hash": record.response_hash,
+        "note": record.note,
+    }
+
+
+def outcome_fields(outcome: Outcome | None) -> dict[str, Any] | None:
+    """Return the fields of an outcome; a body that is not text is shown in base64."""
+    if outcome is None:
+        return None
+    fields: dict[str, Any] = {
+        "kind": outcome.kind,
+        "status": outcome.status,
+        "headers": list(map(list, outcome.headers)),
+    }
+    if outcome.kind in ("value", "error"):
+        try:  # shown as it is encoded: to make objects of it would import the application's classes
+            return {**fields, "value": msgspec.to_builtins(msgspec.msgpack.decode(outcome.body), str_keys=True)}
+        except (msgspec.MsgspecError, TypeError):
+            pass  # it is encrypted, or of another version
+    try:
+        return {**fields, "body": outcome.body.decode()}
+    except UnicodeDecodeError:
+        return {**fields, "base64": base64.b64encode(outcome.body).decode()}
+
+
+def iso_date(seconds: float | None) -> str | None:
+    return None if seconds is None else date(seconds).isoformat(timespec="seconds")
+
+
+def date(seconds: float) -> datetime:
+    """Return the date in UTC; times after the year 9999 are shown as its end."""
+    return datetime.fromtimestamp(min(seconds, LAST_DATE), UTC)
+
+
+def shell_quote(cursor: str) -> str:
+    """Return *cursor* to be pasted into a shell.
+
+    It may contain keys, which may contain terminal commands.  Such a cursor is JSON, so JSON's escapes mean the same.
+    """
     return shlex.quote("".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in cursor))
 
 
-def spoken(value: object) -> object:
-    """A part of an outcome on one line."""
+def one_line(value: object) -> object:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value

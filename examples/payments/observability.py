@@ -1,4 +1,4 @@
-"""What an operator sees: events as JSON lines and as counters, and the caller's own names for a request, passed on."""
+"""JSON log lines, counters, and request ids that are passed on to the provider."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from oncemore._ledger.events import Event
 
 REQUEST: ContextVar[dict[str, str]] = ContextVar("request")
-# The counters of the seeds' observability contract, by the kind of event.
+# The counter for each kind of event.
 COUNTED = {"settled": "idempotent.created", "replayed": "idempotent.replayed", "lapsed": "idempotent.taken_over"}
-PLAIN = set(vars(logging.makeLogRecord({})))  # what every record has; the rest are an event's own fields
+STANDARD_FIELDS = set(vars(logging.makeLogRecord({})))  # of every log record; the others are of an event
 
 
 def correlation() -> dict[str, str]:
-    """The headers by which one request can be followed from service to service."""
+    """Return the headers by which this request can be followed from service to service."""
     return REQUEST.get({})
 
 
-class Correlated:
-    """ASGI middleware: each request has an X-Request-Id, its own or one made here, and keeps its traceparent."""
+class CorrelationMiddleware:
+    """ASGI middleware: keeps the caller's traceparent and X-Request-Id, and makes a new id if there is none."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
@@ -50,13 +50,13 @@ class Correlated:
 
 
 class Counters:
-    """An observer that counts."""
+    """An observer that counts outcomes."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def __call__(self, event: Event) -> None:
-        if event.operation.scope.startswith("step|"):  # a part of an operation, which counts as a whole
+        if event.operation.scope.startswith("step|"):  # only the whole operation counts
             return
         if event.kind == "refused" and event.code.startswith("CONFLICT"):
             self.counts["idempotent.conflict"] += 1
@@ -65,20 +65,24 @@ class Counters:
 
 
 class JsonLines(logging.Formatter):
-    """A log record as one line of JSON, with the fields of the event and of the request that it happened in."""
+    """Formats a log record as one line of JSON, with the fields of its event and of its request."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said = {name: value for name, value in vars(record).items() if name not in PLAIN and value not in ("", None)}
+        fields = {
+            name: value
+            for name, value in vars(record).items()
+            if name not in STANDARD_FIELDS and value not in ("", None)
+        }
         line = {"time": self.formatTime(record), "level": record.levelname, "message": record.getMessage()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps({**line, **said, **correlation()}, default=str)
+        return json.dumps({**line, **fields, **correlation()}, default=str)
 
 
 def log_to_stderr() -> None:
-    """Have everything that oncemore and this service log go to standard error, a line each."""
+    """Log everything to standard error, one line each."""
     lines = logging.StreamHandler()
     lines.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[lines], force=True)
-    for chatty in ("httpx", "httpcore"):  # every call to the provider, at INFO
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    for name in ("httpx", "httpcore"):  # they log each call to the provider at INFO
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""How the demo is shown: colour and a spinner on a terminal, plain lines anywhere else or with NO_COLOR."""
+"""The output of the demo: colours and a spinner on a terminal, plain lines elsewhere or with NO_COLOR."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.text import Text
 
 from .stories import Ending, Played, Story
 
-WIDTH = 100  # where nobody can tell how wide the paper is
+WIDTH = 100  # columns, if the output is not a terminal
 
 
-class Screen:
-    """Everything that the demo prints."""
+class Display:
+    """Prints the demo."""
 
     def __init__(self) -> None:
         width = None if sys.stdout.isatty() else WIDTH
@@ -29,7 +29,7 @@ class Screen:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show what is under way, where that can be taken back afterwards."""
+        """Show a spinner on a terminal while the block runs."""
         if not self.out.is_terminal:
             yield
             return
@@ -41,7 +41,7 @@ class Screen:
         self.out.print(Text(f"{number}. {story.title}", style="bold"))
 
     def ending(self, label: str, story: Story, ending: Ending, *, judged: bool) -> None:
-        """One line: without the guard it is told as it is; with it, it is right or wrong."""
+        """Print one line; if *judged*, it says whether the ending is right."""
         many = f"{ending.effects} {story.effect}{'' if ending.effects == 1 else 's'}"
         style = ("green" if ending.holds else "bold red") if judged else ("red" if ending.effects != 1 else "")
         mark = ("✓" if ending.holds else "✗") if judged else " "
@@ -49,7 +49,7 @@ class Screen:
         self.out.print(line)
 
     def table(self, played: Sequence[Played]) -> None:
-        """The end of it all, on one screen."""
+        """Print all endings as a table."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         table.add_column("story")
         for head in ("requests", "effects without", "effects with"):
@@ -64,14 +64,14 @@ class Screen:
         self.out.print()
         self._print(table)
 
-    def ledger(self, told: dict[str, Any], stories: dict[str, int]) -> None:
-        """The refunds of the stories as they are booked: what they owe, and what the provider has confirmed."""
+    def ledger(self, ledger: dict[str, Any], stories: dict[str, int]) -> None:
+        """Print the entries of the stories' refunds: the amounts that are owed, and those that the provider confirmed."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for head in ("entry", "kind", "refund", "debit", "credit"):
             table.add_column(head)
         table.add_column("amount", justify="right")
         table.add_column("story", justify="right")
-        for entry in told["entries"]:
+        for entry in ledger["entries"]:
             if entry["reference"] in stories:
                 amount = f"{entry['amount'] / 100:.2f} {entry['currency']}"
                 cells = [entry["kind"], entry["reference"], entry["debit"], entry["credit"], amount]
@@ -79,18 +79,18 @@ class Screen:
         self.out.print()
         self.out.print(Text("The ledger of the service with oncemore (GET /ledger)", style="bold"))
         self._print(table)
-        balances = ", ".join(f"{account} {amount / 100:+.2f}" for account, amount in told["balances"].items())
-        self.say(f"Balances: {balances}; together {sum(told['balances'].values()) / 100:.2f}")
+        balances = ", ".join(f"{account} {amount / 100:+.2f}" for account, amount in ledger["balances"].items())
+        self.say(f"Balances: {balances}; together {sum(ledger['balances'].values()) / 100:.2f}")
 
     def _print(self, table: Table) -> None:
-        """The table, without the blanks that fill its last column."""
+        """Print the table without the spaces with which rich fills its last column."""
         with self.out.capture() as printed:
             self.out.print(table)
         for line in printed.get().splitlines():
             self.out.file.write(f"{line.rstrip()}\n")
 
     def curls(self, url: str, charge: str) -> None:
-        """What to try next; each line can be pasted as it is."""
+        """Print commands to try, ready to be pasted."""
         body = json.dumps({"charge_id": charge, "amount": 500})
         ask = f"curl -i {url}/refunds -H 'Authorization: Bearer demo' -H 'Idempotency-Key: try-1'"
         self.out.print()
@@ -99,5 +99,5 @@ class Screen:
         self.say(f"  curl -s {url}/ledger")
         self.say(f"  curl -s {url}/metrics")
         self.say(f"  curl -s {url}/openapi.json")
-        self.say("The first line twice: the second answer says `idempotency-status: replayed`.")
-        self.say("Ctrl-C ends the demo, and leaves nothing behind.", style="dim")
+        self.say("Run the first line twice: the second answer says `idempotency-status: replayed`.")
+        self.say("Ctrl-C ends the demo and removes its files.", style="dim")

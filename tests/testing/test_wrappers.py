@@ -1,4 +1,4 @@
-"""Stores around others: what they do not change is the inner one's, time included."""
+"""Stores that wrap another store: crash points and faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oncemore.testing.faulty_store import CLAIM_FAILS, FaultyStore
 
 
 @pytest.mark.parametrize("around", [FaultyStore, lambda store: Crashing(store, at="after effect")])
-def test_time_passes_for_the_inner_store(around: Any) -> None:
+def test_clock_of_a_wrapper_moves_the_inner_store(around: Any) -> None:
     inner = connect("memory://")
     outer = around(inner)
     run(outer.claim(Operation("s", "k"), lease=30))
@@ -28,19 +28,19 @@ def test_time_passes_for_the_inner_store(around: Any) -> None:
 
 
 @pytest.mark.parametrize("at", POINTS)
-def test_a_crash_comes_at_its_point_and_no_other(at: str) -> None:
+def test_crash_happens_once_at_its_point(at: str) -> None:
     passed: list[str] = []
     points = Crashing(connect("memory://"), at=at, crash=lambda: passed.append(at))
     Guard(points).run(Operation("s", "k"), lambda op: points.reached("after effect"))
     assert passed == [at]
 
 
-def test_what_is_no_point_is_refused() -> None:
+def test_unknown_crash_point_is_refused() -> None:
     with pytest.raises(ValueError, match="after claim"):
         Crashing(connect("memory://"), at="sometimes")
 
 
-def test_only_those_fail_whose_names_say_so() -> None:
+def test_faulty_store_fails_for_matching_names_only() -> None:
     guard = Guard(FaultyStore.around(connect("memory://")))
     assert guard.run(Operation("s", "k"), lambda op: "done").value == "done"
     with pytest.raises(StoreUnavailable, match="is down"):

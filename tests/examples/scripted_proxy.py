@@ -1,4 +1,4 @@
-"""A bad road to the service: a proxy that lets a request through and loses the answer, or fails by itself, to order."""
+"""A proxy in front of the service, which loses answers or answers by itself, as a script says."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from examples.payments.processes import http
 
 
-class Front(ThreadingHTTPServer):
-    """Forwards to *target*; *script* says what happens to the first requests: "lose", or a status of its own."""
+class ScriptedProxy(ThreadingHTTPServer):
+    """Forwards to *target*.  For each of the first requests, *script* has "lose" (the answer) or a status to send."""
 
     daemon_threads = True
 
     def __init__(self, target: str, script: list[str | int]) -> None:
-        super().__init__(("127.0.0.1", 0), Forwarded)
+        super().__init__(("127.0.0.1", 0), ProxyHandler)
         self.target = target
         self.script = script
-        self.over = threading.Event()
+        self.closing = threading.Event()
 
 
-class Forwarded(BaseHTTPRequestHandler):
-    server: Front
+class ProxyHandler(BaseHTTPRequestHandler):
+    server: ScriptedProxy
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
@@ -34,7 +34,7 @@ class Forwarded(BaseHTTPRequestHandler):
         headers = {name: self.headers[name] for name in ("authorization", "idempotency-key", "content-type")}
         answer = http.post(self.server.target + self.path, content=body, headers=headers)
         if now == "lose":
-            self.server.over.wait(20)
+            self.server.closing.wait(20)
             return None
         return self.answer(answer.status_code, answer.content)
 
@@ -49,14 +49,14 @@ class Forwarded(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def front(target: str, *script: str | int) -> Iterator[str]:
-    """The address of a proxy before *target*."""
-    with Front(target, list(script)) as server:
+def scripted_proxy(target: str, *script: str | int) -> Iterator[str]:
+    """Run a proxy in scripted_proxy of *target*, and return its URL."""
+    with ScriptedProxy(target, list(script)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:
-            server.over.set()
+            server.closing.set()
             server.shutdown()
             thread.join()

@@ -1,8 +1,8 @@
-"""Run one server, and end it when whoever asked for it ends: a killed test run leaves nothing behind.
+"""Runs one server, and ends it when the parent process ends, so that a killed test run leaves no server behind.
 
-Called as `python -I -S keeper.py FOLDER SIGNAL USER COMMAND...`; prints the server's process id.  When standard input
-ends, which it does however the other end dies, the server gets SIGNAL and FOLDER is removed.  When the server ends by
-itself, FOLDER stays, for a restart.
+Called as `python -I -S supervisor.py FOLDER SIGNAL USER COMMAND...`; prints the server's process id.  The kernel closes
+standard input however the parent dies; the server then gets SIGNAL, and FOLDER is removed.  If the server ends by itself,
+FOLDER stays for a restart.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ import threading
 PATIENCE = 10.0  # seconds between SIGNAL and SIGKILL
 
 
-def keep(folder: str, signal: int, user: str, command: list[str]) -> int:
-    """The server's exit code, once it has ended."""
-    # A supplementary group of root's would defeat the change of user.
+def supervise(folder: str, signal: int, user: str, command: list[str]) -> int:
+    """Run the server until it ends, and return its exit code."""
+    # Without this, the server would keep root's supplementary groups.
     account = {"user": user, "group": group_of(user), "extra_groups": []} if user else {}
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, **account)  # type: ignore[call-overload]
     print(server.pid, flush=True)
@@ -32,7 +32,7 @@ def keep(folder: str, signal: int, user: str, command: list[str]) -> int:
 
 def end_with_input(server: "subprocess.Popen[bytes]", signal: int, abandoned: threading.Event) -> None:
     """Wait for standard input to end, then end the server."""
-    while os.read(0, 4096):  # not sys.stdin: its lock, held here, would abort the interpreter's own exit
+    while os.read(0, 4096):  # not sys.stdin: a daemon thread that holds its lock aborts the interpreter's exit
         pass
     abandoned.set()
     with contextlib.suppress(ProcessLookupError):
@@ -44,9 +44,9 @@ def end_with_input(server: "subprocess.Popen[bytes]", signal: int, abandoned: th
 
 
 def group_of(user: str) -> int:
-    """The user's own group."""
+    """Return the number of the user's primary group."""
     return pwd.getpwnam(user).pw_gid
 
 
 if __name__ == "__main__":
-    sys.exit(keep(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+    sys.exit(supervise(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]))

@@ -19,7 +19,7 @@ from oncemore.client.keyring.sqlite import SqliteKeyring
 from oncemore.client.retry import Retry
 from oncemore.errors import ConfigurationError
 from oncemore.stores.sqlite import SqliteStore
-from oncemore.web.principal import CREDENTIALS as KNOWN_BY
+from oncemore.web.request import CREDENTIALS as KNOWN_BY
 
 from .clients import Httpx, Requests
 from .server import Server, answer, effect, hang, performed, reset, then

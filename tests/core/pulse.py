@@ -43,7 +43,7 @@ class Ledger:
         return [at for who, at in tuple(self.renewals) if who == key]
 
     def renewal(self, lease: float = LONG, key: str = "k") -> Renewal:
-        return self.heartbeat.renewal(Lease(Operation("s", key), 1, 0.0), lease)
+        return Renewal(self.heartbeat, Lease(Operation("s", key), 1, 0.0), lease)
 
     @contextmanager
     def kept(self, lease: float = LONG, key: str = "k") -> Generator[Renewal]:

@@ -1194,7 +1194,7 @@ def test_ended_loop_is_not_kept_alive() -> None:
     loop = asyncio.run(main())
     gc.collect()
     assert loop() is None
-    assert len(batcher._loops) == 0
+    assert len(batcher._loops.things) == 0
 
 
 @pytest.mark.parametrize("on_loop", [False, True])

@@ -48,7 +48,7 @@ def test_renewals_are_due_after_each_third_of_their_lease() -> None:
     heartbeat = Heartbeat(lambda renewal: iter(()), Frozen())  # type: ignore[arg-type, return-value]
     lease, renewals = Lease(ASKED, 1, 0.0), set[Renewal]()
     for seconds in (30.0, 60.0):
-        renewal = heartbeat.renewal(lease, seconds)
+        renewal = Renewal(heartbeat, lease, seconds)
         renewal.due = now + seconds / 3
         renewals.add(renewal)
     assert heartbeat.take_due(renewals) == []
@@ -226,7 +226,7 @@ def test_no_thread_to_be_had_then_nothing_is_performed_and_the_key_is_free(monke
 FORK = """
 import os, sys, threading, time
 from oncemore._runtime.clock import SYSTEM
-from oncemore._runtime.heartbeat import Heartbeat
+from oncemore._runtime.heartbeat import Heartbeat, Renewal
 from oncemore._runtime.plan import Call
 
 renewed = []
@@ -237,7 +237,7 @@ def renew(renewal):
 heartbeat = Heartbeat(renew, SYSTEM)
 
 def keep(key):
-    renewal = heartbeat.renewal(key, 0.03)
+    renewal = Renewal(heartbeat, key, 0.03)
     renewal.run()
     ends = time.monotonic() + 20
     while (os.getpid(), key) not in renewed:
@@ -245,7 +245,7 @@ def keep(key):
         time.sleep(0.001)
     renewal.stop()
 
-parents = heartbeat.renewal("parents", 0.03)
+parents = Renewal(heartbeat, "parents", 0.03)
 parents.run()
 keep("before")
 

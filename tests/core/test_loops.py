@@ -66,12 +66,12 @@ def test_per_loop_drops_things_that_keep_their_closed_loop_alive() -> None:
 
     things = PerLoop(make, dropped.append)
     first = asyncio.run(get())
-    assert len(things) == 1
+    assert len(things.things) == 1
     second = asyncio.run(get())
     assert len(dropped) == 1
     things.drop_closed()
     assert len(dropped) == 2
-    assert len(things) == 0
+    assert len(things.things) == 0
     dropped.clear()
     gc.collect()
     assert first() is second() is None
@@ -86,7 +86,7 @@ def test_per_loop_drops_a_thing_once_if_two_threads_do(monkeypatch: pytest.Monke
 
     things = PerLoop(Thing, dropped.append)
     closed = weakref.ref(loop := asyncio.run(get()))
-    monkeypatch.setattr(things._things, "keyrefs", lambda: [closed, closed])
+    monkeypatch.setattr(things.things, "keyrefs", lambda: [closed, closed])
     things.drop_closed()
     assert len(dropped) == 1
     assert closed() is loop

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from oncemore._ledger.store import Filter, Holder, Page, Stats
+from oncemore._ledger.model import Holder
+from oncemore._ledger.store import Filter, Page, Stats
 
 
 def test_no_two_claims_have_the_same_name_whatever_thread_they_come_from() -> None:
@@ -26,7 +27,7 @@ def test_a_name_fits_into_a_column() -> None:
 
 FORK = """
 import os, sys
-from oncemore._ledger.store import Holder
+from oncemore._ledger.model import Holder
 
 holder = Holder()
 first = holder.next()

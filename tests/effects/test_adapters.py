@@ -219,7 +219,7 @@ OWN = "INSERT INTO refunds VALUES ('own', 'x')"
 
 
 async def joined_django(shop: OnDjango, commits: bool) -> None:
-    driver = below_psycopg.BelowDjango() if on_postgres(shop) else below_sqlite.BelowDjango(shop.guard.store.sql)  # type: ignore[attr-defined]
+    driver = below_psycopg.BelowDjango() if on_postgres(shop) else below_sqlite.SqliteBelowDjango(shop.guard.store.sql)  # type: ignore[attr-defined]
 
     def work() -> None:
         with transaction.atomic(using=shop.alias):

@@ -18,8 +18,7 @@ from oncemore.errors import InvalidKey, InvalidPayload, PrincipalFailed
 from oncemore.web import asgi, aws_lambda, wsgi
 from oncemore.web.door import Door, issued_at, wait_of
 from oncemore.web.etag import matches
-from oncemore.web.principal import principal_of, remembered_digest
-from oncemore.web.request import Request
+from oncemore.web.request import Request, principal_of, remembered_digest
 
 SENT = "Repeatability-First-Sent"
 

@@ -7,7 +7,7 @@ import pytest
 from oncemore import Contract
 from oncemore._contract.rule import Rule
 from oncemore._fingerprint.fingerprint import Fingerprinter
-from oncemore.web.fingerprints import MOST_REMEMBERED, Fingerprints, Parts
+from oncemore.web.request import MOST_FINGERPRINTS, Fingerprints, Parts
 
 
 @pytest.fixture
@@ -56,11 +56,11 @@ def test_other_path_or_body_is_another_request(rule: Rule) -> None:
 
 def test_oldest_fingerprints_are_forgotten_above_the_limit(rule: Rule, made: list[bytes]) -> None:
     fingerprints = Fingerprints(())
-    for n in range(MOST_REMEMBERED + 10):
+    for n in range(MOST_FINGERPRINTS + 10):
         fingerprints.of(rule, parts(b"%d" % n))
     made.clear()
-    fingerprints.of(rule, parts(b"%d" % (MOST_REMEMBERED + 9)))
+    fingerprints.of(rule, parts(b"%d" % (MOST_FINGERPRINTS + 9)))
     assert made == []
-    assert len(fingerprints._latest) <= MOST_REMEMBERED
+    assert len(fingerprints._latest) <= MOST_FINGERPRINTS
     fingerprints.of(rule, parts(b"0"))
     assert made == [b"0"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_origin, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints, overload
 
 from ..errors import ConfigurationError
 from .problems import did_you_mean
@@ -25,15 +25,6 @@ else:
     Seconds = float
 
 
-class Ended(Protocol):
-    """The part of an outcome that a policy looks at: its kind and its HTTP status (0 if it has none)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def status(self) -> int: ...
-
-
 InFlight = Literal["wait", "conflict", "accepted"]
 OnDuplicate = Literal["replay", "reject", "ok"]
 OnUnknown = Literal["hold", "retry", "resolve"]
@@ -49,9 +40,6 @@ OnMismatch = Literal[409, 422, 400]
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 LONGEST = 100
 DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", re.ASCII)
-
-# Not final: the caller can remove the cause without changing the request, or the server may answer otherwise soon.
-UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
 
 
 def duration(value: float | str) -> float:
@@ -131,16 +119,6 @@ class Policy:
         for name in settings.keys() - set(known):
             raise ConfigurationError(f"there is no setting {name!r}{did_you_mean(name, known)}")
         return replace(self, **settings)
-
-    def keeps(self, outcome: Ended) -> bool:
-        """Whether *outcome* is final: kept and replayed, rather than released for another attempt."""
-        if callable(self.keep):
-            return self.keep(outcome)
-        if outcome.status == 0:  # of a function: its errors are failures, its values are not
-            return self.keep != "success" or outcome.kind != "error"
-        if self.keep == "success":
-            return 200 <= outcome.status < 300
-        return outcome.status not in UNSETTLED_STATUSES and (outcome.status < 500 or self.keep == "all")
 
 
 def is_error(kind: object) -> bool:

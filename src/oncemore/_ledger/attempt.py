@@ -13,7 +13,7 @@ from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Call, Plan
 from ..errors import OncemoreError, ProviderDuplicate, UnknownOutcome
 from .context import Op
-from .decisions import Answer, How, fenced
+from .decisions import Answer, How, check, fenced, replay
 from .events import log
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
@@ -23,6 +23,24 @@ from .unknown import leave_in_doubt, mark_unknown, resolve_unknown
 from .values import error_outcome, value_outcome
 
 Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a coroutine of it
+
+# Not final: the caller can remove the cause without changing the request, or the server may answer otherwise soon.
+UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
+
+
+def is_final(outcome: Outcome, policy: Policy) -> bool:
+    """Whether *outcome* is kept and replayed, rather than released for another attempt."""
+    if callable(policy.keep):
+        try:
+            return policy.keep(outcome)
+        except Exception:  # it happened, so it must not happen again
+            log.exception("The rule's keep function failed; the outcome is kept")
+            return True
+    if outcome.status == 0:  # of a function: its errors are failures, its values are not
+        return policy.keep != "success" or outcome.kind != "error"
+    if policy.keep == "success":
+        return 200 <= outcome.status < 300
+    return outcome.status not in UNSETTLED_STATUSES and (outcome.status < 500 or policy.keep == "all")
 
 
 class LeaseAttempt:
@@ -66,10 +84,9 @@ class LeaseAttempt:
         """Claim the operation.  *wait* bounds how long a running one is waited for; it only shortens the policy's own."""
         ledger, operation, policy = self.ledger, self.operation, self.policy
         try:
-            if policy.ttl_from == "creation":
-                kept = ledger.cache.get((operation.scope, operation.key))
-                if kept is not None:
-                    return ledger.replay_cached(kept, operation, policy)
+            known = self.cached()
+            if known is not None:
+                return known
             deadline = None if wait is None else ledger.clock.time() + wait
             found = yield from self.claim(deadline)
             if not isinstance(found, Lease):
@@ -88,6 +105,18 @@ class LeaseAttempt:
             ledger.emit("claimed", operation, token=found.token, attempt=found.attempt, from_state=former)
         return None
 
+    def cached(self) -> Answer | None:
+        """The answer to a repeated operation, from this process's own memory: the store is not asked."""
+        ledger, operation, policy = self.ledger, self.operation, self.policy
+        kept = ledger.cache.get((operation.scope, operation.key)) if policy.ttl_from == "creation" else None
+        if kept is None:
+            return None
+        check(operation, kept.fingerprint)
+        answer = replay(kept.outcome, policy, expires_at=kept.expires_at)
+        if ledger.observers:
+            ledger.emit("replayed", operation, status=answer.outcome.status)
+        return answer
+
     def claim(self, deadline: float | None) -> Plan[Lease | Record]:
         return self.ledger.store.claim(self.operation, lease=self.policy.lease)
 
@@ -96,14 +125,13 @@ class LeaseAttempt:
         self.lease = lease
         self.in_doubt = lease.lapsed
         self.op = Op(lease, deadline=deadline)
-        self.renewal = self.ledger.heartbeat.renewal(lease, self.policy.lease)
+        self.renewal = Renewal(self.ledger.heartbeat, lease, self.policy.lease)
 
     def start(self) -> Plan[Answer | None]:
         """Renew the lease from now on.  If anything goes wrong before the performer is called, the claim is given back."""
-        ordinary = self.is_ordinary()
         try:
             yield self.renewal
-            return None if ordinary else (yield from self.prepare())
+            return None if self.is_ordinary() else (yield from self.prepare())
         except GeneratorExit:
             self.drop()
             raise
@@ -113,10 +141,11 @@ class LeaseAttempt:
 
     def is_ordinary(self) -> bool:
         """Whether there is nothing to look at before the performer is called."""
-        policy = self.policy
-        return (
-            not self.lease.lapsed and self.operation.unique is None and policy.suspect == "off" and policy.late == "run"
-        )
+        return not self.lease.lapsed and self.operation.unique is None and not self.is_screened()
+
+    def is_screened(self) -> bool:
+        """Whether the policy looks at first attempts: for twins under another key, or for keys that are too old."""
+        return self.policy.suspect != "off" or self.policy.late != "run"
 
     def prepare(self) -> Plan[Answer | None]:
         """Look at what the policy asks for before the performer is called; the answer, if that is known already."""
@@ -223,12 +252,8 @@ class LeaseAttempt:
         return self.settled(answer)
 
     def keeps(self, outcome: Outcome) -> bool:
-        """Whether the outcome is final; a `keep` function that fails must not lead to a second effect."""
-        try:
-            return self.policy.keeps(outcome)
-        except Exception:
-            log.exception("The rule's keep function failed; the outcome is kept")
-            return True
+        """Whether the outcome is final: kept and replayed, rather than released for another attempt."""
+        return is_final(outcome, self.policy)
 
     def settled(self, answer: Answer) -> Answer:
         """The answer, after its outcome has become durable: remembered by this process, and shown to the observers."""

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from .._runtime.plan import Plan, arun, run
@@ -41,25 +42,16 @@ class StepPlans(Protocol):
     def sleep(self, name: str, seconds: float | str) -> Plan[None]: ...
 
 
+@dataclass(slots=True, eq=False)
 class Op:
     """The running operation (not to be confused with `Operation`, its name): key, attempt, and stable keys for providers."""
 
-    __slots__ = ("deadline", "lease", "lent", "note", "steps", "transaction")
-
-    def __init__(
-        self,
-        lease: Lease,
-        *,
-        transaction: Transaction | None = None,
-        steps: StepPlans | None = None,
-        deadline: float | None = None,
-    ) -> None:
-        self.lease = lease
-        self.transaction = transaction
-        self.steps = steps
-        self.deadline = deadline  # when the caller stops waiting, in seconds since 1970; None if it did not say
-        self.lent = False  # whether the performer has used a connection that must be awaited
-        self.note = ""  # kept in the record, for an operator to read
+    lease: Lease
+    transaction: Transaction | None = field(default=None, kw_only=True)
+    steps: StepPlans | None = field(default=None, kw_only=True)
+    deadline: float | None = field(default=None, kw_only=True)  # when the caller stops waiting, in seconds since 1970
+    lent: bool = field(default=False, init=False)  # whether the performer has used a connection that must be awaited
+    note: str = field(default="", init=False)  # kept in the record, for an operator to read
 
     @property
     def operation(self) -> Operation:

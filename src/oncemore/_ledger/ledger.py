@@ -12,7 +12,7 @@ from .._runtime.clock import Clock
 from .._runtime.heartbeat import Heartbeat, Renewal
 from .._runtime.plan import Plan
 from ..errors import Fenced, OncemoreError, StoreError
-from .cache import Cache, Kept
+from .cache import Cache
 from .decisions import Answer, check, in_progress, is_over, replay, unknown
 from .events import Event, EventKind, Observer, log, tell_all
 from .model import Lease, Operation, Outcome, Record
@@ -87,19 +87,6 @@ class Ledger:
         return found
 
     # Replaying
-
-    def cached(self, operation: Operation, policy: Policy) -> Answer | None:
-        """The answer to a repeated operation, if this process remembers it."""
-        kept = self.cache.get(operation.id) if policy.ttl_from == "creation" else None
-        return None if kept is None else self.replay_cached(kept, operation, policy)
-
-    def replay_cached(self, kept: Kept, operation: Operation, policy: Policy) -> Answer:
-        """The answer to a repeated operation, from this process's own memory: the store is not asked."""
-        check(operation, kept.fingerprint)
-        answer = replay(kept.outcome, policy, expires_at=kept.expires_at)
-        if self.observers:
-            self.emit("replayed", operation, status=answer.outcome.status)
-        return answer
 
     def replay(self, record: Record, operation: Operation, policy: Policy) -> Plan[Answer]:
         """The answer to a repeated operation, from its settled record."""

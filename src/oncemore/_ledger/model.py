@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import os
+import platform
+import secrets
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
+from .._runtime.forks import reset_in_child
 from ..errors import InvalidKey
 from .states import State
 
@@ -85,6 +90,24 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     holder: str
     lease: float
     request: bytes = b""
+
+
+class Holder:
+    """Names each claim of this process: a claim whose answer was lost can be sent again, and is recognised."""
+
+    def __init__(self) -> None:
+        self._reset()
+        reset_in_child(self)  # which must not repeat its parent's names
+
+    def _reset(self) -> None:
+        self._prefix = ""  # not yet: a process that has just been forked has other things to do
+        self._count = itertools.count(1)
+
+    def next(self) -> str:
+        """A name that no other claim has, nor will have."""
+        if not self._prefix:
+            self._prefix = f"{platform.node()[:40]}:{os.getpid()}:{secrets.token_hex(4)}:"
+        return f"{self._prefix}{next(self._count)}"
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):

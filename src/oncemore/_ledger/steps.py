@@ -71,7 +71,7 @@ class Steps:
 
     def open(self) -> Plan[float | None]:
         """Find the operation's own record, which names its steps; the deadline that the first attempt kept in it."""
-        record = yield from self.ledger.store.find(*self.operation.id)
+        record = yield from self.ledger.store.find(self.operation.scope, self.operation.key)
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
         self.epoch = record_epoch(record)
@@ -141,7 +141,7 @@ class Steps:
         delays = iter(step.retry.delays())
         while True:
             yield from self.check_owner()
-            called = step.called(key, value)
+            called = Called(step, key, value)
             kind = TransactionAttempt if step.effect == "transaction" else LeaseAttempt
             try:
                 answer = yield from kind(self.ledger, operation, policy).perform(called)
@@ -359,6 +359,7 @@ class Step:
         self.label = f"{name}\n{number}" if again else name
         self.undoes = undoes
         self.takes = taken_by(function, name, takes_value=undoes)
+        self.returns = annotated_classes(function, "return")
         borrows = any(each.name in BORROWED for each in self.takes)
         self.effect: StepEffect = effect or ("transaction" if borrows else "lease")
         # A transaction that the database refused is run again anyway, and no other failure is cured by time alone.
@@ -373,7 +374,7 @@ class Step:
 
     def naming(self, policy: Policy) -> Policy:
         """Return *policy*, with the classes that the return annotation of the step's function names."""
-        new = tuple(kind for kind in annotated_classes(self.function, "return") if kind not in policy.types)
+        new = tuple(kind for kind in self.returns if kind not in policy.types)
         return dataclasses.replace(policy, types=policy.types + new) if new else policy
 
     def policy(self, policy: Policy, key: str) -> Policy:
@@ -388,9 +389,6 @@ class Step:
         resolver = self.resolver
         asks = None if resolver is None else (lambda op: resolver(key))
         return dataclasses.replace(policy, on_unknown=self.on_unknown, resolver=asks)
-
-    def called(self, key: str, value: Any) -> Called:
-        return Called(self, key, value)
 
 
 class Called:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Plan
 from ..errors import Fenced, InProgress, OncemoreError, ProviderDuplicate, Refusal, StoreError, UnknownOutcome
 from .attempt import LeaseAttempt
@@ -33,7 +34,7 @@ class StepsAttempt(LeaseAttempt):
     def claim(self, deadline: float | None) -> Plan[Lease | Record]:
         """Claim, and keep the request for a completer.  If an earlier attempt has kept its own, that stays, and its deadline."""
         store = self.ledger.store
-        record = yield from store.find(*self.operation.id)
+        record = yield from store.find(self.operation.scope, self.operation.key)
         if record is not None and record.state == "settled":
             return record
         if record is None or not record.request:
@@ -42,7 +43,7 @@ class StepsAttempt(LeaseAttempt):
 
     def take(self, lease: Lease, deadline: float | None) -> None:
         self.lease = lease
-        self.renewal = self.ledger.heartbeat.renewal(lease, self.policy.lease)
+        self.renewal = Renewal(self.ledger.heartbeat, lease, self.policy.lease)
         self.steps = Steps(self.ledger, lease, self.policy, self.renewal)
         self.op = Op(lease, steps=self.steps, deadline=deadline)
 
@@ -53,14 +54,13 @@ class StepsAttempt(LeaseAttempt):
         """Look for twins, find the checkpoints of earlier attempts, and claim what must happen once whatever the key."""
         if self.lease.lapsed:
             self.ledger.emit("lapsed", self.operation, token=self.lease.token, attempt=self.lease.attempt)
-        known = yield from screen(self.ledger, self.ledger.store, self.op, self.policy)
-        if known is not None:
-            return known
+        if self.is_screened():
+            known = yield from screen(self.ledger, self.ledger.store, self.op, self.policy)
+            if known is not None:
+                return known
         try:
             self.op.deadline = yield from self._open()
-            if self.operation.unique is not None:
-                known = yield from self.claim_unique()
-            return known
+            return None if self.operation.unique is None else (yield from self.claim_unique())
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -185,11 +185,13 @@ class StepsAttempt(LeaseAttempt):
         """A success answers every other key; anything else leaves the way free."""
         if self.unique is None:
             return
-        store, under = self.ledger.store, self.unique.policy
-        if outcome is None or not under.keeps(outcome):
+        store = self.ledger.store
+        if outcome is None or not self.unique.keeps(outcome):
             yield from store.release(self.unique.lease, retention=0.0)
         else:
-            yield from store.settle(self.unique.lease, tag(outcome, self.operation.scope), retention=under.ttl)
+            yield from store.settle(
+                self.unique.lease, tag(outcome, self.operation.scope), retention=self.unique.policy.ttl
+            )
 
     def _leave(self, *, forget: bool = False) -> Plan[None]:
         """Leave the operation unfinished: the next attempt continues.  If no step was begun, it begins anew."""

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import platform
-import secrets
 from collections.abc import Sequence
 from typing import Protocol, get_args
 
 import msgspec
 
-from .._runtime.forks import reset_in_child
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Wakeups
 from ..errors import ConfigurationError
@@ -113,21 +108,3 @@ class Store(Protocol):
 
     def close(self) -> None: ...
     async def aclose(self) -> None: ...
-
-
-class Holder:
-    """Names each claim of this process: a claim whose answer was lost can be sent again, and is recognised."""
-
-    def __init__(self) -> None:
-        self._reset()
-        reset_in_child(self)  # which must not repeat its parent's names
-
-    def _reset(self) -> None:
-        self._prefix = ""  # not yet: a process that has just been forked has other things to do
-        self._count = itertools.count(1)
-
-    def next(self) -> str:
-        """A name that no other claim has, nor will have."""
-        if not self._prefix:
-            self._prefix = f"{platform.node()[:40]}:{os.getpid()}:{secrets.token_hex(4)}:"
-        return f"{self._prefix}{next(self._count)}"

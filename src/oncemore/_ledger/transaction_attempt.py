@@ -14,7 +14,7 @@ import msgspec
 from .._contract.policy import Policy
 from .._runtime.plan import Plan, Sleep
 from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable, UnknownOutcome
-from .attempt import LeaseAttempt, Performer
+from .attempt import LeaseAttempt, Performer, is_final
 from .context import Op
 from .decisions import Answer, check, in_progress, is_over, unknown
 from .ledger import Ledger
@@ -68,7 +68,7 @@ class TransactionAttempt(LeaseAttempt):
         limit = policy.wait if wait is None else min(wait, policy.wait)
         self.ends = ledger.clock.monotonic() + (limit if policy.in_flight == "wait" else 0.0)
         try:
-            known = ledger.cached(self.operation, policy)
+            known = self.cached()
         except OncemoreError as error:
             self.refused(error)
             raise
@@ -238,7 +238,7 @@ class TransactionAttempt(LeaseAttempt):
     def _settle_unique(self, transaction: Transaction, lease: Lease, outcome: Outcome) -> Plan[None]:
         """A success answers every other key; anything else leaves the way free."""
         under = inner_policy(self.policy)
-        if under.keeps(outcome):
+        if is_final(outcome, under):
             yield from transaction.settle(lease, tag(outcome, self.operation.scope), retention=under.ttl)
         else:
             yield from transaction.release(lease, retention=0.0)

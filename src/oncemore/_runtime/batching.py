@@ -73,7 +73,7 @@ class Batcher(Generic[Item]):
 
     def submit(self, item: Item) -> Any:
         """Return the result of *item*, on this thread."""
-        if len(self._loops):
+        if self._loops.things:
             self._loops.drop_closed()
         return self._threads.submit(item)
 
@@ -98,20 +98,21 @@ class Batcher(Generic[Item]):
             await loop_batcher.drain()
 
     def execute(self, items: list[Item]) -> Plan[Sequence[Any]]:
-        """Run one batch, and return one result per item."""
-        if self.orphans:
-            orphans, self.orphans = self.orphans, []
-            yield from self.repair(orphans)
-        results = yield from self.run_batch(items)
-        if len(results) != len(items):
-            raise StoreError(f"The store returned {len(results)} results for {len(items)} items")
-        return results
+        """Return the plan of one batch, which gives one result per item."""
+        return self._execute_after_repair(items) if self.orphans else self.run_batch(items)
+
+    def _execute_after_repair(self, items: list[Item]) -> Plan[Sequence[Any]]:
+        orphans, self.orphans = self.orphans, []
+        yield from self.repair(orphans)
+        return (yield from self.run_batch(items))
 
     def execute_again(self, items: list[Item]) -> Plan[Sequence[Any]]:
         """Run a batch that was interrupted again, without the items that can be undone: their results are lost."""
         others = [item for item in items if not self.can_undo(item)]
-        results = iter((yield from self.execute(others)) if others else ())
-        return [LOST if self.can_undo(item) else next(results) for item in items]
+        results = (yield from self.execute(others)) if others else ()
+        check_count(results, others)
+        left = iter(results)
+        return [LOST if self.can_undo(item) else next(left) for item in items]
 
     def repair(self, items: list[Item]) -> Plan[None]:
         """Undo those of *items* that can be undone, because nobody has their results; carry out the others (again)."""
@@ -225,6 +226,7 @@ class ThreadBatcher(Generic[Item]):
                 self.waiting.popleft()
         try:
             results, lost = run(batcher.execute([ticket.item for ticket in batch])), []
+            check_count(results, batch)
         except Exception as error:
             results = [own_error(error) for _ in batch]
             lost = [ticket.item for ticket in batch if batcher.can_undo(ticket.item)]
@@ -365,6 +367,7 @@ class LoopBatcher(Generic[Item]):
         plans = chain([batcher.execute], repeat(batcher.execute_again))
         try:
             results = await self._complete(lambda: next(plans)(items))
+            check_count(results, batch)
         except Exception as error:
             results = [own_error(error) for _ in batch]
             lost = [item for item in items if batcher.can_undo(item)]
@@ -422,6 +425,12 @@ def nothing_to_undo(items: list[Any]) -> Plan[None]:
     """The `undo` of a batcher whose items are always carried out."""
     return
     yield
+
+
+def check_count(results: Sequence[Any], calls: Sequence[Any]) -> None:
+    """Raise StoreError unless there is one result for each call, because no caller may get another's."""
+    if len(results) != len(calls):
+        raise StoreError(f"The store returned {len(results)} results for {len(calls)} items")
 
 
 def set_result(future: asyncio.Future[Any], result: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextvars import Context
+from dataclasses import dataclass, field
 from typing import Any
 
 from .clock import Clock
@@ -22,39 +23,26 @@ NEVER = float("inf")
 CLOSING = 5.0
 
 
-class Done:
-    """An awaitable that is done: no coroutine is needed to add a lease."""
-
-    def __await__(self) -> Generator[Any, None, None]:
-        return iter(())  # type: ignore[return-value]
-
-
-DONE = Done()
-
-
+@dataclass(slots=True, eq=False)
 class Renewal:
-    """One lease that is kept alive from the moment this effect is carried out until `stop`.
+    """Effect: keep *lease*, which is *seconds* long, alive from now on until `stop`.
 
     *lost* is set by the renew function if the store refuses the lease; it is then not renewed any more.
     """
 
-    __slots__ = ("_heartbeat", "among", "due", "lease", "lost", "seconds", "stopped")
-
-    def __init__(self, heartbeat: Heartbeat, lease: Any, seconds: float) -> None:
-        self._heartbeat = heartbeat
-        self.among: set[Renewal] | None = None  # those of the same thread or loop
-        self.lease = lease
-        self.seconds = seconds
-        self.due = 0.0
-        self.lost = False
-        self.stopped = False
+    heartbeat: Heartbeat
+    lease: Any
+    seconds: float
+    due: float = field(default=0.0, init=False)
+    lost: bool = field(default=False, init=False)
+    stopped: bool = field(default=False, init=False)
+    among: set[Renewal] | None = field(default=None, init=False)  # those of the same thread or loop
 
     def run(self) -> None:
-        self._heartbeat.threads.add(self)
+        self.heartbeat.threads.add(self)
 
-    def arun(self) -> Done:
-        self._heartbeat.on_loop().add(self)
-        return DONE
+    async def arun(self) -> None:
+        self.heartbeat.on_loop().add(self)
 
     def stop(self) -> None:
         """Renew the lease no more.  A renewal that is under way may still arrive; `stopped` tells that it came too late."""
@@ -64,7 +52,7 @@ class Renewal:
 
 
 class Heartbeat:
-    """Keeps leases alive: `yield heartbeat.renewal(lease, seconds)` in a plan, and `stop()` when the work is over.
+    """Keeps leases alive: `yield Renewal(heartbeat, lease, seconds)` in a plan, and `stop()` when the work is over.
 
     A lease is renewed at the first tick after a third of it has passed, and again after each third.  A renewal that fails is
     tried again at the next tick.  Ticks come at a fixed interval, a sixth of the shortest lease, so that adding a lease costs
@@ -84,10 +72,6 @@ class Heartbeat:
     def _reset(self) -> None:
         self.threads = ThreadTimer(self)
         self._loops = PerLoop(lambda: LoopTimer(self))
-
-    def renewal(self, lease: Any, seconds: float) -> Renewal:
-        """The effect of keeping *lease*, which is *seconds* long, alive from now on."""
-        return Renewal(self, lease, seconds)
 
     def on_loop(self) -> LoopTimer:
         """The timer of the running event loop."""

@@ -19,7 +19,7 @@ class PerLoop(Generic[T]):
     def __init__(self, make: Callable[[], T], dropped: Callable[[T], object] = lambda thing: None) -> None:
         self._make = make
         self._dropped = dropped
-        self._things: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, T] = weakref.WeakKeyDictionary()
+        self.things: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, T] = weakref.WeakKeyDictionary()
         self._latest: tuple[Callable[[], object], T | None] = (lambda: None, None)
 
     def get(self) -> T:
@@ -27,36 +27,33 @@ class PerLoop(Generic[T]):
         loop = asyncio.get_running_loop()
         known, thing = self._latest  # nearly always there is one loop, and a look into the dictionary takes longer
         if thing is None or known() is not loop:
-            thing = self._things.get(loop)
+            thing = self.things.get(loop)
             if thing is None:
                 self.drop_closed()
-                thing = self._things[loop] = self._make()
+                thing = self.things[loop] = self._make()
             self._latest = (weakref.ref(loop), thing)
         return thing
 
     def find(self) -> T | None:
         """The thing of the running loop, if it has one."""
-        return self._things.get(asyncio.get_running_loop())
+        return self.things.get(asyncio.get_running_loop())
 
     def pop(self) -> T | None:
         """Remove and return the thing of the running loop, if it has one."""
         self._latest = (lambda: None, None)
-        return self._things.pop(asyncio.get_running_loop(), None)
+        return self.things.pop(asyncio.get_running_loop(), None)
 
     def drop_closed(self) -> None:
         """Drop the things of closed loops.  A pending task or future in one of them would keep its loop alive for ever."""
         if self._latest[0]() is None:  # the loop was collected, and its thing with it, but for this reference
             self._latest = (lambda: None, None)
-        for known in self._things.keyrefs():
+        for known in self.things.keyrefs():
             loop = known()
             if loop is not None and loop.is_closed():
                 self._latest = (lambda: None, None)
-                thing = self._things.pop(loop, None)  # another thread may have been quicker
+                thing = self.things.pop(loop, None)  # another thread may have been quicker
                 if thing is not None:
                     self._dropped(thing)
-
-    def __len__(self) -> int:
-        return len(self._things)
 
 
 _tasks: set[asyncio.Task[Any]] = set()

@@ -66,10 +66,10 @@ def libpq_settings(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def sqlite_store(alias: str, said: Mapping[str, Any], options: Mapping[str, str]) -> Store:
     from .sqlite import connect, url_of
-    from .sqlite.transactions import BelowDjango, SqliteSource
+    from .sqlite.transactions import SqliteBelowDjango, SqliteSource
 
     store = connect(url_of(str(said["NAME"]), options))
-    store.lender = SqliteSource(store, lambda writer: DjangoAdapter(alias, BelowDjango(store.sql)))
+    store.lender = SqliteSource(store, lambda writer: DjangoAdapter(alias, SqliteBelowDjango(store.sql)))
     return store
 
 

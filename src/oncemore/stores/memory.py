@@ -16,9 +16,9 @@ import msgspec
 
 from .._ledger.connect import take_options
 from .._ledger.decisions import fenced, not_deletable, not_resolvable
-from .._ledger.model import Claim, Lease, Operation, Outcome, Record
+from .._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record
 from .._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
-from .._ledger.store import Filter, Holder, Page, Stats
+from .._ledger.store import Filter, Page, Stats
 from .._runtime.clock import SYSTEM
 from .._runtime.forks import reset_in_child
 from .._runtime.plan import Plan

@@ -35,12 +35,20 @@ from ..errors import (
     Undeclared,
 )
 from .etag import Etag, check_if_match
-from .fingerprints import Fingerprints
-from .principal import Principal, principal_of
 from .problem import Response, problem, value_response
 from .rates import Admission, Rates, default_rates
 from .redrive import REDRIVEN, kept_request, redriven, resumed
-from .request import Headers, Request, is_sent, kept_headers, lines, value_of
+from .request import (
+    Fingerprints,
+    Headers,
+    Principal,
+    Request,
+    is_sent,
+    kept_headers,
+    lines,
+    principal_of,
+    value_of,
+)
 
 log = logging.getLogger("oncemore.web")
 
@@ -176,10 +184,11 @@ class Door(Generic[App]):
             return None
         path = request.path.rstrip("/") or "/"  # as rules are matched: an app may redirect from one to the other
         parts = (request.method, path, request.query, value_of(headers, "content-type"), request.body)
+        fingerprint = self._fingerprints.of(rule, parts)
         return Operation(
             self.scope(rule, match.route, request, principal, tenant),
             key,
-            self._fingerprints.of(rule, parts),
+            fingerprint,
             rule.name,
             partial(self._fingerprints.matches, rule, parts),
             issued_at(rule, headers, key) if rule.policy.late == "refuse" else None,

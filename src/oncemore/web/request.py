@@ -1,8 +1,12 @@
-"""A request as every integration describes it, and how its headers and its path are read."""
+"""A request as every integration describes it: its path, its headers, its caller, and its fingerprint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+import inspect
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,18 +15,26 @@ import msgspec
 from .._contract.contract import Contract, Match
 from .._contract.rule import Rule
 from .._fingerprint.canonical import read_json
+from .._fingerprint.fingerprint import Fingerprinter
 from .._ledger.context import CURRENT, current_operation
 from .._ledger.model import Operation
-from ..errors import InvalidPayload, PayloadTooLarge
+from ..errors import InvalidPayload, InvalidPrincipal, PayloadTooLarge, PrincipalFailed
 
 __all__ = [
+    "CREDENTIALS",
     "CURRENT",
     "GUARDED",
+    "MOST_FINGERPRINTS",
     "NOT_OF_A_GET",
     "Fields",
+    "Fingerprints",
     "Headers",
+    "Parts",
+    "Principal",
     "Request",
+    "anonymous",
     "check_length",
+    "credentials_of",
     "current_operation",
     "is_current",
     "is_sent",
@@ -31,8 +43,12 @@ __all__ = [
     "match_mounted",
     "mount_prefix",
     "native_mapping",
+    "principal_of",
+    "remembered_digest",
     "value_of",
 ]
+
+log = logging.getLogger("oncemore.web")
 
 Headers = Sequence[tuple[str, str]]  # names in lower case, in the order they came
 
@@ -103,7 +119,7 @@ class Fields(list[tuple[str, str]]):
     __slots__ = ("first",)
 
     def __init__(self, raw: Iterable[tuple[bytes, bytes]]) -> None:
-        super().__init__([(str(name, "latin-1"), str(value, "latin-1")) for name, value in raw])
+        super().__init__([(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw])
         self.first = dict(reversed(self))
 
 
@@ -183,3 +199,136 @@ def kept_headers(headers: Headers, allowed: frozenset[str] | None = None) -> tup
 @lru_cache(maxsize=1024)
 def is_kept(name: str) -> bool:
     return name not in NEVER_KEPT and not name.startswith(NEVER_KEPT_PREFIXES)
+
+
+# ── The caller: a key belongs to its principal, and no other principal ever sees its outcome ─────────────────────────
+
+Principal = Callable[[Any], Any]  # from the framework's own request (ASGI scope, WSGI environ, ...) to a name
+
+# Not cookies: they change between two attempts (the first response may set one), and a retry would not be recognised.
+CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "api-key"})
+ANONYMOUS = "anonymous"
+# In the text of an object without a name, of a coroutine, or of a method that was meant to be called.  The address differs
+# from one request to the next, so no retry would be recognised.
+ADDRESS = " at 0x"
+LONGEST_CREDENTIALS = 4096  # credentials that are longer would fill our memory
+
+
+def principal_of(function: Principal | None, request: Request) -> str:
+    """The caller's name: the result of *function*, else the authenticated user, else a digest of the credentials."""
+    if function is None:
+        return user_of(request.native) or credentials_of(request.headers) or anonymous()
+    try:
+        found = function(request.native)
+    except Exception as error:
+        log.exception("The principal function failed")
+        raise PrincipalFailed("The principal could not be determined; nothing was done") from error
+    if found is None or found == "":
+        raise InvalidPrincipal("The caller is not known, and a key must belong to someone")
+    name = f"user:{found}"
+    if isinstance(found, str):
+        return name
+    if inspect.iscoroutine(found):
+        found.close()
+    if ADDRESS in name:
+        raise PrincipalFailed(f"The principal function gave a {type(found).__name__}, but a text or a number is needed")
+    return name
+
+
+def user_of(native: Any) -> str:
+    """The user whom the framework has authenticated, or an empty text."""
+    if not isinstance(native, dict):
+        user = getattr(native, "user", None)
+    elif native.get("REMOTE_USER"):  # set by the WSGI server; no header can forge it
+        return f"user:{native['REMOTE_USER']}"
+    else:
+        user = native.get("user")
+    if user is None or not getattr(user, "is_authenticated", False):
+        return ""
+    for name in ("pk", "id", "identity", "username", "display_name"):
+        try:
+            found = getattr(user, name, None)
+        except NotImplementedError:  # raised by Starlette if a user has no identity
+            continue
+        if found not in (None, "") and not callable(found):
+            return f"user:{found}"
+    return ""
+
+
+def credentials_of(headers: Headers) -> str:
+    """A digest of the headers by which the caller proves its identity."""
+    if isinstance(headers, Fields) and CREDENTIALS.isdisjoint(headers.first):
+        return ""
+    found = tuple([field for field in headers if field[0] in CREDENTIALS])
+    if not found:
+        return ""
+    longest = max([len(value) for _, value in found])
+    return (remembered_digest if longest <= LONGEST_CREDENTIALS else digest)(found)
+
+
+def digest(credentials: tuple[tuple[str, str], ...]) -> str:
+    hashed = hashlib.sha256()
+    for name, value in credentials:
+        hashed.update(f"{name}:{len(value)}:{value}\n".encode("utf-8", "surrogateescape"))
+    return f"credentials:{hashed.hexdigest()[:32]}"
+
+
+remembered_digest = lru_cache(maxsize=4096)(digest)
+
+
+@lru_cache(maxsize=1)
+def anonymous() -> str:
+    """The principal that all callers without credentials share; warns once."""
+    log.warning(
+        "A guarded request came without a user or an Authorization or X-API-Key header (cookies do not count): such "
+        "callers share one principal, and see each other's outcomes if they guess a key.  Give the "
+        "middleware a principal function."
+    )
+    return ANONYMOUS
+
+
+# ── Fingerprints ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Parts = tuple[str, str, str, str, bytes]  # method, path, query, media type, body
+
+MOST_FINGERPRINTS = 4096  # that are remembered
+
+
+class Fingerprints:
+    """One fingerprinter for each rule, and the fingerprints of the latest requests: a repeat is not parsed again.
+
+    Requests are remembered by a digest of their bytes, because a card number that was sent must not stay in memory.
+    """
+
+    def __init__(self, secrets: tuple[bytes, ...]) -> None:
+        Fingerprinter(secrets=secrets)  # raises the error of a bad secret now, not at the first request
+        self._secrets = secrets
+        self._rules: dict[int, tuple[Rule, Fingerprinter]] = {}
+        self._latest: OrderedDict[bytes, str] = OrderedDict()  # a plain dict takes long to find its oldest entry
+
+    def of(self, rule: Rule, parts: Parts) -> str:
+        """Return the fingerprint of a request under *rule*."""
+        method, path, query, media_type, body = parts
+        head = f"{id(rule)} {method!r} {path!r} {query!r} {media_type!r} "  # quoted, so that no two requests read alike
+        digest = hashlib.sha256(head.encode() + body).digest()
+        found = self._latest.get(digest)
+        if found is None:
+            found = self._latest[digest] = self.fingerprinter(rule).fingerprint(*parts)
+            if len(self._latest) > MOST_FINGERPRINTS:
+                self._latest.popitem(last=False)
+        return found
+
+    def matches(self, rule: Rule, parts: Parts, stored: str) -> bool:
+        """Whether a *stored* fingerprint is of the same request."""
+        return self.fingerprinter(rule).matches(stored, *parts)
+
+    def fingerprinter(self, rule: Rule) -> Fingerprinter:
+        """Return the fingerprinter of *rule*; kept by identity, because hashing a rule takes longer than all the rest."""
+        found = self._rules.get(id(rule))
+        if found is None:
+            settings: Any = rule.fingerprint
+            made = Fingerprinter(
+                mode=settings.mode, include=settings.include, exclude=settings.exclude, secrets=self._secrets
+            )
+            found = self._rules[id(rule)] = (rule, made)  # with the rule, so that its identity is not used again
+        return found[1]

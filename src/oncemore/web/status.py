@@ -13,9 +13,8 @@ from .._ledger.model import Outcome, Record
 from .._runtime.plan import Plan, arun
 from ..errors import InvalidKey, NotFound
 from .door import Door
-from .principal import principal_of
 from .problem import JSON, Response, encode_json
-from .request import Request, lines
+from .request import Request, lines, principal_of
 
 
 async def status_response(door: Door[Any], request: Request) -> Response:

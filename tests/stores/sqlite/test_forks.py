@@ -96,7 +96,7 @@ import os, sys, threading
 from oncemore import Guard, Operation
 from oncemore._runtime.plan import run
 from oncemore.errors import ConfigurationError
-from oncemore.stores.sqlite.items import NO_RECORD
+from oncemore.stores.sqlite.batch import NO_RECORD
 
 path = sys.argv[1]
 guard = Guard(f"sqlite:///{path}?timeout=200ms")

@@ -17,7 +17,7 @@ from oncemore._ledger.model import Lease, Operation
 from oncemore._runtime.plan import arun, run
 from oncemore.errors import Suspected
 from oncemore.stores.sqlite import SqliteStore, connect, writer
-from oncemore.stores.sqlite.items import NO_RECORD
+from oncemore.stores.sqlite.batch import NO_RECORD
 from oncemore.testing.stores import StoreContract
 
 from ..parts import DONE, HOUR

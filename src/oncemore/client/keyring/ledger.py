@@ -182,7 +182,7 @@ class LedgerKeyring:
             # be withdrawn, or another process would send it once its lease has lapsed.
             self._failed.append(replace(entry, headers=(), body=None))
             if len(self._failed) == 1:
-                yield self.heartbeat.renewal(None, self.lease)
+                yield Renewal(self.heartbeat, None, self.lease)
             raise
 
     def _begin(self, lease: Lease, entry: Entry, oldest: float) -> Plan[Entry]:
@@ -199,7 +199,7 @@ class LedgerKeyring:
         return entry
 
     def _keep_alive(self, lease: Lease, entry: Entry) -> Plan[None]:
-        self._sending[entry.token] = renewal = self.heartbeat.renewal(lease, self.lease)
+        self._sending[entry.token] = renewal = Renewal(self.heartbeat, lease, self.lease)
         yield renewal
 
     def _stop(self, entry: Entry) -> Lease | None:

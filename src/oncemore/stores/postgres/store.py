@@ -15,9 +15,9 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from ..._ledger.connect import hide_password, take_options
 from ..._ledger.decisions import not_deletable, not_resolvable
 from ..._ledger.events import log
-from ..._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_outcome
+from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State, read
-from ..._ledger.store import Filter, Holder, Page, Stats, Store
+from ..._ledger.store import Filter, Page, Stats, Store
 from ..._ledger.transactions import TransactionSource
 from ..._runtime.batching import Batcher, Submit
 from ..._runtime.plan import Plan

@@ -14,8 +14,8 @@ import msgspec
 from ..._ledger.connect import hide_password, take_options
 from ..._ledger.decisions import fenced, not_deletable, not_resolvable
 from ..._ledger.events import log
-from ..._ledger.model import Claim, Lease, Operation, Outcome, Record
-from ..._ledger.store import Filter, Holder, Page, Stats
+from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record
+from ..._ledger.store import Filter, Page, Stats
 from ..._runtime.batching import Submit
 from ..._runtime.forks import reset_in_child
 from ..._runtime.plan import Plan

@@ -6,14 +6,15 @@ import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from ..._ledger.decisions import fenced, not_deletable, not_resolvable
-from ..._ledger.model import Lease, Operation, Outcome, Record
+from ..._ledger.model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey, OncemoreError
-from .items import Change, Claim, Item, Settle, outcome_columns
-from .statements import Row, Statements, as_record
+from .statements import HASH, NOTE, OUTCOME, REQUEST, Row, SqliteStatements
 from .writer import BAD_VALUES, as_store_error, is_bad_value, is_busy
 
 # Columns that a record loses when it is claimed again.  Its request is not among them.
@@ -30,9 +31,72 @@ BLANK: dict[str, Any] = {
 }
 
 
-def run_batch(connection: sqlite3.Connection, sql: Statements, shift: float, items: list[Item]) -> list[Any]:
+NO_RECORD: Id = ("", "")  # the id of an item that concerns no record in particular
+
+
+class ClaimItem:
+    """ClaimItem *operation*, under the name *holder*, for *lease* seconds.  *result* is the lease or the record in its way."""
+
+    __slots__ = ("holder", "id", "lease", "operation", "request", "result")
+    can_undo = True
+    notifies = False  # nobody waits for a record to become running
+
+    def __init__(self, operation: Operation, lease: float, holder: str, request: bytes = b"") -> None:
+        self.id = (operation.scope, operation.key)
+        self.operation = operation
+        self.lease = lease
+        self.holder = holder
+        self.request = request
+        self.result: Any = None
+
+
+class SettleItem:
+    """Store the outcome of *held*; *row* has the values that are written."""
+
+    __slots__ = ("held", "id", "result", "row")
+    can_undo = False
+    notifies = True
+
+    def __init__(self, held: Lease, outcome: Outcome, retention: float, audit: bool, note: str) -> None:
+        self.id = (held.operation.scope, held.operation.key)
+        self.held = held
+        self.result: Any = None
+        self.row = settle_row(held, outcome, retention, audit, note)
+
+
+class ChangeItem:
+    """Any other write, to one record or none: *apply* is called in the transaction.  *notifies* wakes the record's waiters."""
+
+    __slots__ = ("apply", "id", "notifies", "result")
+    can_undo = False
+
+    def __init__(self, id: Id, apply: Callable[[SqliteBatch], Any], *, notifies: bool = False) -> None:
+        self.id = id
+        self.apply = apply
+        self.notifies = notifies
+        self.result: Any = None
+
+
+# One caller's part of a batch.  Its result is what the caller gets; an exception is raised there.
+Item = ClaimItem | SettleItem | ChangeItem
+
+
+def claim_values(claim: ClaimItem) -> Row:
+    """The values that insert a record for *claim*, after its token."""
+    names = (*claim.id, claim.operation.name, claim.operation.fingerprint, claim.holder)
+    return (*names, claim.lease, claim.request or None)
+
+
+def settle_row(held: Lease, outcome: Outcome, retention: float, audit: bool, note: str) -> Row:
+    """The values that settle the record of *held*."""
+    operation, data, digest = held.operation, encode_outcome(outcome), outcome.digest()
+    key = (held.token, operation.scope, operation.key)
+    return (*key, retention, outcome.status, data, digest, note, int(audit))
+
+
+def run_batch(connection: sqlite3.Connection, sql: SqliteStatements, shift: float, items: list[Item]) -> list[Any]:
     """Carry out *items* with one commit, and return their results.  If this raises, nothing was committed."""
-    batch = Batch(connection, sql, shift)
+    batch = SqliteBatch(connection, sql, shift)
     try:
         if len(items) == 1 and batch.run_single(items[0]):
             return [items[0].result]
@@ -45,6 +109,12 @@ def run_batch(connection: sqlite3.Connection, sql: Statements, shift: float, ite
             return [item.result for item in items]
         raise
     return [item.result for item in items]
+
+
+def find_record(connection: sqlite3.Connection, sql: SqliteStatements, shift: float, id: Id) -> Record | None:
+    """The record, unless it has expired."""
+    record = SqliteBatch(connection, sql, shift).find(id)
+    return record if state_of(record) != "absent" else None
 
 
 def split_duplicates(items: list[Item]) -> Sequence[list[Item]]:
@@ -61,13 +131,13 @@ def split_duplicates(items: list[Item]) -> Sequence[list[Item]]:
     return groups
 
 
-class Batch:
+class SqliteBatch:
     """The ledger's verbs in one transaction of *connection*.
 
     Precondition: the transaction holds the write lock (BEGIN IMMEDIATE), so records read here stay true until COMMIT.
     """
 
-    def __init__(self, connection: sqlite3.Connection, sql: Statements, shift: float) -> None:
+    def __init__(self, connection: sqlite3.Connection, sql: SqliteStatements, shift: float) -> None:
         self.execute = connection.execute
         self.sql = sql
         self.shift = shift
@@ -88,28 +158,30 @@ class Batch:
 
     def run_distinct(self, items: list[Item]) -> None:
         """Carry out items of which no two are for the same record."""
-        if claims := [item for item in items if isinstance(item, Claim)]:
+        if claims := [item for item in items if isinstance(item, ClaimItem)]:
             self.claim(claims)
-        if settles := [item for item in items if isinstance(item, Settle)]:
+        if settles := [item for item in items if isinstance(item, SettleItem)]:
             self.settle(settles)
         if len(claims) + len(settles) < len(items):
             for item in items:
-                if isinstance(item, Change):
+                if isinstance(item, ChangeItem):
                     item.result = self.apply(item)
 
     def run_single(self, item: Item) -> bool:
         """Carry out the item by one statement, which is a transaction of its own; False if that is not possible."""
         try:
-            if isinstance(item, Claim):
-                item.result = None if item.request else self.claim_new(item.operation, item.lease, item.holder)
-                return item.result is not None
-            return (
-                isinstance(item, Settle) and self.execute(*self.sql.settle.bind(self.shift, [item.row])).rowcount == 1
-            )
+            if isinstance(item, ClaimItem):
+                written = self.execute(self.sql.claim_one, (self.shift, *claim_values(item)))
+                if written.rowcount == 1 and written.lastrowid is not None:
+                    until = SYSTEM.time() + self.shift + item.lease
+                    item.result = Lease(item.operation, written.lastrowid, until)
+                    return True
+            elif isinstance(item, SettleItem):
+                return self.execute(self.sql.settle.single, (self.shift, *item.row)).rowcount == 1
         except BAD_VALUES as error:
             if not is_bad_value(error):
                 raise
-            return False
+        return False
 
     def run_one_by_one(self, items: list[Item]) -> None:
         """Carry out the items, each in a savepoint; an item with bad values gets an error, and harms no other."""
@@ -126,7 +198,7 @@ class Batch:
 
     def find_obstacles(self, items: list[Item]) -> bool:
         """Whether all items are claims that an existing record prevents; these records are then the results."""
-        claims = [item for item in items if isinstance(item, Claim)]
+        claims = [item for item in items if isinstance(item, ClaimItem)]
         existing = self.find_all({item.id for item in claims}) if len(claims) == len(items) else {}
         for claim in claims:
             claim.result = existing.get(claim.id)
@@ -134,13 +206,13 @@ class Batch:
                 return False
         return len(claims) == len(items)
 
-    def apply(self, item: Change) -> Any:
+    def apply(self, item: ChangeItem) -> Any:
         try:
             return item.apply(self)
         except OncemoreError as error:  # raised before anything is written
             return error
 
-    def claim(self, claims: list[Claim]) -> None:
+    def claim(self, claims: list[ClaimItem]) -> None:
         """Give each claim its lease, or the record that prevents it.
 
         Guarantee: each token is greater than any that this operation has had before.
@@ -152,30 +224,17 @@ class Batch:
             record = existing.get(claim.id)
             if record is None or record.token == token:  # our own row, inserted just now
                 claim.result = Lease(claim.operation, token, now + claim.lease)
-                if claim.request:
-                    self.execute(self.sql.set_request, (claim.request, token))
             elif claimable(claim.operation, record):  # expired, released, or its lease has lapsed
                 claim.result = self.take_over(record, claim, token)
             else:  # running, settled or held: the caller decides
                 claim.result = record
 
-    def insert_running(self, claims: list[Claim], first_token: int, now: float) -> int:
+    def insert_running(self, claims: list[ClaimItem], first_token: int, now: float) -> int:
         """Insert a record for each claim that has none, and return their number."""
-        rows: list[Row] = [
-            (token, *claim.id, claim.operation.name, claim.operation.fingerprint, claim.holder, claim.lease)
-            for token, claim in enumerate(claims, start=first_token)
-        ]
+        rows: list[Row] = [(token, *claim_values(claim)) for token, claim in enumerate(claims, start=first_token)]
         return self.execute(*self.sql.claim.bind(now, rows)).rowcount
 
-    def claim_new(self, operation: Operation, lease: float, holder: str) -> Lease | None:
-        """Insert a record by one statement, and return its lease; None if there is a record."""
-        names = (*operation.id, operation.name, operation.fingerprint, holder)
-        inserted = self.execute(self.sql.claim_one, (self.shift, *names, lease))
-        if inserted.rowcount != 1 or inserted.lastrowid is None:
-            return None
-        return Lease(operation, inserted.lastrowid, SYSTEM.time() + self.shift + lease)
-
-    def take_over(self, record: Record, claim: Claim, token: int) -> Lease:
+    def take_over(self, record: Record, claim: ClaimItem, token: int) -> Lease:
         """Give an existing record to *claim*."""
         columns, lease = taken_over(record, claim, token)
         if lease.attempt == 1:  # it has expired
@@ -183,7 +242,7 @@ class Batch:
         self.change(record, columns)
         return lease
 
-    def settle(self, settles: list[Settle]) -> None:
+    def settle(self, settles: list[SettleItem]) -> None:
         """Write the outcomes.  An owner whose lease is lost gets Fenced, unless it has settled before."""
         written = self.execute(*self.sql.settle.bind(self.shift, [item.row for item in settles])).rowcount
         existing = self.find_all([item.id for item in settles]) if written < len(settles) else None
@@ -262,7 +321,8 @@ class Batch:
         return {row[:2]: as_record(row) for row in rows}
 
     def find(self, id: Id) -> Record | None:
-        return self.find_all([id]).get(id)
+        row = self.execute(self.sql.look.single, (self.shift, *id)).fetchone()
+        return None if row is None else as_record(row)
 
     def next_token(self) -> tuple[int, float]:
         """The first token that was never given, and the store's clock."""
@@ -271,6 +331,18 @@ class Batch:
 
     def change(self, record: Record, columns: dict[str, Any]) -> None:
         self.execute(self.sql.change(columns), (*columns.values(), record.token))
+
+
+def as_record(row: Row) -> Record:
+    """The record in *row*.  An outcome that cannot be read counts as not kept."""
+    outcome, note = row[OUTCOME], row[NOTE]
+    if outcome is not None:
+        try:
+            outcome = decode_outcome(outcome)
+        except (msgspec.MsgspecError, TypeError, ValueError):
+            outcome, note = Outcome("tombstone"), "unreadable record"
+    fields: Row = (*row[:OUTCOME], outcome, row[HASH], note, row[REQUEST] or b"")
+    return Record(*fields)
 
 
 def state_of(record: Record | None) -> str:
@@ -287,7 +359,7 @@ def claimable(operation: Operation, record: Record) -> bool:
     return follows(state, "claim") is not None and (state == "absent" or record.fingerprint == operation.fingerprint)
 
 
-def taken_over(record: Record, claim: Claim, token: int) -> tuple[dict[str, Any], Lease]:
+def taken_over(record: Record, claim: ClaimItem, token: int) -> tuple[dict[str, Any], Lease]:
     """The columns that give an existing record to *claim*, and its lease.  An expired record begins with attempt 1 again."""
     operation, state = claim.operation, state_of(record)
     attempts, created_at = (1, record.now) if state == "absent" else (record.attempts + 1, record.created_at)
@@ -302,7 +374,7 @@ def taken_over(record: Record, claim: Claim, token: int) -> tuple[dict[str, Any]
 
 def bad_value_error(item: Item, error: Exception) -> OncemoreError:
     """The error of an item whose values SQLite cannot take."""
-    if isinstance(item, Claim) and isinstance(error, UnicodeError):
+    if isinstance(item, ClaimItem) and isinstance(error, UnicodeError):
         return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
     return as_store_error(error, "SQLite")
 
@@ -310,7 +382,8 @@ def bad_value_error(item: Item, error: Exception) -> OncemoreError:
 def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:
     """The changes that make a record settled."""
     times = {"settled_at": now, "accessed_at": now, "expires_at": now + retention}
-    return {"state": SETTLED, **times, **outcome_columns(outcome), "request": None}
+    columns = {"status": outcome.status, "outcome": encode_outcome(outcome), "response_hash": outcome.digest()}
+    return {"state": SETTLED, **times, **columns, "request": None}
 
 
 def released(now: float, retention: float) -> dict[str, Any]:

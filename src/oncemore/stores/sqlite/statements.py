@@ -6,9 +6,6 @@ from collections.abc import Iterable
 from itertools import chain, repeat
 from typing import Any
 
-import msgspec
-
-from ..._ledger.model import Outcome, Record, decode_outcome
 from ..._ledger.states import HELD, RUNNING
 from ..._ledger.store import Filter
 
@@ -42,7 +39,8 @@ class Grouped:
         self.width = width
         self._template = template
         self._joined = joined
-        self._texts = {1: template.format(*(f"?{n + 2}" for n in range(width)), source=alone)}
+        self.single = template.format(*(f"?{n + 2}" for n in range(width)), source=alone)  # the text for one row
+        self._texts = {1: self.single}
 
     def bind(self, common: float, rows: list[Row]) -> tuple[str, list[Any]]:
         """The statement's text and its parameters."""
@@ -58,7 +56,7 @@ class Grouped:
         return text
 
 
-class Statements:
+class SqliteStatements:
     """Every statement of the ledger whose names begin with *prefix*."""
 
     def __init__(self, prefix: str) -> None:
@@ -71,21 +69,21 @@ class Statements:
             alone=records,
             joined=f"{{values}} CROSS JOIN {records}",  # CROSS: the values first, then the index, whatever the statistics
         )
+        claimed = "token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until, request"
         # New records, at the time that is parameter 1; those whose id exists are left out, which the row count shows.
         self.claim = Grouped(
-            f"INSERT INTO {records} (token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until)"
-            " SELECT {0}, {1}, {2}, {3}, {4}, {5}, 'running', 1, ?1, ?1 + {6} {source} WHERE {0} IS NOT NULL"
+            f"INSERT INTO {records} ({claimed})"
+            " SELECT {0}, {1}, {2}, {3}, {4}, {5}, 'running', 1, ?1, ?1 + {6}, {7} {source} WHERE {0} IS NOT NULL"
             " ON CONFLICT (key, scope) DO NOTHING",
-            width=7,
+            width=8,
             joined="FROM {values}",
         )
         # One new record, with the first token that was never given; none where its id exists, which the row count shows.
         self.claim_one = (
-            f"INSERT INTO {records} (token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until)"
+            f"INSERT INTO {records} ({claimed})"
             f" SELECT max(token, coalesce((SELECT max(token) FROM {records}), 0)) + 1, ?2, ?3, ?4, ?5, ?6, 'running', 1,"
-            f" {NOW}, {NOW} + ?7 FROM {meta} WHERE true ON CONFLICT (key, scope) DO NOTHING"
+            f" {NOW}, {NOW} + ?7, ?8 FROM {meta} WHERE true ON CONFLICT (key, scope) DO NOTHING"
         )
-        self.set_request = f"UPDATE {records} SET request = ? WHERE token = ?"
         # Undo a claim whose caller has gone.  A record whose former holder's effect is in doubt stays in doubt; a first
         # attempt is as if it had never been; a later one is released, and remembered for as long as a failure may be.
         mine = "scope = ?2 AND key = ?3 AND holder = ?4 AND state = 'running'"
@@ -150,15 +148,3 @@ class Statements:
         if where.lapsed or where.state in (RUNNING, HELD):
             conditions.append("expires_at IS NULL")  # which leads to the small index
         return self._page.format(conditions=" AND ".join(conditions)), list(equal.values())
-
-
-def as_record(row: Row) -> Record:
-    """The record in *row*.  An outcome that cannot be read counts as not kept."""
-    outcome, note = row[OUTCOME], row[NOTE]
-    if outcome is not None:
-        try:
-            outcome = decode_outcome(outcome)
-        except (msgspec.MsgspecError, TypeError, ValueError):
-            outcome, note = Outcome("tombstone"), "unreadable record"
-    fields: Row = (*row[:OUTCOME], outcome, row[HASH], note, row[REQUEST] or b"")
-    return Record(*fields)

@@ -9,23 +9,32 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
-from ..._ledger import model
 from ..._ledger.connect import take_options, with_options
-from ..._ledger.model import Lease, Operation, Outcome, Record
-from ..._ledger.store import Filter, Holder, Page, Stats
+from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record
+from ..._ledger.store import Filter, Page, Stats
 from ..._ledger.transactions import TransactionSource
 from ..._runtime.batching import Batcher, Submit, own_error
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, StoreError
-from .batch import Batch, run_batch, state_of
-from .items import NO_RECORD, Change, Claim, Item, Settle
-from .statements import Statements, as_record
+from .batch import (
+    NO_RECORD,
+    ChangeItem,
+    ClaimItem,
+    Item,
+    SettleItem,
+    SqliteBatch,
+    as_record,
+    find_record,
+    run_batch,
+)
+from .statements import SqliteStatements
 from .tables import make_ready, script
 from .transactions import SqliteAdapter, SqliteSource
 from .writer import MEMORY, Connection, Use, Write
@@ -123,7 +132,7 @@ class SqliteStore:
         self.holder = Holder()
         self.path = path
         self.timeout = timeout
-        self.sql = Statements(prefix)
+        self.sql = SqliteStatements(prefix)
         pragmas: dict[str, object] = {"synchronous": synchronous}
         if foreign_keys:  # else as SQLite was built: off, mostly
             pragmas["foreign_keys"] = True
@@ -132,9 +141,7 @@ class SqliteStore:
         self._writer = open_file(threaded=thread == "always")
         self._reader = self._writer if path == MEMORY else open_file()
         # One batcher for all, so that claims and outcomes share a commit.
-        self._batcher: Batcher[Item] = Batcher(
-            self._run_batch, undo=self._undo_claims, can_undo=lambda item: isinstance(item, Claim)
-        )
+        self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self._undo_claims, can_undo=attrgetter("can_undo"))
         self.lender: TransactionSource = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self._ready = False
 
@@ -145,9 +152,9 @@ class SqliteStore:
             self._ready = True
 
     def _run_batch(self, items: list[Item]) -> Plan[Sequence[Any]]:
-        sql, shift = self.sql, self.shift
         try:
-            results: list[Any] = yield Write(self._writer, lambda connection: run_batch(connection, sql, shift, items))
+            work = partial(run_batch, sql=self.sql, shift=self.shift, items=items)
+            results: list[Any] = yield Write(self._writer, work)
         except StoreError as error:  # nothing was committed
             return [own_error(error) for _ in items]
         for item in items:
@@ -155,26 +162,28 @@ class SqliteStore:
                 self.wakeups.notify(item.id)
         return results
 
-    def _change(self, id: Id, apply: Callable[[Batch], Any], *, notifies: bool = False) -> Plan[Any]:
-        return (yield Submit(self._batcher, Change(id, apply, notifies=notifies)))
+    def _change(self, id: Id, apply: Callable[[SqliteBatch], Any], *, notifies: bool = False) -> Plan[Any]:
+        return (yield Submit(self._batcher, ChangeItem(id, apply, notifies=notifies)))
 
     # The guard's verbs
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        found: Lease | Record = yield Submit(self._batcher, Claim(operation, lease, self.holder.next(), request))
+        found: Lease | Record = yield Submit(self._batcher, ClaimItem(operation, lease, self.holder.next(), request))
         return found
 
-    def unclaim(self, claims: Sequence[model.Claim]) -> Plan[None]:
+    def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
         yield from self._undo([(claim.operation.id, claim.holder) for claim in claims])
 
     def _undo_claims(self, items: list[Item]) -> Plan[None]:
-        return self._undo([(item.id, item.holder) for item in items if isinstance(item, Claim)])
+        return self._undo([(item.id, item.holder) for item in items if isinstance(item, ClaimItem)])
 
     def _undo(self, claims: list[tuple[Id, str]]) -> Plan[None]:
         """Undo claims, behind a batch of theirs that may still be under way on the writer's thread."""
-        items: list[Item] = [Change(id, partial(Batch.unclaim, id=id, holder=holder)) for id, holder in claims]
+        items: list[Item] = [
+            ChangeItem(id, partial(SqliteBatch.unclaim, id=id, holder=holder)) for id, holder in claims
+        ]
         if items:
-            yield Use(self._writer, lambda connection: run_batch(connection, self.sql, self.shift, items))
+            yield Use(self._writer, partial(run_batch, sql=self.sql, shift=self.shift, items=items))
         for item in items:
             self.wakeups.notify(item.id)
 
@@ -185,7 +194,7 @@ class SqliteStore:
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        yield Submit(self._batcher, Settle(held, outcome, retention, audit, note))
+        yield Submit(self._batcher, SettleItem(held, outcome, retention, audit, note))
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         yield from self._change(held.operation.id, lambda batch: batch.release(held, retention), notifies=True)
@@ -204,8 +213,9 @@ class SqliteStore:
     # The operator's verbs
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        record = yield Use(self._reader, lambda connection: Batch(connection, self.sql, self.shift).find((scope, key)))
-        return record if state_of(record) != "absent" else None
+        work = partial(find_record, sql=self.sql, shift=self.shift, id=(scope, key))
+        record: Record | None = yield Use(self._reader, work)
+        return record
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
         text, values = self.sql.page(where)
@@ -233,7 +243,7 @@ class SqliteStore:
         while total < batch:
             most = min(SLICE, batch - total)
             start = time.monotonic()
-            gone: int = yield from self._change(NO_RECORD, partial(Batch.purge, most=most))
+            gone: int = yield from self._change(NO_RECORD, partial(SqliteBatch.purge, most=most))
             total += gone
             if gone < most:
                 break

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Mapping
 
 from ...errors import ConfigurationError
-from .statements import Statements
+from .statements import SqliteStatements
 from .writer import MEMORY
 
 # Kilobytes: enough for the upper levels of a million records' indexes.
@@ -89,7 +89,7 @@ def script(prefix: str) -> str:
 
 
 def make_ready(
-    connection: sqlite3.Connection, *, sql: Statements, create: bool, pragmas: Mapping[str, object], path: str
+    connection: sqlite3.Connection, *, sql: SqliteStatements, create: bool, pragmas: Mapping[str, object], path: str
 ) -> None:
     """Set up a new connection, and make or migrate the tables if they are not as this version needs them."""
     [(mode,)] = connection.execute("PRAGMA journal_mode = WAL")
@@ -105,7 +105,7 @@ def make_ready(
         migrate(connection, sql, path)
 
 
-def migrate(connection: sqlite3.Connection, sql: Statements, path: str) -> None:
+def migrate(connection: sqlite3.Connection, sql: SqliteStatements, path: str) -> None:
     """Bring the tables to this version, in one transaction."""
     connection.execute("BEGIN IMMEDIATE")
     version = schema_version(connection, sql, path)  # again: another process may just have done it
@@ -116,7 +116,7 @@ def migrate(connection: sqlite3.Connection, sql: Statements, path: str) -> None:
     connection.execute("COMMIT")
 
 
-def schema_version(connection: sqlite3.Connection, sql: Statements, path: str) -> int:
+def schema_version(connection: sqlite3.Connection, sql: SqliteStatements, path: str) -> int:
     """The version of the tables: 0 where there are none, and never one that is unknown here."""
     exists = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", (f"{sql.prefix}meta",)).fetchall()
     [(version,)] = connection.execute(sql.version) if exists else [(0,)]

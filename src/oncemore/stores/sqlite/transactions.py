@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from ..._ledger.model import Lease, Operation, Outcome, Record
+from ..._ledger.model import Holder, Lease, Operation, Outcome, Record
 from ..._ledger.transactions import (
     AdapterTransaction,
     Again,
@@ -39,13 +39,9 @@ from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
 from .._compat import open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
-from .batch import claimable, state_of, taken_over
-from .items import Claim, Settle
-from .statements import NOW, Statements, as_record
+from .batch import ClaimItem, as_record, claim_values, claimable, settle_row, state_of, taken_over
+from .statements import NOW, SqliteStatements
 from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
-
-if TYPE_CHECKING:
-    from .store import SqliteStore
 
 T = TypeVar("T")
 
@@ -68,10 +64,22 @@ CHECK = (Statement("SELECT abs(-9223372036854775807 - (1 - changes()))"), ())
 RELEASE = "UPDATE {records} SET state = 'released', expires_at = {now} + ?2 WHERE token = ?3 AND state = 'running'"
 
 
+class LedgerFile(Protocol):
+    """The store, as far as its transactions need it."""
+
+    path: str
+    timeout: float
+    shift: float
+    sql: SqliteStatements
+    holder: Holder
+
+    def ready(self) -> Plan[None]: ...
+
+
 class SqliteTransaction(AdapterTransaction):
     """The ledger's verbs in one transaction.  *writer* is the queue that it waits in for its turn to write the file."""
 
-    def __init__(self, store: SqliteStore, writer: Writer, adapter: TransactionAdapter) -> None:
+    def __init__(self, store: LedgerFile, writer: Writer, adapter: TransactionAdapter) -> None:
         super().__init__(adapter)
         self._store = store
         self._sql = store.sql
@@ -80,10 +88,10 @@ class SqliteTransaction(AdapterTransaction):
         self._open = False  # until it has its turn
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
-        yield from self._take_turn(operation.id, wait)
+        claim = ClaimItem(operation, lease, self._store.holder.next(), request)
+        yield from self._take_turn(claim.id, wait)
         limit = max(wait, self._store.timeout)
         ends = time.monotonic() + limit
-        claim = Claim(operation, lease, self._store.holder.next(), request)
         insert = self._insert_query(claim)
         while True:
             try:
@@ -104,31 +112,26 @@ class SqliteTransaction(AdapterTransaction):
         return (yield from self._claimed(claim, rows))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        claim = Claim(operation, lease, self._store.holder.next(), request)
+        claim = ClaimItem(operation, lease, self._store.holder.next(), request)
         try:
             rows = yield from self._adapter.execute(self._insert_query(claim), INSERTED)
         except UnicodeError as error:
             raise invalid_names() from error
         return (yield from self._claimed(claim, rows))
 
-    def _insert_query(self, claim: Claim) -> Query:
+    def _insert_query(self, claim: ClaimItem) -> Query:
         """Insert a record, unless there is one."""
-        operation = claim.operation
-        names = (*operation.id, operation.name, operation.fingerprint, claim.holder)
-        return Statement(self._sql.claim_one), (self._store.shift, *names, claim.lease)
+        return Statement(self._sql.claim_one), (self._store.shift, *claim_values(claim))
 
     def _find_query(self, id: Id) -> Query:
-        text, values = self._sql.look.bind(self._store.shift, [id])
-        return Statement(text), values
+        return Statement(self._sql.look.single), (self._store.shift, *id)
 
-    def _claimed(self, claim: Claim, rows: Rows) -> Plan[Lease | Record]:
+    def _claimed(self, claim: ClaimItem, rows: Rows) -> Plan[Lease | Record]:
         """The lease on the record that was inserted just now, or on one that may be taken over.  Otherwise the record."""
         [(inserted, token)] = rows
         if inserted:
-            if claim.request:
-                yield from self._adapter.execute((Statement(self._sql.set_request), (claim.request, token)))
             return Lease(claim.operation, token, SYSTEM.time() + self._store.shift + claim.lease)
-        rows = yield from self._adapter.execute(self._find_query(claim.operation.id))
+        rows = yield from self._adapter.execute(self._find_query(claim.id))
         record = as_record(tuple(rows[0]))
         if not claimable(claim.operation, record):
             return record
@@ -144,8 +147,8 @@ class SqliteTransaction(AdapterTransaction):
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        text, values = self._sql.settle.bind(self._store.shift, [Settle(held, outcome, retention, audit, note).row])
-        self._writes += ((Statement(text), values), CHECK)
+        values = (self._store.shift, *settle_row(held, outcome, retention, audit, note))
+        self._writes += ((Statement(self._sql.settle.single), values), CHECK)
         return
         yield
 
@@ -336,7 +339,7 @@ class SqliteSource:
     """
 
     def __init__(
-        self, store: SqliteStore, make_adapter: Callable[[Writer], TransactionAdapter], *, awaited: bool = False
+        self, store: LedgerFile, make_adapter: Callable[[Writer], TransactionAdapter], *, awaited: bool = False
     ) -> None:
         self.store = store
         self._make_adapter = make_adapter
@@ -450,7 +453,7 @@ class SqliteAdapter:
         self._writer.close_connection()
 
 
-class NoCommitConnection(sqlite3.Connection):
+class SqliteNoCommit(sqlite3.Connection):
     """A connection whose transaction is the guard's: the performer can neither commit nor roll back by mistake."""
 
     def commit(self) -> None:
@@ -467,7 +470,7 @@ CONNECTION: dict[str, Any] = {
     "timeout": 0,  # we wait ourselves, and give up in time
     "isolation_level": None,
     "check_same_thread": False,
-    "factory": NoCommitConnection,
+    "factory": SqliteNoCommit,
 }
 
 
@@ -497,7 +500,7 @@ def roll_back(connection: sqlite3.Connection) -> None:
         connection.execute("ROLLBACK")
 
 
-def lock_query(sql: Statements, in_transaction: bool) -> Query:
+def lock_query(sql: SqliteStatements, in_transaction: bool) -> Query:
     """The query that takes the write lock.
 
     A library may have begun with a plain BEGIN, which takes no lock.  Then a write of nothing takes it; nothing was read
@@ -525,10 +528,10 @@ def invalid_names() -> InvalidKey:
     return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
 
 
-class BelowDjango:
+class SqliteBelowDjango:
     """Runs the ledger's statements on the sqlite3 connection below Django's."""
 
-    def __init__(self, sql: Statements) -> None:
+    def __init__(self, sql: SqliteStatements) -> None:
         self._sql = sql
 
     def begin(self, raw: sqlite3.Connection, queries: Sequence[Query]) -> Rows:

@@ -13,9 +13,8 @@ from urllib.parse import unquote, urlencode
 
 from ..._contract.policy import Policy
 from ...errors import InvalidPayload
-from ..principal import anonymous, credentials_of
 from ..problem import Response
-from ..request import NOT_OF_A_GET, Headers
+from ..request import NOT_OF_A_GET, Headers, anonymous, credentials_of
 
 Event = dict[str, Any]
 

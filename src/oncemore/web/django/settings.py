@@ -18,7 +18,7 @@ from ..._contract.problems import did_you_mean
 from ..._ledger.connect import DJANGO
 from ..._ledger.guard import Guard
 from ...errors import ConfigurationError
-from ..principal import Principal
+from ..request import Principal
 
 ASKED_ONCE = ("principal", "tenant")
 

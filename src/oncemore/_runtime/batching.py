@@ -61,7 +61,7 @@ class Batcher(Generic[Item]):
         self.run_batch = run_batch
         self.limit = limit
         self.linger = linger
-        self.undo = undo or nothing_to_undo
+        self.undo: Callable[[list[Item]], Plan[Any]] = undo or run_batch  # not used without an undo
         self.can_undo = can_undo or (lambda item: undo is not None)
         self._reset()
         reset_in_child(self)
@@ -419,12 +419,6 @@ class LoopBatcher(Generic[Item]):
         self.gave_up = True
         assert self.task is not None, "the timer ends with the task"
         self.task.cancel()
-
-
-def nothing_to_undo(items: list[Any]) -> Plan[None]:
-    """The `undo` of a batcher whose items are always carried out."""
-    return
-    yield
 
 
 def check_count(results: Sequence[Any], calls: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -14,10 +14,7 @@ from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Effect, Plan
 from .connection import Connections
 from .pipeline import COMMIT, ROLLBACK, Pipeline, adapt_values, begin_statement
-from .transactions import PostgresSource
-
-if TYPE_CHECKING:
-    from .store import PostgresStore
+from .transactions import LedgerStore, PostgresSource
 
 IDLE, UNKNOWN = int(TransactionStatus.IDLE), int(TransactionStatus.UNKNOWN)
 PATIENCE = 5.0  # seconds for a rollback; if the network is silent, closing the connection does as well
@@ -168,7 +165,7 @@ class AsyncNoCommitConnection(psycopg.AsyncConnection[Any]):
 class OwnSource(PostgresSource):
     """Opens transactions on the ledger's own connections: up to *limit* for threads, and as many for each event loop."""
 
-    def __init__(self, store: PostgresStore, conninfo: str, *, limit: int) -> None:
+    def __init__(self, store: LedgerStore, conninfo: str, *, limit: int) -> None:
         super().__init__(store, lambda: PsycopgAdapter(self.connections, store.database.timeout))
         self.connections = Connections(
             conninfo,

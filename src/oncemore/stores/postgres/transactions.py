@@ -7,10 +7,10 @@ the outcome or takes its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from ..._ledger.decisions import is_over
-from ..._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
+from ..._ledger.model import Holder, Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.transactions import (
     AdapterTransaction,
     Again,
@@ -25,11 +25,8 @@ from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, InProgress, OncemoreError, StoreUnavailable, TransactionEnded
 from .pipeline import ALREADY_PREPARED, NOT_PREPARED
 from .rows import LONGEST_SPAN, check_length, escape_text, is_expired, read_record
-from .session import SERIALIZATION_FAILURES, translate_error
+from .session import SERIALIZATION_FAILURES, Database, translate_error
 from .statements import prepared
-
-if TYPE_CHECKING:
-    from .store import PostgresStore
 
 DEEPEST = 10  # of errors that are each the cause of another; they may form a circle
 LONGEST_WAIT = 2**31 - 1  # milliseconds: PostgreSQL's own limit, 24 days
@@ -37,10 +34,22 @@ VIOLATION = "23"
 NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE = "55P03", "22012", "25P02"
 
 
+class LedgerStore(Protocol):
+    """The parts of the PostgreSQL store that its transactions use."""
+
+    database: Database
+
+    @property
+    def holder(self) -> Holder: ...
+    @property
+    def shift(self) -> float: ...
+    def ready(self) -> Plan[None]: ...
+
+
 class PostgresSource:
     """Opens transactions on *store*'s database.  *make_adapter* makes the adapter for one of them."""
 
-    def __init__(self, store: PostgresStore, make_adapter: Callable[[], TransactionAdapter]) -> None:
+    def __init__(self, store: LedgerStore, make_adapter: Callable[[], TransactionAdapter]) -> None:
         self.store = store
         self._make_adapter = make_adapter
 
@@ -62,7 +71,7 @@ class PostgresSource:
 class PostgresTransaction(AdapterTransaction):
     """The ledger's verbs in one transaction."""
 
-    def __init__(self, store: PostgresStore, adapter: TransactionAdapter) -> None:
+    def __init__(self, store: LedgerStore, adapter: TransactionAdapter) -> None:
         super().__init__(adapter)
         self._store = store
         self._sql = store.database.sql

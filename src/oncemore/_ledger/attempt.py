@@ -169,7 +169,7 @@ class LeaseAttempt:
         self.in_doubt = False
         return known
 
-    # What must happen once whatever the key
+    # An effect that must happen once whatever the key
 
     def claim_unique(self) -> Plan[Answer | None]:
         """Claim what must happen once whatever the key; the answer, if it has been done.

@@ -169,7 +169,7 @@ class Completer:
         return "completed" if state == "settled" else "held" if state == "held" else "failing"
 
     def _kept(self, record: Record) -> Plan[dict[str, Any]]:
-        """What the claim kept of the request; it is read one by one, because a page of records may be sealed."""
+        """The request as the claim kept it; it is read one by one, because a page of records may be sealed."""
         types = getattr(self.performers[record.name], "types", lambda: self.policy.types)()
         found = yield from self.guard.store.find(record.scope, record.key)
         return unpack_request(b"" if found is None else found.request, types)
@@ -188,7 +188,7 @@ class Completer:
 
 
 def check_performer(name: str, performer: Any, policy: Policy) -> None:
-    """Refuse one that cannot be called, or whose operations would be held as unknown instead of being gone on with."""
+    """Refuse a performer that cannot be called, or that would leave its operations held as unknown."""
     if hasattr(performer, "drive"):
         return
     if not callable(performer):

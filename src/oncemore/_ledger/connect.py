@@ -31,7 +31,7 @@ GROUP = "oncemore.stores"
 # Where SQLAlchemy's URLs name a driver besides: postgresql+asyncpg.
 WITH_DRIVERS = ("postgresql", "postgres", "sqlite")
 
-# What to install where a store's module cannot be imported.
+# The extra to install if a store's module cannot be imported.
 EXTRAS = {
     "psycopg": "postgres",
     "psycopg_pool": "postgres",
@@ -46,8 +46,8 @@ EXTRAS = {
 }
 
 
-# What else a guard can be given: the user's own pools and engines, by the package that they are from.  The module's
-# `enlist(source, options)` makes the store, whose transactions are then the user's own.
+# Other things that a guard can be given: the user's own pools and engines, by the package that they are from.  The module's
+# `enlist(source, options)` makes the store; its transactions are then the user's own.
 FLAVOURS = {
     "psycopg_pool": "oncemore.stores.postgres",
     "asyncpg": "oncemore.stores.postgres.asyncpg",
@@ -87,7 +87,7 @@ def with_options(url: str, options: Mapping[str, str]) -> str:
 
 
 def schema(url: str) -> str:
-    """The script that creates what the store at *url* needs, for those who run it themselves (`?create=false`)."""
+    """The script that creates what the store at *url* needs, for operators that run it themselves (`?create=false`)."""
     script: str = store_module(url).schema(lower_scheme(url))
     return script
 

@@ -69,13 +69,13 @@ class Op:
     @property
     def connection(self) -> Any:
         """The driver's own connection: statements on it commit with the outcome, or not at all."""
-        return self._lent("op.connection").connection
+        return self._usable("op.connection").connection
 
     def session(self) -> Any:
         """A SQLAlchemy session within the same transaction; its own commit() only ends a savepoint."""
-        return self._lent("op.session()").session()
+        return self._usable("op.session()").session()
 
-    def _lent(self, what: str) -> Transaction:
+    def _usable(self, what: str) -> Transaction:
         """The transaction.  Refused on a thread if its driver is async: statements would never be sent unless awaited."""
         transaction = self.borrowed(what)
         if transaction.awaited:

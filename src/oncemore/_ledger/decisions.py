@@ -1,4 +1,4 @@
-"""Decisions that need no store: the answer or the refusal for a caller whose operation the ledger knows."""
+"""Decisions that need no store: the answer or the refusal for a caller if the ledger knows its operation."""
 
 from __future__ import annotations
 
@@ -109,10 +109,14 @@ def in_progress(record: Record) -> InProgress:
 
 def unknown(record: Record) -> UnknownOutcome:
     """The refusal for a held operation."""
-    note = f" ({record.note})" if record.note else ""
+    return outcome_unknown(record.key, f" ({record.note})" if record.note else "")
+
+
+def outcome_unknown(key: str, note: str = "") -> UnknownOutcome:
+    """The refusal for an operation with an earlier attempt that crashed."""
     return UnknownOutcome(
-        "A former attempt ended without a trace, so whether it took effect is not known; "
-        f"it must be resolved before this key can be used again{note}"
+        f"An earlier attempt with key {key!r} crashed{note}, and whether it took effect is not known. "
+        f"Look the result up; an operator can then decide with: oncemore keys resolve {key!r}"
     )
 
 

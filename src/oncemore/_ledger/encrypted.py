@@ -15,7 +15,7 @@ from .transactions import Lender, Transaction
 
 
 class Sealing(Protocol):
-    """Makes an outcome unreadable to whoever has the store alone: see `oncemore.encryption`.
+    """Makes an outcome unreadable without the key, even with access to the store: see `oncemore.encryption`.
 
     The *id* (scope and key) is part of the seal: an outcome that was moved to another record does not open.
     """
@@ -87,7 +87,7 @@ class SealedStore(StoreWrapper):
 
 
 class SealedLender:
-    """A lender in whose transactions outcomes are sealed too."""
+    """A source of transactions that seal outcomes too."""
 
     def __init__(self, inner: Lender, seal: Sealing) -> None:
         self.inner = inner

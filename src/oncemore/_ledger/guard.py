@@ -34,7 +34,7 @@ ATTEMPTS: dict[str, type[LeaseAttempt]] = {
 class Guard(Ledger):
     """Lets each operation happen once.
 
-    *store* is a URL, a store, or the user's own pool or engine, whose transactions the effects can then join.  *policy* is
+    *store* is a URL, a store, or the user's own pool or engine; effects can then join its transactions.  *policy* is
     for callers who bring none.  With a *seal*, outcomes are encrypted in the store: see `oncemore.encryption`.
     """
 
@@ -77,7 +77,7 @@ class Guard(Ledger):
         """One try at the operation, for callers that perform by themselves: `begin`, then `settle` or `fail`."""
         return ATTEMPTS[policy.effect](self, operation, policy)
 
-    # What an operator can do.  Each verb has an awaited form with an `a` before it.
+    # The operator's verbs.  Each has an awaited form with an `a` before it.
 
     def find(self, scope: str, key: str) -> Record | None:
         """The record, or None; nothing is ever performed."""

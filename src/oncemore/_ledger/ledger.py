@@ -48,7 +48,7 @@ class Ledger:
     def wait_for(
         self, record: Record, operation: Operation, policy: Policy, wait: float | None, request: bytes = b""
     ) -> Plan[Lease | Record]:
-        """Wait, as far as the policy allows, for the attempt whose *record* a claim has met."""
+        """Wait, as far as the policy allows, for the running attempt that *record* belongs to."""
         found = yield from self._judge(record, operation, policy)
         if isinstance(found, Lease) or found.state == "settled":
             return found
@@ -115,7 +115,7 @@ class Ledger:
     # Ending
 
     def settle_failed(self, lease: Lease, answer: Answer, policy: Policy, note: str, error: Exception) -> Plan[Answer]:
-        """The answer for the caller of an attempt whose outcome could not be settled.
+        """The answer for the caller if the outcome of its attempt could not be settled.
 
         If the attempt was too slow, the outcome of its successor counts.  If the store is down, the caller still gets the
         outcome, because the effect has happened ("unstored"); the record lapses, and is then in doubt.

@@ -93,7 +93,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder:
-    """Names each claim of this process: a claim whose answer was lost can be sent again, and is recognised."""
+    """Names each claim of this process: if the answer to a claim was lost, the claim can be sent again, and is recognised."""
 
     def __init__(self) -> None:
         self._reset()

@@ -1,7 +1,7 @@
 """The states of a record and what may follow each: one table, and everything about states is here.
 
 A record is stored as `running`, `settled`, `released` or `held`.  Two more states are read off the store's clock:
-`absent` (no record, or one whose retention is over), and `lapsed` (running, but its lease is over).
+`absent` (no record, or its retention is over), and `lapsed` (running, but its lease is over).
 """
 
 from __future__ import annotations

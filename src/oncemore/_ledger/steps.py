@@ -539,7 +539,7 @@ def closed_with(outcome: Outcome | None) -> Outcome | None:
 
 
 def pack_request(operation: Operation, deadline: float | None, types: Types) -> bytes:
-    """What a claim keeps for a completer: the request, if it can be kept, and what the request alone does not tell."""
+    """The part of a claim that a completer needs: the request, if it can be kept, and what the request alone does not tell."""
     request = None if operation.request is None else operation.request()
     kept = {"deadline": deadline, "request": request, "unique": operation.unique}
     outcome = value_outcome(kept, types)

@@ -187,7 +187,8 @@ class TransactionAttempt(LeaseAttempt):
             return done_before(found, self.op, policy)
         if found.lapsed and inner_policy(policy).on_unknown != "retry":
             raise UnknownOutcome(
-                f"An attempt at {self.operation.unique!r} under another key ended without a trace; it must be resolved first"
+                f"An attempt at {self.operation.unique!r} under another key crashed, and whether it took effect is not known; "
+                "look the result up, and decide with: oncemore keys resolve"
             )
         self.unique_lease = found
         return None

@@ -6,13 +6,13 @@ from .._contract.policy import Policy
 from .._runtime.plan import Call, Plan
 from ..errors import Fenced, StoreError, UnknownOutcome
 from .context import Op
-from .decisions import Answer, Resolution
+from .decisions import Answer, Resolution, outcome_unknown
 from .ledger import Ledger
 from .model import Lease
 
 
 def resolve_unknown(ledger: Ledger, op: Op, policy: Policy) -> Plan[Answer | None]:
-    """Find out about the earlier attempt whose lease has lapsed: its answer, or None if this attempt may perform.
+    """Find out about the earlier attempt, because its lease has lapsed: its answer, or None if this attempt may perform.
 
     Refuses with UnknownOutcome if nobody can tell.  The lease must be renewed meanwhile: a provider may take longer to
     answer than the lease lasts, and no other caller is to ask, and perform, at the same time.
@@ -23,9 +23,7 @@ def resolve_unknown(ledger: Ledger, op: Op, policy: Policy) -> Plan[Answer | Non
         return None
     if policy.on_unknown == "hold":
         yield from ledger.hold(lease, "its holder vanished")
-        raise UnknownOutcome(
-            "A former attempt ended without a trace; it must be resolved before this key is used again"
-        )
+        raise outcome_unknown(op.key)
     resolution = yield from _ask(ledger, op, policy)
     ledger.emit("resolved", op.operation, token=lease.token, detail=resolution.verdict)
     if resolution.outcome is not None:

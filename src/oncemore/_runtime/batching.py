@@ -44,7 +44,7 @@ class Batcher(Generic[Item]):
         limit: The most items in a batch.
         linger: On an event loop, wait a moment for callers that were just answered, because most of them call again at
             once and a larger batch costs each of them less.
-        undo: Takes back items whose callers have gone or whose results were lost; some of them may have had no effect.
+        undo: Takes back items if their callers have gone or their results were lost; some of them may have had no effect.
         can_undo: Tells which items `undo` is for: all, unless given.  Every other item is always carried out, also if its
             caller has gone or `asyncio.run` is ending.
     """
@@ -179,14 +179,14 @@ class Ticket(Generic[Item]):
         return self.result
 
 
-LOST = object()  # the result of a call whose batch was interrupted
+LOST = object()  # the result of a call in a batch that was interrupted
 
 
 class ThreadBatcher(Generic[Item]):
     """Runs the calls of threads in batches.  The first caller in the queue leads: it runs the batch for all of them.
 
     An interrupt (Ctrl-C, mostly) may come between any two lines, and `_leave` repairs each state that this results in.
-    So threads wait on locks, not on a Condition, whose methods are Python code: an interrupt at the end of its
+    So threads wait on locks, not on a Condition: its methods are Python code, and an interrupt at the end of its
     `__enter__` would leave the lock held for ever.
     """
 
@@ -444,7 +444,7 @@ def is_lost(future: asyncio.Future[Any], result: Any) -> bool:
 
 
 def interrupted() -> StoreError:
-    """The error of calls whose batch was stopped from outside."""
+    """The error of calls in a batch that was stopped from outside."""
     return StoreError("The batch was interrupted; its calls may or may not have been carried out")
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What the guard measures its own waiting with."""
+    """The clock that the guard measures its own waiting with."""
 
     def monotonic(self) -> float: ...
     def time(self) -> float: ...

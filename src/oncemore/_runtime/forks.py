@@ -1,4 +1,4 @@
-"""What a fork does to this process's things: the child resets them, and some files must not be open meanwhile."""
+"""Forks: the child resets this process's threads, locks and connections, and some files must not be open meanwhile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reset_in_child(thing: Resettable) -> None:
 
 
 class ForkSensitive(Protocol):
-    """A thing whose file, *path*, must not be open in this process while it forks."""
+    """A thing with a file, *path*, that must not be open in this process while it forks."""
 
     path: str
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 class PerLoop(Generic[T]):
     """One thing for each event loop, made by *make* on first use and dropped when its loop is closed.
 
-    *dropped* is called with each thing whose loop was found closed: nobody else can end it any more.
+    *dropped* is called with each thing if its loop was found closed: nobody else can end it any more.
     """
 
     def __init__(self, make: Callable[[], T], dropped: Callable[[T], object] = lambda thing: None) -> None:

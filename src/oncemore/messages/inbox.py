@@ -90,8 +90,8 @@ class Inbox:
     ) -> Received:
         """Have *handler* called with the operation and the payload, unless the event was handled before.
 
-        What the handler raises comes out: the event is not processed, and its sender should repeat it.  *delivery* is the
-        sender's or broker's own count: it also counts the deliveries that killed the process which had them.
+        If the handler raises, the error comes out: the event is not processed, and its sender should repeat it.
+        *delivery* is the sender's or broker's own count: it also counts deliveries that killed their process.
         """
         return run(self._received(self.operation(event_id, source, payload), payload, handler, delivery))
 
@@ -178,13 +178,13 @@ class Inbox:
         return found.attempt
 
     def _bury(self, operation: Operation, payload: Any, why: str) -> Plan[bool]:
-        """Make the event a dead letter, whose record keeps the payload until it is handled after all."""
+        """Make the event a dead letter.  Its record keeps the payload until it is handled after all."""
         request = packed(payload, self.policy.types)
         lease = yield from self.guard.store.claim(operation, lease=self.policy.lease, request=request)
         if not isinstance(lease, Lease):
             return False
         if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect != "steps":
-            yield from self.guard.lapse(lease)  # whoever had it last may have handled it: that is not for us to bury
+            yield from self.guard.lapse(lease)  # its last holder may have handled it, so it is no dead letter
             return False
         yield from self.guard.store.hold(lease, note=f"{DEAD}: {why}"[:500])
         yield from self._failed(operation, 0.0)  # one that is requeued has as many attempts as a new one
@@ -193,10 +193,10 @@ class Inbox:
 
     def dead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
         """The dead letters of a source: one page, and the cursor of the next."""
-        return letters(self.guard.list(where(source), limit=limit, cursor=cursor))
+        return only_dead(self.guard.list(where(source), limit=limit, cursor=cursor))
 
     async def adead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
-        return letters(await self.guard.alist(where(source), limit=limit, cursor=cursor))
+        return only_dead(await self.guard.alist(where(source), limit=limit, cursor=cursor))
 
     def requeue(self, event_id: str, source: str) -> Record:
         """Let a dead letter be handled when it is delivered again, under the same id."""
@@ -213,7 +213,7 @@ class Inbox:
                 f"It is {record.state}, and not a dead letter; if nobody knows whether it was handled, find out, and "
                 "say so with guard.resolve()"
             )
-        if record is not None:  # whoever buried it may have come no further than that
+        if record is not None:  # the process that made it a dead letter may have crashed right after
             yield from self._failed(Operation(scope, event_id), 0.0)
         return (yield from self.guard.store.resolve(scope, event_id, None, retention=self.policy.ttl))
 
@@ -229,7 +229,7 @@ def is_dead(record: Record) -> bool:
     return record.state == "held" and record.note.startswith(DEAD)
 
 
-def letters(page: Page) -> Page:
+def only_dead(page: Page) -> Page:
     return Page(tuple(filter(is_dead, page.records)), page.cursor)
 
 

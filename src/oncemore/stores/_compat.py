@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 async def open_aiosqlite(path: str, **settings: Any) -> aiosqlite.Connection:
-    """A connection whose thread does not keep the process from ending."""
+    """A connection with a thread that does not keep the process from ending."""
     try:
         import aiosqlite
     except ModuleNotFoundError as error:

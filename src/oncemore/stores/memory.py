@@ -72,7 +72,7 @@ class MemoryStore:
         self._tokens = itertools.count(1)
         self._records: dict[Id, Record] = {}
         self._audited: set[Id] = set()
-        self._takeovers: set[Id] = set()  # records whose latest claim took over a lapsed lease
+        self._takeovers: set[Id] = set()  # records that were taken over from a lapsed lease by their latest claim
         self.archive: list[Record] = []
 
     def _reset(self) -> None:

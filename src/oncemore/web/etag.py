@@ -36,7 +36,7 @@ def check_if_match(headers: Headers, current_etag: Plan[Etag]) -> Plan[None]:
 
 
 def matches(if_match: str, status: int, etag: str) -> bool:
-    """Whether If-Match holds for a resource whose GET has this status and ETag; `*` stands for any that exists."""
+    """Whether If-Match holds, if a GET of the resource has this status and ETag; `*` stands for any that exists."""
     if not 200 <= status < 300:
         return False
     tags = TAG.findall(if_match)
@@ -44,7 +44,7 @@ def matches(if_match: str, status: int, etag: str) -> bool:
 
 
 def asgi_etag(app: Callable[[Any, Any, Any], Awaitable[None]], scope: MutableMapping[str, Any]) -> Plan[Etag]:
-    """What an ASGI app answers to a GET of the URL in *scope*."""
+    """Status and ETag of an ASGI app's answer to a GET of the URL in *scope*."""
     return (yield Call(_get_asgi, app, scope))  # type: ignore[no-any-return]
 
 
@@ -77,7 +77,7 @@ async def _get_asgi(app: Callable[[Any, Any, Any], Awaitable[None]], scope: Muta
 
 
 def wsgi_etag(app: Callable[..., Iterable[bytes]], environ: dict[str, Any]) -> Plan[Etag]:
-    """What a WSGI app answers to a GET of the URL in *environ*."""
+    """Status and ETag of a WSGI app's answer to a GET of the URL in *environ*."""
     return (yield Call(_get_wsgi, app, environ))  # type: ignore[no-any-return]
 
 

@@ -236,7 +236,7 @@ def principal_of(function: Principal | None, request: Request) -> str:
 
 
 def user_of(native: Any) -> str:
-    """The user whom the framework has authenticated, or an empty text."""
+    """The user that the framework has authenticated, or an empty text."""
     if not isinstance(native, dict):
         user = getattr(native, "user", None)
     elif native.get("REMOTE_USER"):  # set by the WSGI server; no header can forge it

@@ -1,4 +1,4 @@
-"""The ledger in the database of an asyncpg pool, whose connections are the ones that are lent: `Guard(pool)`.
+"""The ledger in the database of an asyncpg pool; transactions run on its connections: `Guard(pool)`.
 
 The ledger's own statements, which are not part of anyone's transaction, go through psycopg; both come with
 `pip install 'oncemore[asyncpg]'`.

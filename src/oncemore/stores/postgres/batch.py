@@ -70,7 +70,7 @@ class Batches:
         return [answers[item] for item in items]
 
     def undo_claims(self, items: list[Item]) -> Plan[None]:
-        """Undo claims whose callers have gone; with the next batch, if the server does not answer now."""
+        """Undo claims, because their callers have gone; with the next batch, if the server does not answer now."""
         self._pending_undos.extend(map(claim_of, items))
         yield from self._undo_pending()
 
@@ -117,7 +117,7 @@ class Batches:
                 answers.update((yield from self._ask_once(ask, same_kind, deadline)))
         return [answers[item] for item in items]
 
-    # What batches have in common
+    # Parts that batches have in common
 
     def _deadline(self, items: list[Item]) -> float:
         """When the caller that has waited longest gives up; but there is always time for one short try."""

@@ -161,7 +161,7 @@ def is_lost(error: psycopg.Error) -> bool:
 
 
 def give_up(failure: psycopg.Error) -> StoreError:
-    """The error for a caller whose time is up."""
+    """The error for a caller that has no time left."""
     if isinstance(failure, AnswerTimeout):
         return StoreTimeout(f"PostgreSQL did not answer in time: {message_of(failure)}")
     if is_lost(failure):
@@ -176,7 +176,7 @@ def message_of(error: Exception) -> str:
 
 
 def translate_error(error: Exception, sqlstate: str | None = None) -> OncemoreError:
-    """The error for a caller whose statement the server refused; *error* is any driver's."""
+    """The error for a caller if the server refused its statement; *error* is any driver's."""
     state, message = sqlstate or getattr(error, "sqlstate", None) or "", message_of(error)
     if state in TOO_SLOW:
         translated: OncemoreError = StoreTimeout(f"PostgreSQL took too long: {message}")

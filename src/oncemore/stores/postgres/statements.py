@@ -43,7 +43,7 @@ def many(columns: str = "") -> str:
 
 
 def here(columns: str) -> str:
-    """The same for one item, whose columns are parameters."""
+    """As `many`, for one item: its columns are parameters."""
     named = [column.split() for column in ("scope text", "key text", *columns.split(", "))]
     given = ", ".join(f"${n}::{type} AS {name}" for n, (name, type) in enumerate(named, 1))
     return f"""(SELECT 0 AS n, {given},
@@ -151,7 +151,7 @@ FIND_HERE = f"""
 WITH {CLOCK.format(shift="$3")}
 SELECT {RECORD} FROM {{records}} r CROSS JOIN clock WHERE r.scope = $1 AND r.key = $2"""
 
-# Undo claims whose callers are gone: nobody performs.  If a claim took over a lapsed lease, the effect of the attempt
+# Undo claims, because their callers are gone and nobody performs.  If a claim took over a lapsed lease, the effect of the attempt
 # before it is in doubt, and stays so: the lease ends now.  A first attempt has expired long ago, whatever the clock says
 # from now on, which is as if it had never been.  A later one is released, and remembered for a day.
 UNCLAIM = f"""

@@ -78,7 +78,7 @@ def connect(url: str) -> Store:
 
 
 def enlist(pool: Any, options: Mapping[str, str]) -> Store:
-    """The ledger in the database of a psycopg_pool, whose connections the transactions use."""
+    """The ledger in the database of a psycopg_pool; transactions run on its connections."""
     if callable(pool.conninfo) or callable(pool.kwargs):
         raise ConfigurationError(
             "The pool computes its address for each connection: give the guard a pool with a fixed conninfo"
@@ -122,7 +122,7 @@ class PostgresStore:
         # At most 63 bytes.  If two ledgers share a channel, they wake each other's waiters in vain at times.
         channel = f"{options['schema']}.{options['prefix']}changes"[:63]
         self._listener = PostgresListener(conninfo, channel, self.wakeups, unavailable=not options["listen"])
-        self._watched: dict[Id, int] = {}  # the tokens of records whose owners will send a message
+        self._watched: dict[Id, int] = {}  # the tokens of records that send a message when they change
         self._batches = Batches(self.database, self.wakeups, self._listener)
         self._claims = Batcher(self._batches.run_claims, limit=BATCH_LIMIT, undo=self._batches.undo_claims)
         self._writes = Batcher(self._batches.run_writes, limit=BATCH_LIMIT)

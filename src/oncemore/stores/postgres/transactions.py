@@ -196,7 +196,7 @@ def raise_translated(error: Exception, *, committing: bool = False) -> NoReturn:
 
 
 def translate(error: Exception, *, committing: bool = False) -> Exception:
-    """What a driver's error means to the guard."""
+    """The guard's error for an error of the driver."""
     state = sqlstate_of(error)
     if isinstance(error, OncemoreError | Again):
         return error

@@ -243,7 +243,7 @@ class SqliteBatch:
         return lease
 
     def settle(self, settles: list[SettleItem]) -> None:
-        """Write the outcomes.  An owner whose lease is lost gets Fenced, unless it has settled before."""
+        """Write the outcomes.  An owner that has lost its lease gets Fenced, unless it has settled before."""
         written = self.execute(*self.sql.settle.bind(self.shift, [item.row for item in settles])).rowcount
         existing = self.find_all([item.id for item in settles]) if written < len(settles) else None
         for item in settles:
@@ -373,7 +373,7 @@ def taken_over(record: Record, claim: ClaimItem, token: int) -> tuple[dict[str, 
 
 
 def bad_value_error(item: Item, error: Exception) -> OncemoreError:
-    """The error of an item whose values SQLite cannot take."""
+    """The error of an item that has values which SQLite cannot take."""
     if isinstance(item, ClaimItem) and isinstance(error, UnicodeError):
         return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
     return as_store_error(error, "SQLite")

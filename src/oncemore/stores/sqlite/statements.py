@@ -57,7 +57,7 @@ class Grouped:
 
 
 class SqliteStatements:
-    """Every statement of the ledger whose names begin with *prefix*."""
+    """Every statement of the ledger; the names of its tables begin with *prefix*."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -84,7 +84,7 @@ class SqliteStatements:
             f" SELECT max(token, coalesce((SELECT max(token) FROM {records}), 0)) + 1, ?2, ?3, ?4, ?5, ?6, 'running', 1,"
             f" {NOW}, {NOW} + ?7, ?8 FROM {meta} WHERE true ON CONFLICT (key, scope) DO NOTHING"
         )
-        # Undo a claim whose caller has gone.  A record whose former holder's effect is in doubt stays in doubt; a first
+        # Undo a claim, because its caller has gone.  A record that was in doubt stays in doubt; a first
         # attempt is as if it had never been; a later one is released, and remembered for as long as a failure may be.
         mine = "scope = ?2 AND key = ?3 AND holder = ?4 AND state = 'running'"
         self.unclaim = (

@@ -454,7 +454,7 @@ class SqliteAdapter:
 
 
 class SqliteNoCommit(sqlite3.Connection):
-    """A connection whose transaction is the guard's: the performer can neither commit nor roll back by mistake."""
+    """A connection in a transaction of the guard's: the performer can neither commit nor roll back by mistake."""
 
     def commit(self) -> None:
         raise commit_forbidden()

@@ -32,7 +32,7 @@ BRIEF = 0.003
 
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 
-# What the file itself did wrong.  The connection is not trusted afterwards.
+# Errors of the file itself.  The connection is not trusted afterwards.
 FAULTS: dict[int, tuple[type[StoreError], str]] = {
     sqlite3.SQLITE_FULL: (StoreError, "the disk is full"),
     sqlite3.SQLITE_IOERR: (StoreError, "the disk failed"),
@@ -77,7 +77,7 @@ def as_store_error(error: BaseException, path: str) -> StoreError:
 def disown(connection: sqlite3.Connection, overwrite: str) -> None:
     """Write over what a failed commit has left in the log; *overwrite* is a small write.
 
-    Where only the sync failed, the log holds the whole transaction; nobody sees it, but whoever recovers the file
+    Where only the sync failed, the log holds the whole transaction; nobody sees it, but a process that recovers the file
     after a crash would take it for committed, though its caller was told that it failed.
     """
     with contextlib.suppress(sqlite3.Error):

@@ -115,7 +115,7 @@ class GuardedResponse:
             await self._send_failure(record=False)
         return False
 
-    # What the app receives and sends
+    # The app's receive and send
 
     async def receive(self) -> Message:
         """The body, and then what the client says.  That it has left is told at the end, or the app might not finish."""
@@ -309,7 +309,7 @@ def encoded(headers: tuple[tuple[str, str], ...]) -> list[tuple[bytes, bytes]]:
 
 
 async def nowhere(message: Message) -> None:
-    """A send for an app whose client has had its answer."""
+    """The `send` of an app after its client has had its answer."""
 
 
 async def arun_to_the_end(plan: Plan[Answer], effect: Effect[Any] | None = None) -> Answer:

@@ -129,7 +129,7 @@ class IdempotencyMiddleware(Door[Handler]):
 
 
 def current_etag(function: Handler, source: RestApi, event: Event, context: Any) -> Plan[Etag]:
-    """What the function answers to a GET of the event's URL."""
+    """Status and ETag of the function's answer to a GET of the event's URL."""
     found = source.reply((yield Call(function, source.as_get(event), context)))
     return found.status, value_of(found.headers, "etag")
 

@@ -47,7 +47,7 @@ def body_of(request: HttpRequest, rule: Rule) -> bytes:
 
 
 def current_etag(get_response: GetResponse, request: HttpRequest) -> Plan[Etag]:
-    """What the view answers to a GET of the request's URL."""
+    """Status and ETag of the view's answer to a GET of the request's URL."""
     meta = {name: value for name, value in request.META.items() if name not in VARIABLES_OF_CHANGE}
     response = yield Call(get_response, copy_as_get(request, meta))
     if response.streaming:  # to close any other tells Django that the request is over

@@ -80,7 +80,7 @@ class GuardedResponse:
     def _refusal(self, error: OncemoreError) -> Response:
         return self.door.refusal(error, self.match, self.attempt.operation)
 
-    # What the app sends
+    # The app's side
 
     def _call_app(self) -> bool:
         """Call the app; return whether its response is held back completely, rather than the beginning of a stream."""
@@ -157,7 +157,7 @@ class GuardedResponse:
             return int(self.length) <= most and self.size <= most
         return self.size <= most and (self.rule.streams == "store" or (self._is_finite() and not more))
 
-    # What the server gets
+    # The server's side
 
     def _answer(self, is_complete: bool) -> Iterable[bytes]:
         """Record the outcome, and only then answer.  If this attempt was too slow, its successor's outcome counts."""

@@ -222,7 +222,7 @@ def test_ended_event_loops_leave_no_connections(url: str, server: psycopg.Connec
         lease = asyncio.run(arun(store.claim(Operation("s", str(n)), lease=LEASE)))
         assert isinstance(lease, Lease)
     gc.collect()
-    assert len(store.database.connections.loops) <= 1
+    assert len(store.database.connections.loops.things) <= 1
     store.close()
     gc.collect()
     assert until(lambda: connections(server, name) == 0)

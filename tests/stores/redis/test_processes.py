@@ -174,7 +174,7 @@ async def test_fork_parent_and_child_both_use_the_store(store: RedisStore, other
 
     def child() -> None:
         gc.collect()
-        assert not store._claims.for_key("none")._loops  # they wait for the parent's batches
+        assert not store._claims.for_key("none")._loops.things  # they wait for the parent's batches
         settled(store, "child's")
         fresh = connect(store.url)
         own = claimed(fresh, "own")

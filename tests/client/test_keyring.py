@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -397,3 +399,30 @@ def test_a_process_is_alive_while_it_lives(tmp_path: Path) -> None:
         other = pool.apply(this_process, (path,))
         assert is_alive(path, other)
     assert not is_alive(path, other)
+
+
+OPEN_AND_CLOSE = """
+import sys
+from oncemore._runtime.plan import run
+from oncemore.client.keyring.sqlite import SqliteKeyring
+keyring = SqliteKeyring(sys.argv[1])
+run(keyring.pending())
+keyring.close()
+"""
+
+
+def test_second_keyring_on_a_file_does_not_release_its_locks(tmp_path: Path) -> None:
+    """Closing any descriptor of a file drops SQLite's locks on it; another process would then remove the log."""
+    path = str(tmp_path / "keys.db")
+    first = SqliteKeyring(path)
+    claim(first, entry("0"))
+    second = SqliteKeyring(path)
+    run(second.pending())
+    subprocess.run([sys.executable, "-c", OPEN_AND_CLOSE, path], check=True)
+    for number in range(1, 6):
+        claim(first, entry(str(number)))
+    count = "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT count(*) FROM oncemore_keys').fetchone()[0])"
+    seen = subprocess.run([sys.executable, "-c", count, path], check=True, capture_output=True, text=True).stdout
+    assert int(seen) == 6
+    second.close()
+    first.close()

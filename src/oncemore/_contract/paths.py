@@ -90,7 +90,9 @@ class Pattern:
 
     def find(self, method: str, path: str) -> dict[str, str] | None:
         """Return the values of the parameters; None if the pattern does not match."""
-        found = self.regex.fullmatch(path.rstrip("/")) if self.allows(method) else None
+        path = path.rstrip("/")
+        path = path if path[:1] in ("", "/") else f"/{path}"  # some servers pass a target on as it was sent
+        found = self.regex.fullmatch(path) if self.allows(method) else None
         return dict(zip(self.params, found.groups(""), strict=True)) if found else None
 
 

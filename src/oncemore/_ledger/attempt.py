@@ -166,7 +166,7 @@ class LeaseAttempt:
         except UnknownOutcome:  # the record is held, or its lease has been ended
             self.stop()
             raise
-        self.in_doubt = False
+        self.in_doubt = known is not None  # until that is recorded
         return known
 
     # An effect that must happen once whatever the key
@@ -329,8 +329,7 @@ class LeaseAttempt:
             known = yield from self.begin(wait)
             return known if known is not None else (yield from self.call(performer))
         finally:
-            if not self.ended:  # interrupted between two lines, or thrown away: the lease must not be renewed for ever
-                self.drop()
+            self.drop()  # also if interrupted between two lines, or thrown away: the lease must not be renewed for ever
 
     def call(self, performer: Performer) -> Plan[Answer]:
         """Call the performer of an attempt that has begun, and settle or fail."""

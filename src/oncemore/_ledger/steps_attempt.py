@@ -37,7 +37,9 @@ class StepsAttempt(LeaseAttempt):
         record = yield from store.find(self.operation.scope, self.operation.key)
         if record is not None and record.state == "settled":
             return record
-        if record is None or not record.request:
+        if record is not None and record.request and self.operation.same(record.fingerprint):
+            self.request = record.request  # sent again, because the record may be forgotten before this claim gets it
+        else:
             self.request = pack_request(self.operation, deadline, self.policy.types)
         return (yield from store.claim(self.operation, lease=self.policy.lease, request=self.request))
 
@@ -137,6 +139,8 @@ class StepsAttempt(LeaseAttempt):
         except OncemoreError as error:
             self.refused(error)
             raise
+        finally:
+            self.stop()
 
     def _settle(self, answer: Answer) -> Plan[Answer]:
         try:

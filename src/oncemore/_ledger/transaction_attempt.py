@@ -53,6 +53,7 @@ class TransactionAttempt(LeaseAttempt):
     transaction: Transaction | None = None
     unique_lease: Lease | None = None
     performed = False
+    refusal: TransactionRefused | None = None  # of this transaction, not of another that the performer has run
 
     def __init__(self, ledger: Ledger, operation: Operation, policy: Policy) -> None:
         super().__init__(ledger, operation, policy)
@@ -254,7 +255,8 @@ class TransactionAttempt(LeaseAttempt):
         """Roll back.  The performer's own failure is remembered, also a refusal that it raised; an interruption is not."""
         yield from self._abort()
         if self.is_retryable(error):
-            raise TransactionRefused(error) from error
+            self.refusal = TransactionRefused(error)
+            raise self.refusal from error
         if isinstance(error, Exception):
             yield from self._remember()
         self.refused(error)
@@ -325,7 +327,8 @@ class TransactionAttempt(LeaseAttempt):
                 try:
                     return (yield from self.call(performer))
                 except TransactionRefused as refused:
-                    if self.runs > self.policy.reruns:  # given up already, after the performer's error was the outcome
+                    # Another transaction's, or given up already after the performer's error was the outcome.
+                    if refused is not self.refusal or self.runs > self.policy.reruns:
                         raise
                     yield from self._pause(refused.cause)
                     self.ended = self.performed = False
@@ -333,8 +336,7 @@ class TransactionAttempt(LeaseAttempt):
                     known = yield from self._begin()
             return known
         finally:
-            if not self.ended:
-                self.drop()
+            self.drop()
 
     def is_success(self, error: ProviderDuplicate) -> bool:
         """Never: the transaction was left in the middle, and is not committed."""

@@ -25,7 +25,7 @@ from .model import Outcome
 
 Types = tuple[type, ...]
 Errors = tuple[type[BaseException], ...]
-Classes = Mapping[str, type]
+Classes = Mapping[str, type] | None  # None: read objects as the dictionaries of their members
 
 # Each value that MessagePack does not have is written as {"~": tag, "v": ...}, and so is a dictionary with a key "~".
 MARK = "~"
@@ -109,6 +109,8 @@ def _write_object(value: Any, classes: Classes | None, room: int) -> Any:
 
 
 def _read_object(name: str, content: Any, classes: Classes) -> Any:
+    if classes is None:  # for JSON, which needs the members only
+        return from_plain(content, None)
     kind: Any = classes.get(name)
     if kind is None:
         raise Unstorable(
@@ -278,14 +280,14 @@ def _tombstone(kind: type, reason: Exception) -> Outcome:
     return Outcome("tombstone", body=why.encode("utf-8", "backslashreplace"))
 
 
-def replayed(outcome: Outcome, errors: Errors = (), types: Types = ()) -> Any:
+def replayed(outcome: Outcome, errors: Errors = (), types: Types | None = ()) -> Any:
     """Return the value that *outcome* holds, or raise its error if it is one of *errors*; objects are of *types*."""
     if outcome.kind not in ("value", "error"):
         raise OutcomeNotKept(
             f"The function ran, but its result was not kept: {outcome.body.decode('utf-8', 'replace')}"
         )
     try:
-        plain, classes = decode(outcome.body), classes_by_name(types)
+        plain, classes = decode(outcome.body), None if types is None else classes_by_name(types)
         if outcome.kind == "value":
             return from_plain(plain, classes)
         name, args, state = plain

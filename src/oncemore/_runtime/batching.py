@@ -128,7 +128,7 @@ class Batcher(Generic[Item]):
 
     def _adopt(self, loop_batcher: LoopBatcher[Item]) -> None:
         """Have the next batch repair the items of a loop that was closed in the middle of a batch."""
-        self.orphans += [item for item, _ in loop_batcher.batch]
+        self.orphans += loop_batcher.unanswered()
         self.orphans += [item for item, _ in loop_batcher.waiting if not self.can_undo(item)]  # the rest was never sent
 
 
@@ -306,13 +306,21 @@ class LoopBatcher(Generic[Item]):
         while self.running and self.task is not None:
             await asyncio.wait([self.task])
 
+    def unanswered(self) -> list[Item]:
+        """The items under way, except those whose callers have a result: what they go on to do may not be undone."""
+        return [item for item, future in self.batch if not has_result(future)]
+
     def _start(self) -> None:
-        self.running, self.gave_up = True, False
-        runner = self._run()
-        # By hand up to its first await: the code of a task that is cancelled before its first step would never run.
-        runner.send(None)
-        # In an empty context: the first caller's (its trace, its user) is not that of the others.
-        self.task = Context().run(asyncio.get_running_loop().create_task, runner)
+        try:
+            self.running, self.gave_up = True, False
+            runner = self._run()
+            # By hand up to its first await: the code of a task that is cancelled before its first step would never run.
+            runner.send(None)
+            # In an empty context: the first caller's (its trace, its user) is not that of the others.
+            self.task = Context().run(asyncio.get_running_loop().create_task, runner)
+        except BaseException:  # Ctrl-C; the next call starts a task, unless `_run` has
+            self.running = self.task is not None
+            raise
 
     async def _run(self) -> None:
         try:
@@ -321,15 +329,15 @@ class LoopBatcher(Generic[Item]):
                 await self._run_batch()
                 if self.waiting and self.batcher.linger:
                     await self._linger()
+            self._stop()
         except GeneratorExit:  # the loop was closed in the middle of a batch
             raise
         except BaseException:  # Ctrl-C, which ends this task and goes on to the loop; another task serves the queue
-            self.batcher.orphans += [item for item, _ in self.batch]
+            self.batcher.orphans += self.unanswered()
             self._stop()
             if self.waiting:
                 self._start()
             raise
-        self._stop()
 
     def _stop(self) -> None:
         """Leave no caller without a result, and nothing that keeps the loop alive."""
@@ -360,7 +368,7 @@ class LoopBatcher(Generic[Item]):
     async def _run_batch(self) -> None:
         """Run a batch from the front of the queue, hand out the results, and undo what has no caller any more."""
         batcher = self.batcher
-        self.batch = batch = self._take_batch()
+        batch = self._take_batch()
         if not batch:
             return
         items = [item for item, _ in batch]
@@ -384,10 +392,12 @@ class LoopBatcher(Generic[Item]):
 
     def _take_batch(self) -> list[Call[Item]]:
         batch: list[Call[Item]] = []
+        self.batch = batch
         while self.waiting and len(batch) < self.batcher.limit:
-            call = self.waiting.popleft()
+            call = self.waiting[0]
             if not call[1].cancelled() or not self.batcher.can_undo(call[0]):  # else it is withdrawn
                 batch.append(call)
+            self.waiting.popleft()  # last, because after an interrupt a call must be in one of the two
         return batch
 
     async def _complete(self, make_plan: Callable[[], Plan[T]]) -> T:
@@ -436,6 +446,11 @@ def set_result(future: asyncio.Future[Any], result: Any) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
+
+
+def has_result(future: asyncio.Future[Any]) -> bool:
+    """Whether the caller was given a result, and may act on it."""
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def is_lost(future: asyncio.Future[Any], result: Any) -> bool:

@@ -16,7 +16,7 @@ from .._fingerprint.fingerprint import fingerprint_of
 from .._ledger.context import Op
 from .._ledger.guard import Guard, check_guard
 from .._ledger.model import Lease, Operation, Outcome, Record
-from .._ledger.steps import LARGEST
+from .._ledger.steps import LARGEST, pack_request
 from .._ledger.store import Filter, Page
 from .._ledger.values import Types, replayed, value_outcome
 from .._runtime.plan import Plan, arun, run
@@ -179,7 +179,11 @@ class Inbox:
 
     def _bury(self, operation: Operation, payload: Any, why: str) -> Plan[bool]:
         """Make the event a dead letter.  Its record keeps the payload until it is handled after all."""
-        request = packed(payload, self.policy.types)
+        types = self.policy.types
+        if self.policy.effect == "steps":  # as its next attempt reads it
+            request = pack_request(msgspec.structs.replace(operation, request=lambda: payload), None, types)
+        else:
+            request = packed(payload, types)
         lease = yield from self.guard.store.claim(operation, lease=self.policy.lease, request=request)
         if not isinstance(lease, Lease):
             return False

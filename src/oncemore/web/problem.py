@@ -89,7 +89,7 @@ def value_response(outcome: Outcome) -> Outcome:
     """The response that stands for a resolver's value, or for no value; OutcomeNotKept if there is none to show."""
     if outcome.kind != "value":
         raise OutcomeNotKept("The operation was performed once, but its response was not kept; look up its result")
-    value = replayed(outcome)
+    value = replayed(outcome, types=None)
     if value is None:
         return Outcome("response", 200)
     try:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -180,12 +180,18 @@ class SqliteKeyring:
 
     def _connect(self) -> sqlite3.Connection:
         check_usable(self.path)
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        _create(self.path)
         database = sqlite3.connect(self.path, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
         _retry_while_locked(lambda: database.execute("PRAGMA journal_mode = WAL"))
         _retry_while_locked(lambda: database.executescript(SCHEMA))
         self._database = database
         return database
+
+
+def _create(path: str) -> None:
+    """Create the file for its owner alone.  One that exists is not opened: to close it would release SQLite's locks on it."""
+    with _held_lock, suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def _retry_while_locked(step: Callable[[], object]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import asyncpg  # type: ignore[import-untyped]
 from psycopg.conninfo import conninfo_to_dict
 
+from ..._ledger.events import log
 from ..._ledger.store import Store
 from ..._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session
 from ..._runtime.plan import Plan
@@ -134,7 +135,11 @@ class AsyncpgAdapter:
     async def _commit(self, queries: Sequence[Query]) -> None:
         await self._run(queries)
         await self._transaction.commit()
-        await self._give_back()
+        try:
+            await self._give_back()
+        except Exception:  # the pool's reset failed: asyncpg has closed the connection
+            log.exception("The transaction was committed, but its connection could not be given back")
+            self.discard()
 
     def rollback(self) -> Plan[None]:
         try:

@@ -6,6 +6,7 @@ as much processor time.  psycopg still opens the connections, waits for their so
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import struct
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from .statements import Query, Rows, Statement, prepared
 
 # BEGIN and COMMIT are prepared, so that the server need not parse them each time.  ROLLBACK is not: it must work even if
 # the server has lost the prepared statements.
-BEGIN, COMMIT, ROLLBACK = prepared("BEGIN"), prepared("COMMIT"), Statement("ROLLBACK")
+BEGIN, COMMIT, ROLLBACK = prepared("BEGIN"), Statement("COMMIT"), Statement("ROLLBACK")
 
 # Plain integers, because comparing enumerations is slow, and it is done for every result.
 TUPLES_OK, FATAL_ERROR, PIPELINE_SYNC = map(
@@ -92,8 +93,17 @@ class Pipeline:
             return wait(self.connection, exchange(self.connection, self.queries, self.deadline))  # type: ignore[no-any-return]
 
     async def arun(self) -> list[Rows]:
-        async with self.connection.lock:
+        lock, left = self.connection.lock, None if self.deadline is None else self.deadline - SYSTEM.monotonic()
+        try:
+            # If a task that the performer has left behind is in a long query, do not wait for it longer than for an answer.
+            async with asyncio.timeout(left if lock.locked() else None):
+                await lock.acquire()
+        except TimeoutError as error:
+            raise AnswerTimeout("the connection was in use") from error
+        try:
             return await wait(self.connection, exchange(self.connection, self.queries, self.deadline))  # type: ignore[no-any-return]
+        finally:
+            lock.release()
 
 
 def exchange(connection: Any, queries: Sequence[Query], deadline: float | None = None) -> PgGenerator[list[Rows]]:
@@ -176,6 +186,11 @@ def read_results(pgconn: Any, deadline: float | None) -> PgGenerator[list[PGresu
 def check_deadline(deadline: float | None) -> None:
     if deadline is not None and SYSTEM.monotonic() >= deadline:
         raise AnswerTimeout("the answer took too long")
+
+
+def commit_queries(queries: Sequence[Query]) -> list[Query]:
+    """The queries and COMMIT, none of them prepared: psycopg deallocates all when the performer rolls back to a savepoint."""
+    return [*((Statement(statement.text), values) for statement, values in queries), (COMMIT, ())]
 
 
 def begin_statement(connection: Any) -> Statement:

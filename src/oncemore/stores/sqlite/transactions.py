@@ -276,7 +276,6 @@ class Writer:
     def keep_open(self, connection: Any) -> None:
         """Keep *connection* open between turns, until it is closed or this writer is gone; closed before each fork."""
         self.connection = connection
-        close_before_fork(self)
         if not isinstance(connection, sqlite3.Connection):
             self._stop = weakref.finalize(self, stop_aiosqlite, connection)
 
@@ -415,6 +414,7 @@ class SqliteAdapter:
         return (yield self._do(lambda connection: begin_again(connection, queries)))  # type: ignore[no-any-return]
 
     def _connect(self) -> None:
+        close_before_fork(self._writer)  # first: this turn has its lock, so a fork meanwhile finds the file in use
         connection = sqlite3.connect(self._writer.path, **CONNECTION)
         try:
             self._prepare(connection)
@@ -424,6 +424,7 @@ class SqliteAdapter:
         self._writer.keep_open(connection)
 
     async def _aconnect(self) -> None:
+        close_before_fork(self._writer)
         connection = await open_aiosqlite(self._writer.path, **CONNECTION)
         self._writer.keep_open(connection)
         try:

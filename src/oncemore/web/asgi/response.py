@@ -16,7 +16,6 @@ from ..._contract.contract import Match
 from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Outcome
-from ..._ledger.transaction_attempt import TransactionRefused
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
 from ..door import REPEATING_REDIRECTS, Door
@@ -136,6 +135,8 @@ class GuardedResponse:
             chunk, more = bytes(message.get("body", b"")), message.get("more_body", False)  # some send a memoryview
             if self.passing:
                 await self._pass(chunk, more=more)
+            elif self.attempt.ended:  # the response was complete
+                return
             elif more or self.chunks:
                 await self._add(chunk, more=more)
             else:
@@ -241,7 +242,7 @@ class GuardedResponse:
         except OncemoreError as error:  # too slow, or the database refused the transaction: this response is not sent
             await respond(self.client_send, self.door.refusal(error, self.match, self.attempt.operation))
             self.client_send = nowhere
-            if isinstance(error, TransactionRefused):
+            if self.attempt.policy.effect == "transaction":  # nothing of it lasts, whatever the error
                 self.is_refused = True
                 raise TransactionLost from error
         finally:

@@ -600,15 +600,15 @@ async def test_prepared_statements_that_the_borrower_has_forgotten_are_prepared_
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["psycopg", "psycopg-async"])
 async def test_statements_that_fail_do_not_pile_up_on_the_server(kind: str, shops_url: str) -> None:
-    """Each is prepared once, however often the database refuses what is done with it."""
+    """Each is prepared once, or again after psycopg has prepared its own first one; never once per failure."""
     async for shop in opened(ON_POSTGRES[kind], f"{emptied(shops_url)}?application_name=shop&schema=public&pool=1"):
         shop.execute("ALTER TABLE refunds ADD CONSTRAINT one UNIQUE (made_in) DEFERRABLE INITIALLY DEFERRED")
         await shop.run(asked("first"), refund(shop))
-        for n in range(5):
+        for n in range(20):
             with pytest.raises(Exception, match="duplicate key"):
                 await shop.run(asked(f"failing-{n}"), refund(shop))
         counted = await shop.run(asked("last"), counting(shop))
-        assert counted.value <= 5
+        assert counted.value <= 10
 
 
 def counting(shop: Shop) -> Performer:

@@ -255,7 +255,7 @@ class PipelineAdapter(SqlalchemyAdapter):
 
     def _end(self, connection: Connection, transaction: RootTransaction, queries: Sequence[Query]) -> None:
         self._psycopg.check_open(driver_connection(connection))
-        self._run(connection, self._pipeline.commit_queries(queries))
+        self._run(connection, [*queries, (self._pipeline.COMMIT, ())])
         try:
             transaction.commit()  # sends nothing: psycopg sees that the transaction is over
         except Exception:

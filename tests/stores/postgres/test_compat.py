@@ -9,8 +9,17 @@ import asyncio
 from typing import Any
 
 import psycopg
+import pytest
 
-from oncemore.stores.postgres._compat import KNOWN_VERSIONS, WAIT_READ, PgGenerator, error_from_result, wait
+from oncemore.stores.postgres._compat import (
+    KNOWN_VERSIONS,
+    WAIT_READ,
+    PgGenerator,
+    error_from_result,
+    prepared_mark,
+    wait,
+    was_deallocated,
+)
 
 
 def test_psycopg_version_is_known() -> None:
@@ -49,3 +58,20 @@ def test_psycopg_error_from_result_is_the_drivers_own(server: psycopg.Connection
     error = error_from_result(server.pgconn.exec_(b"SELECT 1 / 0"))
     assert isinstance(error, psycopg.errors.DivisionByZero)
     assert (error.sqlstate, error.diag.message_primary) == ("22012", "division by zero")
+
+
+@pytest.mark.server
+def test_psycopg_marks_the_statements_that_it_has_prepared(postgres_url: str) -> None:
+    """`_prepared`, `_prepared_idx` and `_names` of a connection: known for psycopg 3.2 and 3.3."""
+    with psycopg.connect(postgres_url) as connection:
+        before = prepared_mark(connection)
+        assert (before, was_deallocated(connection, before)) == ((0, None), False)
+        with connection.transaction():
+            for _ in range(8):
+                connection.execute("SELECT 1")
+        assert was_deallocated(connection, before)
+        after = prepared_mark(connection)
+        assert not was_deallocated(connection, after)
+        with pytest.raises(psycopg.errors.DivisionByZero), connection.transaction():
+            connection.execute("SELECT 1 / 0")
+        assert was_deallocated(connection, after)

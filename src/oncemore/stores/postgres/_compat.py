@@ -45,3 +45,22 @@ class RowReader:
     def read(self, result: PGresult) -> list[tuple[Any, ...]]:
         self._transformer.set_pgresult(result)
         return self._transformer.load_rows(0, result.ntuples, tuple)
+
+
+Mark = tuple[int, Any]
+
+
+def prepared_mark(connection: Any) -> Mark:
+    """How many statements psycopg itself has ever prepared on the connection, and the oldest that is still prepared."""
+    manager = connection._prepared
+    return manager._prepared_idx, next(iter(manager._names), None)
+
+
+def was_deallocated(connection: Any, mark: Mark) -> bool:
+    """Whether psycopg may have sent DEALLOCATE ALL since *mark*, which drops our prepared statements too.
+
+    It does so when a transaction or savepoint is rolled back, if it has prepared any statement itself.
+    """
+    count, oldest = mark
+    manager = connection._prepared
+    return oldest not in manager._names if oldest is not None else bool(manager._prepared_idx != count)

@@ -19,12 +19,21 @@ from psycopg.pq.abc import PGresult
 
 from ..._runtime.clock import SYSTEM
 from ...errors import ConfigurationError
-from ._compat import WAIT_READ, WAIT_READ_OR_WRITE, PgGenerator, RowReader, error_from_result, wait
+from ._compat import (
+    WAIT_READ,
+    WAIT_READ_OR_WRITE,
+    PgGenerator,
+    RowReader,
+    error_from_result,
+    prepared_mark,
+    wait,
+    was_deallocated,
+)
 from .statements import Query, Rows, Statement, prepared
 
 # BEGIN and COMMIT are prepared, so that the server need not parse them each time.  ROLLBACK is not: it must work even if
 # the server has lost the prepared statements.
-BEGIN, COMMIT, ROLLBACK = prepared("BEGIN"), Statement("COMMIT"), Statement("ROLLBACK")
+BEGIN, COMMIT, ROLLBACK = prepared("BEGIN"), prepared("COMMIT"), Statement("ROLLBACK")
 
 # Plain integers, because comparing enumerations is slow, and it is done for every result.
 TUPLES_OK, FATAL_ERROR, PIPELINE_SYNC = map(
@@ -60,6 +69,7 @@ class ConnectionState:
         self.configured = False  # the session's settings were made
         self.free_list: Any = None  # where the connection goes when it is given back
         self.prepared: dict[bytes, bytes] = {}
+        self.mark = prepared_mark(connection)  # before the latest exchange
         self.rows = RowReader(connection)
         self._count = itertools.count()
 
@@ -116,6 +126,9 @@ def exchange(connection: Any, queries: Sequence[Query], deadline: float | None =
     Statements with a name are prepared, unless `prepare_threshold` is None: that says that a pooler is in between.
     """
     pgconn, state = connection.pgconn, state_of(connection)
+    if was_deallocated(connection, state.mark):  # as after a savepoint that the performer has rolled back
+        state.prepared.clear()
+    state.mark = prepared_mark(connection)
     names = dict(state.prepared) if connection.prepare_threshold is not None else None
     preparing: dict[int, tuple[bytes, bytes]] = {}  # statements to be prepared now, by the position of their result
     sent = 0
@@ -186,11 +199,6 @@ def read_results(pgconn: Any, deadline: float | None) -> PgGenerator[list[PGresu
 def check_deadline(deadline: float | None) -> None:
     if deadline is not None and SYSTEM.monotonic() >= deadline:
         raise AnswerTimeout("the answer took too long")
-
-
-def commit_queries(queries: Sequence[Query]) -> list[Query]:
-    """The queries and COMMIT, none of them prepared: psycopg deallocates all when the performer rolls back to a savepoint."""
-    return [*((Statement(statement.text), values) for statement, values in queries), (COMMIT, ())]
 
 
 def begin_statement(connection: Any) -> Statement:

@@ -13,7 +13,7 @@ from ..._ledger.transactions import Do, Query, Rows, Transaction, commit_forbidd
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Effect, Plan
 from .connection import Connections
-from .pipeline import ROLLBACK, Pipeline, adapt_values, begin_statement, commit_queries
+from .pipeline import COMMIT, ROLLBACK, Pipeline, adapt_values, begin_statement
 from .transactions import LedgerStore, PostgresSource
 
 IDLE, UNKNOWN = int(TransactionStatus.IDLE), int(TransactionStatus.UNKNOWN)
@@ -79,7 +79,7 @@ class PsycopgAdapter:
         """Run *queries* and COMMIT in one pipeline.  If a query fails, the server skips the COMMIT behind it."""
         check_open(self.connection)
         self.connection.lent = False
-        yield from self._send(*commit_queries(queries))
+        yield from self._send(*queries, (COMMIT, ()))
         yield from self._give_back()
 
     def rollback(self) -> Plan[None]:
@@ -199,7 +199,7 @@ class BelowDjango:
 
     def commit(self, raw: Any, queries: Sequence[Query]) -> None:
         check_open(raw)
-        self.execute(raw, commit_queries(queries))
+        self.execute(raw, [*queries, (COMMIT, ())])
 
     def rollback(self, raw: Any) -> None:
         if raw.pgconn.transaction_status != IDLE:

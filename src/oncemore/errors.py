@@ -45,10 +45,15 @@ class OncemoreError(Exception):
 
 
 class ConfigurationError(OncemoreError):
-    """A contract, URL or argument is wrong.  The message names the place and the correction."""
+    """A contract, URL or argument is wrong.  The message names the place and the correction.
+
+    Attributes:
+        faults: One sentence for each fault, if a contract has several.
+    """
 
     code = "CONFIGURATION.invalid"
     title = "The configuration is invalid"
+    faults: tuple[str, ...] = ()
 
 
 class MissingDriver(ConfigurationError):
@@ -134,6 +139,14 @@ class WebhookError(Refusal):
     code = "AUTH.webhook_signature"
     status = 401
     title = "The webhook cannot be trusted"
+
+
+class UnsafeTarget(Refusal):
+    """A webhook's URL leads to a private or reserved network, or is not HTTPS.  No attempt will be made to send to it."""
+
+    code = "VALIDATION.webhook_target"
+    status = 400
+    title = "The webhook's address is not allowed"
 
 
 class Undeclared(Refusal):
@@ -320,3 +333,15 @@ class CorruptRecord(StoreError):
 
     code = "TRANSIENT.idempotency.record_corrupt"
     title = "The stored record cannot be read"
+
+
+# ── Failures of a message broker
+
+
+class BrokerError(OncemoreError):
+    """The broker failed or could not be reached.  The message may or may not have been stored there."""
+
+    code = "DEPENDENCY.broker"
+    status = 503
+    title = "The message broker failed"
+    retryable = True

@@ -1,4 +1,4 @@
-"""The source of a rule's key: a header, a field of the body, a template, or none."""
+"""The source of a rule's key, a header, a field of the body, a template, or none; and how the key is read from a header."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from .._fingerprint.pointer import parse_pointer, value_at
 from ..errors import ConfigurationError, InvalidKey, MissingKey
-from .keys import MAX_LENGTH, KeyFormat, check_key, key_format, parse_key
+from .keys import MAX_LENGTH, KeyFormat, check_key, key_format, too_long
 from .problems import Problems, did_you_mean, unknown
 from .templates import Template, text_of
 
@@ -81,6 +81,77 @@ class KeySource:
         need = "optional " if not self.required else ""
         kind = f" ({self.format})" if self.format != "any" else ""
         return f"{need}{self.source} {where}{kind}".rstrip()
+
+
+# ── The header's syntax: an RFC 9651 string with parameters, or (unless strict) the bare text ─────────────────────────
+
+STRING = r'"(?:[ !#-\[\]-~]|\\["\\])*"'
+# Parameters have no meaning here: any text that cannot hold a second key may be the value of one.
+PARAMETER = rf"; *[a-z*][a-z0-9_.*-]*(?:=(?:%?{STRING}|[!#-+\--:<-~]+))?"
+QUOTED = re.compile(rf"({STRING})(?:{PARAMETER})*", re.ASCII)
+ESCAPED = re.compile(r"\\(.)")
+
+# No comma: a server may fold two header lines into one, and two keys must not become a third.  No quote: half a string.
+BARE = re.compile(r"[ !#-+\--~]*", re.ASCII)
+ROOM_FOR_PARAMETERS = 256
+
+# Nearly all keys look like this.  If any format is accepted, they need no further check, which takes 6 % of a replay.
+SIMPLE = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
+
+
+def parse_key(
+    values: Sequence[str | bytes],
+    *,
+    name: str = "Idempotency-Key",
+    strict: bool = False,
+    max_length: int = MAX_LENGTH,
+    format: KeyFormat = "any",
+) -> str:
+    """Return the key in the field lines of the header *name*, unquoted; an error tells the caller what to change."""
+    if not values:
+        raise MissingKey(f"Send a unique {name} header, and the same one when you retry.")
+    if len(values) > 1:
+        raise InvalidKey(f"The idempotency key was sent {len(values)} times; send the header once.")
+    value = values[0]
+    lenient = format == "any" and not strict and len(value) <= max_length
+    if lenient and isinstance(value, str) and SIMPLE.fullmatch(value):
+        return value
+    text = field_text(value, max_length)
+    key = unquoted(text) if text.startswith('"') else bare(text, strict)
+    return check_key(key, max_length=max_length, format=format)
+
+
+def field_text(value: str | bytes, max_length: int) -> str:
+    """Return the field line as text; refuse it first if no key in it could be short enough."""
+    if len(value) > 2 * max_length + 2 + ROOM_FOR_PARAMETERS:
+        raise too_long(max_length)
+    if not value.isascii():
+        raise InvalidKey("The idempotency key has characters outside ASCII; send visible ASCII characters only.")
+    text = value.decode("ascii") if isinstance(value, bytes) else value
+    return text.strip(" ")
+
+
+def unquoted(text: str) -> str:
+    found = QUOTED.fullmatch(text)
+    if not found:
+        raise InvalidKey(
+            'The idempotency key is not a well-formed quoted string; close the quotes, escape only \\" and \\\\, '
+            "and send one key without tabs or line breaks."
+        )
+    return ESCAPED.sub(r"\1", found[1][1:-1])
+
+
+def bare(text: str, strict: bool) -> str:
+    if strict and text:
+        raise InvalidKey('The idempotency key must be a quoted string; put it in double quotes, as in "8e03978e".')
+    if not BARE.fullmatch(text):
+        raise InvalidKey(
+            "The idempotency key has a comma, quote or control character; use letters, digits and hyphens."
+        )
+    return text
+
+
+# ── The contract's table of a key ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def key_table(value: object) -> dict[str, Any]:

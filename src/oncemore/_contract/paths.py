@@ -10,18 +10,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Generic, NamedTuple, TypeVar
 
 from ..errors import ConfigurationError
+from .problems import did_you_mean
 
 T = TypeVar("T")
 
 # Never claimed, even with a key: repeating them has no effect of its own.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "CONNECT"})
-# The other standard methods.  A name that is nearly one of these is a mistake; any other may be an application's own.
 UNSAFE_METHODS = ("POST", "PUT", "PATCH", "DELETE")
-NEARLY = 0.75
+# The other methods in IANA's registry, and PURGE, as caches know it.  Any other name is taken for a mistake.
+# fmt: off
+OTHER_METHODS = frozenset({
+    "ACL", "BASELINE-CONTROL", "BIND", "CHECKIN", "CHECKOUT", "COPY", "LABEL", "LINK", "LOCK", "MERGE",
+    "MKACTIVITY", "MKCALENDAR", "MKCOL", "MKREDIRECTREF", "MKWORKSPACE", "MOVE", "ORDERPATCH", "PROPFIND",
+    "PROPPATCH", "PURGE", "REBIND", "REPORT", "SEARCH", "UNBIND", "UNCHECKOUT", "UNLINK", "UNLOCK", "UPDATE",
+    "UPDATEREDIRECTREF", "VERSION-CONTROL",
+})
+# fmt: on
 ANY = "*"
 EVERYWHERE = "/{rest:path}"
 
@@ -121,16 +128,12 @@ def check_method(text: str, name: str) -> None:
         raise ConfigurationError(
             f"match {text!r} names no method: write a method and a path, as in 'POST|PATCH /refunds'"
         )
-    for near in get_close_matches(name, UNSAFE_METHODS, n=1, cutoff=NEARLY):
-        if is_slip(name, near):
-            raise ConfigurationError(f"match {text!r} names the method {name}, which is nearly {near}: write {near}")
-
-
-def is_slip(name: str, meant: str) -> bool:
-    """Whether *name* is *meant* with a wrong letter or order; BATCH and UNDELETE are other words."""
-    return name != meant and (
-        sorted(name) == sorted(meant) or (name[0] == meant[0] and abs(len(name) - len(meant)) <= 1)
-    )
+    if name not in (ANY, *UNSAFE_METHODS, *OTHER_METHODS):
+        hint = did_you_mean(name, UNSAFE_METHODS)
+        raise ConfigurationError(
+            f"match {text!r} names the method {name}, which HTTP does not have{hint}: name POST, PUT, PATCH or DELETE, or "
+            "write * for any method"
+        )
 
 
 def parse_segment(text: str) -> Segment:

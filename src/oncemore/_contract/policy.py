@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints, overload
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, UnknownOutcome
 from .problems import did_you_mean
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ Late = Literal["run", "refuse"]
 Suspect = Literal["off", "log", "flag", "reject", "replay"]
 OnUnique = Literal["replay", "reject", "serialize"]
 OnMismatch = Literal[409, 422, 400]
+OnRefusal = Literal["rollback", "commit"]
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 LONGEST = 100
@@ -69,8 +70,11 @@ class Policy:
     *lease* is how long a silent holder keeps the right to perform (it is renewed while the holder works); *ttl* is how
     long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are the exceptions
     that are an outcome, kept and raised again; after any other exception the operation may be tried again.
+    *doubt* are the exceptions, and the statuses of responses, after which nobody knows whether it took effect: time-outs,
+    and 502 or 504.  They go the way of a crash, by *on_unknown*.  A transaction is rolled back, so it ignores them.
     *types* are the classes that a result may be of, beside the built-in types; `once` adds those of the return annotation.
     *reruns* is how often a transaction is run again that the database refused (a serialization failure, a deadlock).
+    *on_refusal* is what a transaction does with its rows if the answer is 400 or above: it rolls them back, or commits them.
     """
 
     lease: Seconds = 30.0  # type: ignore[assignment]
@@ -83,9 +87,11 @@ class Policy:
     on_mismatch: OnMismatch = 409
     keep: Keep | Callable[[Any], bool] = "final"
     errors: tuple[type[Exception], ...] = ()
+    doubt: tuple[type[Exception] | int, ...] = ()
     types: tuple[type, ...] = ()
     effect: EffectLevel = "lease"
     on_unknown: OnUnknown = "hold"
+    on_refusal: OnRefusal = "rollback"
     reruns: int = 3
     resolver: Callable[..., Any] | None = None
     on_unique: OnUnique = "replay"
@@ -104,6 +110,10 @@ class Policy:
             raise ConfigurationError(
                 f"errors = {self.errors!r} is not a tuple of exceptions: write one such as (CardDeclined,)"
             )
+        if not isinstance(self.doubt, tuple) or not all(is_error(each) or is_status(each) for each in self.doubt):
+            raise ConfigurationError(
+                f"doubt = {self.doubt!r} is not a tuple of exceptions and statuses: write one such as (TimeoutError, 502)"
+            )
         if not isinstance(self.types, tuple) or not all(isinstance(kind, type) for kind in self.types):
             raise ConfigurationError(f"types = {self.types!r} is not a tuple of classes: write one such as (Order,)")
         for field in fields(self):
@@ -112,6 +122,17 @@ class Policy:
             raise ConfigurationError(
                 "on_unknown = 'resolve' needs a resolver: the function that asks whether it happened"
             )
+
+    def doubts(self, error: BaseException) -> bool:
+        """Whether nobody knows if the effect happened, after the performer has raised *error*.
+
+        If classes in both `errors` and `doubt` fit, the nearest one counts: a TimeoutError that is named in `doubt` is in
+        doubt, although its base class OSError is named in `errors`.
+        """
+        if isinstance(error, UnknownOutcome):
+            return True
+        kinds = type(error).__mro__ if self.doubt else ()
+        return next((kind in self.doubt for kind in kinds if kind in self.doubt or kind in self.errors), False)
 
     def but(self, **settings: Any) -> Policy:
         """Return this policy with these *settings* in place of its own."""
@@ -123,6 +144,10 @@ class Policy:
 
 def is_error(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, Exception)
+
+
+def is_status(status: object) -> bool:
+    return type(status) is int and 400 <= status <= 599
 
 
 def check_choice(name: str, value: object) -> None:

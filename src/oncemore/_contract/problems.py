@@ -27,9 +27,12 @@ def unknown(value: object, choices: Iterable[object], more: str = "") -> Configu
 def listing(place: str, problems: Sequence[str]) -> ConfigurationError:
     """Return one error for all *problems*; a single one stays on one line."""
     if len(problems) == 1:
-        return ConfigurationError(f"{place}: {problems[0]}")
-    lines = "".join(f"\n  - {problem}" for problem in problems)
-    return ConfigurationError(f"{place}: {len(problems)} faults{lines}")
+        error = ConfigurationError(f"{place}: {problems[0]}")
+    else:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        error = ConfigurationError(f"{place}: {len(problems)} faults{lines}")
+    error.faults = tuple(problems)
+    return error
 
 
 class Problems(list[str]):

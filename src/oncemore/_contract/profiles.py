@@ -26,14 +26,16 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     },
     # Stripe API v1: POST only; kept at least 24 h; what began to execute is kept, 500s too; 409 while running; an error
     # (400) with other parameters or on another endpoint; `Idempotent-Replayed: true` on replays, nothing on the first.
+    # Parameters are forms, in any order.  `oncemore.web.stripe` adds Stripe's error bodies, and the connected account.
     "stripe": {
         **DEFAULT,
         "match": "POST *",
         "across_routes": "conflict",
+        "fingerprint": "unordered",
         "in_flight": "conflict",
         "on_mismatch": 400,
         "keep": "all",
-        "status_header": {"name": "Idempotent-Replayed", "replayed": "true"},
+        "status_header": {"name": "Idempotent-Replayed", "replayed": "true", "expires": ""},
     },
     # Stripe API v2: POST and DELETE; 30 days; a key belongs to one API of one account; what succeeded is not repeated,
     # what failed is executed again and its new response returned.
@@ -44,7 +46,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "in_flight": "conflict",
         "on_mismatch": 400,
         "keep": "success",
-        "status_header": {"name": "Idempotent-Replayed", "replayed": "true"},
+        "status_header": {"name": "Idempotent-Replayed", "replayed": "true", "expires": ""},
     },
     # OASIS Repeatable Requests 1.0 as Azure applies it: a GUID and the time of the first sending; 5 minutes are tracked,
     # older is 412; 400 on another payload, 409 while running; 2xx and 4xx repeated, 5xx executed again.

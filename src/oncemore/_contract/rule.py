@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from types import MappingProxyType
@@ -39,6 +40,7 @@ class Rule:
     across_routes: str
     fingerprint: FingerprintSettings
     idempotent: bool
+    enforce: bool
     reverses: str | None
     unique_by: Template | None
     if_match: bool
@@ -53,6 +55,7 @@ class Rule:
     max_request: int
     max_response: int
     given: Mapping[str, Any] = field(compare=False)
+    place: str = field(compare=False)  # where it was written, for errors
 
     def __init__(self, match: str | None = None, **settings: Unpack[Settings]) -> None:
         values, problems = read_rule(match, settings, DEFAULT)
@@ -76,7 +79,12 @@ class Rule:
 
     def at(self, match: str) -> Rule:
         """Return the same rule for the requests that match *match*."""
-        return Rule(match, **self.given)
+        return Rule(match, **self.given).written_at(self.place)
+
+    def written_at(self, place: str) -> Rule:
+        """Note where the rule was written, and return it."""
+        object.__setattr__(self, "place", place)
+        return self
 
     @property
     def unscoped(self) -> bool:
@@ -112,6 +120,8 @@ def plain(value: object) -> object:
         return str(value)
     if isinstance(value, Template):
         return value.text
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     if callable(value):
@@ -164,6 +174,7 @@ def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, An
         "match": match,
         "policy": Policy(**policy, suspect=suspect, suspect_window=window),
         "given": MappingProxyType(dict(given)),
+        "place": "",
     }
 
 
@@ -192,6 +203,11 @@ def combinations(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
         yield (
             "reruns: if the database refuses its transaction, a request is not run again, but answered 503 with Retry-After, "
             "and its retry is safe; only the steps of effect = 'steps' are run again, so drop reruns"
+        )
+    if "on_refusal" in given and values["effect"] != "transaction":
+        yield (
+            f"on_refusal: with effect = {values['effect']!r} there is no transaction to roll back or to commit; drop it, or "
+            "write effect = 'transaction'"
         )
     if values["effect"] == "steps" and values["if_match"]:
         yield (
@@ -235,7 +251,9 @@ def called(match: object) -> None:
 
 
 def attach(rule: Rule, function: F) -> F:
-    setattr(function, MARK, rule)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    place = f"@idempotent on {getattr(function, '__module__', '')}.{name}"
+    setattr(function, MARK, copy.copy(rule).written_at(place))  # a copy, because several functions may share the rule
     return function
 
 

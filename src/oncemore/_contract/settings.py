@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
@@ -23,6 +23,7 @@ from .policy import (
     Late,
     OnDuplicate,
     OnMismatch,
+    OnRefusal,
     OnUnique,
     OnUnknown,
     Policy,
@@ -30,6 +31,8 @@ from .policy import (
     TtlFrom,
     choices_of,
     duration,
+    is_error,
+    is_status,
 )
 from .problems import unknown
 
@@ -40,6 +43,8 @@ ReplayStatus = Literal["same", 200]
 Streams = Literal["refuse", "store", "release"]
 StoreDown = Literal["refuse", "run"]
 Function = Callable[..., Any]
+
+EXPIRES = "Idempotency-Expires"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,17 @@ class FingerprintSettings:
 
 @dataclass(frozen=True, slots=True)
 class StatusHeader:
-    """The response header that says how the answer was made; an empty value, or name, is not sent."""
+    """The response header that says how the answer was made; an empty value, or name, is not sent.
+
+    *expires* is the name of the header that says until when the outcome is kept.
+    """
 
     name: str = ""
     stored: str = ""
     replayed: str = ""
     unstored: str = ""
     refused: str = ""
+    expires: str = EXPIRES
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +164,8 @@ def status_header(value: object) -> StatusHeader:
     known = tuple(field.name for field in fields(StatusHeader))
     table = members({"name": value, **STATUS_VALUES} if isinstance(value, str) else value, known, "a status header")
     header_name(table.get("name"))
-    return StatusHeader(**{name: text(value) for name, value in table.items()})
+    expires = optional_header_name(table.pop("expires", EXPIRES))
+    return StatusHeader(**{name: text(value) for name, value in table.items()}, expires=expires)
 
 
 def rate(value: object) -> Rate:
@@ -179,6 +189,21 @@ def count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ConfigurationError(f"{value!r} is not a number of times: write 0, 1, 2, ...")
     return value
+
+
+def doubt(value: object) -> tuple[type[Exception] | int, ...]:
+    """Return statuses and exceptions, from a list of statuses and of classes, given as themselves or as `"module:Class"`."""
+    if not isinstance(value, list | tuple):
+        raise ConfigurationError(
+            f"{value!r} is not a list of statuses and exceptions: write one, as in [502, 504, 'httpx:TimeoutException']"
+        )
+    found: tuple[Any, ...] = tuple(function(each) if isinstance(each, str) else each for each in value)
+    for each in found:
+        if not is_error(each) and not is_status(each):
+            raise ConfigurationError(
+                f"{each!r} is neither a status from 400 to 599 nor an exception: write 502 or 'httpx:TimeoutException'"
+            )
+    return found
 
 
 def optional_header_name(value: object) -> str:
@@ -223,6 +248,8 @@ class Settings(TypedDict, total=False):
         doc="which operation this one undoes; both must be in the contract")]
     idempotent: Annotated[bool, Setting(read=flag, default=True, only_in_rules=True, if_unguarded=True,
         doc="false: never guarded, on purpose")]
+    enforce: Annotated[bool, Setting(read=flag, default=True,
+        doc="false: [shadow mode](../howto/introduce.md). Requests pass untouched; what would be done with them is reported")]
     key: Annotated[str | Mapping[str, Any], Setting(default={"from": "header", **MEMBERS["header"]},
         doc="the source of the operation's key")]
     scope: Annotated[Scope | str | Function, Setting(default="principal",
@@ -230,7 +257,8 @@ class Settings(TypedDict, total=False):
     across_routes: Annotated[Across, Setting(default="separate",
         doc="the same key on another route: another operation, or refused")]
     fingerprint: Annotated[Mode | Mapping[str, Any], Setting(read=fingerprint, default="canonical",
-        doc="how requests are compared; or a table with `include` or `exclude`, lists of members of the body")]
+        doc="how requests are compared (`unordered`: the fields of a form in any order); or a table with `include` or `exclude`, "
+        "lists of members of the body")]
     ttl: Annotated[float | str, Setting(read=positive_span, default="24h",
         doc="how long the outcome is kept: longer than anyone retries")]
     ttl_from: Annotated[TtlFrom, Setting(default="creation", doc="counted from the creation, or from the last replay")]
@@ -249,8 +277,14 @@ class Settings(TypedDict, total=False):
         "a function of the outcome")]
     effect: Annotated[EffectLevel, Setting(default="lease",
         doc="the [level](../explain/guarantees.md) of the guarantee")]
+    on_refusal: Annotated[OnRefusal, Setting(default="rollback",
+        doc='with `effect = "transaction"`: an answer of 400 or above rolls back what was written, or commits it; a refusal '
+        "that the rule keeps is stored in either case")]
     on_unknown: Annotated[OnUnknown, Setting(default="hold",
         doc="what follows if a process died in mid-operation: see [Unknown outcomes](../howto/unknown.md)")]
+    doubt: Annotated[Sequence[int | str | type[Exception]], Setting(read=doubt, default=(),
+        doc="the statuses and exceptions after which nobody knows whether it took effect, such as `502`, `504` and "
+        '`"httpx:TimeoutException"`: `on_unknown` decides. Ignored with `effect = "transaction"`, which is rolled back')]
     reruns: Annotated[int, Setting(read=count, default=3,
         doc='with `effect = "steps"`: how often a step that the database refused (a deadlock, a serialization '
         'failure) is run again; a request with `effect = "transaction"` is not, but gets 503')]
@@ -270,7 +304,8 @@ class Settings(TypedDict, total=False):
     rate: Annotated[str, Setting(read=rate, doc="how many new keys a principal may use in that time; 429 above")]
     retry: Annotated[RetryPreset, Setting(if_unguarded=True, doc="the retry preset for callers; shown in OpenAPI")]
     status_header: Annotated[str | Mapping[str, str], Setting(read=status_header, default="Idempotency-Status",
-        doc="tells `stored`, `replayed` or `unstored`; or a table with a text for each; empty: none")]
+        doc="tells `stored`, `replayed` or `unstored`; or a table with a text for each, and in `expires` the name of the header "
+        "with the end of the retention; empty: none")]
     replay_status: Annotated[ReplayStatus, Setting(default="same", doc="the status of a replay")]
     streams: Annotated[Streams, Setting(default="refuse",
         doc="a response without a length: a retry is refused, gets it again, or runs it again")]

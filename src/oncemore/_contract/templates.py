@@ -14,13 +14,13 @@ from datetime import UTC, date, datetime
 from decimal import Context as Arithmetic
 from decimal import Decimal
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID
 from zoneinfo import ZoneInfo, available_timezones
 
 import msgspec
 
-from .._fingerprint.pointer import parse_pointer, value_at
+from .._fingerprint.pointer import INDEX, parse_pointer, value_at
 from ..errors import ConfigurationError, InvalidKey
 from .keys import MAX_LENGTH, SHORTEST_LIMIT, bounded, escaped
 from .policy import duration
@@ -38,22 +38,40 @@ LENIENT = Arithmetic(traps=[])
 
 REQUEST_FIELDS = ("principal", "tenant", "path.", "query.", "header.", "body.", "body:")
 TIME_FIELDS = ("window:", "date", "date:")
+CALL_FIELDS = (*TIME_FIELDS, "tick")
 
 Context = Mapping[str, Any]
 NOTHING: Context = {}
 
 
+class Scheduled(Protocol):
+    """The scheduled time that a job's slot is named after: a wall time in a zone, and the schedule's own name for it."""
+
+    @property
+    def date(self) -> date: ...
+    @property
+    def zone(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One `{...}`: *read* finds its value, *window* is how many seconds a value of it stays the same (0: for ever)."""
+    """One `{...}`: *read* finds its value, *window* is how many seconds a value of it stays the same (0: for ever).
+
+    *suffix* is written behind the value.  A *safe* value is a name already, and is not escaped.
+    """
 
     text: str
     read: Callable[[Context], object]
     window: float = 0.0
+    suffix: str = ""
+    safe: bool = False
 
     def render(self, context: Context) -> str:
         """Return the field's value as an unambiguous part of a name."""
-        return escaped(text_of(self.text, self.read(context)))
+        text = text_of(self.text, self.read(context))
+        return text if self.safe else escaped(text) + self.suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +114,11 @@ class Template:
         """Whether it names no field, and so is the same for all."""
         return not any(isinstance(part, Field) for part in self.parts)
 
+    def reads(self, name: str) -> bool:
+        """Whether a field of it is the argument *name*, or a part of that argument."""
+        fields = (part.text for part in self.parts if isinstance(part, Field))
+        return any(text == name or text.startswith(f"{name}.") for text in fields)
+
     def render(
         self,
         *,
@@ -107,14 +130,15 @@ class Template:
         body: object = None,
         arguments: Context = NOTHING,
         now: float | None = None,
+        scheduled: Scheduled | None = None,
     ) -> str:
         """Return the name; raises an InvalidKey that says which field is missing, empty or not a single value.
 
         Names of headers are in lower case; *body* is the decoded document; *now* is in epoch seconds; a
-        template with a time field needs it.
+        template with a time field needs it.  If the call is *scheduled*, *now* is the scheduled time.
         """
         context: dict[str, object] = {"principal": principal, "tenant": tenant, "path": path, "query": query}
-        context |= {"headers": headers, "body": body, "arguments": arguments, "now": now}
+        context |= {"headers": headers, "body": body, "arguments": arguments, "now": now, "scheduled": scheduled}
         texts = (part if isinstance(part, str) else part.render(context) for part in self.parts)
         return bounded("".join(texts), self.max_length)
 
@@ -150,9 +174,10 @@ def compile_field(text: str, inner: str, path_params: Collection[str] | None, na
     """Return the field that is written as `{inner}` in the template *text*."""
     found = FIELD.fullmatch(inner)
     head, mark, rest = (found["head"], found["mark"] or "", found["rest"] or "") if found else ("", "", "")
-    if names is not None and head in names and mark != ":":
+    if names is not None and head in names and mark != ":" and inner != "date":
         return argument_field(inner, head, rest.split(".") if rest else [])
-    known = (*(REQUEST_FIELDS if names is None else names), *TIME_FIELDS)
+    known = (*REQUEST_FIELDS, *TIME_FIELDS) if names is None else (*names, *CALL_FIELDS)
+    given = head if names is not None and head in names else ""  # the parameter that comes before the time
     match head + mark:
         case kind if kind not in known:
             hint = did_you_mean(inner, known) or did_you_mean(re.split("[.:]", inner)[0], known)
@@ -169,9 +194,11 @@ def compile_field(text: str, inner: str, path_params: Collection[str] | None, na
             steps = rest.split(".") if mark == "." else parse_pointer(rest)
             return Field(inner, lambda context: value_at(context["body"], steps))
         case "window:":
-            return window_field(inner, rest)
+            return window_field(inner, rest, given)
         case "date" | "date:":
-            return date_field(inner, rest)
+            return date_field(inner, rest, given)
+        case "tick":
+            return Field(inner, tick_name, 1.0, safe=True)
     return Field(inner, lambda context: context[inner])  # principal or tenant
 
 
@@ -208,24 +235,56 @@ def only(text: str, value: object) -> object:
     return value[0] if value else None
 
 
-def window_field(text: str, rest: str) -> Field:
-    """A field that is the start of the epoch-aligned bucket that holds *now*: `20260219T120000Z`."""
+def window_field(text: str, rest: str, parameter: str = "") -> Field:
+    """A field that is the start of the epoch-aligned bucket that holds *now*: `20260219T120000Z`.
+
+    With a *parameter*, its argument is the time instead of *now*, unless it is None.
+    """
     seconds = duration(rest)
     if seconds < 1 or seconds != int(seconds):
         raise ConfigurationError(f"{{{text}}} is not a window: write one or more whole seconds, as in {{window:1h}}")
 
-    def read(context: Context) -> str:
-        start = instant(context).timestamp() // seconds * seconds
-        return datetime.fromtimestamp(start, UTC).strftime("%Y%m%dT%H%M%SZ")
+    def read(context: Context) -> object:
+        argument = context["arguments"].get(parameter) if parameter else None
+        if argument is not None and not (isinstance(argument, datetime) and argument.tzinfo is not None):
+            return argument  # a name that the caller gives to the window
+        moment = instant(context) if argument is None else argument
+        return utc_text(moment.timestamp() // seconds * seconds)
 
     return Field(text, read, seconds)
 
 
-def date_field(text: str, rest: str) -> Field:
-    """A field that is the calendar day of *now* in a time zone: `2026-02-19`."""
+def date_field(text: str, rest: str, parameter: str = "") -> Field:
+    """A field that is the calendar day of *now* in a time zone: `2026-02-19:Europe/Berlin`, or `2026-02-19` in UTC.
+
+    The zone is written behind the date, because a date alone names two days.  A scheduled call has the date of its wall
+    time.  With a *parameter*, its argument is the date, unless it is None.
+    """
     zone = time_zone(rest) if rest else UTC
-    day = DAY if rest in ("", "UTC") else LONGEST_DAY
-    return Field(text, lambda context: instant(context).astimezone(zone).date(), day)
+    day = (0.0 if parameter else DAY) if rest in ("", "UTC") else LONGEST_DAY
+
+    def read(context: Context) -> object:
+        argument = context["arguments"].get(parameter) if parameter else None
+        if isinstance(argument, datetime) and argument.tzinfo is not None:
+            return argument.astimezone(zone).date()
+        if argument is not None:
+            return argument.date() if isinstance(argument, datetime) else argument
+        scheduled = context["scheduled"]
+        if scheduled is not None and rest in ("", scheduled.zone):
+            return scheduled.date
+        return instant(context).astimezone(zone).date()
+
+    return Field(text, read, day, f":{escaped(rest)}" if rest else "")
+
+
+def tick_name(context: Context) -> str:
+    """The name that the schedule has for the scheduled time; for a call by hand, the second at which it is made."""
+    scheduled = context["scheduled"]
+    return utc_text(context["now"]) if scheduled is None else scheduled.name
+
+
+def utc_text(moment: float) -> str:
+    return datetime.fromtimestamp(moment // 1, UTC).strftime("%Y%m%dT%H%M%SZ")
 
 
 def time_zone(name: str) -> ZoneInfo:
@@ -244,15 +303,22 @@ def instant(context: Context) -> datetime:
 
 
 def argument_field(text: str, name: str, steps: Sequence[str]) -> Field:
-    """A field that is an argument, or a public attribute or member of it."""
+    """A field that is an argument, a public attribute or member of it, or an item of a list: `{items.0.id}`."""
     for step in steps:
-        if not PUBLIC_NAME.fullmatch(step):
-            raise ConfigurationError(f"{{{text}}} cannot be read: {step!r} is not a public attribute or member")
+        if not PUBLIC_NAME.fullmatch(step) and not INDEX.fullmatch(step):
+            raise ConfigurationError(
+                f"{{{text}}} cannot be read: {step!r} is not a public attribute, a member or an index"
+            )
 
     def read(context: Context) -> object:
         value = context["arguments"].get(name)
         for step in steps:
-            value = value.get(step) if isinstance(value, Mapping) else getattr(value, step, None)
+            if isinstance(value, Mapping):
+                value = value.get(step)
+            elif isinstance(value, list | tuple) and INDEX.fullmatch(step):
+                value = value[int(step)] if int(step) < len(value) else None
+            else:
+                value = getattr(value, step, None)
         return value
 
     return Field(text, read)

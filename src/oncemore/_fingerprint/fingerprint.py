@@ -7,6 +7,7 @@ stored one is always compared by its own:
 |---|---|
 | `c1` | canonical JSON (`application/json`, `application/*+json`), of which include and exclude select; see `canonical` |
 | `f1` | an URL-encoded form: fields in their order, percent-encoding and `+` normalised |
+| `f2` | the same in mode `unordered`: fields sorted by their names |
 | `m1` | a multipart form, or any other `multipart/*`: parts in their order with their headers, whatever the boundary |
 | `r1` | its bytes: every other media type, and each body that cannot be read as what it says it is |
 | `v1` | not a body, but the canonical JSON of a Python value: see fingerprint_of |
@@ -31,10 +32,10 @@ from typing import Any, Literal, get_args
 
 from ..errors import ConfigurationError, InvalidPayload
 from .canonical import MAX_DEPTH, exact_value, read_json, write_json
-from .forms import read_multipart, read_urlencoded, respell
+from .forms import in_any_order, read_multipart, read_urlencoded, respell
 from .pointer import parse_pointer, value_at
 
-Mode = Literal["canonical", "raw", "none"]
+Mode = Literal["canonical", "unordered", "raw", "none"]
 Pointer = tuple[str, ...]
 
 # A body within this is read again for as long as its record lives, also when max_depth has been lowered since.
@@ -49,9 +50,10 @@ class Fingerprinter:
     """Makes and compares the fingerprints of one rule's requests.
 
     *include* and *exclude* are JSON pointers (`/order/id`) or bare names of top-level members (`timestamp`): only those
-    count, or all but those.  *mode* `raw` compares bodies byte by byte, `none` not at all.  The first of *secrets* signs;
-    all of them verify, and fingerprints without a secret stay valid.  To rotate, append the new secret in every process,
-    then move it to the front, and drop the old one when the last record that it signed has expired.
+    count, or all but those.  *mode* `unordered` takes the fields of a form in any order, `raw` compares bodies byte by byte,
+    `none` not at all.  The first of *secrets* signs; all of them verify, and fingerprints without a secret stay valid.  To
+    rotate, append the new secret in every process, then move it to the front, and drop the old one when the last record that
+    it signed has expired.
     """
 
     include: Sequence[str] = ()
@@ -68,7 +70,7 @@ class Fingerprinter:
             raise ConfigurationError(
                 f"mode = {self.mode!r} is unknown: choose one of {', '.join(map(repr, get_args(Mode)))}"
             )
-        if self.mode != "canonical" and (self.include or self.exclude):
+        if self.mode in ("raw", "none") and (self.include or self.exclude):
             raise ConfigurationError(f"mode = {self.mode!r} compares no fields: drop include and exclude, or the mode")
         if type(self.max_depth) is not int or not 1 <= self.max_depth <= DEEPEST:
             raise ConfigurationError(f"max_depth = {self.max_depth!r} is out of range: choose one from 1 to {DEEPEST}")
@@ -87,6 +89,8 @@ class Fingerprinter:
             return ""
         media_type = media_type_of(content_type)
         algorithm = "r1" if self.mode == "raw" else algorithm_for(media_type)
+        if algorithm == "f1" and self.mode == "unordered":
+            algorithm = "f2"
         try:
             content = self._read(algorithm, content_type, body, self.max_depth)
         except InvalidPayload:
@@ -123,6 +127,8 @@ class Fingerprinter:
                 )
             case "f1":
                 return read_urlencoded(body)
+            case "f2":
+                return in_any_order(read_urlencoded(body))
             case "m1":
                 return read_multipart(content_type, body)
             case "r1":

@@ -36,6 +36,12 @@ def read_urlencoded(body: bytes) -> bytes:
     return respell(body.decode("ascii")).encode("ascii")
 
 
+def in_any_order(form: bytes) -> bytes:
+    """Return the fields of a form sorted by their names; several of one name, as in a list, keep their order."""
+    fields = form.decode("ascii").split("&")
+    return "&".join(sorted(fields, key=lambda field: field.partition("=")[0])).encode("ascii")
+
+
 def read_multipart(content_type: str, body: bytes) -> bytes:
     """Return the parts in their order, each with its headers; raises InvalidPayload if it is not clearly multipart."""
     delimiter = b"--" + boundary_of(content_type)

@@ -11,15 +11,15 @@ import msgspec
 from .._contract.policy import Policy
 from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Call, Plan
-from ..errors import OncemoreError, ProviderDuplicate, UnknownOutcome
+from ..errors import Fenced, OncemoreError, ProviderDuplicate, UnknownOutcome
 from .context import Op
-from .decisions import Answer, How, check, fenced, replay
+from .decisions import Answer, How, Resolution, check, fenced, outcome_unknown, replay
 from .events import log
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
+from .store import STORE_FAILURES
 from .transactions import unawaited
 from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, trust_only_yes, untagged
-from .unknown import leave_in_doubt, mark_unknown, resolve_unknown
 from .values import error_outcome, value_outcome
 
 Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a coroutine of it
@@ -51,11 +51,12 @@ class LeaseAttempt:
     one does nothing, and each returns only when the ledger has recorded it:
 
     - `settle(outcome)`: it happened.  Returns the answer for the caller: "stored", "released" if the policy does not keep the
-      outcome, "unstored" if the store is down, or "replayed" if this caller was too slow and another's outcome counts.
+      outcome, "unstored" if the store is down, "replayed" if this caller was too slow and another's outcome counts, or
+      "unknown" if the policy's `doubt` names its status.
       For a stream, settle a tombstone before its first byte.
-    - `fail(error)`: the performer raised.  After an Exception the next caller performs; after a cancellation or an interrupt
-      the outcome is unknown, and the policy's on_unknown decides.  Returns an answer only if the operation has one all the
-      same (steps); the caller raises *error* otherwise.
+    - `fail(error)`: the performer raised.  After an Exception the next caller performs; after a cancellation, an interrupt or
+      an exception in `doubt` the outcome is unknown, and the policy's on_unknown decides.  Returns an answer only if the
+      operation has one all the same (steps); the caller raises *error* otherwise.
     - `release()`: it ended without an outcome to be kept, for instance at the end of a stream that is not remembered.  The next
       caller performs.
     - `withdraw(error)`: nothing was performed.  The claim is given back, and a first attempt is forgotten: after a check
@@ -114,11 +115,11 @@ class LeaseAttempt:
         check(operation, kept.fingerprint)
         answer = replay(kept.outcome, policy, expires_at=kept.expires_at)
         if ledger.observers:
-            ledger.emit("replayed", operation, status=answer.outcome.status)
+            ledger.emit("replayed", operation, status=answer.outcome.status, tier="process")
         return answer
 
     def claim(self, deadline: float | None) -> Plan[Lease | Record]:
-        return self.ledger.store.claim(self.operation, lease=self.policy.lease)
+        return self.ledger.store.claim(self.operation, lease=self.policy.lease, request=self.request)
 
     def take(self, lease: Lease, deadline: float | None) -> None:
         """Make the claimed lease this attempt's own."""
@@ -141,11 +142,10 @@ class LeaseAttempt:
 
     def is_ordinary(self) -> bool:
         """Whether there is nothing to look at before the performer is called."""
-        return not self.lease.lapsed and self.operation.unique is None and not self.is_screened()
-
-    def is_screened(self) -> bool:
-        """Whether the policy looks at first attempts: for twins under another key, or for keys that are too old."""
-        return self.policy.suspect != "off" or self.policy.late != "run"
+        policy = self.policy
+        if policy.suspect != "off" or policy.late != "run":  # first attempts are screened for twins and for old keys
+            return False
+        return not self.lease.lapsed and self.operation.unique is None
 
     def prepare(self) -> Plan[Answer | None]:
         """Look at what the policy asks for before the performer is called; the answer, if that is known already."""
@@ -227,7 +227,29 @@ class LeaseAttempt:
 
     def settle(self, outcome: Outcome, value: Any = None) -> Plan[Answer]:
         """Record the outcome; *value* is what the performer gave or raised, for the answer."""
-        return self.end(Answer(outcome, "stored", None, self.lease.attempt, value))
+        answer = Answer(outcome, "stored", None, self.lease.attempt, value)
+        return self._end_in_doubt(answer) if self.doubts(outcome, value) else self.end(answer)
+
+    def doubts(self, outcome: Outcome | None, value: Any = None) -> bool:
+        """Whether nobody knows if the effect happened: *outcome* has a status, or *value* is an exception, of `doubt`."""
+        if outcome is not None and outcome.status in self.policy.doubt:
+            return True
+        return isinstance(value, Exception) and self.policy.doubts(value)
+
+    def _end_in_doubt(self, answer: Answer) -> Plan[Answer]:
+        """Leave the decision to on_unknown; this caller gets its own answer all the same."""
+        status, value = answer.outcome.status, answer.value
+        cause = f"status {status}" if status in self.policy.doubt else type(value).__name__
+        yield from self._mark_unknown(f"in doubt after {cause}")
+        return msgspec.structs.replace(answer, how="released" if self.policy.on_unknown == "retry" else "unknown")
+
+    def _mark_unknown(self, why: str) -> Plan[None]:
+        """Record that nobody knows whether it took effect, first for what is unique: on_unknown decides, as after a crash."""
+        self.stop()
+        if self.unique is not None:
+            yield from self.unique._mark_unknown(why)
+        if not self.renewal.lost:
+            yield from mark_unknown(self.ledger, self.lease, self.policy, why)
 
     def end(self, answer: Answer) -> Plan[Answer]:
         """Record an answer: the performer's, a resolver's, or that of another key."""
@@ -271,14 +293,12 @@ class LeaseAttempt:
         """Record that the performer raised *error*."""
         if self.ended:
             return None
-        if isinstance(error, Exception):
+        if self.doubts(None, error):
+            yield from self._mark_unknown(f"in doubt after {type(error).__name__}")
+        elif isinstance(error, Exception):
             yield from self.release()
         else:
-            self.stop()
-            if self.unique is not None:
-                yield from self.unique.fail(error)
-            if not self.renewal.lost:
-                yield from mark_unknown(self.ledger, self.lease, self.policy, error)
+            yield from self._mark_unknown(f"interrupted by {type(error).__name__}")
         self.refused(error)
         return None
 
@@ -312,7 +332,7 @@ class LeaseAttempt:
     def stop(self) -> None:
         """The end has begun: nothing else ends the attempt, and its leases are not renewed any more."""
         self.ended = True
-        if self.renewal is not None:
+        if self.renewal is not None and not self.renewal.stopped:
             self.renewal.stop()
         if self.unique is not None:
             self.unique.renewal.stop()
@@ -338,17 +358,24 @@ class LeaseAttempt:
         except GeneratorExit:
             raise
         except BaseException as error:
-            if isinstance(error, ProviderDuplicate) and self.is_success(error):
-                value = error.result
-            elif isinstance(error, self.policy.errors):
-                return (yield from self.settle(error_outcome(error, self.policy.types), error))
-            else:
-                known = yield from self.fail(error)
-                if known is None:
-                    raise
-                return known
+            known = yield from self.raised(error)
+            if known is None:
+                raise
+            return known
+        return (yield from self.returned(value))
+
+    def returned(self, value: Any) -> Plan[Answer]:
+        """Settle the value that the performer has returned."""
         outcome = value if isinstance(value, Outcome) else value_outcome(value, self.policy.types)
-        return (yield from self.settle(outcome, value))
+        return self.settle(outcome, value)
+
+    def raised(self, error: BaseException) -> Plan[Answer | None]:
+        """Settle or fail, after the performer has raised *error*.  None if the caller is to raise it."""
+        if isinstance(error, ProviderDuplicate) and self.is_success(error):
+            return (yield from self.returned(error.result))
+        if isinstance(error, self.policy.errors) and not self.doubts(None, error):
+            return (yield from self.settle(error_outcome(error, self.policy.types), error))
+        return (yield from self.fail(error))
 
     def is_success(self, error: ProviderDuplicate) -> bool:
         """Whether the performer has raised the result of an earlier attempt, which its provider remembers."""
@@ -361,7 +388,7 @@ class Perform(Call):
     __slots__ = ()
 
     def __init__(self, performer: Performer, op: Op) -> None:
-        super().__init__(performer, op)
+        self.function, self.args = performer, (op,)
 
     async def arun(self) -> Any:
         op: Op = self.args[0]
@@ -371,3 +398,63 @@ class Perform(Call):
         if op.lent:  # the performer awaited nothing, so its statements were never sent
             raise unawaited(self.function)
         return result
+
+
+# After a crash or a time-out, nobody knows whether the effect happened: the policy's on_unknown says what to do.
+
+
+def resolve_unknown(ledger: Ledger, op: Op, policy: Policy) -> Plan[Answer | None]:
+    """Find out about the earlier attempt, because its lease has lapsed: its answer, or None if this attempt may perform.
+
+    Refuses with UnknownOutcome if nobody can tell.  The lease must be renewed meanwhile: a provider may take longer to
+    answer than the lease lasts, and no other caller is to ask, and perform, at the same time.
+    """
+    lease = op.lease
+    ledger.emit("lapsed", op.operation, token=lease.token, attempt=lease.attempt)
+    if policy.on_unknown == "retry":
+        return None
+    if policy.on_unknown == "hold":
+        yield from ledger.hold(lease, "its holder vanished")
+        raise outcome_unknown(op.key)
+    resolution = yield from _ask(ledger, op, policy)
+    ledger.emit("resolved", op.operation, token=lease.token, detail=resolution.verdict)
+    if resolution.outcome is not None:
+        op.note = "resolved: it had happened"
+        return Answer(resolution.outcome, "replayed", attempt=op.attempt)
+    yield from ledger.store.renew(lease, lease=policy.lease)  # raises Fenced if the lease was lost meanwhile
+    return None
+
+
+def _ask(ledger: Ledger, op: Op, policy: Policy) -> Plan[Resolution]:
+    """The resolver's decision.  If it has none, the lease lapses again at once, so that the next caller asks anew."""
+    assert policy.resolver is not None, "a policy with on_unknown = 'resolve' has a resolver"
+    cause: Exception | None = None
+    try:
+        resolution: Resolution = yield Call(policy.resolver, op)
+        if resolution.verdict != "unknown":
+            return resolution
+    except Exception as error:
+        cause = error
+    yield from ledger.lapse(op.lease)
+    raise UnknownOutcome("Whether a former attempt took effect is not known yet; retry later", retry_after=5) from cause
+
+
+def mark_unknown(ledger: Ledger, lease: Lease, policy: Policy, why: str) -> Plan[None]:
+    """Record at once that the attempt was cut off, or is in doubt: the next caller need not wait for the lease to end."""
+    try:
+        if policy.on_unknown == "retry":
+            yield from ledger.release(lease, retention=policy.ttl)
+        elif policy.on_unknown == "hold":
+            yield from ledger.hold(lease, why)
+        else:
+            yield from ledger.lapse(lease)
+    except (Fenced, *STORE_FAILURES) as failure:  # then the lease lapses by itself
+        ledger.emit("failed", lease.operation, token=lease.token, code=failure.code)
+
+
+def leave_in_doubt(ledger: Ledger, lease: Lease) -> Plan[None]:
+    """End the lease of an attempt that did not come to a decision: the next caller asks anew, without waiting."""
+    try:
+        yield from ledger.lapse(lease)
+    except (Fenced, *STORE_FAILURES) as failure:
+        ledger.emit("failed", lease.operation, token=lease.token, code=failure.code)

@@ -105,6 +105,7 @@ class Completer:
         return run(self._round())
 
     async def arun_once(self) -> Tally:
+        """The awaited form of `run_once`."""
         return await arun(self._round())
 
     def run(self, stop: threading.Event | None = None) -> None:

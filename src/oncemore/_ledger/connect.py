@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, cast
-from urllib.parse import unquote_plus, urlencode
+from urllib.parse import quote, unquote, unquote_plus, urlencode
 
 from .._contract.policy import duration
 from ..errors import ConfigurationError, MissingDriver
@@ -26,12 +26,15 @@ SCHEMES = {
     "rediss": "oncemore.stores.redis",
     "redis+sentinel": "oncemore.stores.redis",
     "redis+cluster": "oncemore.stores.redis",
+    "redis+postgresql": "oncemore.stores.tiered",
+    "redis+postgres": "oncemore.stores.tiered",
+    "redis+sqlite": "oncemore.stores.tiered",  # refused there, with the reason
 }
 GROUP = "oncemore.stores"
 # Where SQLAlchemy's URLs name a driver besides: postgresql+asyncpg.
 WITH_DRIVERS = ("postgresql", "postgres", "sqlite")
 
-# The extra to install if a store's module cannot be imported.
+# The extra to install if a module that needs it cannot be imported.
 EXTRAS = {
     "psycopg": "postgres",
     "psycopg_pool": "postgres",
@@ -43,6 +46,25 @@ EXTRAS = {
     "aiosqlite": "aiosqlite",
     "django": "django",
     "asgiref": "django",
+    "jwt": "jwt",
+    "cryptography": "cryptography",
+    "aiohttp": "aiohttp",
+    "fastapi": "fastapi",
+    "nats": "nats",
+    "aio_pika": "rabbitmq",
+    "aiormq": "rabbitmq",
+    "confluent_kafka": "kafka",
+    "boto3": "sqs",
+    "botocore": "sqs",
+    "cronsim": "jobs",
+    "celery": "celery",
+    "dramatiq": "dramatiq",
+    "rq": "rq",
+    "arq": "arq",
+    "taskiq": "taskiq",
+    "taskiq_dependencies": "taskiq",
+    "huey": "huey",
+    "procrastinate": "procrastinate",
 }
 
 
@@ -52,6 +74,7 @@ FLAVOURS = {
     "psycopg_pool": "oncemore.stores.postgres",
     "asyncpg": "oncemore.stores.postgres.asyncpg",
     "sqlalchemy": "oncemore.stores.sqlalchemy",
+    "django": "oncemore.stores.django",
 }
 DJANGO = "django:"
 
@@ -66,14 +89,18 @@ def connect(source: Any, **options: str) -> Store:
     if isinstance(source, str) and not source.startswith(DJANGO):
         return cast("Store", store_module(source).connect(with_options(lower_scheme(source), options)))
     package = "django" if isinstance(source, str) else type(source).__module__.partition(".")[0]
-    module = "oncemore.stores.django" if package == "django" else FLAVOURS.get(package)
-    if module is None:
+    if package not in FLAVOURS:
         raise ConfigurationError(
             f"{hide_password(repr(source))} is no ledger: "
             "give a URL as text, a pool of psycopg_pool or asyncpg, an engine of SQLAlchemy, or 'django:alias'"
         )
     with naming_extras(f"The ledger in a database of {package}'s"):
-        return cast("Store", importlib.import_module(module).enlist(source, options))
+        return cast("Store", adapter_module(package).enlist(source, options))
+
+
+def adapter_module(package: str) -> Any:
+    """The module for *package*'s connections, imported when it is first needed, because the package is optional."""
+    return importlib.import_module(FLAVOURS[package])
 
 
 def lower_scheme(url: str) -> str:
@@ -136,26 +163,30 @@ def _missing(error: ImportError) -> str:
 def hide_password(url: str) -> str:
     """The URL as it may be shown; rather too little of it, where a password was not escaped as it should be."""
     url = re.sub(r"(?<=://)([^:/@?]*):(?:[^?]*|.*)@", r"\1:***@", url, flags=re.DOTALL)
-    return re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
+    url = re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
+    return re.sub(r"(?<=[?&]redis=)[^&]*", lambda nested: quote(hide_password(unquote(nested[0])), safe=""), url)
 
 
-def take_options(url: str, known: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The URL without our options, and the options; each is read as the type of its default in *known*."""
+def take_options(url: str, known: dict[str, Any], owner: str = "store") -> tuple[str, dict[str, Any]]:
+    """The URL without our options, and the options; each is read as the type of its default in *known*.
+
+    Errors say that the URL is the *owner*'s.
+    """
     base, _, query = url.partition("?")  # not urlunsplit, which makes sqlite:/file of sqlite:///file
     options, rest = dict(known), []
     for part in filter(None, query.split("&")):
         name, _, text = part.partition("=")
         if name in known:
-            options[name] = _read(name, unquote_plus(text), known[name])
+            options[name] = _read(name, unquote_plus(text), known[name], owner)
         else:
             rest.append(part)  # as it is: the driver reads it
     return base + "?" * bool(rest) + "&".join(rest), options
 
 
-def _read(name: str, text: str, default: Any) -> Any:
+def _read(name: str, text: str, default: Any, owner: str) -> Any:
     if isinstance(default, bool):
         if text.lower() not in ("true", "false", "1", "0"):
-            raise ConfigurationError(f"{name}={text} in the store's URL: write true or false")
+            raise ConfigurationError(f"{name}={text} in the {owner}'s URL: write true or false")
         return text.lower() in ("true", "1")
     if isinstance(default, float):
         try:
@@ -164,9 +195,9 @@ def _read(name: str, text: str, default: Any) -> Any:
                 raise ConfigurationError("nothing is waited for so long; write less than 24 days")
             return seconds
         except ConfigurationError as error:
-            raise ConfigurationError(f"{name}={text} in the store's URL: {error.detail}") from None
+            raise ConfigurationError(f"{name}={text} in the {owner}'s URL: {error.detail}") from None
     if isinstance(default, int):
         if not text.isdecimal():
-            raise ConfigurationError(f"{name}={text} in the store's URL: write a whole number")
+            raise ConfigurationError(f"{name}={text} in the {owner}'s URL: write a whole number")
         return int(text)
     return text

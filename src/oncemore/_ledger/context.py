@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from .._runtime.plan import Plan, arun, run
+from .._runtime.plan import Plan, run_here
 from ..errors import ConfigurationError
 from .model import Lease, Operation
 from .transactions import Transaction, unawaitable
@@ -38,6 +38,7 @@ class StepPlans(Protocol):
         effect: StepEffect | None,
         on_unknown: OnUnknownStep,
         resolver: Callable[..., Any] | None,
+        doubt: tuple[type[Exception], ...] | None,
     ) -> Plan[Any]: ...
     def sleep(self, name: str, seconds: float | str) -> Plan[None]: ...
 
@@ -52,6 +53,7 @@ class Op:
     deadline: float | None = field(default=None, kw_only=True)  # when the caller stops waiting, in seconds since 1970
     lent: bool = field(default=False, init=False)  # whether the performer has used a connection that must be awaited
     note: str = field(default="", init=False)  # kept in the record, for an operator to read
+    counts: dict[str, int] | None = field(default=None, init=False, repr=False)  # of the names in `derive_next`
 
     @property
     def operation(self) -> Operation:
@@ -71,9 +73,12 @@ class Op:
         """The driver's own connection: statements on it commit with the outcome, or not at all."""
         return self._usable("op.connection").connection
 
-    def session(self) -> Any:
-        """A SQLAlchemy session within the same transaction; its own commit() only ends a savepoint."""
-        return self._usable("op.session()").session()
+    def session(self, **options: Any) -> Any:
+        """A SQLAlchemy session within the same transaction; its own commit() only ends a savepoint.
+
+        *options* are those of `Session` or `AsyncSession`, such as `expire_on_commit=False`.
+        """
+        return self._usable("op.session()").session(**options)
 
     def _usable(self, what: str) -> Transaction:
         """The transaction.  Refused on a thread if its driver is async: statements would never be sent unless awaited."""
@@ -100,6 +105,7 @@ class Op:
         effect: StepEffect | None = None,
         on_unknown: OnUnknownStep = "retry",
         resolver: Callable[..., Any] | None = None,
+        doubt: tuple[type[Exception], ...] | None = None,
     ) -> Any:
         """Call *function* and store its value: once that is done, no later attempt calls it again.  Await it on an event loop.
 
@@ -112,15 +118,18 @@ class Op:
             undo: Is called with the step's value if the whole operation fails for good.
             retry: How often the step is tried: 3 times by default, a database step once.
             effect: "lease" or "transaction", if it does not follow from the parameters.
-            on_unknown: What to do if an earlier attempt crashed in this very step.
+            on_unknown: What to do if an earlier attempt crashed in this very step, or left it in doubt.
             resolver: Is given the step's key, and asks the provider whether it took effect.
+            doubt: The exceptions after which nobody knows whether it took effect, such as time-outs; those of the policy
+                unless given.
         """
         steps = self._stepping("op.step()")
-        return driven(steps.step(name, function, undo, retry, effect, "resolve" if resolver else on_unknown, resolver))
+        decided = "resolve" if resolver else on_unknown
+        return run_here(steps.step(name, function, undo, retry, effect, decided, resolver, doubt))
 
     def sleep(self, name: str, seconds: float) -> Any:
         """Let *seconds* pass, as a step: a later attempt waits for the rest of them.  Await it on an event loop."""
-        return driven(self._stepping("op.sleep()").sleep(name, seconds))
+        return run_here(self._stepping("op.sleep()").sleep(name, seconds))
 
     def _stepping(self, what: str) -> StepPlans:
         if self.steps is None:
@@ -131,14 +140,12 @@ class Op:
         """A key for the provider: the same on every attempt of this operation, and never the caller's own."""
         return derive(self.lease.operation, name)
 
-
-def driven(plan: Plan[Any]) -> Any:
-    """The plan's result, or an awaitable of it if an event loop runs on this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return run(plan)
-    return arun(plan)
+    def derive_next(self, name: str) -> str:
+        """As `derive`, but another one at each call with the same name: the first, the second, and so on."""
+        if self.counts is None:
+            self.counts = {}
+        number = self.counts[name] = self.counts.get(name, 0) + 1
+        return self.derive(f"{name}\n{number}")
 
 
 def derive(operation: Operation, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import msgspec
 
@@ -22,20 +22,32 @@ from ..errors import (
 from .model import Lease, Operation, Outcome, Record
 from .values import NOTHING, value_outcome
 
-How = Literal["stored", "replayed", "unstored", "released"]
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    T = TypeVar("T", default=Any)  # so that a plain `Answer` is one of any value
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+How = Literal["stored", "replayed", "unstored", "released", "unknown"]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, Generic[T], frozen=True):
     """The outcome of an operation, and *how* it came: stored now, replayed, released for another try, or unstored.
 
-    *value* is the performer's value or exception; None if the outcome was replayed.
+    It is *unknown* if the policy's `doubt` names its status: only this caller gets it, and `on_unknown` decides.
+
+    *value* is the performer's value, or its exception if that is one of the policy's `errors`.  `Guard.run` gives an equal
+    one for a replayed outcome.
     """
 
     outcome: Outcome
     how: How
     expires_at: float | None = None
     attempt: int = 1
-    value: Any = None
+    value: T = None  # type: ignore[assignment]
 
 
 class Resolution(msgspec.Struct, frozen=True):
@@ -68,8 +80,16 @@ class Resolution(msgspec.Struct, frozen=True):
 
 def check(operation: Operation, fingerprint: str) -> None:
     """Refuse the operation unless the stored *fingerprint* is of the same request."""
-    if not operation.same(fingerprint):
-        raise PayloadMismatch("This key was used for a different request; make a new key for a new operation")
+    if operation.same(fingerprint):
+        return
+    if (
+        operation.scope == f"once:{operation.name}"
+    ):  # a function's own caller is told which; an HTTP client knows its key
+        raise PayloadMismatch(
+            f"{operation.name} was called before under the key {operation.key!r}, with other arguments: name what differs in "
+            "the key, or leave it out of the comparison by ignore="
+        )
+    raise PayloadMismatch("This key was used for a different request; make a new key for a new operation")
 
 
 def replay(outcome: Outcome, policy: Policy, *, expires_at: float | None = None) -> Answer:
@@ -109,13 +129,14 @@ def in_progress(record: Record) -> InProgress:
 
 def unknown(record: Record) -> UnknownOutcome:
     """The refusal for a held operation."""
-    return outcome_unknown(record.key, f" ({record.note})" if record.note else "")
+    return outcome_unknown(record.key, record.note)
 
 
 def outcome_unknown(key: str, note: str = "") -> UnknownOutcome:
-    """The refusal for an operation with an earlier attempt that crashed."""
+    """The refusal for an operation with an earlier attempt that crashed, or was left in doubt for the reason in *note*."""
+    end = f"broke off ({note})" if note else "crashed"
     return UnknownOutcome(
-        f"An earlier attempt with key {key!r} crashed{note}, and whether it took effect is not known. "
+        f"An earlier attempt with key {key!r} {end}, and whether it took effect is not known. "
         f"Look the result up; an operator can then decide with: oncemore keys resolve {key!r}"
     )
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from .model import Operation
+from .model import Operation, Tier
 
 EventKind = Literal[
     "claimed",  # a caller got the lease and performs
@@ -25,11 +25,19 @@ EventKind = Literal[
     "suspected",  # the same request came under another key a moment ago
     "unstored",  # performed, but the outcome could not be stored
     "failed",  # the store failed
+    "published",  # a message of the outbox is stored by its broker
+    "unpublished",  # it could not be sent, and will be tried again
+    "dead",  # it has failed too often, and waits for a requeue
+    "received",  # a delivery of a message or event was answered; `detail` says how
+    "delivery",  # an attempt at a webhook ended; `to_state` says how it is now, `status` the response, `duration` its age
+    "slot",  # an attempt at a job's slot ended; `detail` says how, `duration` how late it began
+    "missed",  # a scheduled time passed without its slot; `detail` says why
+    "shadowed",  # in shadow mode: `detail` is what would have been done (replayed, refused, waited, held), `code` why
 ]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """One transition of one operation.  *duration* is in seconds."""
+    """One transition of one operation.  *duration* is in seconds; *tier* is where a replayed outcome was found."""
 
     kind: EventKind
     operation: Operation
@@ -41,6 +49,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     detail: str = ""
     duration: float = 0.0
+    tier: Tier | Literal[""] = ""
 
 
 Observer = Callable[[Event], None]

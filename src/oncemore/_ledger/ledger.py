@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
 
 from .._contract.policy import Policy
-from .._runtime.clock import Clock
+from .._runtime.clock import TimeSource
+from .._runtime.forks import reset_in_child
 from .._runtime.heartbeat import Heartbeat, Renewal
 from .._runtime.plan import Plan
-from ..errors import Fenced, OncemoreError, StoreError
-from .cache import Cache
+from .._runtime.wakeups import Id
+from ..errors import ConfigurationError, CorruptRecord, Fenced, OncemoreError, StoreError
 from .decisions import Answer, check, in_progress, is_over, replay, unknown
 from .events import Event, EventKind, Observer, log, tell_all
 from .model import Lease, Operation, Outcome, Record
-from .store import Store
+from .store import STORE_FAILURES, Store
+from .values import NOTHING, value_or_error
 
 # The first look after a wait; each further one waits twice as long, up to the store's own limit.
 FIRST_POLL = 0.02
@@ -28,7 +32,7 @@ class Ledger:
     *store*, *clock* and *observers* are read at each use, so that a test may replace them.
     """
 
-    def __init__(self, store: Store, clock: Clock, observers: tuple[Observer, ...], cache: int) -> None:
+    def __init__(self, store: Store, clock: TimeSource, observers: tuple[Observer, ...], cache: int) -> None:
         self.store = store
         self.clock = clock
         self.observers = observers
@@ -40,10 +44,14 @@ class Ledger:
 
     # Claiming
 
-    def claim(self, operation: Operation, policy: Policy, wait: float | None = None) -> Plan[Lease | Record]:
+    def claim(
+        self, operation: Operation, policy: Policy, wait: float | None = None, request: bytes = b""
+    ) -> Plan[Lease | Record]:
         """Claim the operation: its lease, or its settled record.  A running one is waited for; any other record refuses."""
-        found = yield from self.store.claim(operation, lease=policy.lease)
-        return found if isinstance(found, Lease) else (yield from self.wait_for(found, operation, policy, wait))
+        found = yield from self.store.claim(operation, lease=policy.lease, request=request)
+        if isinstance(found, Lease):
+            return found
+        return (yield from self.wait_for(found, operation, policy, wait, request))
 
     def wait_for(
         self, record: Record, operation: Operation, policy: Policy, wait: float | None, request: bytes = b""
@@ -92,7 +100,7 @@ class Ledger:
         """The answer to a repeated operation, from its settled record."""
         answer = yield from self._repeat(record, policy)
         if self.observers:
-            self.emit("replayed", operation, status=answer.outcome.status)
+            self.emit("replayed", operation, status=answer.outcome.status, tier=record.tier)
         return answer
 
     def _repeat(self, record: Record, policy: Policy) -> Plan[Answer]:
@@ -104,6 +112,23 @@ class Ledger:
                 record.id, record.fingerprint, outcome, remaining=record.remaining, expires_at=record.expires_at
             )
         return replay(outcome, policy, expires_at=record.expires_at)
+
+    def valued(self, operation: Operation, policy: Policy, answer: Answer) -> Answer:
+        """The answer with its value, also if it was not performed just now.  A corrupt record is an event, and raises."""
+        if answer.value is not None or answer.outcome == NOTHING:
+            return answer
+        value = self.value_of(operation, policy, answer.outcome)
+        return Answer(answer.outcome, answer.how, answer.expires_at, answer.attempt, value)
+
+    def value_of(self, operation: Operation, policy: Policy, outcome: Outcome) -> Any:
+        """The value that a stored outcome holds, or its error; a response is its own value."""
+        if outcome.kind == "response":
+            return outcome
+        try:
+            return value_or_error(outcome, policy.errors, policy.types)
+        except CorruptRecord as error:
+            self.emit("failed", operation, code=error.code, detail=error.detail)
+            raise
 
     def answer_of_successor(self, operation: Operation, policy: Policy, error: Fenced) -> Plan[Answer]:
         """A late owner answers with the outcome of the attempt that took over, if that has settled; else it raises *error*."""
@@ -117,14 +142,14 @@ class Ledger:
     def settle_failed(self, lease: Lease, answer: Answer, policy: Policy, note: str, error: Exception) -> Plan[Answer]:
         """The answer for the caller if the outcome of its attempt could not be settled.
 
-        If the attempt was too slow, the outcome of its successor counts.  If the store is down, the caller still gets the
+        If the attempt was too slow, the outcome of its successor counts.  If the store cannot write, the caller still gets the
         outcome, because the effect has happened ("unstored"); the record lapses, and is then in doubt.
         """
         operation = lease.operation
         if isinstance(error, Fenced):
             self.emit("fenced", operation, token=lease.token, code=error.code)
             return (yield from self.answer_of_successor(operation, policy, error))
-        if isinstance(error, StoreError):
+        if isinstance(error, STORE_FAILURES):
             self.emit("unstored", operation, token=lease.token, code=error.code, detail=error.detail)
             return msgspec.structs.replace(answer, how="unstored")
         return (yield from self._settle_as_tombstone(lease, answer, policy, note, error))
@@ -156,7 +181,7 @@ class Ledger:
         """
         try:
             yield from self.store.release(lease, retention=retention)
-        except (Fenced, StoreError) as error:
+        except (Fenced, *STORE_FAILURES) as error:
             self.emit("failed", lease.operation, token=lease.token, code=error.code)
         else:
             self.emit("released", lease.operation, token=lease.token, attempt=lease.attempt)
@@ -179,7 +204,7 @@ class Ledger:
             renewal.lost = True
             if not renewal.stopped:  # else it met its own settle, which came first
                 self.emit("fenced", lease.operation, token=lease.token, code=error.code)
-        except StoreError as error:
+        except STORE_FAILURES as error:
             renewal.due = 0.0  # again at the next tick
             self.emit("failed", lease.operation, token=lease.token, code=error.code)
         else:
@@ -190,9 +215,104 @@ class Ledger:
     def refused(self, operation: Operation, error: BaseException) -> None:
         """Show the observers that the caller got an error of the ledger's instead of an outcome."""
         if self.observers and isinstance(error, OncemoreError):
-            self.emit("failed" if isinstance(error, StoreError) else "refused", operation, code=error.code)
+            if isinstance(error, StoreError):  # also a corrupt record
+                self.emit("failed", operation, code=error.code, detail=error.detail)
+            else:
+                self.emit("refused", operation, code=error.code)
 
     def emit(self, kind: EventKind, operation: Operation, **facts: Any) -> None:
         """Show the transition to the observers, if there are any."""
         if self.observers:
             tell_all(self.observers, Event(kind=kind, operation=operation, **facts))
+
+
+# The cache: settled outcomes do not change until they expire, so a replay need not ask the store.
+
+# An operator's delete in another process arrives as a message if the store sends any.  If not, this many seconds bound it.
+LONGEST = 60.0
+# The bytes that an entry takes beside its packed outcome: the dictionary's share, the key's tuple and the headers of its texts.
+PER_ENTRY = 250
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A settled outcome, and until when this process may trust it."""
+
+    fingerprint: str
+    outcome: Outcome
+    until: float
+    expires_at: float | None
+
+
+pack = msgspec.msgpack.Encoder().encode
+unpack = msgspec.msgpack.Decoder(Kept).decode
+
+
+class Cache:
+    """The latest outcomes, within a limit of *most* bytes.  It measures durations and never reads the date.
+
+    Outcomes are packed: the garbage collector need not look at bytes, and they do not scatter the objects of the requests
+    that follow over the memory.
+    """
+
+    def __init__(self, clock: TimeSource, *, most: int = 32 * 1024 * 1024) -> None:
+        if type(most) is not int or most < 0:
+            raise ConfigurationError(f"cache = {most!r} is not a size: write a whole number of bytes, or 0 for none")
+        self._monotonic = clock.monotonic
+        self._most = most
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()  # for changes; a single look into the dictionary needs none
+        self._entries: OrderedDict[Id, bytes] = OrderedDict()  # a plain dict takes long to find its oldest entry
+        self._size = 0
+
+    def get(self, id: Id) -> Kept | None:
+        """Return the outcome of the operation *id*, if it is known and has not expired."""
+        packed = self._entries.get(id)
+        if packed is None:
+            return None
+        try:
+            kept = unpack(packed)
+        except msgspec.ValidationError:  # the performer's outcome is not of its declared type: leave it to the store
+            return None
+        if kept.until <= self._monotonic():
+            self.drop(id)
+            return None
+        return kept
+
+    def put(self, id: Id, fingerprint: str, outcome: Outcome, *, remaining: float, expires_at: float | None) -> None:
+        """Remember *outcome* for as long as the store keeps it, or for a minute, whichever is shorter."""
+        until = self._monotonic() + (remaining if remaining < LONGEST else LONGEST)
+        try:
+            packed = pack((fingerprint, outcome, until, expires_at))
+        except (TypeError, ValueError, OverflowError):  # not of its declared type, such as a status of 2**70
+            self.drop(id)
+            return
+        size = _size_of(id, packed)
+        with self._lock:
+            self._remove(id)  # also if the new one is not kept: the old one is not true any more
+            if size <= self._most // 16:  # a larger one would push out too many others
+                self._entries[id] = packed
+                self._size += size
+            while self._size > self._most:
+                self._remove(next(iter(self._entries)))
+
+    def drop(self, id: Id | None) -> None:
+        """Forget the operation *id*; all of them if it is None, because some may have been deleted unnoticed."""
+        with self._lock:
+            if id is None:
+                self._entries.clear()
+                self._size = 0
+            else:
+                self._remove(id)
+
+    def _remove(self, id: Id) -> None:
+        packed = self._entries.pop(id, None)
+        if packed is not None:
+            self._size -= _size_of(id, packed)
+
+
+def _size_of(id: Id, packed: bytes) -> int:
+    scope, key = id
+    return len(scope) + len(key) + len(packed) + PER_ENTRY

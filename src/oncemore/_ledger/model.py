@@ -17,6 +17,7 @@ from ..errors import InvalidKey
 from .states import State
 
 Kind = Literal["response", "value", "error", "tombstone"]
+Tier = Literal["process", "redis", "database"]  # where a stored outcome was found
 
 # None of these can be part of a cycle, so the garbage collector need not look at them (`gc=False`): a cache full of
 # outcomes would otherwise make each of its runs longer.
@@ -114,7 +115,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     """The stored state of an operation.  All times are the store's; *now* is when it was read.
 
     *request* is what was asked, if the operation may have to be finished without its caller: it is written by the claim
-    and dropped when the operation is settled.
+    and dropped when the operation is settled.  *tier* is where it was read from.
     """
 
     scope: str
@@ -135,6 +136,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     response_hash: str = ""
     note: str = ""
     request: bytes = b""
+    tier: Tier = "database"
 
     @property
     def id(self) -> tuple[str, str]:

@@ -14,18 +14,18 @@ from .._contract.policy import Policy
 from .._contract.templates import Template, remembered
 from .._fingerprint.fingerprint import fingerprint_of
 from .._runtime.plan import Plan, arun, run
-from ..errors import ConfigurationError, CorruptRecord
+from ..errors import ConfigurationError
 from .classes import annotated_classes, can_be_returned, module_of
-from .context import Op, running
+from .context import CURRENT, Op
 from .decisions import Answer
-from .guard import Guard, check_guard
+from .guard import ATTEMPTS, Guard, check_guard
 from .model import Operation
 from .steps import VARIADIC
 from .transactions import Do
-from .values import replayed
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def once(
@@ -39,7 +39,8 @@ def once(
     """Return a decorator: the function runs once per *key*, and every further call gets the first one's result.
 
     *key* is a template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.
-    The arguments must be the same each time; those in *ignore* (a session, a logger) are not compared.  *name* owns the
+    The arguments must be the same each time; those in *ignore* (a session, a logger) are not compared.  The key of a method
+    must name what tells its objects apart (`"{self.id}:{order}"`), unless *ignore* has `"self"`.  *name* owns the
     keys; by default it is the function's own.  *settings* are those of `Policy`: `ttl="7d"`, `errors=(...)`; the guard's
     policy gives the others.  A repeated call returns an equal value of the same type: built-in types, and the classes
     that the function's return annotation or `types=(Order,)` names.
@@ -53,7 +54,10 @@ def once(
 
 
 class Once(Generic[P, T]):
-    """A guarded function."""
+    """A guarded function.  *decorator* is its name in error messages, *prefix* stands before its name in the scope."""
+
+    decorator = "once"
+    prefix = "once:"
 
     def __init__(
         self,
@@ -64,10 +68,11 @@ class Once(Generic[P, T]):
         ignore: Sequence[str],
         policy: Policy,
     ) -> None:
-        check_function(function)
+        check_function(function, self.decorator)
         self.guard = guard
         self.function = function
         self.settings = policy
+        self.keeps_request = policy.effect == "steps"  # to finish it after a crash
         self.name = name or own_name(function)
         self.signature = inspect.signature(function)
         names = tuple(self.signature.parameters)
@@ -78,6 +83,12 @@ class Once(Generic[P, T]):
         # An object or class has no fingerprint of its own: if it matters, the key names it, as in "{self.id}".
         self.compared = tuple(each for each in names if each not in ignore and each not in owner)
         self.key = key if callable(key) else remembered(Template(key, names=names), policy.ttl)
+        if "self" in owner and "self" not in ignore and isinstance(self.key, Template) and not self.key.reads("self"):
+            raise ConfigurationError(
+                f"{self.name} is a method, and key {key!r} does not name self: another object's call would get this one's "
+                "result. Name what tells objects apart, as in key='{self.id}:...', or write ignore=('self',) if it does not "
+                "matter"
+            )
         self.awaited = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     @functools.cached_property
@@ -94,7 +105,7 @@ class Once(Generic[P, T]):
                     "dataclasses, attrs classes, msgspec structs, pydantic models, named tuples or enums; or name the "
                     "subclasses that it returns by types="
                 )
-        kept = annotated_classes(self.function, *self.compared) if self.settings.effect == "steps" else ()
+        kept = annotated_classes(self.function, *self.compared) if self.keeps_request else ()
         return dataclasses.replace(self.settings, types=(*returned, *kept))
 
     def types(self) -> tuple[type, ...]:
@@ -107,18 +118,38 @@ class Once(Generic[P, T]):
         bound.apply_defaults()
         arguments = bound.arguments
         if isinstance(self.key, Template):
-            name = self.key.render(arguments=arguments, now=self.guard.clock.time())
+            name = self.key.render(arguments=arguments, now=self.guard.clock.time() + self.guard.store.shift)
         else:
             name = check_name(self.key(*args, **kwargs), "The result of the key function")
+        return self.named(name, arguments)
+
+    def named(self, key: str, arguments: Mapping[str, Any]) -> Operation:
+        """Return the operation with this key, for a call with these arguments."""
         compared = {each: arguments[each] for each in self.compared}
-        request = (lambda: compared) if self.settings.effect == "steps" else None  # kept, to finish it after a crash
-        fingerprint = fingerprint_of(list(compared.values()))
-        return Operation(f"once:{self.name}", name, fingerprint, self.name, request=request)
+        request = (lambda: compared) if self.keeps_request else None
+        try:
+            fingerprint = fingerprint_of(list(compared.values()))
+        except ConfigurationError as error:
+            unnamed = next(each for each, value in compared.items() if not is_comparable(value))
+            raise ConfigurationError(
+                f"{self.name} cannot compare its argument {unnamed!r}. {error.detail}; or leave the argument out of the "
+                f"comparison by ignore=({unnamed!r},)"
+            ) from None
+        return Operation(f"{self.prefix}{self.name}", key, fingerprint, self.name, request=request)
+
+    def guarded(self, operation: Operation, perform: Callable[[Op], Any]) -> Plan[Answer]:
+        """Return the plan that performs the operation, or finds its answer."""
+        return ATTEMPTS[self.policy.effect](self.guard, operation, self.policy).perform(perform)
 
     def drive(self, operation: Operation, request: Mapping[str, Any]) -> Plan[Answer]:
-        """Return the plan that finishes an operation of this function, from the arguments that were kept.
+        """Return the plan that finishes an operation of this function, from the arguments that were kept."""
+        bound = self.bound_again(request)
+        return (yield from self.driven(self.guarded(operation, self.performer(*bound.args, **bound.kwargs))))
 
-        Raises a ConfigurationError unless the function can be called with these arguments and defaults for the others.
+    def bound_again(self, request: Mapping[str, Any]) -> inspect.BoundArguments:
+        """Return the arguments that were kept, and defaults for the others.
+
+        Raises a ConfigurationError unless the function can be called with them.
         """
         instead = "give the completer a function of the operation and the kept arguments instead"
         for name, parameter in self.signature.parameters.items():
@@ -130,24 +161,32 @@ class Once(Generic[P, T]):
             )
         bound = self.signature.bind_partial()
         bound.arguments.update(request)
-        plan = self.guard.guarded(operation, self._performer(*bound.args, **bound.kwargs), self.policy)
+        return bound
+
+    def driven(self, plan: Plan[R]) -> Plan[R]:
+        """Return the plan; one that calls a sync function runs on a thread if an event loop drives it, because it blocks."""
         if self.awaited:
             return (yield from plan)
-        # It blocks: if an event loop drives this plan, the function and its steps run on a thread.
-        answer: Answer = yield Do(partial(run, plan), None)
-        return answer
+        result: R = yield Do(partial(run, plan), None)
+        return result
 
-    def _performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
+    def performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
         """Return a function that calls the guarded one, with the operation as the current one."""
         function = cast("Callable[..., Any]", self.function)
 
         async def aperform(op: Op) -> Any:
-            with running(op):
+            token = CURRENT.set(op)
+            try:
                 return await function(*args, **kwargs)
+            finally:
+                CURRENT.reset(token)
 
         def perform(op: Op) -> Any:
-            with running(op):
+            token = CURRENT.set(op)
+            try:
                 return function(*args, **kwargs)
+            finally:
+                CURRENT.reset(token)
 
         return aperform if self.awaited else perform
 
@@ -157,35 +196,40 @@ class Once(Generic[P, T]):
         @functools.wraps(self.function)
         async def acall(*args: P.args, **kwargs: P.kwargs) -> Any:
             operation = self.operation(*args, **kwargs)
-            plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
-            return self._result(operation, await arun(plan))
+            return self.result(operation, await arun(self.guarded(operation, self.performer(*args, **kwargs))))
 
         @functools.wraps(self.function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
             operation = self.operation(*args, **kwargs)
-            plan = self.guard.guarded(operation, self._performer(*args, **kwargs), self.policy)
-            return self._result(operation, run(plan))
+            return self.result(operation, run(self.guarded(operation, self.performer(*args, **kwargs))))
 
         guarded: Any = acall if self.awaited else call
         guarded.operation, guarded.drive, guarded.types = self.operation, self.drive, self.types
         return cast("Callable[P, T]", guarded)
 
-    def _result(self, operation: Operation, answer: Answer) -> Any:
-        if isinstance(answer.value, self.policy.errors):
-            raise answer.value
-        if answer.value is not None:
-            return answer.value
-        try:  # not performed just now, or the result was None, which reads back as itself
-            return replayed(answer.outcome, self.policy.errors, self.policy.types)
-        except CorruptRecord as error:
-            self.guard.emit("failed", operation, code=error.code, detail=error.detail)
-            raise
+    def result(self, operation: Operation, answer: Answer) -> Any:
+        """Return the function's value, or raise the error that is its outcome."""
+        value = answer.value
+        if value is None:  # it was performed before, or has returned nothing
+            value = self.guard.valued(operation, self.policy, answer).value
+        if isinstance(value, self.policy.errors):
+            raise value
+        return value
 
 
-def check_function(function: Callable[..., Any]) -> None:
+def is_comparable(value: object) -> bool:
+    """Whether the argument has a fingerprint."""
+    try:
+        fingerprint_of(value)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def check_function(function: Callable[..., Any], decorator: str) -> None:
     """Raise a ConfigurationError if the function cannot be guarded."""
     if isinstance(function, staticmethod | classmethod):
-        raise ConfigurationError(f"Write @once below @{type(function).__name__}, next to the function")
+        raise ConfigurationError(f"Write @{decorator} below @{type(function).__name__}, next to the function")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigurationError(
             f"{function!r} is a generator, and the values that it yields cannot be replayed: return a list"

@@ -53,5 +53,5 @@ def read(state: str, *, expired: bool, lapsed: bool) -> str:
 
 
 def follows(state: str, verb: Verb) -> str | None:
-    """The state after *verb*, or None where it is refused."""
+    """The state after *verb*, or None if it is refused."""
     return TRANSITIONS.get((state, verb))

@@ -1,6 +1,6 @@
 """Steps: an operation split into parts, each of them an operation of its own in the same ledger.
 
-The n-th step is the operation `<key>:<epoch>:<n>` whose fingerprint is the step's name.  A settled step is a checkpoint: its
+The n-th step is the operation `<key>:<epoch>:<n>`; its fingerprint is the step's name.  A settled step is a checkpoint: its
 value is given, and nothing runs.  Any other is claimed and performed like any operation, a database step in a transaction,
 every other under a lease.  So a step has one performer at a time, and needs no table of its own.
 """
@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 from .._contract.keys import join
@@ -70,12 +71,14 @@ class Steps:
     # Before the first step
 
     def open(self) -> Plan[float | None]:
-        """Find the operation's own record, which names its steps; the deadline that the first attempt kept in it."""
+        """Find the operation's own record, which names its steps; the deadline that an earlier attempt kept in it, if any."""
         record = yield from self.ledger.store.find(self.operation.scope, self.operation.key)
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
         self.epoch = record_epoch(record)
-        if self.lease.attempt > 1 and (self.lease.lapsed or (yield from self.any_taken())):
+        if self.lease.attempt == 1:
+            return None
+        if self.lease.lapsed or (yield from self.any_taken()):
             check_age(record)
         deadline: float | None = unpack_request(record.request, self.policy.types)["deadline"]
         return deadline
@@ -95,14 +98,17 @@ class Steps:
         effect: StepEffect | None,
         on_unknown: OnUnknownStep,
         resolver: Callable[..., Any] | None,
+        doubt: tuple[type[Exception], ...] | None,
     ) -> Plan[Any]:
         """The plan of the next step.  Its number is taken now, even if the plan is awaited later."""
         again = name in self.names
-        step = Step(self._next(name), name, function, retry, effect, on_unknown, resolver, again=again)
+        step = Step(self._next(name), name, function, retry, effect, on_unknown, resolver, doubt, again=again)
         back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, again=again, undoes=True)
         return self._take(step, back)
 
     def _next(self, name: str) -> int:
+        if not name:
+            raise ConfigurationError("a step needs a name, which tells it from the others: op.step('charge', ...)")
         if self.under_way:
             raise ConfigurationError(
                 f"step {name!r} begins, and {self.under_way!r} has not ended: await each step before the next"
@@ -138,6 +144,10 @@ class Steps:
         operation = self.named(step.number, step.name)
         key = derive(self.operation, step.label)
         policy = step.policy(step_policy(step.naming(self.policy), step.effect), key)
+        if self.lease.attempt > 1 and policy.on_unknown != "retry":
+            record = yield from self.ledger.store.find(*operation.id)
+            if record is not None and is_unset_mark(record):
+                policy = dataclasses.replace(policy, on_unknown="retry")
         delays = iter(step.retry.delays())
         while True:
             yield from self.check_owner()
@@ -150,7 +160,8 @@ class Steps:
                     raise
                 raise (yield from self._changed(operation, step)) from error
             except Exception as error:
-                delay = next(delays, None) if wants(step.retry, error) else None
+                held = policy.on_unknown == "hold" and policy.doubts(error)
+                delay = next(delays, None) if wants(step.retry, error) and not held else None
                 if delay is None:
                     raise
                 yield Sleep(delay)
@@ -233,7 +244,7 @@ class Steps:
         if self.lease.attempt == 1 or self.closed or self.failed or not final:
             return
         record = yield from self.ledger.store.find(*self.named(self.done + 1, "").id)
-        if record is None:
+        if record is None or is_unset_mark(record):
             return
         if is_closed(record.outcome):
             self._close(record.outcome)
@@ -298,7 +309,7 @@ class Steps:
         if self.operation.giving_up:
             record = yield from self.ledger.store.find(*self.named(step.number, "").id)
             if record is None or record.state != "settled":
-                self.doubt = "" if record is None else step.name
+                self.doubt = "" if record is None or is_unset_mark(record) else step.name
                 yield from self.close(None)
                 raise Undone("The operation is given up, and its steps are being undone")
 
@@ -348,6 +359,7 @@ class Step:
         effect: StepEffect | None = None,
         on_unknown: OnUnknownStep = "retry",
         resolver: Callable[..., Any] | None = None,
+        doubt: tuple[type[Exception], ...] | None = None,
         *,
         again: bool = False,
         undoes: bool = False,
@@ -359,18 +371,26 @@ class Step:
         self.label = f"{name}\n{number}" if again else name
         self.undoes = undoes
         self.takes = taken_by(function, name, takes_value=undoes)
-        self.returns = annotated_classes(function, "return")
+        plain = type(function) is FunctionType and "return" not in function.__annotations__
+        self.returns = () if plain else annotated_classes(function, "return")
         borrows = any(each.name in BORROWED for each in self.takes)
         self.effect: StepEffect = effect or ("transaction" if borrows else "lease")
-        # A transaction that the database refused is run again anyway, and no other failure is cured by time alone.
-        usual = ONCE if self.effect == "transaction" else EXTERNAL
+        # A transaction that the database refused is run again anyway, and no other failure is cured by time alone.  But an
+        # undo that fails has its operation held, which one lost connection must not do.
+        usual = ONCE if self.effect == "transaction" and not undoes else EXTERNAL
         self.retry: Retrying = usual if retry is None else StepRetry(retry) if isinstance(retry, int) else retry
         self.on_unknown = on_unknown
         self.resolver = resolver
+        self.doubt = doubt
         if self.effect == "lease" and borrows:
             raise ConfigurationError(f"step {name!r} takes a connection, which effect = 'lease' does not have")
         if on_unknown == "resolve" and resolver is None:
             raise ConfigurationError(f"step {name!r}: on_unknown = 'resolve' needs a resolver")
+        if doubt and on_unknown == "retry":
+            raise ConfigurationError(
+                f"step {name!r}: doubt changes nothing, because on_unknown = 'retry' sends the step again with the same key; "
+                "write on_unknown='hold', or give a resolver"
+            )
 
     def naming(self, policy: Policy) -> Policy:
         """Return *policy*, with the classes that the return annotation of the step's function names."""
@@ -388,7 +408,8 @@ class Step:
             return policy
         resolver = self.resolver
         asks = None if resolver is None else (lambda op: resolver(key))
-        return dataclasses.replace(policy, on_unknown=self.on_unknown, resolver=asks)
+        doubt = policy.doubt if self.doubt is None else self.doubt
+        return dataclasses.replace(policy, on_unknown=self.on_unknown, resolver=asks, doubt=doubt)
 
 
 class Called:
@@ -518,6 +539,11 @@ def result(answer: Answer, policy: Policy) -> Any:
 
 def is_closed(outcome: Outcome | None) -> bool:
     return outcome is not None and outcome.headers[:1] == (CLOSED,)
+
+
+def is_unset_mark(record: Record) -> bool:
+    """Whether a process died between the claim and the settling of the mark of a final failure: no step was begun here."""
+    return record.state != "settled" and not record.fingerprint
 
 
 def closing(failure: Outcome | None, doubt: str) -> Outcome:

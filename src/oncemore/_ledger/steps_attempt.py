@@ -10,15 +10,18 @@ from typing import Any
 
 import msgspec
 
+from .._contract.policy import Policy
 from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Plan
 from ..errors import Fenced, InProgress, OncemoreError, ProviderDuplicate, Refusal, StoreError, UnknownOutcome
-from .attempt import LeaseAttempt
+from .attempt import LeaseAttempt, is_final
 from .context import Op
-from .decisions import Answer
+from .decisions import Answer, fenced
 from .model import Lease, Outcome, Record
 from .steps import Steps, pack_request
-from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, untagged
+from .store import STORE_FAILURES
+from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, unique_unknown, untagged
+from .values import decode, encode
 
 
 class StepsAttempt(LeaseAttempt):
@@ -56,41 +59,69 @@ class StepsAttempt(LeaseAttempt):
         """Look for twins, find the checkpoints of earlier attempts, and claim what must happen once whatever the key."""
         if self.lease.lapsed:
             self.ledger.emit("lapsed", self.operation, token=self.lease.token, attempt=self.lease.attempt)
-        if self.is_screened():
+        if self.policy.suspect != "off" or self.policy.late != "run":
             known = yield from screen(self.ledger, self.ledger.store, self.op, self.policy)
             if known is not None:
                 return known
         try:
-            self.op.deadline = yield from self._open()
+            yield from self._open()
             return None if self.operation.unique is None else (yield from self.claim_unique())
         except GeneratorExit:
             raise
         except BaseException as error:
             return (yield from self._leave_after(error, forget=isinstance(error, Refusal)))
 
-    def _open(self) -> Plan[float | None]:
-        """The first caller's deadline.  An operation that was left for too long is held: nobody can continue or repeat it."""
+    def _open(self) -> Plan[None]:
+        """Find the checkpoints.  An operation that was left for too long is held: nobody can continue or repeat it."""
         try:
-            return (yield from self.steps.open())
+            deadline = yield from self.steps.open()
+            if self.lease.attempt > 1:
+                self.op.deadline = deadline
         except UnknownOutcome as error:
             self.too_old = True
             raise (yield from self._hold(error.detail)) from error
 
     def claim_unique(self) -> Plan[Answer | None]:
         """A second claim, kept by this key until it is finished: no other key can continue an unfinished operation."""
-        inner = inner_operation(self.operation, self.policy)
-        found = yield from self.ledger.claim(inner, inner_policy(self.policy), self.policy.lease / 2)
-        if isinstance(found, Record):
-            if (yield from self.steps.was_closed()):
-                return (
-                    None  # it failed and was undone, and so made way for another key: only that is left to be said here
-                )
-            return (yield from self._done_before(found))
-        if found.operation.fingerprint not in ("", inner.fingerprint):
-            yield from self.ledger.lapse(found)
-            raise InProgress(f"{self.operation.unique!r} is unfinished, under another key", retry_after=5.0)
-        yield self._take_unique(found, inner_policy(self.policy)).renewal
-        return None
+        inner, policy, claimant = (
+            inner_operation(self.operation, self.policy),
+            inner_policy(self.policy),
+            self.operation.id,
+        )
+        while True:
+            found = yield from self.ledger.claim(inner, policy, self.policy.lease / 2, encode(claimant))
+            if isinstance(found, Record):
+                if (yield from self.steps.was_closed()):
+                    # It failed and was undone, and so made way for another key: only that is left to be said here.
+                    return None
+                return (yield from self._done_before(found))
+            if found.operation.fingerprint in ("", inner.fingerprint):
+                yield self._take_unique(found, policy).renewal
+                return None
+            yield from self._end_turn(found, policy)
+
+    def _end_turn(self, lease: Lease, policy: Policy) -> Plan[None]:
+        """Another key has left this unfinished.  If a person has decided about that key since, end its turn; else refuse.
+
+        The claim of the other key kept its scope and key in the record's request.
+        """
+        store = self.ledger.store
+        record = yield from store.find(*lease.operation.id)
+        if record is None or not record.request:  # deleted meanwhile: this lease is worth nothing any more
+            raise fenced(lease)
+        scope, key = decode(record.request)
+        other = yield from store.find(scope, key)
+        if other is None or other.state in ("settled", "released"):
+            outcome = None if other is None else other.outcome
+            if outcome is not None and is_final(outcome, policy):
+                yield from store.settle(lease, tag(outcome, scope), retention=policy.ttl)
+            else:
+                yield from store.release(lease, retention=0.0)
+            return
+        yield from self.ledger.lapse(lease)
+        if other.state == "held":
+            raise unique_unknown(self.operation.unique)
+        raise InProgress(f"{self.operation.unique!r} is unfinished, under another key", retry_after=5.0)
 
     def _done_before(self, record: Record) -> Plan[Answer]:
         """The answer if it was done by another key, or by an earlier attempt that came no further than to say so there."""
@@ -110,7 +141,7 @@ class StepsAttempt(LeaseAttempt):
 
     def end(self, answer: Answer) -> Plan[Answer]:
         self.ended = True
-        return self._reported(self._finish(answer))
+        return self._reported(self._finish(answer, keeps=self.keeps(answer.outcome)))
 
     def fail(self, error: BaseException) -> Plan[Answer | None]:
         if self.ended:
@@ -143,22 +174,23 @@ class StepsAttempt(LeaseAttempt):
             self.stop()
 
     def _settle(self, answer: Answer) -> Plan[Answer]:
+        keeps = self.keeps(answer.outcome)
         try:
-            yield from self.steps.ended(final=self.keeps(answer.outcome))
+            yield from self.steps.ended(final=keeps)
         except GeneratorExit:
             raise
         except BaseException as error:
             return (yield from self._leave_after(error))
-        return (yield from self._finish(answer))
+        return (yield from self._finish(answer, keeps=keeps))
 
-    def _finish(self, answer: Answer | None) -> Plan[Answer]:
-        """Record what came of the operation; None if there is no answer because all is to be undone, or another's."""
+    def _finish(self, answer: Answer | None, *, keeps: bool) -> Plan[Answer]:
+        """Record the answer, if the policy *keeps* it; None if there is none because all is to be undone, or another's."""
         try:
             if self.steps.lost is not None:  # a late owner, also one that went on regardless
                 return (yield from self.ledger.answer_of_successor(self.operation, self.policy, self.steps.lost))
-            if answer is None or self.steps.closed or self._has_failed_for_good(answer):
+            if answer is None or self.steps.closed or (keeps and self._has_failed_for_good(answer)):
                 answer = yield from self._undo(answer)
-            elif not self.keeps(answer.outcome):
+            elif not keeps:
                 yield from self._leave()
                 return msgspec.structs.replace(answer, how="released")
             return (yield from self._settle_both(answer))
@@ -171,18 +203,19 @@ class StepsAttempt(LeaseAttempt):
             self.stop()
             raise error
         if self.steps.lost or self.steps.closed or (self.operation.giving_up and may_give_up(error)):
-            return (yield from self._finish(None))
+            return (yield from self._finish(None, keeps=False))
         yield from self._leave(forget=forget)
         raise error
 
     def _settle_both(self, answer: Answer) -> Plan[Answer]:
         """Settle what is unique, then the operation itself."""
         self.stop()
-        try:
-            yield from self._end_unique_claim(answer.outcome)
-        except (Fenced, StoreError):
-            yield from self._leave()
-            raise
+        if self.unique is not None:
+            try:
+                yield from self._end_unique_claim(answer.outcome)
+            except (Fenced, *STORE_FAILURES):
+                yield from self._leave()
+                raise
         return (yield from self.record(answer))
 
     def _end_unique_claim(self, outcome: Outcome | None) -> Plan[None]:
@@ -211,7 +244,7 @@ class StepsAttempt(LeaseAttempt):
                 yield from self._end_unique_claim(None)
             elif self.unique is not None:
                 yield from self.ledger.lapse(self.unique.lease)
-        except (Fenced, StoreError) as error:  # then the lease lapses by itself, or is another's
+        except (Fenced, *STORE_FAILURES) as error:  # then the lease lapses by itself, or is another's
             self.ledger.emit("failed", self.operation, token=self.lease.token, code=error.code)
 
     # Failing for good
@@ -219,7 +252,7 @@ class StepsAttempt(LeaseAttempt):
     def _has_failed_for_good(self, answer: Answer) -> bool:
         """Whether it is a failure, and there are steps to undo, or an earlier attempt that must be kept from going on."""
         failed = answer.outcome.kind == "error" or answer.outcome.status >= 400
-        return failed and bool(self.steps.undos or self.op.attempt > 1) and self.keeps(answer.outcome)
+        return failed and bool(self.steps.undos or self.op.attempt > 1)
 
     def _undo(self, answer: Answer | None) -> Plan[Answer]:
         """Undo the steps that were taken, the last one first.  Then the failure is the answer, or the operation is held."""
@@ -250,6 +283,10 @@ class StepsAttempt(LeaseAttempt):
         self.stop()
         yield from self.ledger.hold(self.lease, note)
         return UnknownOutcome(f"The operation cannot be finished without a decision: {note}")
+
+    def keeps(self, outcome: Outcome) -> bool:
+        """Whether the outcome is final.  One that is in doubt is not: the next attempt goes on with the step in question."""
+        return not self.doubts(outcome) and super().keeps(outcome)
 
     def is_success(self, error: ProviderDuplicate) -> bool:
         """Never: the operation was left between two steps."""

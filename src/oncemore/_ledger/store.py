@@ -9,14 +9,14 @@ import msgspec
 
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Wakeups
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, StoreError
 from .model import Claim, Lease, Operation, Outcome, Record
 from .states import State
 from .transactions import Lender
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which records to list; a None matches all.  *lapsed* asks for running records whose lease has ended."""
+    """Which records to list; a None matches all.  *lapsed* asks for running records with a lease that has ended."""
 
     state: State | None = None
     scope: str | None = None
@@ -60,6 +60,24 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     lapsed: int = 0
     expired: int = 0
     archived: int = 0
+
+
+# A store raises these if it cannot write for now: it is down, or refuses the login, or the tables are not there.
+STORE_FAILURES = (StoreError, ConfigurationError)
+
+
+class TierCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a process has looked for copies of outcomes in Redis, and what came of it.
+
+    *skipped* looks were not made, because Redis or the primary was not known to be there; *open* says that Redis is left
+    alone for now, because it has failed.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    errors: int = 0
+    skipped: int = 0
+    open: bool = False
 
 
 class Store(Protocol):

@@ -13,14 +13,14 @@ import msgspec
 
 from .._contract.policy import Policy
 from .._runtime.plan import Plan, Sleep
-from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable, UnknownOutcome
+from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable
 from .attempt import LeaseAttempt, Performer, is_final
 from .context import Op
 from .decisions import Answer, check, in_progress, is_over, unknown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .transactions import Again, Lender, Stale, Transaction
-from .uniqueness import done_before, inner_operation, inner_policy, screen, tag
+from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, unique_unknown
 
 # The pause before a transaction that the database refused is run again: up to so long, twice as much each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
@@ -86,7 +86,8 @@ class TransactionAttempt(LeaseAttempt):
                     known = (yield from self.prepare()) if prepare else None
                     if known is not None:
                         return (yield from self._commit(known))
-                    self.ledger.emit("claimed", self.operation, token=found.token, attempt=found.attempt)
+                    if self.ledger.observers:
+                        self.ledger.emit("claimed", self.operation, token=found.token, attempt=found.attempt)
                     return None
                 yield from self._abort()
                 known = yield from (self._met(found) if isinstance(found, Record) else self._resolve_doubt())
@@ -109,7 +110,8 @@ class TransactionAttempt(LeaseAttempt):
         while True:
             self.transaction = yield from self.lender.open()
             try:
-                return (yield from self.transaction.begin(self.operation, lease=self.policy.lease, wait=wait))
+                lease, request = self.policy.lease, self.request
+                return (yield from self.transaction.begin(self.operation, lease=lease, wait=wait, request=request))
             except Stale:
                 yield from self._abort()
                 if not self._may_try_another(ends):
@@ -187,10 +189,7 @@ class TransactionAttempt(LeaseAttempt):
                 raise in_progress(found)
             return done_before(found, self.op, policy)
         if found.lapsed and inner_policy(policy).on_unknown != "retry":
-            raise UnknownOutcome(
-                f"An attempt at {self.operation.unique!r} under another key crashed, and whether it took effect is not known; "
-                "look the result up, and decide with: oncemore keys resolve"
-            )
+            raise unique_unknown(self.operation.unique)
         self.unique_lease = found
         return None
 
@@ -201,7 +200,11 @@ class TransactionAttempt(LeaseAttempt):
         self.ended = self.performed = True
         try:
             if outcome.kind == "error" and isinstance(value, Exception):
-                return (yield from self._settle_error(answer, value))
+                if self.is_retryable(value):
+                    raise value
+                return (yield from self._settle_apart(answer))
+            if self._is_refusal(outcome):
+                return (yield from self._settle_apart(answer))
             return (yield from self._commit(answer))
         except GeneratorExit:
             self.drop()
@@ -210,16 +213,23 @@ class TransactionAttempt(LeaseAttempt):
             yield from self._rolled_back(error)
             raise
 
-    def _settle_error(self, answer: Answer, error: Exception) -> Plan[Answer]:
-        """The performer's error is the outcome: its effects are rolled back, and another transaction records it."""
-        if self.is_retryable(error):
-            raise error
+    def doubts(self, outcome: Outcome | None, value: Any = None) -> bool:
+        """Never: the transaction is committed, or rolled back."""
+        return False
+
+    def _is_refusal(self, outcome: Outcome) -> bool:
+        """Whether the answer says that nothing was done.  By its status: frameworks make a response of what is raised."""
+        return outcome.status >= 400 and self.policy.on_refusal == "rollback" and self.keeps(outcome)
+
+    def _settle_apart(self, answer: Answer) -> Plan[Answer]:
+        """The outcome is an error or a refusal: what was written is rolled back, and another transaction records the outcome."""
+        note = self.op.note
         yield from self._abort()
         self.unique_lease = None
         known = yield from self._begin(prepare=False)
-        return known if known is not None else (yield from self._commit(answer))
+        return known if known is not None else (yield from self._commit(answer, note))
 
-    def _commit(self, answer: Answer) -> Plan[Answer]:
+    def _commit(self, answer: Answer, note: str = "") -> Plan[Answer]:
         """Record the outcome and commit, or roll back if the policy does not keep it."""
         assert self.transaction is not None
         policy, outcome, transaction = self.policy, answer.outcome, self.transaction
@@ -230,7 +240,7 @@ class TransactionAttempt(LeaseAttempt):
         if self.unique_lease is not None:
             yield from self._settle_unique(transaction, self.unique_lease, outcome)
         audit = policy.expired == "keep"
-        yield from transaction.settle(self.lease, outcome, retention=policy.ttl, audit=audit, note=self.op.note)
+        yield from transaction.settle(self.lease, outcome, retention=policy.ttl, audit=audit, note=note or self.op.note)
         yield from transaction.commit()
         self.transaction = None
         self.ended = True

@@ -29,7 +29,7 @@ ASYNC = "write 'async def' and await it, or hand the guard a sync pool or engine
 class Again(Exception):
     """The transaction failed, or its commit may have: open another one, and look.
 
-    Raised after a serialization failure, a deadlock, or a commit whose answer was lost.  The next claim of the key finds
+    Raised after a serialization failure, a deadlock, or a commit without an answer.  The next claim of the key finds
     the outcome if it was committed after all, waits if that is not yet decided, and performs if it was not.
     """
 
@@ -60,7 +60,7 @@ class TransactionAdapter(Protocol):
     def connection(self) -> Any: ...  # lent to the performer; None before `begin` and after the end
     @property
     def awaited(self) -> bool: ...  # whether the performer must await what it does with the connection
-    def session(self) -> Any: ...  # an ORM session in the transaction
+    def session(self, **options: Any) -> Any: ...  # an ORM session in the transaction
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         """Take a connection, start a transaction, run *queries*, and return the rows of the last one."""
@@ -93,7 +93,7 @@ class Transaction(Protocol):
     def connection(self) -> Any: ...  # lent to the performer
     @property
     def awaited(self) -> bool: ...  # whether the performer must await what it does with the connection
-    def session(self) -> Any: ...
+    def session(self, **options: Any) -> Any: ...
     def begin(
         self, operation: Operation, *, lease: float, wait: float, request: bytes = b""
     ) -> Plan[Lease | Record]: ...
@@ -104,6 +104,12 @@ class Transaction(Protocol):
     def release(self, held: Lease, *, retention: float) -> Plan[None]: ...
     def find(self, scope: str, key: str) -> Plan[Record | None]: ...
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]: ...  # the user's own SQL, with $1, on any driver
+    def execute(self, *queries: Query) -> Plan[Rows]: ...  # the database's own kind of parameters; rows of the last one
+    def on_commit(self, callback: Callable[[], object]) -> None: ...  # call it once, after the commit
+    def can_defer(self) -> bool: ...  # whether `deferred` is as good as `execute`: no savepoint can be rolled back
+
+    deferred: list[Query]  # sent with the commit
+
     def commit(self) -> Plan[None]: ...
     def abort(self) -> Plan[None]: ...  # roll back and give the connection back; never fails
     def drop(self) -> None: ...  # close the connection at once, without a word to the server
@@ -115,6 +121,8 @@ class AdapterTransaction:
     def __init__(self, adapter: TransactionAdapter) -> None:
         self._adapter = adapter
         self._open = True
+        self._callbacks: list[Callable[[], object]] = []
+        self.deferred: list[Query] = []
 
     @property
     def connection(self) -> Any:
@@ -126,10 +134,27 @@ class AdapterTransaction:
     def awaited(self) -> bool:
         return self._adapter.awaited
 
-    def session(self) -> Any:
+    def session(self, **options: Any) -> Any:
         if not self._open:
             raise transaction_over()
-        return self._adapter.session()
+        return self._adapter.session(**options)
+
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        if not self._open:
+            raise transaction_over()
+        return (yield from self._adapter.execute(*queries))
+
+    def can_defer(self) -> bool:
+        return False
+
+    def on_commit(self, callback: Callable[[], object]) -> None:
+        if callback not in self._callbacks:
+            self._callbacks.append(callback)
+
+    def _call_back(self) -> None:
+        """After the commit: call what was registered with `on_commit`."""
+        for callback in self._callbacks:
+            callback()
 
     def abort(self) -> Plan[None]:
         if not self._open:

@@ -11,7 +11,7 @@ import msgspec
 
 from .._contract.policy import Policy
 from .._runtime.plan import Plan
-from ..errors import Duplicate, KeyExpired, Suspected
+from ..errors import Duplicate, KeyExpired, Suspected, UnknownOutcome
 from .context import Op, derive
 from .decisions import Answer, Resolution, shown
 from .ledger import Ledger
@@ -91,6 +91,14 @@ def done_before(record: Record, op: Op, policy: Policy) -> Answer:
     if policy.on_unique == "reject" or owner != op.operation.scope:
         raise Duplicate(f"{op.operation.unique!r} was done before, under another key")
     return Answer(shown(outcome), "replayed", attempt=op.attempt)
+
+
+def unique_unknown(unique: str | None) -> UnknownOutcome:
+    """The refusal for a second key if nobody knows whether the attempt under the first one took effect."""
+    return UnknownOutcome(
+        f"An attempt at {unique!r} under another key broke off, and whether it took effect is not known; look the result up, "
+        "and decide about that key with: oncemore keys resolve"
+    )
 
 
 def inner_operation(operation: Operation, policy: Policy) -> Operation:

@@ -282,21 +282,31 @@ def _tombstone(kind: type, reason: Exception) -> Outcome:
 
 def replayed(outcome: Outcome, errors: Errors = (), types: Types | None = ()) -> Any:
     """Return the value that *outcome* holds, or raise its error if it is one of *errors*; objects are of *types*."""
+    found = value_or_error(outcome, errors, types)
+    if outcome.kind == "error":
+        raise found
+    return found
+
+
+def value_or_error(outcome: Outcome, errors: Errors = (), types: Types | None = ()) -> Any:
+    """Return the value that *outcome* holds, or its error; raises OutcomeNotKept or CorruptRecord if there is none."""
     if outcome.kind not in ("value", "error"):
         raise OutcomeNotKept(
             f"The function ran, but its result was not kept: {outcome.body.decode('utf-8', 'replace')}"
         )
     try:
-        plain, classes = decode(outcome.body), None if types is None else classes_by_name(types)
+        plain = decode(outcome.body)
+        if (
+            outcome.kind == "value" and MARK.encode() not in outcome.body
+        ):  # no part of it is tagged: it is the value itself
+            return plain
+        classes = None if types is None else classes_by_name(types)
         if outcome.kind == "value":
             return from_plain(plain, classes)
         name, args, state = plain
         kind = error_class(name, errors)
-        error = (
-            OutcomeNotKept(f"The function raised {name} the first time; add it to `errors` to have it raised again")
-            if kind is None
-            else error_from(kind, from_plain(args, classes), from_plain(state, classes))
-        )
+        if kind is not None:
+            return error_from(kind, from_plain(args, classes), from_plain(state, classes))
     except Exception as reason:
         raise CorruptRecord(f"The stored result cannot be read: {type(reason).__name__}: {reason}") from reason
-    raise error
+    raise OutcomeNotKept(f"The function raised {name} the first time; add it to `errors` to have it raised again")

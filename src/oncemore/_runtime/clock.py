@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 
-class Clock(Protocol):
+class TimeSource(Protocol):
     """The clock that the guard measures its own waiting with."""
 
     def monotonic(self) -> float: ...
@@ -20,4 +20,4 @@ class SystemClock:
     time = staticmethod(time.time)
 
 
-SYSTEM: Clock = SystemClock()
+SYSTEM: TimeSource = SystemClock()

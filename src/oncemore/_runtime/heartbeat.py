@@ -10,7 +10,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
-from .clock import Clock
+from .clock import TimeSource
 from .forks import reset_in_child
 from .loops import PerLoop
 from .plan import Plan, arun, run
@@ -63,7 +63,7 @@ class Heartbeat:
         clock: Measures the intervals.
     """
 
-    def __init__(self, renew: Callable[[Renewal], Plan[None]], clock: Clock) -> None:
+    def __init__(self, renew: Callable[[Renewal], Plan[None]], clock: TimeSource) -> None:
         self.renew = renew
         self.now = clock.monotonic
         self._reset()

@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
+from ..errors import ConfigurationError
 from .forks import reset_in_child
 
 log = logging.getLogger("oncemore")
@@ -34,6 +35,7 @@ class Listener(Generic[Connection]):
         connect()                     open a connection and subscribe; raise CannotListen if there is no point in trying
         receive(connection, seconds)  wait at most *seconds* for messages, and handle all that have come
 
+    If either raises ConfigurationError, the thread ends, and the next `listen` starts another.
     If either raises another exception, the connection is closed, and after a pause that grows to five seconds a new one is
     opened.  Messages sent meanwhile are lost: after each `connect`, a subclass must assume that anything has changed.
     A forked child has no thread until it calls `listen` itself.
@@ -77,6 +79,11 @@ class Listener(Generic[Connection]):
             self._thread = None
             self._stop.set()
 
+    def _end(self, stop: threading.Event) -> None:
+        with self._lock:
+            # If it was closed meanwhile, another thread may have been started.
+            self._thread = None if self._stop is stop else self._thread
+
     def _run(self, stop: threading.Event) -> None:
         pause = FIRST_PAUSE
         while not stop.is_set():
@@ -91,6 +98,10 @@ class Listener(Generic[Connection]):
             except CannotListen as error:
                 log.info("%s: %s; waiters look for themselves instead", self.name, error)
                 self.unavailable = True
+                return
+            except ConfigurationError as error:  # no further attempt would pass; the next `listen` makes one
+                log.warning("%s: no messages arrive: %s", self.name, error)
+                self._end(stop)
                 return
             except Exception as error:
                 log.info("%s: no messages arrive for now: %s", self.name, error)

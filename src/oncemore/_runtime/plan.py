@@ -6,6 +6,7 @@ is between the algorithm and the world: `run` for threads, `arun` for asyncio (o
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator
@@ -28,8 +29,29 @@ class Effect(Protocol[T_co]):
 Plan = Generator[Effect[Any], Any, T]
 
 
+# As they were when this package was imported: gevent and eventlet replace them.
+NATIVE_THREADS = _thread.start_new_thread
+
+PATCHED_TOO_LATE = (
+    "gevent or eventlet has replaced Python's threads after oncemore was imported, so leases would not be renewed, and an "
+    "operation might run twice: patch before anything else is imported (the first line of the program or of "
+    "gunicorn.conf.py: from gevent import monkey; monkey.patch_all(); for uWSGI: --gevent-early-monkey-patch)"
+)
+ASYNCIO_ONLY = (
+    "The async functions of oncemore work on asyncio only, and no asyncio event loop is running here: under trio, call the "
+    "sync ones in a thread (trio.to_thread.run_sync), or run the program on asyncio"
+)
+
+
+def are_greenlets(start: Callable[..., Any]) -> bool:
+    """Whether *start* is of gevent's or eventlet's.  A debugger's own function still starts threads."""
+    return start.__module__.partition(".")[0] in ("gevent", "eventlet")
+
+
 def run(plan: Plan[T]) -> T:
     """The plan's result, each effect carried out on this thread."""
+    if _thread.start_new_thread is not NATIVE_THREADS and are_greenlets(_thread.start_new_thread):
+        raise ConfigurationError(PATCHED_TOO_LATE)
     try:
         effect = next(plan)
         while True:
@@ -46,6 +68,10 @@ def run(plan: Plan[T]) -> T:
 async def arun(plan: Plan[T]) -> T:
     """The plan's result, each effect awaited; a cancellation is thrown into the plan like any other error."""
     try:
+        asyncio.get_running_loop()
+    except RuntimeError as error:
+        raise ConfigurationError(ASYNCIO_ONLY) from error
+    try:
         effect = next(plan)
         while True:
             try:
@@ -56,6 +82,15 @@ async def arun(plan: Plan[T]) -> T:
                 effect = plan.send(result)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
+
+
+def run_here(plan: Plan[Any]) -> Any:
+    """The plan's result, or an awaitable of it if an event loop runs on this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run(plan)
+    return arun(plan)
 
 
 class Call:

@@ -22,15 +22,22 @@ T = TypeVar("T")
 # aiosqlite 0.20 to 0.22
 
 
-async def open_aiosqlite(path: str, **settings: Any) -> aiosqlite.Connection:
-    """A connection with a thread that does not keep the process from ending."""
+def check_aiosqlite() -> None:
+    """Raise MissingDriver unless aiosqlite can be imported."""
     try:
-        import aiosqlite
+        import aiosqlite  # noqa: F401
     except ModuleNotFoundError as error:
         raise MissingDriver(
             "effect = 'transaction' on sqlite:/// from an event loop needs a driver; install it with: "
             "pip install 'oncemore[aiosqlite]'"
         ) from error
+
+
+async def open_aiosqlite(path: str, **settings: Any) -> aiosqlite.Connection:
+    """A connection with a thread that does not keep the process from ending."""
+    check_aiosqlite()
+    import aiosqlite
+
     connection = aiosqlite.connect(path, **settings)
     thread_of(connection).daemon = True
     return await connection

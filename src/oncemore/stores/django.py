@@ -19,6 +19,7 @@ from django.utils.connection import ConnectionDoesNotExist  # type: ignore[impor
 from .._ledger.connect import DJANGO
 from .._ledger.events import log
 from .._ledger.store import Store
+from .._ledger.tables import not_in_transaction
 from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session, to_the_end
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError, TransactionEnded
@@ -102,6 +103,7 @@ class DjangoAdapter:
         self.driver = driver
         self.connection: Any = None
         self._atomic: Any = None
+        self._hook: Callable[[], object] | None = None
 
     @classmethod
     def on(cls, alias: str, driver: Driver) -> DjangoAdapter:
@@ -110,7 +112,11 @@ class DjangoAdapter:
         adapter.connection = connections[alias]
         return adapter
 
-    def session(self) -> Any:
+    def on_commit(self, callback: Callable[[], object]) -> None:
+        """Call *callback* after the commit of the user's atomic block.  It is registered with the next statement."""
+        self._hook = callback
+
+    def session(self, **options: Any) -> Any:
         raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
@@ -135,6 +141,9 @@ class DjangoAdapter:
     def _execute(self, queries: Sequence[Query]) -> Rows:
         if self.connection.closed_in_transaction:
             raise commit_forbidden()
+        if self._hook is not None:
+            transaction.on_commit(self._hook, using=self.alias)
+            self._hook = None
         return self.driver.execute(self.connection.connection, queries)
 
     def commit(self, *queries: Query) -> Plan[None]:
@@ -182,6 +191,26 @@ class DjangoAdapter:
         atomic, self._atomic, self.connection = self._atomic, None, None
         if atomic is not None:
             atomic.__exit__(type(error) if error is not None else None, error, None)
+
+
+def join(alias: str, vendor: str, driver: Driver) -> Plan[DjangoAdapter]:
+    """The adapter for the atomic block that the user is in, on the database with this alias."""
+    alias = alias.removeprefix(DJANGO)
+    return (yield on_orm_thread(lambda: joined(alias, vendor, driver)))  # type: ignore[no-any-return]
+
+
+def joined(alias: str, vendor: str, driver: Driver) -> DjangoAdapter:
+    try:
+        database = connections[alias]
+    except ConnectionDoesNotExist as error:
+        raise ConfigurationError(f"{alias!r} names no database of settings.DATABASES: {error}") from error
+    if database.vendor != vendor:
+        raise ConfigurationError(f"The database {alias!r} is on {database.vendor}, and the guard on {vendor}")
+    database.ensure_connection()
+    if not database.in_atomic_block and database.get_autocommit():
+        raise not_in_transaction(alias)
+    database.validate_no_broken_transaction()
+    return DjangoAdapter.on(alias, driver)
 
 
 def on_orm_thread(work: Callable[[], T]) -> Do[T]:

@@ -151,7 +151,7 @@ class MemoryStore:
         yield
 
     def _archive(self, record: Record) -> None:
-        """Keep an expired record for the audit, where its rule says so."""
+        """Keep an expired record for the audit, if its rule says so."""
         if record.id in self._audited:
             self._audited.discard(record.id)
             self.archive.append(record)

@@ -11,26 +11,29 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import TextClause, text
+from sqlalchemy import TextClause, event, text
 from sqlalchemy.engine import Connection, Engine, RootTransaction
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
 
+from .._ledger.context import CURRENT
 from .._ledger.events import log
 from .._ledger.store import Store
+from .._ledger.tables import not_a_place, not_in_transaction
 from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden
 from .._runtime.plan import Plan
-from ..errors import ConfigurationError, StoreTimeout
+from ..errors import ConfigurationError, StoreTimeout, TransactionEnded
 from ._compat import pool_of
 
 T = TypeVar("T")
 
 # A session's own commit() and rollback() end a savepoint, and leave the guard's transaction alone.
 JOIN: Literal["create_savepoint"] = "create_savepoint"
+WRITE = re.compile(r"\s*(INSERT|UPDATE|DELETE|REPLACE|CREATE|ALTER|DROP)\b", re.IGNORECASE)
 # Seconds for a rollback on an event loop.  If the network is silent, closing the connection does as well.
 PATIENCE = 5.0
 
@@ -67,6 +70,7 @@ def sqlite_store(engine: Engine | AsyncEngine, options: Mapping[str, str]) -> St
     store.lender = SqliteSource(
         store, lambda writer: SqlalchemyAdapter(engine, first_queries), awaited=isinstance(engine, AsyncEngine)
     )
+    event.listen(getattr(engine, "sync_engine", engine), "before_cursor_execute", refuse_own_write)
     return store
 
 
@@ -105,6 +109,60 @@ def libpq_settings(engine: Engine | AsyncEngine, options: Mapping[str, str]) -> 
     }
 
 
+def refuse_own_write(connection: Connection, cursor: Any, statement: str, *_: Any) -> None:
+    """Refuse a write on another connection of the engine, in code that has been lent a transaction of the same file.
+
+    It would wait for the file's write lock, which that transaction holds until the code returns.
+    """
+    op = CURRENT.get()
+    if op is None or op.transaction is None or not WRITE.match(statement):
+        return
+    lent: Any = None
+    with suppress(TransactionEnded):  # it is over, and holds nothing any more
+        lent = op.transaction.connection
+    lent = getattr(lent, "sync_connection", lent)
+    if isinstance(lent, Connection) and lent.engine is connection.engine and lent is not connection:
+        raise ConfigurationError(
+            "This code writes on a connection of its own, while the operation's transaction holds SQLite's only write lock: "
+            "use op.session() or op.connection, which are in that transaction"
+        )
+
+
+class NoCommitSession(Session):
+    """A session in the guard's transaction.  Its work is kept when its `with` block or the performing code ends well.
+
+    A session of SQLAlchemy's own is committed by its user, or loses its work when it is closed.  Here the outcome would be
+    stored without the rows.  `rollback()`, `close()` and an exception discard what was not committed.
+    """
+
+    def keep(self) -> None:
+        """Flush, and release the savepoint.  Nothing is kept after a flush that failed: its rows are gone already."""
+        if self.in_transaction() and self.is_active:
+            self.expire_on_commit = False  # objects that the code returns must stay readable after the end
+            self.commit()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        try:
+            if kind is None:
+                self.keep()
+        finally:
+            super().__exit__(kind, error, traceback)
+
+
+class NoCommitAsyncSession(AsyncSession):
+    """The same for an AsyncEngine."""
+
+    sync_session_class = NoCommitSession
+    sync_session: NoCommitSession
+
+    async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        try:
+            if kind is None:
+                await self.run_sync(NoCommitSession.keep)  # type: ignore[arg-type]
+        finally:
+            await super().__aexit__(kind, error, traceback)
+
+
 class SqlalchemyAdapter:
     """One transaction on a connection of an Engine or AsyncEngine, by `connection.execute(text(...))`.
 
@@ -121,7 +179,7 @@ class SqlalchemyAdapter:
         self.awaited = isinstance(engine, AsyncEngine)
         self.connection: Any = None
         self._transaction: RootTransaction | None = None
-        self._sessions: list[Session] = []
+        self._sessions: list[NoCommitSession] = []
 
     @classmethod
     def on(cls, connection: Any) -> SqlalchemyAdapter:
@@ -130,12 +188,21 @@ class SqlalchemyAdapter:
         adapter.connection = connection
         return adapter
 
-    def session(self) -> Session | AsyncSession:
+    def on_commit(self, callback: Callable[[], object]) -> None:
+        """Call *callback* after the next commit of the user's connection."""
+        connection = self.connection.sync_connection if self.awaited else self.connection
+        event.listen(connection, "commit", lambda _: callback(), once=True)
+
+    def session(self, **options: Any) -> Session | AsyncSession:
+        for name in options.keys() & {"bind", "binds", "join_transaction_mode"}:
+            raise ConfigurationError(
+                f"op.session({name}=...): the session is in the operation's transaction; drop {name}"
+            )
         if self.awaited:
-            asynchronous = AsyncSession(bind=self.connection, join_transaction_mode=JOIN)
+            asynchronous = NoCommitAsyncSession(bind=self.connection, join_transaction_mode=JOIN, **options)
             self._sessions.append(asynchronous.sync_session)
             return asynchronous
-        session = Session(bind=self.connection, join_transaction_mode=JOIN)
+        session = NoCommitSession(bind=self.connection, join_transaction_mode=JOIN, **options)
         self._sessions.append(session)
         return session
 
@@ -187,11 +254,12 @@ class SqlalchemyAdapter:
         yield self._do(lambda connection: self._commit(connection, queries))
 
     def _commit(self, connection: Connection, queries: Sequence[Query]) -> None:
-        for session in self._sessions:  # work that a session has not committed is rolled back, as ever
-            session.close()
         transaction = self._transaction
         if transaction is None or connection.get_transaction() is not transaction:
             raise commit_forbidden()
+        for session in self._sessions:
+            session.keep()
+            session.close()
         self._end(connection, transaction, queries)
         self.connection = None
         try:
@@ -273,6 +341,40 @@ class PipelineAdapter(SqlalchemyAdapter):
         super()._invalidate(connection)
         if (pool := pool_of(raw)) is not None:  # or the pool would take it for borrowed for ever
             at_once(Do(None, lambda: pool.putconn(raw)) if self.awaited else Do(lambda: pool.putconn(raw), None))
+
+
+def join(place: Any, dialect: str) -> Plan[SqlalchemyAdapter]:
+    """The adapter for the user's transaction on a Connection, a Session, or an async one.
+
+    SQLAlchemy begins a transaction with the first statement, unless the connection is in autocommit mode.
+    """
+    awaited = isinstance(place, AsyncConnection | AsyncSession | async_scoped_session)
+    if isinstance(place, AsyncSession | async_scoped_session):
+        place = yield Do(None, place.connection)
+    elif isinstance(place, Session | scoped_session):
+        place = yield Do(place.connection, None)
+    elif not isinstance(place, Connection | AsyncConnection):
+        raise not_a_place(place)
+    if place.dialect.name != dialect:
+        raise ConfigurationError(f"This {type(place).__name__} is on {place.dialect.name}, and the guard on {dialect}")
+    check = partial(check_begun, place=place)
+    yield Do(None, lambda: place.run_sync(check)) if awaited else Do(lambda: check(place), None)
+    return SqlalchemyAdapter.on(place)
+
+
+def check_begun(connection: Connection, *, place: Any) -> None:
+    """Begin a transaction, unless there is one; refuse a connection on which that would mean nothing."""
+    on_sqlite = connection.dialect.name == "sqlite"
+    raw: Any = connection.connection.dbapi_connection
+    if not on_sqlite and raw.autocommit:
+        raise not_in_transaction(place)
+    if not connection.in_transaction():
+        connection.begin()
+    driver: Any = connection.connection.driver_connection
+    if on_sqlite and not driver.in_transaction:
+        if driver.isolation_level is None:
+            raise not_in_transaction(place)
+        connection.exec_driver_sql("BEGIN")  # sqlite3 itself begins before an INSERT, but not before a CREATE TABLE
 
 
 def driver_connection(connection: Connection) -> Any:

@@ -11,6 +11,9 @@ These options are ours; all others (`sslmode`, `target_session_attrs`, `options`
     poll      how often a waiting caller looks for itself, besides being woken (1s)
     pool      how many connections operations with effect = "transaction" may use at a time, on the threads of a
               process and on each event loop (16)
+    idle_in_transaction
+              how long an operation with effect = "transaction" may send no statement, before the server ends its session;
+              0 for any time (5m).  If a machine vanishes, its records are locked for no longer than this
     listen    false: do not listen for messages of other processes, and look four times a second instead (true)
 
 A process opens up to five connections, each when it is first needed: two for claims and writes, two for operators'

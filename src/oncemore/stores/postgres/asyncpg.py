@@ -7,7 +7,7 @@ The ledger's own statements, which are not part of anyone's transaction, go thro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
@@ -15,6 +15,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from ..._ledger.events import log
 from ..._ledger.store import Store
+from ..._ledger.tables import not_a_place, not_in_transaction
 from ..._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, StoreTimeout
@@ -77,6 +78,15 @@ def setting(name: str, value: Any) -> str:
     return str(value)
 
 
+def join(place: Any) -> AsyncpgAdapter:
+    """The adapter for the user's transaction on a connection."""
+    if not isinstance(place, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy):
+        raise not_a_place(place)
+    if not place.is_in_transaction():
+        raise not_in_transaction(place)
+    return AsyncpgAdapter.on(place)
+
+
 class AsyncpgAdapter:
     """One transaction on a connection of an asyncpg pool.  asyncpg sends one statement at a time, and BEGIN is one."""
 
@@ -96,7 +106,10 @@ class AsyncpgAdapter:
         adapter.connection, adapter._raw = connection, asyncpg_connection(connection)
         return adapter
 
-    def session(self) -> Any:
+    def on_commit(self, callback: Callable[[], object]) -> None:
+        """Nothing: the driver does not tell of commits, so relays find the message when they look."""
+
+    def session(self, **options: Any) -> Any:
         raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:

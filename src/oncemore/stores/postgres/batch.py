@@ -13,14 +13,16 @@ from ..._ledger.decisions import fenced, is_over
 from ..._ledger.events import log
 from ..._ledger.model import Claim, Lease, Record
 from ..._ledger.states import RUNNING
+from ..._ledger.store import STORE_FAILURES
 from ..._runtime.batching import own_error
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Id, Wakeups
-from ...errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
+from ...errors import ConfigurationError, OncemoreError, StoreTimeout, StoreUnavailable
 from .listener import PostgresListener
 from .rows import (
     ChangeRow,
+    ClaimRow,
     FindRow,
     Item,
     TouchRow,
@@ -31,11 +33,14 @@ from .rows import (
     is_expired,
     read_record,
 )
-from .session import Database, translate_error
+from .session import NO_LOCK, Database, translate_error
 from .statements import Rows, Statement
 
 MOST_PENDING_UNDOS = 1000
 MOST_BYTES = 8 * 1024 * 1024  # of outcomes or requests in one statement
+
+# The answer for an item if another transaction has locked its record for longer than a batch waits.  Nothing was done.
+LOCKED = object()
 
 Answers = dict[Item, Any]  # an exception is that item's own; an item without an answer is asked about again
 Ask = Callable[[list[Item], float], Plan[Answers]]  # one statement for a group of items, until a deadline
@@ -63,7 +68,7 @@ class Batches:
                 share(found, left, answers)
             left = self._unanswered(left, answers, deadline)
         # A claim that failed may have been granted.  It is undone with the next batch, once the server answers again.
-        lost = [claim_of(item) for item in items if isinstance(answers[item], StoreError)]
+        lost = [claim_of(item) for item in items if isinstance(answers[item], STORE_FAILURES)]
         if self._pending_undos and len(lost) < len(items):
             yield from self._undo_pending()
         self._pending_undos.extend(lost)
@@ -81,7 +86,7 @@ class Batches:
                 claims.append(self._pending_undos.popleft())
         try:
             yield from self.unclaim(claims)
-        except (StoreTimeout, StoreUnavailable) as error:
+        except (StoreTimeout, StoreUnavailable, ConfigurationError) as error:
             self._pending_undos.extend(claims)
             log.info("%d claims could not be undone yet: %s", len(claims), error)
         except OncemoreError as error:  # then their leases end by themselves
@@ -117,6 +122,22 @@ class Batches:
                 answers.update((yield from self._ask_once(ask, same_kind, deadline)))
         return [answers[item] for item in items]
 
+    def run_locked(self, items: list[Item]) -> Plan[list[Any]]:
+        """For each item the same answer as in a batch, but each is a statement of its own.
+
+        Their records were locked when last seen, and none of them shall wait for the lock of another.
+        """
+        answers: list[Any] = []
+        locked: set[Id] = set()
+        for item in items:
+            if item.id in locked:
+                answers.append(LOCKED)
+                continue
+            answers += yield from (self.run_claims if type(item.row) is ClaimRow else self.run_writes)([item])
+            if answers[-1] is LOCKED:
+                locked.add(item.id)
+        return answers
+
     # Parts that batches have in common
 
     def _deadline(self, items: list[Item]) -> float:
@@ -125,7 +146,11 @@ class Batches:
         return max(items[0].asked + timeout, SYSTEM.monotonic() + timeout / 5)
 
     def _unanswered(self, left: list[Item], answers: Answers, deadline: float) -> list[Item]:
+        locked = {item.id for item in left if answers.get(item) is LOCKED}
         left = [item for item in left if item not in answers]
+        if locked:  # a later change of the same record must not overtake it
+            answers.update((item, LOCKED) for item in left if item.id in locked)
+            left = [item for item in left if item.id not in locked]
         if left and SYSTEM.monotonic() >= deadline:
             answers.update((item, StoreTimeout("Other callers were quicker, time and again; retry")) for item in left)
             return []
@@ -140,12 +165,15 @@ class Batches:
         return {item: found[distinct[item.id, item.row.token]] for item in items}
 
     def _ask_or_split(self, ask: Ask, group: list[Item], deadline: float) -> Plan[Answers]:
-        """The group's answers.  If PostgreSQL refuses the statement, each item is asked about alone: only the bad one fails."""
+        """The group's answers.  If PostgreSQL refuses the statement, each item is asked about alone: only the bad one fails.
+
+        The statement is refused after a moment if another transaction has locked a record: that item's answer is LOCKED.
+        """
         try:
             return (yield from ask(group, deadline))
         except psycopg.Error as error:
             if len(group) == 1:
-                return {group[0]: translate_error(error)}
+                return {group[0]: LOCKED if error.sqlstate == NO_LOCK else translate_error(error)}
         except OncemoreError as error:
             return {item: own_error(error) for item in group}
         answers = Answers()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -14,11 +16,17 @@ from psycopg.pq import TransactionStatus
 from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import reset_in_child
 from ..._runtime.loops import PerLoop
-from ...errors import StoreTimeout
+from ...errors import ConfigurationError, StoreTimeout
 from .pipeline import AnswerTimeout, state_of
 
 SHORTEST_CONNECT = 2  # seconds: libpq treats a shorter connect_timeout as this one
 PREPARE_THRESHOLD = 5  # psycopg's default, for the statements of a performer
+
+# libpq does not tell the error's code, only its text.  If the server speaks another language, it is asked until the timeout.
+REFUSAL = re.compile(
+    r"authentication failed|(?:role|database) \".*\" does not exist|no pg_hba\.conf entry|is not permitted to log in|"
+    r"permission denied for database|server does not support SSL"
+)
 
 IDLE = int(TransactionStatus.IDLE)
 
@@ -64,7 +72,11 @@ class Connections:
         )
 
     def take(self, timeout: float) -> Any:
-        """A connection for this thread.  Raises StoreTimeout if the limit is reached, psycopg.Error if connecting fails."""
+        """A connection for this thread.
+
+        Raises StoreTimeout if the limit is reached, ConfigurationError if the server refuses the login or the database for
+        good, and psycopg.Error if connecting fails otherwise.
+        """
         free, ends = self.threads, SYSTEM.monotonic() + timeout
         if free.slots is not None and not free.slots.acquire(timeout=max(0.0, timeout)):
             raise self._all_in_use(timeout)
@@ -72,12 +84,13 @@ class Connections:
             connection = free.pop()
             if connection is None:
                 left = max(SHORTEST_CONNECT, int(ends - SYSTEM.monotonic()))
-                connection = self.sync_class.connect(
-                    self.conninfo,
-                    autocommit=self.autocommit,
-                    prepare_threshold=PREPARE_THRESHOLD if self.prepares else None,
-                    connect_timeout=left,
-                )
+                with refusals_explained():
+                    connection = self.sync_class.connect(
+                        self.conninfo,
+                        autocommit=self.autocommit,
+                        prepare_threshold=PREPARE_THRESHOLD if self.prepares else None,
+                        connect_timeout=left,
+                    )
             state_of(connection).free_list = free
         except BaseException:
             free.release_slot()
@@ -106,11 +119,12 @@ class Connections:
     async def _aconnect(self, timeout: float) -> psycopg.AsyncConnection[Any]:
         try:
             async with asyncio.timeout(max(0.0, timeout)):
-                return await self.async_class.connect(
-                    self.conninfo,
-                    autocommit=self.autocommit,
-                    prepare_threshold=PREPARE_THRESHOLD if self.prepares else None,
-                )
+                with refusals_explained():
+                    return await self.async_class.connect(
+                        self.conninfo,
+                        autocommit=self.autocommit,
+                        prepare_threshold=PREPARE_THRESHOLD if self.prepares else None,
+                    )
         except TimeoutError as error:
             raise AnswerTimeout("connecting took too long") from error
 
@@ -184,6 +198,20 @@ def close_connections(connections: list[Any]) -> None:
     with suppress(IndexError):  # looked at first, the list might be emptied by another thread
         while True:
             connections.pop().pgconn.finish()
+
+
+@contextmanager
+def refusals_explained() -> Iterator[None]:
+    """Raise ConfigurationError if the server refuses a new connection for a reason that no further attempt changes."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        message = " ".join(str(error).split())
+        if REFUSAL.search(message) or (error.pgconn is not None and error.pgconn.needs_password):
+            raise ConfigurationError(
+                f"PostgreSQL refuses to connect: {message}; correct the user, password or database in the store's URL"
+            ) from error
+        raise
 
 
 class TakeConnection:

@@ -12,6 +12,7 @@ from psycopg import sql
 
 from ..._runtime.listening import CannotListen, Listener
 from ..._runtime.wakeups import Id, Wakeups
+from .connection import refusals_explained
 from .rows import escape_text, unescape_text
 
 LONGEST_MESSAGE = 7900  # PostgreSQL takes less than 8000 bytes
@@ -39,7 +40,8 @@ class PostgresListener(Listener[psycopg.Connection[Any]]):
         self._sender = secrets.token_hex(8)  # marks this process's own messages, which need not wake it again
 
     def connect(self) -> psycopg.Connection[Any]:
-        connection = psycopg.connect(self.conninfo, autocommit=True, connect_timeout=5)
+        with refusals_explained():
+            connection = psycopg.connect(self.conninfo, autocommit=True, connect_timeout=5)
         try:
             row = connection.execute("SELECT pg_backend_pid()").fetchone()
             if row is None or row[0] != connection.info.backend_pid:

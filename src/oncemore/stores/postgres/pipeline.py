@@ -14,7 +14,7 @@ from typing import Any
 
 import psycopg
 from psycopg.adapt import PyFormat, Transformer
-from psycopg.pq import ConnStatus, ExecStatus
+from psycopg.pq import ConnStatus, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 
 from ..._runtime.clock import SYSTEM
@@ -39,6 +39,7 @@ BEGIN, COMMIT, ROLLBACK = prepared("BEGIN"), prepared("COMMIT"), Statement("ROLL
 TUPLES_OK, FATAL_ERROR, PIPELINE_SYNC = map(
     int, (ExecStatus.TUPLES_OK, ExecStatus.FATAL_ERROR, ExecStatus.PIPELINE_SYNC)
 )
+IN_TRANSACTION = int(TransactionStatus.INTRANS)
 UTF8 = (b"UTF8", b"UNICODE")  # the server's name for it; a pooler may repeat the name that the client asked for
 
 NOT_PREPARED, ALREADY_PREPARED, CHANGED_COLUMNS = "26000", "42P05", "0A000"
@@ -126,6 +127,8 @@ def exchange(connection: Any, queries: Sequence[Query], deadline: float | None =
     Statements with a name are prepared, unless `prepare_threshold` is None: that says that a pooler is in between.
     """
     pgconn, state = connection.pgconn, state_of(connection)
+    if pgconn.transaction_status == IN_TRANSACTION:
+        check_session(connection)
     if was_deallocated(connection, state.mark):  # as after a savepoint that the performer has rolled back
         state.prepared.clear()
     state.mark = prepared_mark(connection)
@@ -194,6 +197,31 @@ def read_results(pgconn: Any, deadline: float | None) -> PgGenerator[list[PGresu
             return results
         else:
             results.append(result)
+
+
+def check_session(connection: Any) -> None:
+    """Raise the server's reason if it has ended the session in the middle of a transaction, which it has then rolled back.
+
+    libpq treats that message as a notice, because nothing was asked.  Sent first, a query would only find a closed
+    connection, and leave in doubt whether a COMMIT was carried out.
+    """
+    reasons: list[psycopg.Error] = []
+
+    def keep(notice: psycopg.errors.Diagnostic) -> None:  # it can be read only now
+        if notice.severity_nonlocalized == "FATAL" and notice.sqlstate:
+            reasons.append(psycopg.errors.lookup(notice.sqlstate)(notice.message_primary or ""))
+
+    connection.add_notice_handler(keep)
+    try:
+        for _ in range(2):  # the end of the stream is behind the message
+            connection.pgconn.consume_input()
+            connection.pgconn.is_busy()  # parses what was read
+    except psycopg.OperationalError:
+        if reasons:
+            raise reasons[0] from None
+        raise
+    finally:
+        connection.remove_notice_handler(keep)
 
 
 def check_deadline(deadline: float | None) -> None:

@@ -22,6 +22,10 @@ class PoolAdapter(PsycopgAdapter):
         self._pool = pool
         self._timeout = timeout
 
+    def can_defer(self) -> bool:
+        """No: the user's connections do not tell of savepoints."""
+        return False
+
     def _take(self) -> Do[None]:
         pool, timeout = self._pool, self._timeout
 

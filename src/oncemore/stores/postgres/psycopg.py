@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
@@ -13,7 +13,7 @@ from ..._ledger.transactions import Do, Query, Rows, Transaction, commit_forbidd
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Effect, Plan
 from .connection import Connections
-from .pipeline import COMMIT, ROLLBACK, Pipeline, adapt_values, begin_statement
+from .pipeline import COMMIT, ROLLBACK, Pipeline, adapt_values, begin_statement, state_of
 from .transactions import LedgerStore, PostgresSource
 
 IDLE, UNKNOWN = int(TransactionStatus.IDLE), int(TransactionStatus.UNKNOWN)
@@ -27,10 +27,11 @@ class PsycopgAdapter:
     The claim travels with BEGIN and the outcome with COMMIT, so that the ledger adds no round trip.
     """
 
-    def __init__(self, connections: Connections, timeout: float) -> None:
+    def __init__(self, connections: Connections, timeout: float, configure: Callable[[Any], Pipeline]) -> None:
         self.connection: Any = None
         self._connections = connections
         self._timeout = timeout
+        self._configure = configure  # the effect that sets up the session of a new connection
 
     @classmethod
     def on(cls, connection: Any) -> PsycopgAdapter:
@@ -43,25 +44,39 @@ class PsycopgAdapter:
     def awaited(self) -> bool:
         return isinstance(self.connection, psycopg.AsyncConnection)
 
-    def session(self) -> Any:
+    def session(self, **options: Any) -> Any:
         raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         yield self._take()
         rows = yield from self._send((begin_statement(self.connection), ()), *queries)
         self.connection.lent = True
+        self.connection.nested = False
         return rows
+
+    def can_defer(self) -> bool:
+        """Whether a statement may as well be sent with the COMMIT: no savepoint was set, so no rollback to one can undo it.
+
+        Only connections of the ledger's own tell of savepoints.
+        """
+        return getattr(self.connection, "nested", True) is False
 
     def _take(self) -> Do[None]:
         """Effect: take a connection.  It is stored at once, so that a caller who is cancelled meanwhile gives it back."""
 
         def plain() -> None:
             connection = self.connection = self._connections.take(self._timeout)
-            connection.row_factory, connection.cursor_factory = tuple_row, psycopg.Cursor  # for the next performer
+            connection.row_factory, connection.cursor_factory = tuple_row, NotingCursor  # for the next performer
+            if not state_of(connection).configured:
+                self._configure(connection).run()
+                state_of(connection).configured = True
 
         async def awaited() -> None:
             connection = self.connection = await self._connections.atake(self._timeout)
-            connection.row_factory, connection.cursor_factory = tuple_row, psycopg.AsyncCursor
+            connection.row_factory, connection.cursor_factory = tuple_row, AsyncNotingCursor
+            if not state_of(connection).configured:
+                await self._configure(connection).arun()
+                state_of(connection).configured = True
 
         return Do(plain, awaited)
 
@@ -130,10 +145,39 @@ def adapt(connection: Any, query: Query) -> Query:
     return statement, adapt_values(connection, values)
 
 
+def is_savepoint(query: Any) -> bool:
+    """Whether the performer's statement sets a savepoint."""
+    text = query if isinstance(query, str) else query.decode() if isinstance(query, bytes) else repr(query)
+    return "SAVEPOINT" in text.upper()
+
+
+class NotingCursor(psycopg.Cursor[Any]):
+    """A cursor that notes if the performer sets a savepoint by itself."""
+
+    def execute(self, query: Any, *args: Any, **settings: Any) -> Any:
+        if is_savepoint(query):
+            self.connection.nested = True  # type: ignore[attr-defined]
+        return super().execute(query, *args, **settings)
+
+
+class AsyncNotingCursor(psycopg.AsyncCursor[Any]):
+    """The same for event loops."""
+
+    async def execute(self, query: Any, *args: Any, **settings: Any) -> Any:
+        if is_savepoint(query):
+            self.connection.nested = True  # type: ignore[attr-defined]
+        return await super().execute(query, *args, **settings)
+
+
 class NoCommitConnection(psycopg.Connection[Any]):
     """A connection of the ledger's own.  While it is lent, the performer can neither commit nor roll back by mistake."""
 
     lent = False
+    nested = False  # whether the performer has set a savepoint
+
+    def transaction(self, *args: Any, **settings: Any) -> Any:
+        self.nested = True
+        return super().transaction(*args, **settings)
 
     def commit(self) -> None:
         if self.lent:
@@ -150,6 +194,11 @@ class AsyncNoCommitConnection(psycopg.AsyncConnection[Any]):
     """The same for event loops."""
 
     lent = False
+    nested = False
+
+    def transaction(self, *args: Any, **settings: Any) -> Any:
+        self.nested = True
+        return super().transaction(*args, **settings)
 
     async def commit(self) -> None:
         if self.lent:
@@ -166,13 +215,20 @@ class OwnSource(PostgresSource):
     """Opens transactions on the ledger's own connections: up to *limit* for threads, and as many for each event loop."""
 
     def __init__(self, store: LedgerStore, conninfo: str, *, limit: int) -> None:
-        super().__init__(store, lambda: PsycopgAdapter(self.connections, store.database.timeout))
+        super().__init__(store, lambda: PsycopgAdapter(self.connections, store.database.timeout, self._configure))
         self.connections = Connections(
             conninfo,
             limit=limit,
             autocommit=False,
             sync_class=NoCommitConnection,
             async_class=AsyncNoCommitConnection,
+        )
+
+    def _configure(self, connection: Any) -> Pipeline:
+        database = self.store.database
+        values = [connection.pgconn.backend_pid, str(int(1000 * database.idle))]
+        return Pipeline(
+            connection, [(database.sql.configure_transactions, values)], SYSTEM.monotonic() + database.timeout
         )
 
     def open(self) -> Plan[Transaction]:

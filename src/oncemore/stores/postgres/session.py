@@ -14,17 +14,22 @@ from ...errors import ConfigurationError, OncemoreError, StoreError, StoreTimeou
 from . import tables
 from .connection import Connections, TakeConnection
 from .pipeline import ALREADY_PREPARED, CHANGED_COLUMNS, NOT_PREPARED, AnswerTimeout, Pipeline, state_of
-from .statements import Rows, Statement, Statements
+from .statements import Query, Rows, Statement, Statements
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
 ADMIN_PATIENCE = 60.0  # seconds; counting, purging and creating tables may take longer than a caller would wait
 ADMIN_CONNECTIONS = 2
+# Seconds that a batch waits for a locked record.  Most locks are another claim's, and last as long as its commit; behind an
+# open transaction, the other callers in the batch must not wait.
+LOCK_WAIT = 0.02
 
 # The server sends these when it shuts down, or turns out not to be the primary: another connection may do better.
 SHUTTING_DOWN = {"57P01", "57P02", "57P03", "25006"}
 SERIALIZATION_FAILURES = {"40001", "40P01"}  # also deadlocks: nothing happened, and the same may work next time
 CREATED_MEANWHILE = {"23505", "42P06", "42P07", "42710"}  # another process has created the same tables
-TOO_SLOW = {"55P03", "57014"}  # the time for a lock or for the statement was up
+NO_LOCK = "55P03"
+TOO_SLOW = {NO_LOCK, "57014"}  # the time for a lock or for the statement was up
+IDLE_IN_TRANSACTION = "25P03"
 NO_TABLE = {"3F000", "42P01"}
 NO_RIGHT = "42501"
 
@@ -32,15 +37,17 @@ NO_RIGHT = "42501"
 class Database:
     """The server at *conninfo*: connections for claims and writes, and others for operators, who may take their time."""
 
-    def __init__(self, conninfo: str, names: dict[str, str], *, create: bool, timeout: float) -> None:
+    def __init__(self, conninfo: str, names: dict[str, str], *, create: bool, timeout: float, idle: float) -> None:
         self.conninfo = conninfo
         self.names = names
         self.sql = Statements(names)
         self.timeout = timeout
+        self.idle = idle  # seconds that a transaction may send no statement, before the server ends its session
         self.shift = 0.0
         self.create = create
         self.connections = Connections(conninfo)
         self.admin = Connections(conninfo, limit=ADMIN_CONNECTIONS)
+        self.features = Connections(conninfo, autocommit=False)  # for the tables of features
         self.ready = False  # the tables are there
         self.pooled = False  # a pooler is in between: the session keeps neither settings nor prepared statements
 
@@ -49,19 +56,30 @@ class Database:
 
         Raises a StoreError if the server does not answer in time, and psycopg.Error if it refuses the statement.
         """
-        return (yield from self._rows(self.connections, statement, values, deadline, deadline))
+        (rows,) = yield from self._send(self.connections, [(statement, values)], deadline, deadline)
+        return rows
 
     def admin_rows(self, statement: Statement, values: Sequence[Any]) -> Plan[Rows]:
         """The rows of an operator's statement.  Once the server was reached, it may take a minute."""
         now = SYSTEM.monotonic()
         try:
-            return (yield from self._rows(self.admin, statement, values, now + self.timeout, now + ADMIN_PATIENCE))
+            (rows,) = yield from self._send(self.admin, [(statement, values)], now + self.timeout, now + ADMIN_PATIENCE)
+        except psycopg.Error as error:
+            raise translate_error(error) from error
+        return rows
+
+    def feature_rows(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:
+        """The rows of each statement of a feature.  They run in one transaction, and may be sent twice."""
+        now = SYSTEM.monotonic()
+        answer_by = now + (ADMIN_PATIENCE if patient else self.timeout)
+        try:
+            return (yield from self._send(self.features, queries, now + self.timeout, answer_by))
         except psycopg.Error as error:
             raise translate_error(error) from error
 
-    def _rows(
-        self, connections: Connections, statement: Statement, values: Sequence[Any], deadline: float, answer_by: float
-    ) -> Plan[Rows]:
+    def _send(
+        self, connections: Connections, queries: Sequence[Query], deadline: float, answer_by: float
+    ) -> Plan[list[Rows]]:
         pause, failure = 0.0, psycopg.Error("no time was left for it")
         while SYSTEM.monotonic() + pause < deadline:
             if pause:
@@ -71,8 +89,11 @@ class Database:
                 connection = yield TakeConnection(connections, deadline - SYSTEM.monotonic())
                 if not state_of(connection).configured:
                     yield from self._configure(connections, connection, deadline)
-                (rows,) = yield Pipeline(connection, [(statement, values)], answer_by)
-                return rows  # type: ignore[no-any-return]
+                sent = queries
+                if self.pooled and connections is self.connections:
+                    sent = [(self.sql.lock_wait, [milliseconds(LOCK_WAIT)]), *queries]
+                results = yield Pipeline(connection, sent, answer_by)
+                return results[-len(queries) :]  # type: ignore[no-any-return]
             except psycopg.Error as error:
                 if error.sqlstate in (NOT_PREPARED, ALREADY_PREPARED):  # a pooler is in between, after all
                     self._prepare_nothing(connection)
@@ -88,13 +109,16 @@ class Database:
                     connections.give_back(connection)
         raise give_up(failure) from failure
 
+    def session_query(self, connections: Connections, connection: Any) -> Query:
+        """The statement that sets up the session of a new connection; a row comes back unless a pooler is in between."""
+        is_admin = connections is not self.connections
+        seconds = (self.timeout / 5, ADMIN_PATIENCE) if is_admin else (LOCK_WAIT, self.timeout)
+        values = [connection.pgconn.backend_pid, *map(milliseconds, seconds), str(int(1000 * self.idle))]
+        return self.sql.configure_admin if is_admin else self.sql.configure, values
+
     def _configure(self, connections: Connections, connection: Any, deadline: float) -> Plan[None]:
         """Set up the session of a new connection; create the tables, if this is the first one."""
-        is_admin = connections is self.admin
-        seconds = (self.timeout / 5, ADMIN_PATIENCE if is_admin else self.timeout)
-        statement = self.sql.configure_admin if is_admin else self.sql.configure
-        values = [connection.pgconn.backend_pid, *(str(int(1000 * each)) for each in seconds)]
-        (rows,) = yield Pipeline(connection, [(statement, values)], deadline)
+        (rows,) = yield Pipeline(connection, [self.session_query(connections, connection)], deadline)
         if self.pooled or not rows:
             self._prepare_nothing(connection)
         if not self.ready:
@@ -104,7 +128,7 @@ class Database:
 
     def _prepare_nothing(self, connection: Any) -> None:
         self.pooled = True
-        self.connections.prepares = self.admin.prepares = False
+        self.connections.prepares = self.admin.prepares = self.features.prepares = False
         connection.prepare_threshold = None
 
     def _create_tables(self, connection: Any) -> Plan[None]:
@@ -141,15 +165,19 @@ class Database:
         return version  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        self.connections.close()
-        self.admin.close()
+        for connections in (self.connections, self.admin, self.features):
+            connections.close()
 
     async def aclose(self) -> None:
-        await self.connections.aclose()
-        await self.admin.aclose()
+        for connections in (self.connections, self.admin, self.features):
+            await connections.aclose()
 
 
 HOW_TO_CREATE = "run the script that oncemore.stores.schema(url) returns, as a role that may create tables"
+
+
+def milliseconds(seconds: float) -> str:
+    return str(max(1, int(1000 * seconds)))  # 0 would mean for ever
 
 
 def is_lost(error: psycopg.Error) -> bool:
@@ -185,6 +213,11 @@ def translate_error(error: Exception, sqlstate: str | None = None) -> OncemoreEr
     elif state == NO_RIGHT:
         translated = ConfigurationError(
             f"A right is missing: {message}; oncemore.stores.schema(url) lists what the role needs"
+        )
+    elif state == IDLE_IN_TRANSACTION:
+        translated = StoreTimeout(
+            f"PostgreSQL has rolled the transaction back: {message}; send no statement for less time, or raise "
+            "idle_in_transaction= in the store's URL"
         )
     elif state.startswith("53"):  # out of disk, memory or connections
         translated = StoreUnavailable(f"PostgreSQL has no resources left: {message}")

@@ -251,21 +251,40 @@ SELECT count(*) FILTER (WHERE state = 'running'), count(*) FILTER (WHERE state =
     count(*) FILTER (WHERE expires_at <= now), (SELECT count(*) FROM {{archive}})
 FROM {{records}} CROSS JOIN clock"""
 
-# Tell the other processes which records have changed.  $1: the channel, $2: the message
-NOTIFY = "SELECT pg_notify($1, $2)"
+# Tell the other processes which records have changed.  $1: the channel, $2: the message.
+# Transactions that send messages commit one after another, so waiting for their lock is normal.
+NOTIFY = "SELECT pg_notify($1, $2), set_config('lock_timeout', '1s', true)"
+
+# Behind a pooler: how long the next statement of the same pipeline waits for a locked row.  $1: milliseconds
+LOCK_WAIT = "SELECT set_config('lock_timeout', $1, true)"
 
 # Whether the database has had any of our migrations, and which was the latest.
-KNOWN = "SELECT to_regclass('{version}') IS NOT NULL"
+# Not by to_regclass: in a transaction that has waited for another process to make the tables, it does not see them yet.
+KNOWN = """
+SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    WHERE c.relname = '{prefix}version' AND n.nspname = btrim('{schema}', '"'))"""
 VERSION = "SELECT version FROM {version}"
+
+# If this machine vanishes without a word, the server notices it within a minute, and ends the session with its locks.
+# By default, TCP takes two hours.
+NETWORK = """('tcp_keepalives_idle', '30'), ('tcp_keepalives_interval', '10'), ('tcp_keepalives_count', '3'),
+    ('tcp_user_timeout', '60000')"""
 
 # Set up the session of a connection that is ours alone.  No row comes back if a pooler is in between, because the settings
 # would then be other clients', too.  $1: the server process that we think we talk to, $2: milliseconds to wait for a lock,
-# $3: milliseconds for a statement
-CONFIGURE = """
+# $3: milliseconds for a statement, $4: milliseconds that a transaction may be idle
+CONFIGURE = f"""
 SELECT set_config(ours.name, ours.value, false) FROM (VALUES
-    ('lock_timeout', $2), ('statement_timeout', $3){settings},
+    {NETWORK}, ('lock_timeout', $2), ('statement_timeout', $3), ('idle_in_transaction_session_timeout', $4){{settings}},
     -- if the server forgot a claim in a crash, the operation would be performed twice
     ('synchronous_commit', replace(current_setting('synchronous_commit'), 'off', 'on'))
+) AS ours (name, value) WHERE pg_backend_pid() = $1::int"""
+
+# The same for the transactions of performers, who wait as long as they like, except between two statements.
+# $1: the server process that we think we talk to, $2: milliseconds
+CONFIGURE_TRANSACTIONS = f"""
+SELECT set_config(ours.name, ours.value, false) FROM (VALUES
+    {NETWORK}, ('idle_in_transaction_session_timeout', $2)
 ) AS ours (name, value) WHERE pg_backend_pid() = $1::int"""
 
 # Statements for batches are planned once, perhaps while the table is nearly empty, and the plan is kept while it grows.  So
@@ -307,9 +326,11 @@ class Statements:
         self.delete = self._plain(DELETE)
         self.stats = self._plain(STATS)
         self.notify = self._plain(NOTIFY)
+        self.lock_wait = self._prepared(LOCK_WAIT)
         self.known = self._plain(KNOWN)
         self.version = self._plain(VERSION)
         self.configure = Statement(CONFIGURE.format(settings=LOOK_UP))
+        self.configure_transactions = Statement(CONFIGURE_TRANSACTIONS)
         self.configure_admin = Statement(CONFIGURE.format(settings=""))
 
     def _plain(self, template: str) -> Statement:

@@ -18,13 +18,16 @@ from ..._ledger.events import log
 from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State, read
 from ..._ledger.store import Filter, Page, Stats, Store
+from ..._ledger.tables import features
 from ..._ledger.transactions import TransactionSource
 from ..._runtime.batching import Batcher, Submit
+from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Id, Wakeups
-from ...errors import ConfigurationError, InvalidPayload, OncemoreError, StoreError
+from ...errors import ConfigurationError, InvalidPayload, OncemoreError, StoreError, StoreTimeout
 from . import tables
-from .batch import Batches
+from .batch import LOCKED, Batches
+from .features import PostgresTables
 from .listener import PostgresListener
 from .psycopg import OwnSource
 from .rows import (
@@ -52,6 +55,7 @@ OPTIONS: dict[str, Any] = {
     "poll": 1.0,
     "listen": True,
     "pool": 16,
+    "idle_in_transaction": 300.0,
 }
 # A dead peer is noticed within a minute; by default, the system would take two hours.
 CONNECTION = {
@@ -67,7 +71,8 @@ STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"}
 
 UNNOTIFIED_POLL = 0.25  # seconds between two looks of a waiter, if no messages arrive
-MOST_WATCHED = 10_000
+MOST_REMEMBERED = 10_000  # records
+LOCK_REMEMBERED = 5.0  # seconds for which calls for a locked record stay out of the batches
 # Not all waiting calls at once: while the server works on one batch, this process works on the answers of the last one.
 BATCH_LIMIT = 32
 
@@ -100,7 +105,8 @@ def url_of(settings: Mapping[str, Any], options: Mapping[str, str]) -> str:
 def schema(url: str) -> str:
     """The script that creates the tables, with comments for an administrator."""
     _, options = take_options(url, OPTIONS)
-    return tables.script(tables.names(options["schema"], options["prefix"]))
+    names = tables.names(options["schema"], options["prefix"])
+    return "\n".join([tables.script(names), *(tables.feature_script(names, feature) for feature in features())])
 
 
 class PostgresStore:
@@ -116,7 +122,13 @@ class PostgresStore:
         self.url = hide_password(url)
         self.wakeups = Wakeups()
         self.holder = Holder()
-        self.database = Database(conninfo, names, create=options["create"], timeout=options["timeout"])
+        self.database = Database(
+            conninfo,
+            names,
+            create=options["create"],
+            timeout=options["timeout"],
+            idle=options["idle_in_transaction"],
+        )
         self._sql = self.database.sql
         self._poll: float = options["poll"]
         # At most 63 bytes.  If two ledgers share a channel, they wake each other's waiters in vain at times.
@@ -126,7 +138,16 @@ class PostgresStore:
         self._batches = Batches(self.database, self.wakeups, self._listener)
         self._claims = Batcher(self._batches.run_claims, limit=BATCH_LIMIT, undo=self._batches.undo_claims)
         self._writes = Batcher(self._batches.run_writes, limit=BATCH_LIMIT)
+        # Calls for records that open transactions have locked.  They wait here, so that no other call waits with them.
+        self._locked: dict[Id, float] = {}  # until when each counts as locked
+        self._locked_calls = Batcher(
+            self._batches.run_locked,
+            limit=BATCH_LIMIT,
+            undo=self._batches.undo_claims,
+            can_undo=lambda item: type(item.row) is ClaimRow,
+        )
         self.lender: TransactionSource = OwnSource(self, conninfo, limit=options["pool"])
+        self.tables = PostgresTables(self, self._listener)
         weakref.finalize(self, self._listener.close)  # or its thread would outlive a store that nobody closed
 
     @property
@@ -165,19 +186,39 @@ class PostgresStore:
             lease=min(lease, LONGEST_SPAN),
         )
         check_length(row.scope, row.key)
-        return (yield Submit(self._claims, Item(row, operation, request or None)))  # type: ignore[no-any-return]
+        return (yield from self._submit(self._claims, Item(row, operation, request or None)))  # type: ignore[no-any-return]
+
+    def _submit(self, batcher: Batcher[Item], item: Item) -> Plan[Any]:
+        """The item's answer.  Raises StoreTimeout if another transaction keeps its record locked for too long."""
+        if not self._locked or self._locked.get(item.id, 0.0) < item.asked:
+            answer = yield Submit(batcher, item)
+            if answer is not LOCKED:
+                return answer
+        while True:
+            if len(self._locked) >= MOST_REMEMBERED:
+                self._locked.clear()
+            now = SYSTEM.monotonic()
+            self._locked[item.id] = now + LOCK_REMEMBERED
+            if now > item.asked + self.database.timeout / 5:
+                raise StoreTimeout(
+                    f"Another transaction kept the record of this key locked for {now - item.asked:.1f} s; retry later"
+                )
+            answer = yield Submit(self._locked_calls, item)
+            if answer is not LOCKED:
+                self._locked.pop(item.id, None)
+                return answer
 
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
         return self._batches.unclaim(claims)
 
     def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
-        until = yield self._change(held, RUNNING, lease=min(lease, LONGEST_SPAN))
+        until = yield from self._change(held, RUNNING, lease=min(lease, LONGEST_SPAN))
         return msgspec.structs.replace(held, expires_at=until)
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        yield self._change(
+        yield from self._change(
             held,
             SETTLED,
             encode_outcome(outcome),
@@ -189,20 +230,20 @@ class PostgresStore:
         )
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
-        yield self._change(held, RELEASED, retention=min(retention, LONGEST_SPAN))
+        yield from self._change(held, RELEASED, retention=min(retention, LONGEST_SPAN))
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
-        yield self._change(held, HELD, note=escape_text(note))
+        yield from self._change(held, HELD, note=escape_text(note))
 
-    def _change(self, held: Lease, state: State, outcome: bytes | None = None, **changes: Any) -> Submit[Item]:
+    def _change(self, held: Lease, state: State, outcome: bytes | None = None, **changes: Any) -> Plan[Any]:
         scope, key = map(escape_text, held.operation.id)
         row = ChangeRow(scope=scope, key=key, token=held.token, state=state, **changes)
-        return Submit(self._writes, Item(row, held, outcome))
+        return self._submit(self._writes, Item(row, held, outcome))
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
         scope, key = map(escape_text, record.id)
         row = TouchRow(scope=scope, key=key, token=record.token, retention=min(retention, LONGEST_SPAN))
-        yield Submit(self._writes, Item(row))
+        yield from self._submit(self._writes, Item(row))
 
     def watch(self, record: Record) -> Plan[None]:
         """Ask the record's owner to send a message when it is done.  An owner in this process wakes waiters anyway."""
@@ -211,13 +252,13 @@ class PostgresStore:
         self._listener.listen()
         scope, key = map(escape_text, record.id)
         try:
-            running = yield Submit(self._writes, Item(WatchRow(scope=scope, key=key, token=record.token)))
+            running = yield from self._submit(self._writes, Item(WatchRow(scope=scope, key=key, token=record.token)))
         except StoreError:
             return  # then there is no message, and the waiter looks for itself after a while
         if not running:
             self.wakeups.notify(record.id)
             return
-        if len(self._watched) >= MOST_WATCHED:
+        if len(self._watched) >= MOST_REMEMBERED:
             self._watched.clear()
         self._watched[record.id] = record.token
 
@@ -226,7 +267,7 @@ class PostgresStore:
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
         row = FindRow(scope=escape_text(scope), key=escape_text(key))
-        return (yield Submit(self._writes, Item(row)))  # type: ignore[no-any-return]
+        return (yield from self._submit(self._writes, Item(row)))  # type: ignore[no-any-return]
 
     # The operators' verbs
 
@@ -312,7 +353,7 @@ class PostgresStore:
 
     async def aclose(self) -> None:
         """The same, and also close the connections of the running event loop."""
-        for batcher in (self._claims, self._writes):
+        for batcher in (self._claims, self._writes, self._locked_calls):
             await batcher.drain()
         await self.lender.aclose()
         await self.database.aclose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..._ledger.tables import Feature
 from ...errors import ConfigurationError
 
 SCHEMA = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -53,7 +54,10 @@ CREATE TABLE IF NOT EXISTS {records} (
 );
 
 -- For the purge; and, as those without an expiry, the running and held records.
-CREATE INDEX IF NOT EXISTS {prefix}records_expires_at ON {records} (expires_at);
+-- Not IF NOT EXISTS: that locks the table before it looks, and all writers wait if another transaction is open.
+DO $$ BEGIN IF to_regclass('{schema}.{prefix}records_expires_at') IS NULL THEN
+    CREATE INDEX {prefix}records_expires_at ON {records} (expires_at);
+END IF; END $$;
 
 -- Tokens: never reset it, or a late owner of an earlier operation might pass for the current one.
 CREATE SEQUENCE IF NOT EXISTS {tokens} AS bigint CACHE 1 NO CYCLE;
@@ -118,8 +122,42 @@ def names(schema: str, prefix: str) -> dict[str, str]:
                 + (", all in lower case" if option == "prefix" else "")
             )
     schema = f'"{schema}"'  # it may be in upper case, or a word that SQL has reserved
-    tables = {name: f"{schema}.{prefix}{name}" for name in ("records", "archive", "version", "tokens")}
-    return {"schema": schema, "prefix": prefix, **tables}
+    tables = {name: f"{schema}.{prefix}{name}" for name in ("records", "archive", "version", "tokens", "features")}
+    return {"schema": schema, "prefix": prefix, "p": f"{schema}.{prefix}", **tables}
+
+
+# The tables of features: a version for each, apart from that of the ledger.
+MAKE_FEATURES = """\
+CREATE TABLE IF NOT EXISTS {features} (
+    name     text PRIMARY KEY,
+    version  integer NOT NULL
+);
+"""
+SET_FEATURE = """\
+INSERT INTO {features} (name, version) VALUES ('{name}', {number})
+ON CONFLICT (name) DO UPDATE SET version = excluded.version;
+"""
+FEATURE_VERSION = "SELECT version FROM {features} WHERE name = $1"
+LOCK = """\
+PERFORM set_config('lock_timeout', '0', true), set_config('statement_timeout', '0', true);
+PERFORM pg_advisory_xact_lock(hashtextextended('oncemore {schema}.{prefix}', 0));
+"""
+
+
+def feature_script(names: dict[str, str], feature: Feature) -> str:
+    """The statements that create the tables of *feature*."""
+    parts = [MAKE_FEATURES, *feature.postgres, SET_FEATURE]
+    return "\n".join(part.format(**names, name=feature.name, number=feature.version) for part in parts)
+
+
+def feature_block(names: dict[str, str], feature: Feature) -> str:
+    """One statement that brings the tables of *feature* to the latest version, one process at a time."""
+    parts = [LOCK, MAKE_FEATURES]
+    for number, part in enumerate(feature.postgres, 1):
+        known = f"(SELECT version FROM {names['features']} WHERE name = '{feature.name}')"
+        parts.append(f"IF coalesce({known}, 0) < {number} THEN\n{part}\nEND IF;\n")
+    text = "\n".join([*parts, SET_FEATURE]).format(**names, name=feature.name, number=feature.version)
+    return f"DO $oncemore$ BEGIN\n{text}END $oncemore$"
 
 
 def script(names: dict[str, str], *, since: int = 0) -> str:

@@ -25,13 +25,13 @@ from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, InProgress, OncemoreError, StoreUnavailable, TransactionEnded
 from .pipeline import ALREADY_PREPARED, NOT_PREPARED
 from .rows import LONGEST_SPAN, check_length, escape_text, is_expired, read_record
-from .session import SERIALIZATION_FAILURES, Database, translate_error
+from .session import NO_LOCK, SERIALIZATION_FAILURES, Database, translate_error
 from .statements import prepared
 
 DEEPEST = 10  # of errors that are each the cause of another; they may form a circle
 LONGEST_WAIT = 2**31 - 1  # milliseconds: PostgreSQL's own limit, 24 days
 VIOLATION = "23"
-NO_LOCK, DIVISION_BY_ZERO, FAILED_BEFORE = "55P03", "22012", "25P02"
+DIVISION_BY_ZERO, FAILED_BEFORE = "22012", "25P02"
 
 
 class LedgerStore(Protocol):
@@ -157,12 +157,18 @@ class PostgresTransaction(AdapterTransaction):
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         return (yield from self._adapter.execute((prepared(text), values)))  # its errors are the user's own
 
+    def can_defer(self) -> bool:
+        can_defer = getattr(self._adapter, "can_defer", None)
+        return can_defer is not None and can_defer()
+
     def commit(self) -> Plan[None]:
         try:
-            yield from self._adapter.commit(*self._writes)
+            yield from self._adapter.commit(*self.deferred, *self._writes)
         except Exception as error:
             raise_translated(error, committing=True)
         self._end()
+        if self._callbacks:
+            self._call_back()
 
     def _execute(self, query: Query) -> Plan[Rows]:
         try:

@@ -9,7 +9,7 @@ Options, after `?`; all others are redis-py's own (`ssl_ca_certs=`, `client_name
     prefix=oncemore      the first part of the names of all keys
     timeout=5s           the longest time that a call may take, with all attempts, before it fails
     poll=1s              how often a waiter looks by itself, in case that a wake-up message is lost
-    wait_replicas=0      how many replicas must have a write before it counts (WAIT); not in a cluster
+    wait_replicas=0      how many replicas must have a write before it counts (WAIT); `all` with sentinels or in a cluster
     tls=true             for redis+sentinel:// and redis+cluster://
     sentinel_username=, sentinel_password=       the login of the sentinels, if they have one of their own
 

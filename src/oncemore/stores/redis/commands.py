@@ -12,7 +12,7 @@ import redis
 from redis import exceptions
 
 from ..._runtime.backoff import Backoff
-from ..._runtime.batching import Batcher
+from ..._runtime.batching import Batcher, own_error
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
 from ...errors import ConfigurationError, CorruptRecord, OncemoreError, StoreError, StoreUnavailable
@@ -30,6 +30,8 @@ QUICK_ATTEMPTS = 3  # without a pause: an idle connection was closed, a slot has
 # more, or its name means another server by now.
 WRONG_SERVER = {"READONLY", "MASTERDOWN", "CLUSTERDOWN"}
 RETRIED = {"BUSY", "TRYAGAIN", *WRONG_SERVER}
+# A primary without its replicas: it may have been replaced, if there is somebody to ask.
+LONELY = "NOREPLICAS"
 REFUSED = {"OOM", "MISCONF", "NOREPLICAS", "NOPERM"}
 
 # redis-py removes the first word of an error that it has a class for; which errors have one depends on its version.
@@ -46,6 +48,7 @@ CODES: dict[type[Exception], str] = {
 }
 WITHIN_SCRIPT = re.compile(r"(?:ERR )?Error running script .*: -([A-Z]+) ")  # before Redis 7
 
+ALL = -1  # replicas: as many as the sentinels or the cluster know of
 ASKING = pack("ASKING")
 
 
@@ -108,7 +111,7 @@ class NodeBatchers:
 
 
 class ScriptBatch:
-    """Items that are sent together.  With *replicas*, a write counts only if so many replicas have it.
+    """Items that are sent together.  With *replicas*, a write counts only if so many replicas have it, or ALL.
 
     Two kinds of items may have been carried out although their result is an error: *uncertain*, without an answer, and
     *uncounted*, which too few replicas have.
@@ -167,6 +170,9 @@ class ScriptBatch:
         if self._lost or not self.topology.known:
             try:
                 yield from self.topology.locate(self._time_left())
+            except ConfigurationError as error:
+                self._refuse(calls, error)
+                return
             except StoreError as error:
                 for call in calls:
                     self._send_again(call.indexes, error)
@@ -177,15 +183,18 @@ class ScriptBatch:
             by_address.setdefault(self._address(call), []).append(call)
         for address, sent in by_address.items():
             timeout = self._time_left()
-            packets = self._packets(sent, timeout)
+            replicas = self.topology.replicas(address) if self.replicas == ALL else self.replicas
+            packets = self._packets(sent, timeout, replicas)
             try:
                 replies = yield SendCommands(self.topology.pool, address, b"".join(packets), len(packets), timeout)
+            except ConfigurationError as error:
+                self._refuse(sent, error)
             except StoreError as error:
                 self._lose_primary(address)
                 for call in sent:
                     self._send_again(call.indexes, error)
             else:
-                self._take_replies(address, sent, replies)
+                self._take_replies(address, sent, replies, replicas)
 
     def _address(self, call: ScriptCall) -> Address:
         item = self.items[call.indexes[0]]
@@ -194,15 +203,15 @@ class ScriptBatch:
             return primaries[item.server % len(primaries)]
         return call.asking or self.topology.address(item.key)
 
-    def _packets(self, calls: list[ScriptCall], timeout: float) -> list[bytes]:
+    def _packets(self, calls: list[ScriptCall], timeout: float, replicas: int) -> list[bytes]:
         """The commands of one write, each of which has one reply."""
         packets = []
         for call in calls:
             if call.asking:
                 packets.append(ASKING)
             packets.append(self._pack(call))
-        if self.replicas:  # on the same connection, or it would wait for somebody else's writes
-            packets.append(pack("WAIT", self.replicas, int(timeout * 800)))
+        if replicas:  # on the same connection, or it would wait for somebody else's writes
+            packets.append(pack("WAIT", replicas, int(timeout * 800)))
         return packets
 
     def _pack(self, call: ScriptCall) -> bytes:
@@ -216,15 +225,25 @@ class ScriptBatch:
             words += item.args
         return pack(*words)
 
-    def _take_replies(self, address: Address, calls: list[ScriptCall], replies: list[Any]) -> None:
-        """Give each item its part of its call's reply."""
+    def _refuse(self, calls: list[ScriptCall], error: ConfigurationError) -> None:
+        """The server refuses the login: nothing was done now, and no further attempt would pass."""
+        for index in (index for call in calls for index in call.indexes):
+            self.results[index] = own_error(error)
+            self.uncertain.append(
+                self.items[index]
+            )  # an attempt before may have been carried out; an undo is still due
+
+    def _take_replies(self, address: Address, calls: list[ScriptCall], replies: list[Any], replicas: int) -> None:
+        """Give each item its part of its call's reply.  Of a write, so many *replicas* must know."""
         too_few = ""
-        if self.replicas:
+        if replicas:
             count = replies.pop()
             if isinstance(count, redis.ResponseError):  # from a replica, or to a user without the right
                 too_few = f"Redis does not wait for replicas: {reply_text(count)}"
-            elif count < self.replicas:
-                too_few = f"Only {count} of {self.replicas} replicas have the write"
+            elif count < replicas:
+                too_few = f"Only {count} of {replicas} replicas have the write"
+            if too_few:
+                self._lose_primary(address)  # it may have been replaced: ask before the next attempt
         remaining = iter(replies)
         for call in calls:
             if call.asking:
@@ -257,7 +276,7 @@ class ScriptBatch:
                 self.topology.move(slot, node)
             else:  # for this call
                 asking = node
-        elif code in WRONG_SERVER:
+        elif code in WRONG_SERVER or (code == LONELY and self.topology.fails_over):
             self._lose_primary(address)
         elif code not in RETRIED:
             if code in ("MOVED", "ASK"):

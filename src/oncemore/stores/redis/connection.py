@@ -18,13 +18,14 @@ import redis.connection
 from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import reset_in_child
 from ..._runtime.loops import PerLoop
-from ...errors import StoreError, StoreTimeout, StoreUnavailable
+from ...errors import ConfigurationError, StoreError, StoreTimeout, StoreUnavailable
 
 Address: TypeAlias = tuple[str, int] | None  # None: the server that the URL names
 FreeConnections: TypeAlias = dict[Address, list[tuple[int, Any]]]  # each with the generation in which it was opened
 
 # Every error that a connection may raise; a UnicodeError is a host name that cannot be looked up.
 CONNECTION_ERRORS = (redis.RedisError, OSError, UnicodeError)
+ABANDONED = "the server is no longer the primary"
 CLOSE_SECONDS = 2.0  # TLS waits for the server's answer when it closes a connection
 
 
@@ -87,6 +88,11 @@ class ConnectionPool:
 
     def _reset(self) -> None:
         self._generations: dict[Address, int] = {}
+        self.abandoned: dict[Address, int] = {}  # how often each address was
+        self.in_use: dict[
+            Any, tuple[Address, asyncio.AbstractEventLoop | None]
+        ] = {}  # by connection; None: of a thread
+        self._breaking: set[asyncio.Future[None]] = set()
         self._threads: FreeConnections = {}
         self._loops: PerLoop[FreeConnections] = PerLoop(dict)
 
@@ -96,6 +102,26 @@ class ConnectionPool:
     def drop(self, address: Address) -> None:
         """Use no connection again that is open to *address* now.  May be called on any thread."""
         self._generations[address] = self.generation(address) + 1
+
+    def abandon(self, address: Address) -> None:
+        """Break all connections to *address*, because it is no primary any more.  May be called on any thread.
+
+        Commands under way fail, also if their replies arrive now, and can be sent to the new primary.
+        """
+        self.abandoned[address] = self.abandoned.get(address, 0) + 1
+        self.drop(address)
+        for connection, (place, loop) in tuple(self.in_use.items()):
+            if place == address:
+                with suppress(Exception):  # it ends by itself at the same time, or its loop was closed
+                    if loop is None:
+                        connection.disconnect()
+                    else:
+                        loop.call_soon_threadsafe(self._break_on_loop, connection)
+
+    def _break_on_loop(self, connection: Any) -> None:
+        task = asyncio.ensure_future(connection.disconnect(nowait=True))
+        self._breaking.add(task)  # the loop's own references to tasks are weak
+        task.add_done_callback(self._breaking.discard)
 
     def take(self, address: Address, generation: int, timeout: float) -> Any:
         """A connection for this thread: a free one, or a new one that may take *timeout* seconds to open."""
@@ -151,9 +177,10 @@ class ConnectionPool:
 class SendCommands(msgspec.Struct, gc=False):
     """Effect: send *packet* to *address* in one write and return its *count* replies; an error reply is one of them.
 
-    Raises StoreTimeout or StoreUnavailable if not all replies came within *timeout* seconds; the server may have carried
-    out the commands all the same.  On a thread, a reply that has begun to arrive may take so long again for its rest:
-    redis-py's blocking sockets have a timeout for each read, and none for a whole reply.
+    Raises ConfigurationError if the server refuses the login.  Raises StoreTimeout or StoreUnavailable if not all replies
+    came within *timeout* seconds; the server may have carried out the commands all the same.  On a thread, a reply that
+    has begun to arrive may take so long again for its rest: redis-py's blocking sockets have a timeout for each read, and
+    none for a whole reply.
     """
 
     pool: ConnectionPool
@@ -164,8 +191,10 @@ class SendCommands(msgspec.Struct, gc=False):
 
     def run(self) -> list[Any]:
         deadline = SYSTEM.monotonic() + self.timeout
-        generation = self.pool.generation(self.address)
-        connection = self.pool.take(self.address, generation, self.timeout)
+        pool, address = self.pool, self.address
+        generation, abandoned = pool.generation(address), pool.abandoned.get(address)
+        connection = pool.take(address, generation, self.timeout)
+        pool.in_use[connection] = (address, None)
         replies: list[Any] = []
         try:
             connection.send_packed_command([self.packet])  # connects first, if need be
@@ -178,17 +207,27 @@ class SendCommands(msgspec.Struct, gc=False):
                     replies.append(connection.read_response())
                 except redis.ResponseError as error:
                     replies.append(error)
+            if pool.abandoned.get(address) != abandoned:
+                raise redis.ConnectionError(ABANDONED)
         except BaseException as error:  # also Ctrl-C: a reply that comes later would be taken for the next caller's
-            connection.disconnect()
+            with suppress(*CONNECTION_ERRORS):
+                connection.disconnect()
             if isinstance(error, CONNECTION_ERRORS):
-                raise connection_error(error, self.address) from error
+                raise connection_error(error, address) from error
+            if isinstance(error, Exception) and pool.abandoned.get(address) != abandoned:
+                # redis-py is surprised if another thread closes its connection.
+                raise connection_error(redis.ConnectionError(ABANDONED), address) from error
             raise
-        self.pool.put_back(self.address, generation, connection)
+        finally:
+            pool.in_use.pop(connection, None)
+        pool.put_back(address, generation, connection)
         return replies
 
     async def arun(self) -> list[Any]:
-        generation = self.pool.generation(self.address)
-        connection = await self.pool.atake(self.address, generation)
+        pool, address = self.pool, self.address
+        generation, abandoned = pool.generation(address), pool.abandoned.get(address)
+        connection = await pool.atake(address, generation)
+        pool.in_use[connection] = (address, asyncio.get_running_loop())
         replies: list[Any] = []
         try:
             async with asyncio.timeout(self.timeout):
@@ -198,20 +237,30 @@ class SendCommands(msgspec.Struct, gc=False):
                         replies.append(await connection.read_response())
                     except redis.ResponseError as error:
                         replies.append(error)
+            if pool.abandoned.get(address) != abandoned:
+                raise redis.ConnectionError(ABANDONED)
         except BaseException as error:
             await connection.disconnect(nowait=True)
             if isinstance(error, CONNECTION_ERRORS):
-                raise connection_error(error, self.address) from error
+                raise connection_error(error, address) from error
+            if isinstance(error, Exception) and pool.abandoned.get(address) != abandoned:
+                raise connection_error(redis.ConnectionError(ABANDONED), address) from error
             raise
-        await self.pool.aput_back(self.address, generation, connection)
+        finally:
+            pool.in_use.pop(connection, None)
+        await pool.aput_back(address, generation, connection)
         return replies
 
 
-def connection_error(error: BaseException, address: Address) -> StoreError:
+def connection_error(error: BaseException, address: Address) -> StoreError | ConfigurationError:
     """The error for the caller if a connection to *address* could not be opened, or broke."""
     server = "Redis at {}:{}".format(*address) if address else "Redis"
     if isinstance(error, redis.TimeoutError | TimeoutError):
         return StoreTimeout(f"{server} did not answer in time")
     if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
-        return StoreUnavailable(f"{server} refused the login: {error}")
+        return ConfigurationError(
+            f"{server} refused the login: {error}; correct the user or password in the store's URL"
+        )
+    if "DB index is out of range" in str(error):
+        return ConfigurationError(f"{server} has no such database: {error}; correct its number in the store's URL")
     return StoreUnavailable(f"{server} cannot be reached: {error}")

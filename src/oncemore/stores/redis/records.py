@@ -17,7 +17,7 @@ NOBODY = ("\0", "\0")
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError)
 
 
-class Row(msgspec.Struct, array_like=True):
+class RedisRow(msgspec.Struct, array_like=True):
     """A stored record: the fields of `scripts.FIELDS`, in their order, and then one or two more.
 
     These are the outcome and its hash, if it is settled; otherwise the request, if there is one, in the outcome's place.
@@ -46,7 +46,7 @@ class Row(msgspec.Struct, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_row = msgspec.msgpack.Decoder(Row).decode
+decode_row = msgspec.msgpack.Decoder(RedisRow).decode
 
 
 class HeldLease(Lease, frozen=True, eq=False, kw_only=True):
@@ -98,7 +98,7 @@ def read_record(id: Id, now: int, value: bytes) -> Record:
     except DECODE_ERRORS:
         readable = False
     if not readable:
-        row = Row("settled", 0, 0, 0, 0, None, None, None, "", False, False, False, None, "", "", *id, "")
+        row = RedisRow("settled", 0, 0, 0, 0, None, None, None, "", False, False, False, None, "", "", *id, "")
     outcome, request, note = None, row.outcome, row.note
     if row.state == "settled":
         try:

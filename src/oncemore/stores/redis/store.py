@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import re
+import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
+import redis
 
 from ..._ledger.connect import hide_password, take_options
 from ..._ledger.decisions import fenced, not_deletable, not_resolvable
@@ -18,23 +21,23 @@ from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Page, Stats
 from ..._runtime.batching import Submit
 from ..._runtime.forks import reset_in_child
-from ..._runtime.plan import Plan
+from ..._runtime.listening import CannotListen, Listener
+from ..._runtime.plan import Plan, run
 from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, OncemoreError, StoreError
-from .commands import CommandRunner, NodeBatchers, ScriptBatch, ScriptItem
+from .commands import ALL, CommandRunner, NodeBatchers, ScriptBatch, ScriptItem, reply_text
 from .connection import Address
-from .listener import RedisListener
 from .records import MICRO, HeldLease, clean, digest, encode, fields, micros, outcome_fields, read_record
 from .scan import Scan
 from .scripts import CLAIM, DELETE, FIND, HOLD, RELEASE, RENEW, RESOLVE, SETTLE, TOUCH, UNCLAIM, Script
-from .topology import read_topology
+from .topology import Topology, read_topology
 
-OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": 0}
+OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": "0"}
 PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 # The commands of the scripts, and those that open and watch connections.
 ACL = (
     "+eval +evalsha +time +get +set +del +rename +publish +subscribe +scan +ping +info +wait "
-    "+select +client|setname +client|setinfo +cluster|slots +asking"
+    "+select +client|setname +client|setinfo +cluster|slots +cluster|nodes +asking"
 )
 # With two smaller batches the server and this process work at the same time; with one large batch they take turns.
 BATCH_LIMIT = 32
@@ -78,9 +81,12 @@ class RedisStore:
         self.prefix: str = options["prefix"]
         self.channel = f"{self.prefix}:changes"
         self.topology = read_topology(rest)
-        self._replicas: int = options["wait_replicas"]
-        if self._replicas and not self.topology.one_primary:
-            raise ConfigurationError("wait_replicas= is for a primary with replicas, not for a cluster")
+        self._replicas = ALL if options["wait_replicas"] == "all" else int(options["wait_replicas"])
+        if self._replicas == ALL and not self.topology.fails_over:
+            raise ConfigurationError(
+                "wait_replicas=all: a single server only knows the replicas that it sees; write their number, or let "
+                "sentinels or a cluster tell it"
+            )
         self._runner = CommandRunner(self.topology, self._common, timeout=options["timeout"])
         self._claims = NodeBatchers(
             self.topology, self._run_claims, limit=BATCH_LIMIT, linger=False, undo=self._undo_claims
@@ -92,6 +98,7 @@ class RedisStore:
         self._reset()
         reset_in_child(self)
         weakref.finalize(self, self._listener.close)
+        weakref.finalize(self, self.topology.unwatch)
 
     def _reset(self) -> None:
         self._checked = False  # the server's settings, with the first claim
@@ -170,19 +177,17 @@ class RedisStore:
             self.wakeups.notify(claim.operation.id)
 
     def _check_server(self) -> Plan[None]:
-        """After the first claims: warn if the server evicts records, and from now on hear of other processes' changes."""
+        """After the first claims: warn if the server may forget records, and hear of changes from now on.
+
+        The changes are those that other processes make to records, and those of the primary.
+        """
         self._checked = True
         self._listener.listen()
-        question = ScriptItem(None, "", ("INFO", "memory"))
-        (memory,) = yield from ScriptBatch(self._runner, [question], timeout=SHORT_SECONDS).run()
-        policy = re.search(rb"maxmemory_policy:(\S+)", memory) if isinstance(memory, bytes) else None
-        if policy and policy[1] != b"noeviction":
-            log.warning(
-                "%s evicts records when its memory is full (maxmemory-policy %s), and their operations may run again: "
-                "set it to noeviction",
-                self.url,
-                policy[1].decode(),
-            )
+        self.topology.watch()
+        (about,) = yield from ScriptBatch(self._runner, [ScriptItem(None, "", ("INFO",))], timeout=SHORT_SECONDS).run()
+        if isinstance(about, bytes):
+            for warning in warnings(about, self._replicas):
+                log.warning("%s %s", self.url, warning)
 
     # Verbs of the lease's owner
 
@@ -254,6 +259,7 @@ class RedisStore:
         """Close the connections of threads, and stop the listener; the next use opens them again."""
         self._reset()
         self._listener.close()
+        self.topology.unwatch()
         for pool in self.topology.pools:
             pool.close()
 
@@ -278,12 +284,94 @@ def owned(answer: int, held: Lease) -> int:
     return answer
 
 
+def warnings(info: bytes, wait_replicas: int) -> Iterator[str]:
+    """How a server with this INFO may forget records.  Their operations would then run again."""
+    values = dict(line.split(":", 1) for line in info.decode(errors="replace").splitlines() if ":" in line)
+    replicas = int(values.get("connected_slaves", 0))
+    if values.get("maxmemory_policy", "noeviction") != "noeviction":
+        yield f"evicts records when its memory is full (maxmemory-policy {values['maxmemory_policy']}): set it to noeviction"
+    if values.get("aof_enabled") == "0":
+        yield "forgets records when it restarts (appendonly no): set appendonly to yes, and appendfsync to always"
+    if replicas and "min_slaves_good_slaves" not in values:
+        yield "goes on alone if it loses its replicas (min-replicas-to-write 0), until it is replaced: set it to 1"
+    if wait_replicas != ALL and wait_replicas < replicas:
+        yield (
+            f"forgets records in a failover that {replicas - wait_replicas} of its {replicas} replicas may not have yet "
+            f"(wait_replicas={wait_replicas}): write wait_replicas=all"
+        )
+
+
 def read_options(url: str) -> tuple[str, dict[str, Any]]:
     """The URL without our options, and the options, checked."""
     rest, options = take_options(url, OPTIONS)
     if not PREFIX.fullmatch(options["prefix"]):
         raise ConfigurationError(f"prefix={options['prefix']}: use letters, digits and _ . : - only, at most 64")
+    if options["wait_replicas"] != "all" and not options["wait_replicas"].isdecimal():
+        raise ConfigurationError(f"wait_replicas={options['wait_replicas']}: write a number, or all")
     for name in ("timeout", "poll"):
         if options[name] <= 0:
             raise ConfigurationError(f"{name}= in the store's URL must be longer than nothing")
     return rest, options
+
+
+# Notifications: other processes tell of the records that they change.
+
+QUIET = 10.0  # seconds after which a silent server is asked whether it is still there, and then may take to answer
+
+
+class RedisListener(Listener[Any]):
+    """Notifies *wakeups* of every message on *channel*; and all waiters after each subscription, as messages were missed."""
+
+    name = "oncemore-redis"
+
+    def __init__(self, topology: Topology, channel: str, wakeups: Wakeups) -> None:
+        super().__init__()
+        self.topology = topology
+        self.channel = channel
+        self.wakeups = wakeups
+        self._heard_at = 0.0  # the time of the server's last message
+        self._pinged = False  # since then
+        self._changes = 0  # of the primary, when this subscribed
+
+    def connect(self) -> Any:
+        """A redis-py PubSub that is subscribed."""
+        run(self.topology.locate(QUIET))  # the primary may be another server by now
+        self._changes = self.topology.changes
+        pubsub = self.topology.pool.connector.pubsub(random.choice(self.topology.primaries()), QUIET)
+        try:
+            pubsub.subscribe(self.channel)
+            if pubsub.get_message(timeout=QUIET) is None:
+                raise redis.TimeoutError("the server does not answer")
+        except redis.ResponseError as error:
+            pubsub.close()
+            log.warning("This user may not listen on %s, so waiters poll instead: %s", self.channel, reply_text(error))
+            raise CannotListen(str(error)) from error
+        except BaseException:
+            pubsub.close()
+            raise
+        self._heard_at, self._pinged = time.monotonic(), False
+        self.wakeups.notify_all()
+        return pubsub
+
+    def receive(self, connection: Any, seconds: float) -> None:
+        """Handle the next message, if one comes.  Raises redis.TimeoutError if the server seems to be gone."""
+        message: dict[str, Any] | None = connection.get_message(timeout=min(seconds, QUIET))
+        now = time.monotonic()
+        if message is not None:
+            self._heard_at, self._pinged = now, False
+            if message["type"] == "message":
+                with suppress(RuntimeError, ValueError):  # a waiter's loop was just closed, or the message is not ours
+                    self.wakeups.notify(read_id(message["data"]))
+        elif self.topology.changes != self._changes:
+            raise redis.ConnectionError("the primary has changed")
+        elif now - self._heard_at > 2 * QUIET:
+            raise redis.TimeoutError("the server does not answer")
+        elif now - self._heard_at > QUIET and not self._pinged:
+            connection.ping()
+            self._pinged = True
+
+
+def read_id(payload: bytes) -> Id:
+    """The two parts of an id, from `<length of the scope>:<scope><key>`."""
+    length, _, rest = payload.partition(b":")
+    return rest[: int(length)].decode(), rest[int(length) :].decode()

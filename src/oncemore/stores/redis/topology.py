@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from ..._ledger.connect import hide_password
+from ..._ledger.store import STORE_FAILURES
 from ..._runtime.clock import SYSTEM
-from ..._runtime.plan import Plan
+from ..._runtime.forks import reset_in_child
+from ..._runtime.listening import Listener
+from ..._runtime.plan import Plan, run
 from ...errors import ConfigurationError, StoreError, StoreUnavailable
 from .connection import Address, ConnectionPool, Connector, SendCommands, pack
 
@@ -20,28 +26,47 @@ SENTINEL_PORT = 26379
 REDIS_PORT = 6379
 SEPARATOR = re.compile(r"[/?#]")  # the host is between the second and the third of these
 
-T = TypeVar("T")
+QUESTION_PAUSE = 0.5  # seconds between two questions to a sentinel, or to the nodes of a cluster
+ASK_SECONDS = 0.5  # for one of these to answer
 
 
 class Topology:
     """Knows the address of the primary for each key: here the one server that the URL names.
 
     If *known* is False, `locate` has to be called before the next attempt; until it succeeds, the last known address is
-    used.  With *one_primary*, one script call may carry many records.
+    used.  With *one_primary*, one script call may carry many records.  With *fails_over*, another server may become the
+    primary; `watch` then has it noticed within half a second.
     """
 
     one_primary = True
+    fails_over = False
 
     def __init__(self, connector: Connector) -> None:
         self.pool = ConnectionPool(connector)
         self.pools = [self.pool]  # all that have to be closed
         self.known = True
         self.primary: Address = None
+        self.changes = 0  # how often a primary was replaced
+        self.watchers: list[Listener[Any]] = []
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()  # of what is known: callers and watchers learn at the same time
 
     def locate(self, timeout: float) -> Plan[None]:
         """Find out which server is the primary.  Raises StoreError if nobody knows it."""
         self.known = True
         yield from ()
+
+    def watch(self) -> None:
+        """Notice from now on, on background threads, if another server becomes the primary."""
+        for watcher in self.watchers:
+            watcher.listen()
+
+    def unwatch(self) -> None:
+        for watcher in self.watchers:
+            watcher.close()
 
     def address(self, key: str) -> Address:
         return self.primary
@@ -49,12 +74,23 @@ class Topology:
     def primaries(self) -> list[Address]:
         return [self.primary]
 
+    def replicas(self, primary: Address) -> int:
+        """How many replicas it should have, also if some are down."""
+        raise NotImplementedError
+
     def move(self, slot: int, address: Address) -> None:
         raise NotImplementedError
 
 
 class SentinelTopology(Topology):
-    """The server that the sentinels name as the primary of *service*; they are asked at first, and after each failure."""
+    """The server that the sentinels name as the primary of *service*.
+
+    All of them are asked, at first and after each failure, and the answer with the highest epoch counts, because a
+    sentinel may not have noticed a failover yet.  An answer that is older than one that was heard before counts only if
+    all sentinels agree.
+    """
+
+    fails_over = True
 
     def __init__(
         self, connector: Connector, sentinel_connector: Connector, sentinels: list[Address], service: str
@@ -65,38 +101,157 @@ class SentinelTopology(Topology):
         self.sentinels = sentinels
         self.service = service
         self.known = False
+        self.watchers = [SentinelListener(self, sentinel) for sentinel in sentinels]
+        self._epoch = -1
+        self._replicas = 0
 
     def locate(self, timeout: float) -> Plan[None]:
-        self.sentinels = [*self.sentinels[1:], self.sentinels[0]]  # one may not have noticed the failover yet
-        question = pack("SENTINEL", "MASTER", self.service)
-        failure = f"No sentinel knows a primary for {self.service!r}"
-        self.primary = yield from first_answer(
-            self.sentinel_pool, self.sentinels, question, read_primary, timeout, failure
-        )
+        views: list[SentinelView] = []
+        reason: Exception | None = None
+        for sentinel in self.sentinels:
+            try:
+                views.append((yield from self.ask(sentinel, timeout)))
+            except (StoreError, ConfigurationError) as error:
+                reason = error
+        if not views and isinstance(reason, ConfigurationError):
+            raise reason
+        latest = max(views, key=lambda view: view.epoch, default=None)
+        if latest is not None and len(views) == len(self.sentinels):
+            self._epoch = min(self._epoch, latest.epoch)  # they were set up anew
+        if latest is None or not self.hear(latest):
+            raise StoreUnavailable(
+                f"No sentinel knows a primary for {self.service!r}" + (f": {reason}" if reason else "")
+            )
         self.known = True
+
+    def ask(self, sentinel: Address, timeout: float) -> Plan[SentinelView]:
+        """Return the view of *sentinel*.  Raises StoreUnavailable if it does not know the service."""
+        # Not only MASTER: during a failover, it names the old primary for some time after the new one was promoted.
+        question = pack("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service) + pack("SENTINEL", "MASTER", self.service)
+        replies = yield SendCommands(self.sentinel_pool, sentinel, question, 2, min(timeout / 2, ASK_SECONDS))
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise StoreUnavailable(str(reply))
+        return read_sentinel_view(*replies)
+
+    def hear(self, view: SentinelView) -> bool:
+        """Use the primary of *view*, unless it is down, or a later view is known; whether it is used.  On any thread."""
+        with self._lock:
+            if view.primary is None or view.epoch < self._epoch:
+                return False
+            former, self.primary = self.primary, view.primary
+            self._epoch, self._replicas = view.epoch, view.replicas
+        if former not in (None, view.primary):
+            self.changes += 1
+            self.pool.abandon(former)
+        return True
+
+    def replicas(self, primary: Address) -> int:
+        return self._replicas
+
+
+class SentinelListener(Listener[Any]):
+    """Hears from one sentinel when another server becomes the primary, and asks it twice a second besides."""
+
+    name = "oncemore-sentinel"
+
+    def __init__(self, topology: SentinelTopology, sentinel: Address) -> None:
+        super().__init__()
+        self.topology = topology
+        self.sentinel = sentinel
+        self._asked_at = 0.0
+
+    def connect(self) -> Any:
+        """A redis-py PubSub that is subscribed."""
+        pubsub = self.topology.sentinel_pool.connector.pubsub(self.sentinel, ASK_SECONDS)
+        try:
+            pubsub.subscribe("+switch-master")
+            if pubsub.get_message(timeout=ASK_SECONDS) is None:
+                raise redis.TimeoutError("the sentinel does not answer")
+        except BaseException:
+            pubsub.close()
+            raise
+        self._asked_at = 0.0
+        return pubsub
+
+    def receive(self, connection: Any, seconds: float) -> None:
+        message = connection.get_message(timeout=seconds)
+        if message is not None or SYSTEM.monotonic() - self._asked_at >= QUESTION_PAUSE:
+            self._asked_at = SYSTEM.monotonic()
+            with suppress(ConfigurationError):  # the login is refused, perhaps for a while only
+                self.topology.hear(run(self.topology.ask(self.sentinel, 2 * ASK_SECONDS)))
 
 
 class ClusterTopology(Topology):
-    """The primaries of a cluster and the slots that each has: learned from any node, corrected by MOVED replies.
+    """The primaries of a cluster and the slots that each has: learned from all nodes, corrected by MOVED replies.
 
+    For each slot the view with the highest epoch counts, as in the cluster itself.  A primary that was frozen and replaced
+    does not know it when it wakes, and would go on to grant claims.
     Our own map, because redis-py's cluster client believes the first node that it asks, and because a write and its WAIT
     must share a connection.
     """
 
     one_primary = False
+    fails_over = True
 
     def __init__(self, connector: Connector, nodes: list[Address]) -> None:
         super().__init__(connector)
         self.nodes = nodes  # of the URL
         self.known = False
+        self.watchers = [ClusterListener(self)]
+        self._others: list[Address] = []  # nodes that are not in the URL
+        self._heard: set[SlotRange] = set()  # in the latest answers
+        self._ranges: list[SlotRange] = []  # the latest for each slot
         self._slots: list[Address] = [None] * REDIS_CLUSTER_HASH_SLOTS
 
     def locate(self, timeout: float) -> Plan[None]:
-        self.nodes = [*self.nodes[1:], self.nodes[0]]  # one may have lost sight of the others
-        nodes = list(dict.fromkeys([*self.nodes, *self.primaries()]))
-        failure = "No node of the Redis cluster knows which node has which slot"
-        self._slots = yield from first_answer(self.pool, nodes, pack("CLUSTER", "SLOTS"), read_slots, timeout, failure)
+        question = pack("CLUSTER", "SLOTS") + pack("CLUSTER", "NODES")
+        heard: list[SlotRange] = []
+        answered: set[Address] = set()
+        reason: Exception | None = None
+        nodes = list(dict.fromkeys([*self.nodes, *self._others]))
+        for node in nodes:
+            try:
+                slots, about = yield SendCommands(self.pool, node, question, 2, min(timeout / 2, ASK_SECONDS))
+                if isinstance(slots, Exception):
+                    raise StoreUnavailable(str(slots))
+            except (StoreError, ConfigurationError) as error:
+                reason = error
+                continue
+            answered.add(node)
+            heard += read_ranges(slots, about if isinstance(about, bytes) else b"", node)
+        if not heard:
+            if isinstance(reason, ConfigurationError):
+                raise reason
+            raise StoreUnavailable(
+                "No node of the Redis cluster knows which node has which slot" + (f": {reason}" if reason else "")
+            )
+        self._use(heard, answered)
         self.known = True
+
+    def _use(self, heard: list[SlotRange], answered: set[Address]) -> None:
+        with self._lock:
+            replaced = self._learn(heard, answered)
+        for primary in replaced:
+            self.changes += 1
+            self.pool.abandon(primary)
+
+    def _learn(self, heard: list[SlotRange], answered: set[Address]) -> set[Address]:
+        """Make a new map of the slots; the primaries that are in it no more."""
+        if self._heard == {*heard}:
+            return set()
+        former = {each.primary for each in self._ranges}
+        # The view before counts as another one; but not if all of its primaries have gone.
+        ranges = {*heard, *(self._ranges if former & answered else ())}
+        latest: list[SlotRange | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        for each in sorted(ranges, key=lambda each: each.epoch):
+            latest[each.first : each.last + 1] = [each] * (each.last + 1 - each.first)
+        self._slots = [each and each.primary for each in latest]
+        self._ranges = [each for each in dict.fromkeys(latest) if each]
+        self._heard = {*heard}
+        nodes = {node for each in ranges for node in (each.primary, *each.replicas) if node}
+        self._others = sorted(nodes.difference(self.nodes))
+        return former - {*self._slots}
 
     def address(self, key: str) -> Address:
         # If no node has the slot, any node replies with the reason.
@@ -105,50 +260,79 @@ class ClusterTopology(Topology):
     def primaries(self) -> list[Address]:
         return [*sorted({address for address in self._slots if address})] or self.nodes
 
+    def replicas(self, primary: Address) -> int:
+        latest = max(
+            (each for each in self._ranges if each.primary == primary), key=lambda each: each.epoch, default=None
+        )
+        return latest.replica_count if latest else 0
+
     def move(self, slot: int, address: Address) -> None:
+        """Use *address* for *slot*, because a node says so, until the nodes are asked again: that one may be behind."""
         self._slots[slot] = address
+        self._heard = set()
 
 
-def first_answer(
-    pool: ConnectionPool,
-    servers: list[Address],
-    question: bytes,
-    read: Callable[[Any, Address], T | None],
-    timeout: float,
-    failure: str,
-) -> Plan[T]:
-    """The first answer that *read* can use, from the servers in turn.  Raises StoreUnavailable if there is none in time."""
-    deadline, reason = SYSTEM.monotonic() + timeout, ""
-    for server in servers:
-        try:
-            # Half of the time, so that there is some left to ask another server.
-            (reply,) = yield SendCommands(pool, server, question, 1, timeout / 2)
-        except StoreError as error:
-            reply = error
-        if isinstance(reply, Exception):
-            reason = f": {reply}"
-        elif (answer := read(reply, server)) is not None:
-            return answer
-        if SYSTEM.monotonic() >= deadline:
-            break
-    raise StoreUnavailable(f"{failure}{reason}")
+class ClusterListener(Listener[Any]):
+    """Asks all nodes of a cluster twice a second which of them has which slot: no node announces that."""
+
+    name = "oncemore-cluster"
+
+    def __init__(self, topology: ClusterTopology) -> None:
+        super().__init__()
+        self.topology = topology
+
+    def connect(self) -> Any:
+        return ExitStack()  # the questions are sent on the pool's connections
+
+    def receive(self, connection: Any, seconds: float) -> None:
+        time.sleep(QUESTION_PAUSE)
+        with suppress(*STORE_FAILURES):  # no node answers, or lets us in; callers notice that themselves
+            run(self.topology.locate(2 * ASK_SECONDS))
 
 
-def read_primary(about: list[bytes], asked: Address) -> Address:
-    """From the reply to SENTINEL MASTER, which has names and values in turn; None if the primary seems to be down."""
+class SentinelView(NamedTuple):
+    """The view of one sentinel: the primary since *epoch*, or None if it is down; and how many replicas it has."""
+
+    epoch: int
+    primary: Address
+    replicas: int
+
+
+class SlotRange(NamedTuple):
+    """The slots from *first* to *last* belong to *primary* since *epoch*."""
+
+    epoch: int
+    first: int
+    last: int
+    primary: Address
+    replicas: tuple[Address, ...]  # those that are up
+    replica_count: int  # of all
+
+
+def read_sentinel_view(place: list[bytes] | None, about: list[bytes]) -> SentinelView:
+    """From the replies to SENTINEL GET-MASTER-ADDR-BY-NAME, and to MASTER, which has names and values in turn."""
     values = dict(zip(about[::2], about[1::2], strict=True))
     flags = values[b"flags"].split(b",")
-    if b"master" not in flags or b"s_down" in flags or b"o_down" in flags:
-        return None
-    return values[b"ip"].decode(), int(values[b"port"])
+    primary = (place[0].decode(), int(place[1])) if place else None
+    replaced = primary is not None and primary != (values[b"ip"].decode(), int(values[b"port"]))
+    down = b"master" not in flags or b"s_down" in flags or b"o_down" in flags
+    epoch, replicas = int(values.get(b"config-epoch", 0)), int(values.get(b"num-slaves", 0))
+    return SentinelView(epoch, primary if replaced or not down else None, replicas)
 
 
-def read_slots(ranges: list[Any], asked: Address) -> list[Address] | None:
-    """The primary of each slot, from the reply to CLUSTER SLOTS; None if the node knows of no slots."""
-    slots: list[Address] = [None] * REDIS_CLUSTER_HASH_SLOTS
-    for first, last, (host, port, *_), *_ in ranges:
-        slots[first : last + 1] = [named(host.decode() if host else "", port, asked)] * (last - first + 1)
-    return slots if ranges else None
+def read_ranges(ranges: list[Any], about: bytes, asked: Address) -> list[SlotRange]:
+    """From the replies to CLUSTER SLOTS, which has the nodes as clients should call them, and to CLUSTER NODES."""
+    # Of each node: id, place, flags, id of its primary or -, two times, epoch, ...
+    nodes = [parts for line in about.splitlines() if len(parts := line.split(b" ")) > 6]
+    epochs = {node[0]: int(node[6]) for node in nodes}
+    followed = Counter(node[3] for node in nodes)
+    found = []
+    for first, last, primary, *replicas in ranges:
+        places = [named(host.decode() if host else "", port, asked) for host, port, *_ in (primary, *replicas)]
+        id = primary[2] if len(primary) > 2 else b""
+        count = max(len(replicas), followed[id])
+        found.append(SlotRange(epochs.get(id, 0), first, last, places[0], tuple(places[1:]), count))
+    return found
 
 
 def read_redirection(text: str, asked: Address) -> tuple[int, Address]:

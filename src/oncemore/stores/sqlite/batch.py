@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -31,23 +33,27 @@ BLANK: dict[str, Any] = {
 }
 
 
+# After a look that found no expired record, seconds until the next one.
+SWEEP_PAUSE = 0.1
+MOST_SWEPT = 64  # records in one commit, so that its callers do not wait long; twice as many if they are overdue
+OVERDUE = 3600.0  # seconds; if the oldest record expired longer ago, a sweep removes twice as many
+
 NO_RECORD: Id = ("", "")  # the id of an item that concerns no record in particular
 
 
+@dataclass(slots=True, eq=False)
 class ClaimItem:
-    """ClaimItem *operation*, under the name *holder*, for *lease* seconds.  *result* is the lease or the record in its way."""
+    """Claim *operation*, under the name *holder*, for *lease* seconds.  *result* is the lease or the record in its way."""
 
-    __slots__ = ("holder", "id", "lease", "operation", "request", "result")
     can_undo = True
     notifies = False  # nobody waits for a record to become running
 
-    def __init__(self, operation: Operation, lease: float, holder: str, request: bytes = b"") -> None:
-        self.id = (operation.scope, operation.key)
-        self.operation = operation
-        self.lease = lease
-        self.holder = holder
-        self.request = request
-        self.result: Any = None
+    id: Id  # the operation's
+    operation: Operation
+    lease: float
+    holder: str
+    request: bytes
+    result: Any = field(default=None, init=False)
 
 
 class SettleItem:
@@ -89,19 +95,48 @@ def claim_values(claim: ClaimItem) -> Row:
 
 def settle_row(held: Lease, outcome: Outcome, retention: float, audit: bool, note: str) -> Row:
     """The values that settle the record of *held*."""
-    operation, data, digest = held.operation, encode_outcome(outcome), outcome.digest()
+    operation, data, digest = held.operation, encode_outcome(outcome), hashlib.sha256(outcome.body).hexdigest()
     key = (held.token, operation.scope, operation.key)
     return (*key, retention, outcome.status, data, digest, note, int(audit))
 
 
-def run_batch(connection: sqlite3.Connection, sql: SqliteStatements, shift: float, items: list[Item]) -> list[Any]:
+class Sweep:
+    """Removes expired records as fast as new ones come: each group of claims removes as many, in its own commit.
+
+    A call that is alone removes none, because it would wait for it; the next group does it.
+    """
+
+    def __init__(self) -> None:
+        self._due = 0  # claims for which no record was removed yet
+        self._next_look = 0.0  # on the monotonic clock
+
+    def run(self, batch: SqliteBatch, items: list[Item]) -> None:
+        self._due = min(MOST_SWEPT, self._due + sum(isinstance(item, ClaimItem) for item in items))
+        if len(items) == 1 or not self._due or SYSTEM.monotonic() < self._next_look:
+            return
+        if not batch.sweep(self._due):
+            self._next_look = SYSTEM.monotonic() + SWEEP_PAUSE
+        self._due = 0
+
+
+def run_batch(
+    connection: sqlite3.Connection,
+    sql: SqliteStatements,
+    shift: float,
+    items: list[Item],
+    sweep: Sweep | None = None,
+) -> list[Any]:
     """Carry out *items* with one commit, and return their results.  If this raises, nothing was committed."""
     batch = SqliteBatch(connection, sql, shift)
     try:
         if len(items) == 1 and batch.run_single(items[0]):
+            if sweep is not None:
+                sweep.run(batch, items)
             return [items[0].result]
         connection.execute("BEGIN IMMEDIATE")
         batch.run(items)
+        if sweep is not None:
+            sweep.run(batch, items)
         connection.execute("COMMIT")
     except BaseException as error:
         # Replays need no lock, so that they are answered while another process writes.
@@ -314,6 +349,16 @@ class SqliteBatch:
         _, now = self.next_token()
         self.execute(self.sql.archive_expired, (now, most))
         return self.execute(self.sql.delete_expired, (now, most)).rowcount
+
+    def sweep(self, most: int) -> int:
+        """How many of the oldest expired records were removed: up to *most*, or twice as many if they are long overdue."""
+        row = self.execute(self.sql.oldest_expired, (self.shift,)).fetchone()
+        if row is None:
+            return 0
+        expired_at, now = row
+        parameters = (now, most if now - expired_at < OVERDUE else 2 * most)
+        self.execute(self.sql.archive_expired, parameters)
+        return self.execute(self.sql.delete_expired, parameters).rowcount
 
     def find_all(self, ids: Iterable[Id]) -> dict[Id, Record]:
         """The records of those ids that have one."""

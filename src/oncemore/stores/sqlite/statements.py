@@ -70,7 +70,7 @@ class SqliteStatements:
             joined=f"{{values}} CROSS JOIN {records}",  # CROSS: the values first, then the index, whatever the statistics
         )
         claimed = "token, scope, key, name, fingerprint, holder, state, attempts, created_at, lease_until, request"
-        # New records, at the time that is parameter 1; those whose id exists are left out, which the row count shows.
+        # New records, at the time that is parameter 1; an id that exists is left out, which the row count shows.
         self.claim = Grouped(
             f"INSERT INTO {records} ({claimed})"
             " SELECT {0}, {1}, {2}, {3}, {4}, {5}, 'running', 1, ?1, ?1 + {6}, {7} {source} WHERE {0} IS NOT NULL"
@@ -78,7 +78,7 @@ class SqliteStatements:
             width=8,
             joined="FROM {values}",
         )
-        # One new record, with the first token that was never given; none where its id exists, which the row count shows.
+        # One new record, with the first token that was never given; none if its id exists, which the row count shows.
         self.claim_one = (
             f"INSERT INTO {records} ({claimed})"
             f" SELECT max(token, coalesce((SELECT max(token) FROM {records}), 0)) + 1, ?2, ?3, ?4, ?5, ?6, 'running', 1,"
@@ -118,6 +118,9 @@ class SqliteStatements:
             f"INSERT INTO {archive} ({ARCHIVED}) SELECT {ARCHIVED} FROM {records} WHERE audit AND token IN ({expired})"
         )
         self.delete_expired = f"DELETE FROM {records} WHERE token IN ({expired})"
+        self.oldest_expired = (
+            f"SELECT expires_at, {NOW} FROM {records} WHERE expires_at <= {NOW} ORDER BY expires_at LIMIT 1"
+        )
         # The many from the index alone, the few that are unfinished from the table.
         self.stats = (
             f"SELECT state, count(*), 0, sum(state = 'running' AND lease_until <= {NOW})"

@@ -30,10 +30,12 @@ from .batch import (
     Item,
     SettleItem,
     SqliteBatch,
+    Sweep,
     as_record,
     find_record,
     run_batch,
 )
+from .features import SqliteTables
 from .statements import SqliteStatements
 from .tables import make_ready, script
 from .transactions import SqliteAdapter, SqliteSource
@@ -50,9 +52,10 @@ OPTIONS = {
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
 CURSOR = re.compile("[0-9]{1,18}")
 
-# A purge goes in slices, so that a claim never waits long for the commit that it shares; and rests after each for so
-# many times as long as it took, so that few claims meet it at all.  That leaves a thousand a second.
-SLICE, REST = 50, 15.0
+# A purge goes in slices of about SLICE_SECONDS, so that a claim never waits long for the commit that it shares.  While the
+# store is busy, a slice takes longer, and the next one is smaller.  After each, it rests for so many times as long.
+FIRST_SLICE, SMALLEST_SLICE, LARGEST_SLICE = 500, 50, 2000  # records
+SLICE_SECONDS, REST = 0.005, 0.5
 
 
 def connect(url: str) -> SqliteStore:
@@ -142,7 +145,10 @@ class SqliteStore:
         self._reader = self._writer if path == MEMORY else open_file()
         # One batcher for all, so that claims and outcomes share a commit.
         self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self._undo_claims, can_undo=attrgetter("can_undo"))
-        self.lender: TransactionSource = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
+        self._own = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
+        self.lender: TransactionSource = self._own
+        self.tables = SqliteTables(self, self._writer, self._reader, self._own, create=create)
+        self._sweep = Sweep()
         self._ready = False
 
     def ready(self) -> Plan[None]:
@@ -153,7 +159,7 @@ class SqliteStore:
 
     def _run_batch(self, items: list[Item]) -> Plan[Sequence[Any]]:
         try:
-            work = partial(run_batch, sql=self.sql, shift=self.shift, items=items)
+            work = partial(run_batch, sql=self.sql, shift=self.shift, items=items, sweep=self._sweep)
             results: list[Any] = yield Write(self._writer, work)
         except StoreError as error:  # nothing was committed
             return [own_error(error) for _ in items]
@@ -168,7 +174,9 @@ class SqliteStore:
     # The guard's verbs
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        found: Lease | Record = yield Submit(self._batcher, ClaimItem(operation, lease, self.holder.next(), request))
+        id = (operation.scope, operation.key)
+        item = ClaimItem(id, operation, lease, self.holder.next(), request)
+        found: Lease | Record = yield Submit(self._batcher, item)
         return found
 
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
@@ -239,16 +247,20 @@ class SqliteStore:
         return known
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
-        total = 0
+        total, size = 0, FIRST_SLICE
         while total < batch:
-            most = min(SLICE, batch - total)
+            most = min(size, batch - total)
             start = time.monotonic()
             gone: int = yield from self._change(NO_RECORD, partial(SqliteBatch.purge, most=most))
+            took = time.monotonic() - start
+            # At most halved or doubled, because a single slice may have waited for another process.
+            fitting = size * min(2.0, max(0.5, SLICE_SECONDS / max(took, 1e-6)))
+            size = int(min(LARGEST_SLICE, max(SMALLEST_SLICE, fitting)))
             total += gone
+            if gone:
+                yield Use(self._reader, empty_log)
             if gone < most:
                 break
-            took = time.monotonic() - start
-            yield Use(self._reader, empty_log)
             yield Sleep(REST * took)
         return total
 
@@ -264,6 +276,7 @@ class SqliteStore:
     def close(self) -> None:
         """End this process's connections and threads; a later use opens them again."""
         self.lender.close()
+        self._own.close()
         self._writer.close()
         self._reader.close()
 
@@ -271,4 +284,5 @@ class SqliteStore:
         """As `close`, once no batch is under way on this event loop."""
         await self._batcher.drain()
         await self.lender.aclose()
+        await self._own.aclose()
         await asyncio.to_thread(self.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 
+from ..._ledger.tables import Feature, features
 from ...errors import ConfigurationError
 from .statements import SqliteStatements
 from .writer import MEMORY
@@ -85,7 +86,31 @@ def script(prefix: str) -> str:
     """The whole schema, for users who create it themselves."""
     statements = [statement.format(p=prefix) for migration in MIGRATIONS for statement in migration]
     version = f"UPDATE {prefix}meta SET version = {len(MIGRATIONS)}"
-    return ";\n\n".join(["PRAGMA journal_mode = WAL", "BEGIN IMMEDIATE", *statements, version, "COMMIT"]) + ";\n"
+    more = [statement for feature in features() for statement in feature_statements(prefix, feature)]
+    return ";\n\n".join(["PRAGMA journal_mode = WAL", "BEGIN IMMEDIATE", *statements, version, *more, "COMMIT"]) + ";\n"
+
+
+# The tables of features: a version for each, apart from that of the ledger.
+MAKE_FEATURES = "CREATE TABLE IF NOT EXISTS {p}features (name TEXT PRIMARY KEY, version INTEGER NOT NULL)"
+
+
+def feature_statements(prefix: str, feature: Feature, *, since: int = 0) -> list[str]:
+    """The statements that bring the tables of *feature* from version *since* to the latest."""
+    names = {"p": prefix, "prefix": prefix}
+    scripts = [statement for text in feature.sqlite[since:] for statement in split(text.format(**names))]
+    version = f"INSERT OR REPLACE INTO {prefix}features VALUES ('{feature.name}', {len(feature.sqlite)})"
+    return [MAKE_FEATURES.format(**names), *scripts, version]
+
+
+def split(text: str) -> list[str]:
+    """The statements of a script, each without the semicolon at its end."""
+    statements, part = [], ""
+    for line in text.splitlines(keepends=True):
+        part += line
+        if line.rstrip().endswith(";") and sqlite3.complete_statement(part):
+            statements.append(part.strip().removesuffix(";"))
+            part = ""
+    return [*statements, part.strip()] if part.strip() else statements
 
 
 def make_ready(
@@ -117,7 +142,7 @@ def migrate(connection: sqlite3.Connection, sql: SqliteStatements, path: str) ->
 
 
 def schema_version(connection: sqlite3.Connection, sql: SqliteStatements, path: str) -> int:
-    """The version of the tables: 0 where there are none, and never one that is unknown here."""
+    """The version of the tables: 0 if there are none, and never one that is unknown here."""
     exists = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", (f"{sql.prefix}meta",)).fetchall()
     [(version,)] = connection.execute(sql.version) if exists else [(0,)]
     if version > len(MIGRATIONS):

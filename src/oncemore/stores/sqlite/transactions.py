@@ -38,7 +38,7 @@ from ..._runtime.loops import PerLoop
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
-from .._compat import open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
+from .._compat import check_aiosqlite, open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
 from .batch import ClaimItem, as_record, claim_values, claimable, settle_row, state_of, taken_over
 from .statements import NOW, SqliteStatements
 from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
@@ -88,15 +88,18 @@ class SqliteTransaction(AdapterTransaction):
         self._open = False  # until it has its turn
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
-        claim = ClaimItem(operation, lease, self._store.holder.next(), request)
-        yield from self._take_turn(claim.id, wait)
+        claim = ClaimItem(operation.id, operation, lease, self._store.holder.next(), request)
+        rows = yield from self.begin_with(claim.id, wait, self._insert_query(claim), SET_MARK, INSERTED)
+        return (yield from self._claimed(claim, rows))
+
+    def begin_with(self, id: Id, wait: float, *queries: Query) -> Plan[Rows]:
+        """Wait for the turn to write and for other processes, run *queries*, and return the rows of the last one."""
+        yield from self._take_turn(id, wait)
         limit = max(wait, self._store.timeout)
         ends = time.monotonic() + limit
-        insert = self._insert_query(claim)
         while True:
             try:
-                rows = yield from self._adapter.begin(insert, SET_MARK, INSERTED)
-                break
+                return (yield from self._adapter.begin(*queries))
             except UnicodeError as error:
                 raise invalid_names() from error
             except Exception as error:
@@ -109,10 +112,9 @@ class SqliteTransaction(AdapterTransaction):
                 if time.monotonic() > ends:
                     raise StoreTimeout(f"{self._store.path}: locked by another for {limit:g} s") from error
             yield Sleep(random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE))
-        return (yield from self._claimed(claim, rows))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        claim = ClaimItem(operation, lease, self._store.holder.next(), request)
+        claim = ClaimItem(operation.id, operation, lease, self._store.holder.next(), request)
         try:
             rows = yield from self._adapter.execute(self._insert_query(claim), INSERTED)
         except UnicodeError as error:
@@ -166,9 +168,9 @@ class SqliteTransaction(AdapterTransaction):
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         return (yield from self._adapter.execute((Statement(PARAMETER.sub(r"?\1", text)), values)))
 
-    def commit(self) -> Plan[None]:
+    def commit(self, *queries: Query) -> Plan[None]:
         try:
-            yield from self._adapter.commit(CHECK_MARK, *self._writes)
+            yield from self._adapter.commit(CHECK_MARK, *self._writes, *queries)
         except Exception as error:
             cause = sqlite_error(error)
             if cause is None or isinstance(cause, sqlite3.IntegrityError):  # a deferred constraint of the user's
@@ -180,6 +182,8 @@ class SqliteTransaction(AdapterTransaction):
                 yield from self._overwrite()
             raise as_store_error(cause, self._store.path) from error
         self._end()
+        if self._callbacks:
+            self._call_back()
 
     def _overwrite(self) -> Plan[None]:
         """Write over the log after a failed commit, with a small commit of another kind.
@@ -358,6 +362,10 @@ class SqliteSource:
         yield from self.store.ready()
         return SqliteTransaction(self.store, writer, self._make_adapter(writer))
 
+    def check_driver(self) -> None:
+        """Raise MissingDriver if an event loop could not be lent a connection."""
+        check_aiosqlite()
+
     async def _on_loop(self) -> Writer:
         return self._loops.get()
 
@@ -404,7 +412,7 @@ class SqliteAdapter:
     def awaited(self) -> bool:
         return not isinstance(self._writer.connection, sqlite3.Connection)
 
-    def session(self) -> Any:
+    def session(self, **options: Any) -> Any:
         raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:

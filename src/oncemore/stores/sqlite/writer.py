@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -77,7 +78,7 @@ def as_store_error(error: BaseException, path: str) -> StoreError:
 def disown(connection: sqlite3.Connection, overwrite: str) -> None:
     """Write over what a failed commit has left in the log; *overwrite* is a small write.
 
-    Where only the sync failed, the log holds the whole transaction; nobody sees it, but a process that recovers the file
+    If only the sync failed, the log holds the whole transaction; nobody sees it, but a process that recovers the file
     after a crash would take it for committed, though its caller was told that it failed.
     """
     with contextlib.suppress(sqlite3.Error):
@@ -191,7 +192,7 @@ class Connection:
         if self._connection is None:
             check_usable(self.path)
             connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
-            connection.text_factory = lambda text: text.decode(errors="replace")  # damaged text must be readable
+            connection.text_factory = partial(str, encoding="utf-8", errors="replace")  # damaged text must be readable
             try:
                 self._prepare(connection)
             except BaseException:

@@ -53,7 +53,7 @@ def unsafe_methods(view: Any) -> list[str]:
 
 
 def class_of(view: Any) -> Any:
-    """The view if it is a class (Starlette), or the class whose `as_view` made it (Flask, Django, its REST framework)."""
+    """The view if it is a class (Starlette), or the class that made it by `as_view` (Flask, Django, its REST framework)."""
     return view if isinstance(view, type) else getattr(view, "view_class", None) or getattr(view, "cls", None)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, quote
 
@@ -17,12 +18,13 @@ from .._contract.keys import join, uuid7_time
 from .._contract.policy import Policy, duration
 from .._contract.rule import Rule
 from .._contract.templates import Field
-from .._ledger.attempt import LeaseAttempt
+from .._ledger.attempt import LeaseAttempt, is_final
+from .._ledger.connect import hide_password
 from .._ledger.context import Op
 from .._ledger.decisions import Answer
 from .._ledger.guard import ATTEMPTS, Guard, check_guard
 from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
-from .._ledger.transaction_attempt import TransactionAttempt
+from .._ledger.transaction_attempt import NO_LENDER, TransactionAttempt
 from .._runtime.plan import Plan
 from ..errors import (
     ConfigurationError,
@@ -35,20 +37,24 @@ from ..errors import (
     Undeclared,
 )
 from .etag import Etag, check_if_match
-from .problem import Response, problem, value_response
+from .problem import ProblemBody, Response, problem_response, value_response
 from .rates import Admission, Rates, default_rates
 from .redrive import REDRIVEN, kept_request, redriven, resumed
 from .request import (
+    AsyncPrincipal,
     Fingerprints,
     Headers,
     Principal,
     Request,
+    is_async,
     is_sent,
     kept_headers,
     lines,
     principal_of,
     value_of,
 )
+from .stripe import PROFILES as STRIPE_PROFILES
+from .stripe import StripeAccount, stripe_problem
 
 log = logging.getLogger("oncemore.web")
 
@@ -58,6 +64,7 @@ MOST_SCOPES = 4096
 LONGEST_REMEMBERED = 1024  # longer names would fill our memory
 # The client is to send the same request, with the same key, to another address: it has not been performed here.
 REPEATING_REDIRECTS = (307, 308)
+NO_PATH = "\0"  # no request has such a path
 LONGEST_TIMEOUT = 32  # a longer text is no duration, and would take long to read
 
 
@@ -68,10 +75,12 @@ class Door(Generic[App]):
     """
 
     default_principal: Principal | None = None
+    needs_app = False
+    can_await = False  # whether the framework can await an async principal function
 
     def __init__(
         self,
-        app: App,
+        app: App = None,  # type: ignore[assignment]  # for `Idempotency`, which wraps none
         *,
         guard: Guard,
         contract: Contract | None = None,
@@ -81,9 +90,11 @@ class Door(Generic[App]):
         secrets: Sequence[bytes] = (),
         keep_headers: Sequence[str] | None = None,
         redact: Callable[[Outcome], Outcome] | None = None,
-        status_path: str = "/idempotency",
+        status_path: str | None = "/idempotency",
         problem_base: str = "urn:oncemore:error:",
+        problem: ProblemBody | None = None,
         rates: Rates | None = None,
+        enforce: bool = True,
     ) -> None:
         """Guard the requests of *app* that the contract names; all others pass untouched.
 
@@ -92,17 +103,23 @@ class Door(Generic[App]):
             guard: The ledger in which operations and their outcomes are kept.
             contract: The rules; without one, every POST and PATCH with an Idempotency-Key is guarded.
             profile: The defaults of the contract, if there is no contract to name them: `"stripe"`, `"ietf"`, and others.
-            principal: From the framework's request to the caller's name, who owns the key.  Without it, the owner is the
+            principal: From the framework's request to the caller's name, who owns the key; ASGI and Django also take an
+                async function, and `oncemore.web.jwt` makes one that verifies tokens.  Without it, the owner is the
                 authenticated user, else the credentials in the headers.
             tenant: From the framework's request to the name of the tenant, if keys belong to tenants.
             secrets: Keys for fingerprints, the newest first; without one, fingerprints are plain digests.
             keep_headers: The names of the response headers that a replay repeats, instead of all that may be repeated.
-            redact: From an outcome to the outcome that is stored, for instance without card numbers.
-            status_path: Where callers look an operation up by its key.
+            redact: From an outcome that is kept to the outcome that is stored, for instance without card numbers.
+            status_path: Where callers look an operation up by its key; None switches it off.
             problem_base: The text before an error's code in the `type` of a problem document.
+            problem: From the members of a problem document (`error_code`, `status`, `detail`, ...) to the JSON body that is
+                sent instead.  The profile `stripe` has one of its own.
             rates: Counts new keys for rules with a `rate`, as in `NewKeys("redis://...")`.
+            enforce: False is shadow mode: every request passes untouched, and what would have been done with it is reported.
         """
         check_guard(guard)
+        if self.needs_app and app is None:
+            raise ConfigurationError("The middleware is given no app: write IdempotencyMiddleware(app, guard=guard)")
         if not isinstance(contract, Contract | None):
             raise ConfigurationError(
                 f"contract is a {type(contract).__name__}: make a Contract, as in Contract.load('oncemore.toml')"
@@ -111,27 +128,49 @@ class Door(Generic[App]):
             raise ConfigurationError("Name the profile in the contract, or give a profile and no contract")
         if isinstance(keep_headers, str):
             raise ConfigurationError(f"keep_headers is a text, not a list of names: write [{keep_headers!r}]")
-        if not status_path.startswith("/"):
+        if status_path is not None and not status_path.startswith("/"):
             raise ConfigurationError(f"status_path = {status_path!r} is not a path: write '/{status_path}'")
-        for name, function in (("principal", principal), ("tenant", tenant), ("redact", redact)):
+        functions = {"principal": principal, "tenant": tenant, "redact": redact, "problem": problem}
+        for name, function in functions.items():
             if function is not None and not callable(function):
                 raise ConfigurationError(f"{name} is a {type(function).__name__}: give a function")
         self.app = app
         self.guard = guard
         self.contract = contract or Contract(profile=profile or "default")
-        self.principal = principal or self.default_principal
-        self.tenant = tenant
+        self.principal = self._awaitable("principal", principal) or self.default_principal
+        self.tenant = self._awaitable("tenant", tenant)
+        self.asks = isinstance(self.principal, AsyncPrincipal) or isinstance(self.tenant, AsyncPrincipal)
         self.redact = redact
         self.rates = rates or default_rates(self.contract)
-        self.status_path = status_path
+        self.status_path = (status_path or NO_PATH) if enforce else NO_PATH
+        self.enforce = enforce
         self.problem_base = problem_base
+        self.problem = problem
+        if self.contract.profile in STRIPE_PROFILES:
+            self.tenant = self.tenant or StripeAccount()
+            self.problem = problem or stripe_problem
         self._fingerprints = Fingerprints(tuple(secrets))
         self._attempts: dict[int, tuple[type[LeaseAttempt], Policy, Rule]] = {}  # by the rule's id: it is slow to hash
         self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         self._warned: frozenset[str] = frozenset()
         self._warn(stacklevel=3)
+        self.check_effects()
         self.prepare()
+
+    def _awaitable(self, name: str, function: Principal | None) -> Principal | None:
+        """The function; an async one is awaited by `ask` before the operation is named."""
+        if function is None or not is_async(function):
+            return function
+        if not self.can_await:
+            raise ConfigurationError(f"{name} is async, and this middleware cannot await it: give a sync function")
+        return AsyncPrincipal(function)
+
+    async def ask(self, native: Any) -> None:
+        """Await the async functions that name the caller; if *asks*, call this before `operation` and the status lookup."""
+        for function in (self.principal, self.tenant):
+            if isinstance(function, AsyncPrincipal):
+                await function.ask(native)
 
     def prepare(self) -> None:
         """Check the app and find its rules, if a framework can do so before the first request."""
@@ -149,21 +188,44 @@ class Door(Generic[App]):
         key = match.rule.key
         keyed = key.source != "header" or key.required or is_sent(headers, key.name.lower())
         if not match.declared:
-            if self.contract.undeclared == "refuse":
-                raise Undeclared(f"No rule of the contract matches {method} {path}")
+            if self.enforces(match.rule):
+                self.check(match, method, path, headers)
             if self.contract.undeclared == "warn":
                 log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
         if key.source == "none" or not (keyed or match.rule.if_match):
             return None
+        if match.rule.if_match and self.enforces(match.rule):
+            self.check(match, method, path, headers)
+        return match
+
+    def enforces(self, rule: Rule) -> bool:
+        """Whether requests under *rule* are guarded, rather than only observed."""
+        return self.enforce and rule.enforce
+
+    def check(self, match: Match, method: str, path: str, headers: Headers) -> None:
+        """Raise what the contract refuses whatever the key."""
+        if not match.declared and self.contract.undeclared == "refuse":
+            raise Undeclared(f"No rule of the contract matches {method} {path}")
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
-        return match
+
+    @property
+    def lookup_path(self) -> str:
+        """Where callers look an operation up; empty if that is switched off."""
+        return self.status_path if self.status_path != NO_PATH else ""
+
+    @cached_property
+    def quiet_guard(self) -> Guard:
+        """The guard without its observers: in shadow mode, nothing happens that they should hear of."""
+        quiet = copy.copy(self.guard)
+        quiet.observers = ()
+        return quiet
 
     def operation(self, match: Match, request: Request) -> Operation | None:
         """The operation that the request asks for; None if the key is optional and was not sent."""
         rule, headers = match.rule, request.headers
         steps = rule.policy.effect == "steps"
-        if steps or type(request.native) is not dict or REDRIVEN in request.native:
+        if type(request.native) is not dict or REDRIVEN in request.native:
             unfinished = redriven(request.native)
             if unfinished is not None:
                 return resumed(unfinished, rule)
@@ -225,7 +287,7 @@ class Door(Generic[App]):
             "query": parse_qs(request.query, keep_blank_values=True),
             "headers": headers,
             "body": request.json() if request.body and reads_body(match.rule) else None,
-            "now": self.guard.clock.time(),
+            "now": self.guard.clock.time() + self.guard.store.shift,  # a test's clock moves windows, too
         }
 
     def policy(self, rule: Rule) -> Policy:
@@ -241,8 +303,21 @@ class Door(Generic[App]):
         kind, policy, _ = found
         return kind(self.guard, operation, policy)
 
+    def check_effects(self) -> None:
+        """Raise a ConfigurationError if a rule wants transactions and the store cannot lend them, or its driver is missing."""
+        for rule in self.contract.rules:
+            if rule.idempotent and self.enforces(rule) and rule.policy.effect == "transaction":
+                lender = self.guard.store.lender
+                if lender is None:
+                    problem = NO_LENDER.format(url=hide_password(self.guard.store.url))
+                    raise ConfigurationError(f"The rule {rule.name!r} cannot be kept: {problem}")
+                check_driver = getattr(lender, "check_driver", None)
+                if self.can_await and check_driver is not None:
+                    check_driver()
+
     def rules_declared(self) -> None:
         """Check what the rules need, once those on endpoints are known as well."""
+        self.check_effects()
         self.rates = self.rates or default_rates(self.contract)
         self._warn(stacklevel=3)
 
@@ -278,7 +353,7 @@ class Door(Generic[App]):
             log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
             return None
         if answer is not None:
-            return self.replay(answer, match.rule)
+            return self.replay(answer, match.rule, attempt.operation)
         if match.rule.rate is None and not match.rule.if_match:
             return attempt
         try:
@@ -305,13 +380,24 @@ class Door(Generic[App]):
         if rule.if_match:
             yield from check_if_match(request.headers, current_etag)
 
-    def settle(self, attempt: LeaseAttempt, rule: Rule, status: int, headers: Headers, body: bytes) -> Plan[Answer]:
-        """Record a complete response: when this returns, its outcome is durable, or the answer says that it is not."""
+    def settle(
+        self,
+        attempt: LeaseAttempt,
+        rule: Rule,
+        status: int,
+        headers: Headers,
+        body: bytes,
+        cause: BaseException | None = None,
+    ) -> Plan[Answer]:
+        """Record a complete response: when this returns, its outcome is durable, or the answer says that it is not.
+
+        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it.
+        """
         outcome = self.outcome(rule, status, headers, body)
         if status in REPEATING_REDIRECTS:
             yield from attempt.withdraw()
             return Answer(outcome, "released")
-        return (yield from attempt.settle(outcome))
+        return (yield from attempt.settle(outcome, cause))
 
     def settle_stream(self, attempt: LeaseAttempt, rule: Rule, status: int, *, has_length: bool) -> Plan[Answer]:
         """Record, before the first byte of a response that is not held back, that it happened.
@@ -319,12 +405,19 @@ class Door(Generic[App]):
         If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
         but a transaction is rolled back at once.
         """
-        tombstone = Outcome("tombstone", status)
-        if (has_length or rule.streams != "release") and attempt.keeps(tombstone):
+        tombstone = unkept(rule, status, has_length=has_length)
+        if self.is_settled_first(attempt, rule, tombstone, has_length=has_length):
             return (yield from attempt.settle(tombstone))
         if attempt.policy.effect == "transaction":
             yield from attempt.release()
         return Answer(tombstone, "unstored")
+
+    def is_settled_first(
+        self, attempt: LeaseAttempt, rule: Rule, tombstone: Outcome, *, has_length: bool = False
+    ) -> bool:
+        """Whether a response that is not held back is recorded before its first byte, rather than released at its end."""
+        is_kept = (has_length or rule.streams != "release") and attempt.keeps(tombstone)
+        return is_kept or attempt.doubts(tombstone)
 
     def is_refused_transaction(self, attempt: LeaseAttempt, error: BaseException | None) -> bool:
         """Whether *error*, from behind a framework's error page, is the database's refusal of the transaction."""
@@ -337,11 +430,12 @@ class Door(Generic[App]):
     # From an answer to a response
 
     def outcome(self, rule: Rule, status: int, headers: Headers, body: bytes) -> Outcome:
-        """The outcome that is kept of a response: a tombstone if it is too large, or could not be redacted."""
+        """The outcome of a response, redacted if it is kept: a tombstone if it is too large, or could not be redacted."""
         if len(body) > rule.max_response:
-            return Outcome("tombstone", status)
+            return Outcome("tombstone", status, body=b"size")
         outcome = Outcome("response", status, kept_headers(headers, self._keep), body)
-        if self.redact is None:
+        # With unique_by, a second record may keep what the rule itself does not.
+        if self.redact is None or not (rule.unique_by is not None or is_final(outcome, rule.policy)):
             return outcome
         try:
             redacted = self.redact(outcome)
@@ -353,22 +447,29 @@ class Door(Generic[App]):
             return Outcome("tombstone", status)
 
     def headers(self, rule: Rule, answer: Answer) -> list[tuple[str, str]]:
-        """The headers that tell how the response came about: stored, replayed or unstored, and until when it is kept."""
+        """The headers that tell how the response came about: stored, replayed or unstored (and why); and its expiry."""
         status = rule.status_header
-        how = "unstored" if answer.how == "released" or answer.outcome.kind == "tombstone" else answer.how
+        is_kept = answer.how not in ("released", "unknown") and answer.outcome.kind != "tombstone"
+        how = answer.how if is_kept else "unstored"
         value = getattr(status, how)
         found = [(status.name.lower(), value)] if status.name and value else []
-        if answer.expires_at is not None and how != "unstored":
-            found.append(("idempotency-expires", http_date(int(answer.expires_at))))
+        if how == "unstored":
+            reason = reason_of(answer)
+            if found and reason:
+                found.append(("idempotency-reason", reason))
+        elif answer.expires_at is not None and status.expires:
+            found.append((status.expires.lower(), http_date(int(answer.expires_at))))
         return found
 
-    def replay(self, answer: Answer, rule: Rule) -> Response:
-        """The stored response, as it was."""
+    def replay(self, answer: Answer, rule: Rule, operation: Operation | None = None) -> Response:
+        """The stored response, as it was; observers are told if the *operation* has a corrupt record."""
         outcome = answer.outcome
         if outcome.kind != "response":
             try:
                 outcome = value_response(outcome)
             except OncemoreError as error:
+                if operation is not None:
+                    self.guard.refused(operation, error)
                 return self.refusal(error)
         status = outcome.status if rule.replay_status == "same" else int(rule.replay_status)
         if status == outcome.status or not 200 <= outcome.status < 300:
@@ -379,13 +480,27 @@ class Door(Generic[App]):
         self, error: OncemoreError, match: Match | None = None, operation: Operation | None = None, mount: str = ""
     ) -> Response:
         """The problem document for an error; *mount* is the prefix that the app is mounted at."""
-        return problem(error, match, operation, self.problem_base, self.status_path, mount)
+        return problem_response(
+            error, match, operation, self.problem_base, self.lookup_path, mount=mount, body=self.problem
+        )
+
+
+def unkept(rule: Rule, status: int, *, has_length: bool) -> Outcome:
+    """The tombstone of a response that is not held back, with the reason: it is too long, or nobody knows how long it is."""
+    return Outcome("tombstone", status, body=b"size" if has_length or rule.streams == "store" else b"streaming")
+
+
+def reason_of(answer: Answer) -> str:
+    """Why an outcome was not kept, if that is not the rule's own wish: `streaming`, `size` or `store`."""
+    if answer.outcome.kind == "tombstone":
+        return answer.outcome.body.decode()
+    return "store" if answer.how == "unstored" else ""
 
 
 def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
     """When the key was made, if the request tells: by a header, or by the key itself (UUIDv7)."""
     if not rule.first_sent:
-        return uuid7_time(key)
+        return uuid7_time(key, rule.key.format)
     text = value_of(headers, rule.first_sent.lower())
     try:
         sent = parsedate_to_datetime(text) if text else None

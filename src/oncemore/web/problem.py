@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -22,6 +23,18 @@ JSON = ("content-type", "application/json")
 PROBLEM = ("content-type", "application/problem+json")
 
 
+ProblemBody = Callable[[dict[str, Any]], Any]
+
+# Instead of a detail that is for the operator: it names functions, commands, or what a crashed attempt has left in its note.
+FOR_CLIENTS = {
+    "CONFLICT.idempotency.outcome_unknown": (
+        "An earlier attempt with this key was interrupted, and whether it took effect is not known.  Look the result up; do "
+        "not send the request with a new key"
+    ),
+    "INTERNAL.principal_failed": "The caller could not be determined; nothing was done",
+}
+
+
 class Response(msgspec.Struct, frozen=True):
     """A whole response, without its Content-Length."""
 
@@ -30,13 +43,14 @@ class Response(msgspec.Struct, frozen=True):
     body: bytes
 
 
-def problem(
+def problem_response(
     error: OncemoreError,
     match: Match | None,
     operation: Operation | None,
     base: str,
     status_path: str,
     mount: str = "",
+    body: ProblemBody | None = None,
 ) -> Response:
     """The response to an operation that was refused, or could not be looked up.
 
@@ -47,8 +61,15 @@ def problem(
         base: The text before the error's code in the `type` member.
         status_path: Where an operation that is still running can be looked up.
         mount: The prefix that the app is mounted at.
+        body: From the members of the problem document to the JSON that is sent instead.
     """
-    if isinstance(error, InProgress) and match and operation and match.rule.policy.in_flight == "accepted":
+    if (
+        isinstance(error, InProgress)
+        and match
+        and operation
+        and match.rule.policy.in_flight == "accepted"
+        and status_path
+    ):
         return accepted(error, match, operation, status_path, mount.rstrip("/"))
     status = error.status
     if isinstance(error, PayloadMismatch) and match is not None:
@@ -58,8 +79,14 @@ def problem(
     if not isinstance(error, Refusal):  # its detail may name hosts, files and users
         log.error("%s: %s", error.code, error.detail)
         members["detail"] = error.title
-    headers = [PROBLEM, *retry_after(error, match), *refused_status(match)]
-    return Response(status, headers, encode_json(members))
+    members["detail"] = FOR_CLIENTS.get(error.code, members["detail"])
+    headers = [*retry_after(error, match), *refused_status(match)]
+    if body is not None:
+        try:
+            return Response(status, [JSON, *headers], encode_json(body(dict(members))))
+        except Exception:  # the client is told of its own error, not of this one
+            log.exception("The problem function failed; a problem document is sent instead")
+    return Response(status, [PROBLEM, *headers], encode_json(members))
 
 
 def retry_after(error: OncemoreError, match: Match | None) -> list[tuple[str, str]]:

@@ -6,7 +6,8 @@ import hashlib
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -26,8 +27,10 @@ __all__ = [
     "GUARDED",
     "MOST_FINGERPRINTS",
     "NOT_OF_A_GET",
+    "AsyncPrincipal",
     "Fields",
     "Fingerprints",
+    "HeaderPrincipal",
     "Headers",
     "Parts",
     "Principal",
@@ -36,6 +39,7 @@ __all__ = [
     "check_length",
     "credentials_of",
     "current_operation",
+    "is_async",
     "is_current",
     "is_sent",
     "kept_headers",
@@ -84,7 +88,10 @@ def check_length(rule: Rule, length: int) -> None:
 
 def native_mapping(request: Any) -> Any:
     """The dictionary of a framework's request: an ASGI scope, a WSGI environ, or the one behind a Django request."""
-    return request if isinstance(request, dict) else getattr(request, "scope", None) or getattr(request, "META", {})
+    if isinstance(request, dict):
+        return request
+    meta = getattr(request, "META", None)
+    return {} if meta is None else getattr(request, "scope", None) or meta  # others, as Sanic's, may refuse to be asked
 
 
 def is_current(operation: Operation, native: Mapping[str, Any]) -> bool:
@@ -214,12 +221,49 @@ ADDRESS = " at 0x"
 LONGEST_CREDENTIALS = 4096  # credentials that are longer would fill our memory
 
 
+class HeaderPrincipal:
+    """A principal function that is given the headers (names in lower case), and so is the same for every framework."""
+
+    def __call__(self, headers: Headers) -> Any:
+        raise NotImplementedError
+
+
+class AsyncPrincipal:
+    """An async principal function: `ask` awaits it before the operation is named, and calling it returns that answer.
+
+    The answer is kept in the task's context.  So is an error: it is raised if the principal turns out to be needed.
+    """
+
+    def __init__(self, function: Callable[[Any], Awaitable[Any]]) -> None:
+        self.function = function
+        self.answer: ContextVar[Any] = ContextVar("oncemore.principal")
+
+    async def ask(self, native: Any) -> None:
+        try:
+            self.answer.set(await self.function(native))
+        except Exception as error:
+            self.answer.set(error)
+
+    def __call__(self, native: Any) -> Any:
+        answer = self.answer.get()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def is_async(function: object) -> bool:
+    """Whether calling *function* gives a coroutine; it may be an object with an async `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def principal_of(function: Principal | None, request: Request) -> str:
     """The caller's name: the result of *function*, else the authenticated user, else a digest of the credentials."""
     if function is None:
         return user_of(request.native) or credentials_of(request.headers) or anonymous()
     try:
-        found = function(request.native)
+        found = function(request.headers if isinstance(function, HeaderPrincipal) else request.native)
+    except InvalidPrincipal:
+        raise
     except Exception as error:
         log.exception("The principal function failed")
         raise PrincipalFailed("The principal could not be determined; nothing was done") from error
@@ -262,6 +306,7 @@ def credentials_of(headers: Headers) -> str:
     found = tuple([field for field in headers if field[0] in CREDENTIALS])
     if not found:
         return ""
+    warn_of_credentials()
     longest = max([len(value) for _, value in found])
     return (remembered_digest if longest <= LONGEST_CREDENTIALS else digest)(found)
 
@@ -274,6 +319,16 @@ def digest(credentials: tuple[tuple[str, str], ...]) -> str:
 
 
 remembered_digest = lru_cache(maxsize=4096)(digest)
+
+
+@lru_cache(maxsize=1)
+def warn_of_credentials() -> None:
+    """Warn once that keys belong to credentials, which may be renewed between a request and its retry."""
+    log.warning(
+        "No principal function is given, so keys belong to the credentials in the headers (Authorization, X-API-Key): a "
+        "client whose token is renewed before it retries is taken for another caller, and its operation runs again.  Give "
+        "the middleware a principal, such as principal=jwt('sub', key=..., algorithms=[...]) of oncemore.web.jwt."
+    )
 
 
 @lru_cache(maxsize=1)

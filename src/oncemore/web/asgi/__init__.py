@@ -11,6 +11,7 @@ from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
 from ..._ledger.model import Operation
+from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import arun
 from ...errors import OncemoreError
 from ..discovery import declare_starlette
@@ -18,7 +19,9 @@ from ..door import Door, wait_of
 from ..openapi.app import document, outermost
 from ..redrive import check_passed
 from ..request import CURRENT, GUARDED, Fields, Request, check_length, current_operation, is_current, match_mounted
+from ..shadow import Shadow
 from ..status import status_response
+from ..unserved import starlette_served, warn_of_routes
 from .response import App, GuardedResponse, Message, Receive, Scope, Send, respond
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
@@ -30,8 +33,12 @@ class IdempotencyMiddleware(Door[App]):
     """Guards the requests that the contract names; all others pass untouched.
 
     Rules may name a path with or without the prefix that the app is mounted at (root_path).
+    The options are keyword parameters: `help(IdempotencyMiddleware)` describes each.
     """
 
+    needs_app = True
+    can_await = True
+    _routes_checked = False
     _passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +50,7 @@ class IdempotencyMiddleware(Door[App]):
         if not self._passed:  # not before: routes may be added after the middleware
             self._declare(scope)
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            return await self.app(scope, receive, self._noticing_start(scope, send))
         method, path = scope["method"], scope["path"]
         inner = inner_path(scope) if scope.get("root_path") else path
         if method in SAFE_METHODS and not (self.status_path in (path, inner) and method in ("GET", "HEAD")):
@@ -51,6 +58,8 @@ class IdempotencyMiddleware(Door[App]):
         headers = Fields(scope["headers"])
         try:
             if method in SAFE_METHODS:
+                if self.asks:
+                    await self.ask(scope)
                 return await respond(send, await status_response(self, request_of(scope, headers)))
             found = match_mounted(self.contract, method, path, inner) if path != inner else None
             match = self.match(method, path, headers, found)
@@ -75,16 +84,41 @@ class IdempotencyMiddleware(Door[App]):
         declare_starlette(self.contract, self.app)
         self.rules_declared()
         app = scope.get("app") or outermost(self.app) or self.app
-        document(app, self.contract, status_path=self.status_path, problem_base=self.problem_base)
+        document(app, self.contract, status_path=self.lookup_path, problem_base=self.problem_base)
         if scope["type"] == "http":  # the app's own start, or a websocket, may still add routes
             self._passed = SAFE_METHODS
+            self._check_routes(scope)
+
+    def _noticing_start(self, scope: Scope, send: Send) -> Send:
+        """The `send` of a lifespan: when the app has started, its routes are known, and the rules are held against them."""
+        if scope["type"] != "lifespan":
+            return send
+
+        async def noticing(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                self._declare(scope)
+                self._check_routes(scope)
+            await send(message)
+
+        return noticing
+
+    def _check_routes(self, scope: Scope) -> None:
+        """Warn, once, of rules that no route of the app serves."""
+        if not self._routes_checked:
+            self._routes_checked = True
+            prefix = scope.get("root_path", "").rstrip("/")
+            warn_of_routes(self.contract, starlette_served(self.app), self.status_path, prefix)
 
     async def _guard(self, match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
         """Name what is asked, and let it happen once."""
+        if not (self.enforce and match.rule.enforce):
+            return await observe(self, match, headers, scope, receive, send)
         try:
             body = await read_body(receive, match, headers)
             if body is None:
                 return None  # the client went away before it had asked for anything
+            if self.asks:
+                await self.ask(scope)
             request = request_of(scope, headers, body)
             operation = self.operation(match, request)
         except OncemoreError as error:
@@ -98,7 +132,7 @@ class IdempotencyMiddleware(Door[App]):
         except OncemoreError as error:
             return await self._refuse(error, match, request, operation, receive, send)
         if answer is not None:
-            return await respond(send, self.replay(answer, match.rule))
+            return await respond(send, self.replay(answer, match.rule, operation))
         response = GuardedResponse(self, match, attempt, request, receive, send)
         try:
             return await response.finish(self.app)  # the effect may happen from here on, so finish in any case
@@ -163,3 +197,47 @@ def body_first(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_again
+
+
+# Shadow mode: the app is called as if there were no middleware, and the ledger notes what would have been done.
+
+
+async def observe(door: Door[App], match: Match, headers: Fields, scope: Scope, receive: Receive, send: Send) -> None:
+    """Read the body, call the app with the same messages, and note the status of its response."""
+    shadow, status = Shadow(door, match), None
+    messages, body = await read_messages(receive, match.rule.max_request)
+
+    async def receive_again() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    async def note_status(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        await send(message)
+
+    if body is not None:
+        if door.asks:
+            await door.ask(scope)
+        query = str(scope["query_string"], "latin-1")
+        await arun(shadow.begin(Request(scope["method"], scope["path"], query, headers, body, scope)))
+    try:
+        await door.app(scope, receive_again, note_status)
+    except BaseException:
+        await finish_despite_cancel(arun(shadow.end(None)))
+        raise
+    await finish_despite_cancel(arun(shadow.end(status)))
+
+
+async def read_messages(receive: Receive, most: int) -> tuple[list[Message], bytes | None]:
+    """The messages of the request, and its body; no body if it has more than *most* bytes, or the client has left."""
+    messages, chunks, length = [], [], 0
+    while True:
+        message = await receive()
+        messages.append(message)
+        chunks.append(message.get("body", b""))
+        length += len(chunks[-1])
+        if message["type"] == "http.disconnect" or length > most:
+            return messages, None
+        if not message.get("more_body", False):
+            return messages, b"".join(chunks)

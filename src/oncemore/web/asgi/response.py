@@ -18,7 +18,7 @@ from ..._ledger.decisions import Answer
 from ..._ledger.model import Outcome
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
-from ..door import REPEATING_REDIRECTS, Door
+from ..door import REPEATING_REDIRECTS, Door, unkept
 from ..etag import asgi_etag
 from ..problem import Response
 from ..request import CURRENT, GUARDED, Request, value_of
@@ -101,7 +101,10 @@ class GuardedResponse:
         try:
             if not self.performed:
                 await arun(self.attempt.withdraw(error))
-            elif self.passing:
+            elif self.failure is not None and self._is_page_recorded(error):
+                await self._send_failure(record=True)
+                return False
+            elif self.passing and not self.attempt.doubts(None, error):
                 await arun(self.attempt.release())
             else:
                 await arun(self.attempt.fail(error))
@@ -113,6 +116,10 @@ class GuardedResponse:
         if self.failure is not None:
             await self._send_failure(record=False)
         return False
+
+    def _is_page_recorded(self, error: BaseException) -> bool:
+        """Whether the error page is the outcome, rather than *error*, which was raised behind it."""
+        return self.attempt.policy.effect != "transaction" and not self.attempt.doubts(None, error)
 
     # The app's receive and send
 
@@ -143,7 +150,7 @@ class GuardedResponse:
                 await self._complete(chunk)
         elif kind == "http.response.start":
             # A second start replaces the response that was held back until now.
-            self.start, self.chunks, self.size = message, [], 0
+            self.start, self.chunks, self.size, self.failure = message, [], 0, None
             if self.attempt.ended or self.passing:  # cut off while it was recorded, or sent: the new one is no outcome
                 await self._start_passing()
         else:
@@ -159,16 +166,20 @@ class GuardedResponse:
 
     def _can_wait(self) -> bool:
         """Whether the response may be held back until it is complete: its length is known, or the rule stores streams."""
-        length = value_of(decoded(self.start), "content-length")
+        length = self._length()
         if length.isdecimal():
             return int(length) <= self.rule.max_response and self.size <= self.rule.max_response
         return self.rule.streams == "store" and self.size <= self.rule.max_response
+
+    def _length(self) -> str:
+        """The app's Content-Length, or nothing."""
+        return value_of(decoded(self.start), "content-length")
 
     async def _complete(self, body: bytes) -> None:
         """Record the outcome, then send the app's own response, with all of its headers."""
         status = self.start["status"]
         outcome = self.door.outcome(self.rule, status, decoded(self.start), body)
-        if status >= 500 and self.rule.policy.effect == "transaction":
+        if status >= 500 and (self.rule.policy.effect == "transaction" or not self.attempt.keeps(outcome)):
             self.failure = (outcome, body)
             return
         if status in REPEATING_REDIRECTS:
@@ -180,10 +191,10 @@ class GuardedResponse:
         await self._send(body)
 
     async def _send_failure(self, *, record: bool) -> None:
-        """Send an error page of a transaction, which was held back until the app had ended.
+        """Send an error page, which was held back until the app had ended.
 
-        Some frameworks make the page first and raise its cause afterwards, which may be that the database refused the
-        transaction: then the page is not what the client gets.
+        Some frameworks make the page first and raise its cause afterwards.  If the cause is that the database refused the
+        transaction, the page is not what the client gets; if the rule's `doubt` names the cause, the outcome is unknown.
         """
         assert self.failure is not None
         outcome, body = self.failure
@@ -197,7 +208,7 @@ class GuardedResponse:
         if self.answer is None:
             return
         if self.answer.how == "replayed":  # this attempt was too slow: the outcome of its successor counts
-            await respond(self.client_send, self.door.replay(self.answer, self.rule))
+            await respond(self.client_send, self.door.replay(self.answer, self.rule, self.attempt.operation))
             return
         await self.client_send(self._started(self.door.headers(self.rule, self.answer)))
         await self.client_send({"type": "http.response.body", "body": body})
@@ -206,15 +217,15 @@ class GuardedResponse:
 
     async def _begin_passing(self) -> None:
         """From here on, chunk by chunk.  That it happened is recorded first; how it ended cannot be replayed."""
-        tombstone = Outcome("tombstone", self.start["status"])
-        if self.rule.streams != "release" and self.attempt.keeps(tombstone):
+        tombstone = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
+        if self.door.is_settled_first(self.attempt, self.rule, tombstone):
             await self._settle(tombstone)
         elif self.attempt.policy.effect == "transaction":  # rolled back before the client gets the first byte
             await arun(self.attempt.release())
         body, self.chunks = b"".join(self.chunks), []
         self._end()
         if self.answer is not None and self.answer.how == "replayed":
-            await respond(self.client_send, self.door.replay(self.answer, self.rule))
+            await respond(self.client_send, self.door.replay(self.answer, self.rule, self.attempt.operation))
             self.client_send = nowhere
         await self._start_passing()
         await self.client_send({"type": "http.response.body", "body": body, "more_body": True})
@@ -223,8 +234,8 @@ class GuardedResponse:
         if self.abandoned:
             raise OSError("Nobody is left to stream to")
         self.passing = True
-        status = self.rule.status_header
-        await self.client_send(self._started([(status.name, status.unstored)]))
+        outcome = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
+        await self.client_send(self._started(self.door.headers(self.rule, Answer(outcome, "unstored"))))
 
     async def _pass(self, chunk: bytes, *, more: bool) -> None:
         if not more:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Concatenate, ParamSpec
 
 from ..._contract.contract import Match
@@ -24,6 +25,7 @@ from ..door import Door, wait_of
 from ..etag import Etag
 from ..problem import Response
 from ..request import Request, check_length, current_operation, match_mounted, mount_prefix, value_of
+from ..shadow import Shadow
 from ..status import status_plan
 from .batch import check_plain, each_message
 from .events import Event, RestApi, caller_of, longest_wait, request_body, source_of, time_left, within
@@ -45,6 +47,7 @@ class IdempotencyMiddleware(Door[Handler]):
     who API Gateway says it is.  Rules may name a path with or without its stage, or a custom domain's base path.
     """
 
+    needs_app = True
     default_principal = staticmethod(caller_of)
 
     def prepare(self) -> None:
@@ -77,6 +80,8 @@ class IdempotencyMiddleware(Door[Handler]):
     def _guard(self, source: RestApi, match: Match, request: Request, context: Any) -> Any:
         """Call the function once for this key; every other request with the key gets the stored response."""
         event, left = request.native, time_left(context)
+        if not self.enforces(match.rule):
+            return self._observe(source, match, request, context)
         try:
             body = request_body(event)
             check_length(match.rule, len(body))
@@ -86,7 +91,7 @@ class IdempotencyMiddleware(Door[Handler]):
             return source.rendered(event, self.refusal(error, match))
         if operation is None or self._is_guarded(event, operation):
             return self.app(event, context)
-        attempt = self.guard.attempt(operation, within(self.policy(match.rule), left))
+        attempt = self.guard.new_attempt(operation, within(self.policy(match.rule), left))
         wait, mount = longest_wait(wait_of(request.headers), left), mount_prefix(request.path, source.inner_path(event))
         etag = current_etag(self.app, source, event, context)
         found = run(self.begin(attempt, match, request, etag, wait=wait, mount=mount))
@@ -95,6 +100,16 @@ class IdempotencyMiddleware(Door[Handler]):
         if isinstance(found, Response):
             return source.rendered(event, found)
         return self._call_function(source, match, attempt, event, context)
+
+    def _observe(self, source: RestApi, match: Match, request: Request, context: Any) -> Any:
+        """Shadow mode: call the function as if there were no middleware, and note what would have been done."""
+        event = request.native
+        try:
+            request = request.with_body(request_body(event))
+        except OncemoreError:
+            return self.app(event, context)
+        perform = partial(self.app, event, context)
+        return run(Shadow(self, match).around(request, perform, lambda answer: source.reply(answer).status))
 
     def _call_function(self, source: RestApi, match: Match, attempt: LeaseAttempt, event: Event, context: Any) -> Any:
         """Call the function, record the outcome, and return its answer."""
@@ -117,7 +132,7 @@ class IdempotencyMiddleware(Door[Handler]):
         except OncemoreError as error:
             return refuse(error)
         if answer.how == "replayed":  # this attempt was too slow, and its successor's outcome counts
-            return source.rendered(event, self.replay(answer, rule))
+            return source.rendered(event, self.replay(answer, rule, attempt.operation))
         return source.added(event, reply, self.headers(rule, answer))
 
     def _is_guarded(self, event: Event, operation: Operation) -> bool:

@@ -1,6 +1,6 @@
 """The Django middleware: idempotency for sync and async views, under WSGI and ASGI.
 
-MIDDLEWARE = [..., "django.contrib.auth.middleware.AuthenticationMiddleware", "oncemore.web.django.IdempotencyMiddleware"]
+MIDDLEWARE += ["oncemore.web.django.IdempotencyMiddleware"]
 ONCEMORE = {"guard": "sqlite:///once.db", "contract": "oncemore.toml"}
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
@@ -16,6 +17,8 @@ from django.http.response import HttpResponseBase  # type: ignore[import-untyped
 
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
+from ..._contract.policy import Policy
+from ..._contract.rule import Rule
 from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import OncemoreError
@@ -23,10 +26,13 @@ from ..door import Door, wait_of
 from ..problem import Response
 from ..redrive import check_passed
 from ..request import Request, current_operation, is_current, match_mounted, mount_prefix, native_mapping
+from ..shadow import Shadow
 from ..status import status_plan
+from ..wsgi.environ import can_be_observed
+from ._compat import has_body
 from .request import GetResponse, body_of, current_etag, request_of
 from .response import GuardedResponse, InThread, to_django
-from .settings import check_place, options_from_settings
+from .settings import check_place, is_testing, options_from_settings
 from .views import Views, exempt, idempotent, optional, required
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "exempt", "idempotent", "optional", "required"]
@@ -38,18 +44,29 @@ class IdempotencyMiddleware(Door[GetResponse]):
     Options are in the dictionary `settings.ONCEMORE`, by the names of the parameters of `Door`.
     """
 
+    can_await = False
     sync_capable = True
     async_capable = True
 
     def __init__(self, get_response: GetResponse) -> None:
         super().__init__(get_response, **options_from_settings(Door))
-        self.views = Views(self.contract)
+        self.views = Views(self.contract, self.status_path)
         self.rules_declared()
         self._is_async = iscoroutinefunction(get_response)
         if self._is_async:
             markcoroutinefunction(self)
         if self.principal is None:
             check_place(IdempotencyMiddleware)
+
+    def check_effects(self) -> None:
+        if not is_testing():
+            super().check_effects()
+
+    def policy(self, rule: Rule) -> Policy:
+        """The rule's policy.  In tests the ledger is in memory, and a transaction runs under a lease: see the page on Django."""
+        policy = super().policy(rule)
+        lends = policy.effect != "transaction" or self.guard.store.lender is not None
+        return policy if lends else policy.but(effect="lease")
 
     def __call__(self, request: HttpRequest) -> Any:
         plan = self._plan(request)
@@ -75,6 +92,8 @@ class IdempotencyMiddleware(Door[GetResponse]):
     def _guard(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         """Call the view once for this key; every other request with the key gets the stored response."""
         request = asked.native
+        if not self.enforces(match.rule):
+            return (yield from self._observe(match, asked))
         try:
             asked = asked.with_body(body_of(request, match.rule))
             operation = yield InThread(self.operation, match, asked)
@@ -91,6 +110,23 @@ class IdempotencyMiddleware(Door[GetResponse]):
         if isinstance(found, Response):
             return to_django(found)
         return (yield from GuardedResponse(self, match, attempt, request).run())
+
+    def _observe(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
+        """Shadow mode: call the view as if there were no middleware, and note what would have been done."""
+        request, shadow = asked.native, Shadow(self, match)
+        if has_body(request) or can_be_observed(request.META, match.rule):
+            with suppress(OncemoreError):  # another middleware has read the body as a stream
+                yield InThread(run, shadow.begin(asked.with_body(body_of(request, match.rule))))
+        try:
+            response = yield Call(self.app, request)
+        except GeneratorExit:
+            shadow.drop()
+            raise
+        except BaseException:
+            yield InThread(run, shadow.end(None))
+            raise
+        yield InThread(run, shadow.end(response.status_code))
+        return response
 
     def _status(self, request: HttpRequest) -> Plan[HttpResponseBase]:
         try:

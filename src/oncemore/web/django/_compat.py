@@ -1,6 +1,6 @@
 """Private parts of Django and Django Ninja, touched here only.
 
-Known for Django 4.2 to 5.2 and Django Ninja 1.0 to 1.7.  tests/web/test_django_compat.py has one test for each function.
+Known for Django 4.2 to 5.2 and Django Ninja 1.0 to 1.7.  tests/doors/test_django_compat.py has one test for each function.
 """
 
 from __future__ import annotations

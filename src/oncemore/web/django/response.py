@@ -56,14 +56,14 @@ class GuardedResponse:
                 return self._refuse(refused)
             raise
         try:
-            cause: Any = getattr(native, ERROR, None)
-            if response.status_code >= 500 and self.door.is_refused_transaction(self.attempt, cause):
+            cause: Any = getattr(native, ERROR, None) if response.status_code >= 500 else None
+            if self.door.is_refused_transaction(self.attempt, cause):
                 yield from self.attempt.fail(cause)
-            answer = yield from self._settle(response, body)
+            answer = yield from self._settle(response, body, cause)
         except OncemoreError as error:  # this attempt was too slow, or the database refused the transaction
             return replace_response(response, self.door.refusal(error, self.match, self.attempt.operation))
         if answer.how == "replayed":
-            return replace_response(response, self.door.replay(answer, self.rule))
+            return replace_response(response, self.door.replay(answer, self.rule, self.attempt.operation))
         for name, value in self.door.headers(self.rule, answer):
             response.headers[name] = value
         return response
@@ -85,12 +85,12 @@ class GuardedResponse:
             response.close()
             raise
 
-    def _settle(self, response: HttpResponseBase, body: bytes | None) -> Plan[Answer]:
+    def _settle(self, response: HttpResponseBase, body: bytes | None, cause: BaseException | None) -> Plan[Answer]:
         attempt, rule, status = self.attempt, self.rule, response.status_code
         if body is not None:
             # As plain texts: a subclass of str, as template engines use to mark safe texts, could not be stored.
             headers = [(name.lower(), str.__str__(value)) for name, value in response.items()]
-            return (yield from self.door.settle(attempt, rule, status, headers, body))
+            return (yield from self.door.settle(attempt, rule, status, headers, body, cause))
         has_length = "Content-Length" in response.headers
         answer = yield from self.door.settle_stream(attempt, rule, status, has_length=has_length)
         if not attempt.ended:

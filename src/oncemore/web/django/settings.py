@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from asgiref.sync import async_to_sync
 from django.conf import settings  # type: ignore[import-untyped]
+from django.core import mail  # type: ignore[import-untyped]
 from django.utils.module_loading import import_string  # type: ignore[import-untyped]
 
 from ..._contract.contract import Contract
@@ -18,8 +20,9 @@ from ..._contract.problems import did_you_mean
 from ..._ledger.connect import DJANGO
 from ..._ledger.guard import Guard
 from ...errors import ConfigurationError
-from ..request import Principal
+from ..request import HeaderPrincipal, Principal, is_async
 
+SQLITE = "sqlite:///"
 ASKED_ONCE = ("principal", "tenant")
 
 
@@ -37,17 +40,34 @@ def options_from_settings(middleware: Any) -> dict[str, Any]:
     for name in options.keys() & {*ASKED_ONCE, "redact", "rates"}:  # the rest are plain values
         options[name] = named(name, options[name])
     for name in options.keys() & set(ASKED_ONCE):
-        options[name] = asked_once(options[name])
+        if not isinstance(options[name], HeaderPrincipal):
+            options[name] = asked_once(options[name])
     return {**options, "guard": guard_of(given["guard"]), "contract": contract_of(given.get("contract"))}
 
 
 def guard_of(given: Any) -> Guard:
     """The guard at a URL, in a database of Django's (`django:default`), at a dotted path, or itself."""
     is_url = isinstance(given, str) and ("://" in given or given.startswith(DJANGO))
-    found = guard_at(given) if is_url else named("guard", given)
+    if is_url and is_testing():  # a new one for each test client, and so for each test
+        return Guard("memory://")
+    found = guard_at(below_base_dir(given)) if is_url else named("guard", given)
     if not isinstance(found, Guard):
         raise ConfigurationError(f"ONCEMORE: the guard {given!r} is neither a Guard nor the URL of a store")
     return found
+
+
+def is_testing() -> bool:
+    """Whether Django's test environment is set up, as by `manage.py test` and pytest-django."""
+    return hasattr(mail, "outbox")
+
+
+def below_base_dir(url: str) -> str:
+    """The URL with a relative file of SQLite's in BASE_DIR, so that it is the same whatever the working folder."""
+    file = url.removeprefix(SQLITE)
+    base = getattr(settings, "BASE_DIR", None)
+    if not url.startswith(SQLITE) or file.startswith(("/", ":")) or base is None:
+        return url
+    return f"{SQLITE}{Path(base).absolute()}/{file}"
 
 
 @lru_cache(maxsize=32)
@@ -79,11 +99,11 @@ def named(name: str, given: Any) -> Any:
 def asked_once(function: Principal) -> Principal:
     """The function, called once for each request: it may query the database, which would block an event loop."""
     answers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+    call = async_to_sync(function) if is_async(function) else function
 
-    @wraps(function)
     def ask(request: Any) -> Any:
         if request not in answers:
-            answers[request] = function(request)
+            answers[request] = call(request)
         return answers[request]
 
     return ask

@@ -9,15 +9,16 @@ from typing import Any, TypeVar, Unpack
 from weakref import WeakSet
 
 from django.conf import settings as django_settings  # type: ignore[import-untyped]
-from django.urls import Resolver404, get_resolver, resolve  # type: ignore[import-untyped]
+from django.urls import Resolver404, get_resolver, get_script_prefix, resolve  # type: ignore[import-untyped]
 
 from ..._contract.contract import Contract, Match
-from ..._contract.paths import UNSAFE_METHODS
+from ..._contract.paths import ANY, UNSAFE_METHODS
 from ..._contract.profiles import DEFAULT
 from ..._contract.rule import Rule, attach, called
 from ..._contract.settings import Settings
 from ...errors import ConfigurationError
 from ..discovery import decorated, rules_for, unsafe_methods
+from ..unserved import Route, route_at, warn_of_routes
 from ._compat import ninja_operations, path_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,8 +63,9 @@ REQUIRED, OPTIONAL, EXEMPT = Rule(key="required"), Rule(key="optional"), Rule(id
 class Views:
     """The rules on the views of a URL configuration, each found by resolving the request as Django does."""
 
-    def __init__(self, contract: Contract) -> None:
+    def __init__(self, contract: Contract, status_path: str = "") -> None:
         self.contract = contract
+        self.status_path = status_path
         self._rules: dict[Any, Rules] = {}
         self._declaring = threading.Lock()  # the first requests may come at once
 
@@ -74,6 +76,8 @@ class Views:
             with self._declaring:
                 if urlconf not in self._rules:
                     self._rules[urlconf] = declare(self.contract, urlconf)
+                    if getattr(request, "urlconf", None) is None:  # the project's own
+                        warn_of_routes(self.contract, served(), self.status_path, get_script_prefix().rstrip("/"))
         rules = self._rules[urlconf]
         if not rules:
             return None
@@ -115,6 +119,12 @@ def routes(resolver: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from routes(pattern, route)
         else:
             yield route, pattern.callback
+
+
+def served() -> Iterator[Route]:
+    """The routes of the project's URL configuration; which methods a view serves is not known."""
+    for route, _ in routes(get_resolver(django_settings.ROOT_URLCONF), ""):
+        yield route_at(path_of(route), {ANY})
 
 
 def functions_of(view: Any) -> list[tuple[Any, list[str]]]:

@@ -137,7 +137,8 @@ def answer_headers(rule: Rule) -> Json:
     values = list(dict.fromkeys(filter(None, (status.stored, status.replayed, status.unstored))))
     told = "How the response came: from this request, from the ledger, or without being kept."
     shown = {status.name: {"description": told, "schema": {"type": "string", "enum": values}}} if status.name else {}
-    return {**shown, "Idempotency-Expires": EXPIRES}
+    expires = rule.status_header.expires
+    return {**shown, expires: EXPIRES} if expires else shown
 
 
 def refusals(rule: Rule) -> dict[int, list[type[OncemoreError]]]:

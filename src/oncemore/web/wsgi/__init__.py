@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
@@ -19,9 +21,19 @@ from ..etag import wsgi_etag
 from ..problem import Response
 from ..redrive import check_passed
 from ..request import Request, current_operation, is_current, match_mounted
+from ..shadow import Shadow
 from ..status import status_plan
-from .environ import decode_path, note_flask_errors, put_back, read_body, request_of
-from .response import App, Environ, GuardedResponse, StartResponse, respond
+from ..unserved import flask_served, warn_of_routes
+from .environ import (
+    can_be_observed,
+    decode_path,
+    note_flask_errors,
+    put_back,
+    read_body,
+    read_to_observe,
+    request_of,
+)
+from .response import App, Body, Environ, GuardedResponse, StartResponse, close, respond
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
 
@@ -30,14 +42,16 @@ class IdempotencyMiddleware(Door[App]):
     """Guards the requests that the contract names; all others pass untouched.
 
     Rules may name a path with or without the prefix that the app is mounted at (SCRIPT_NAME).
+    The options are keyword parameters: `help(IdempotencyMiddleware)` describes each.
     """
 
+    needs_app = True
     _declared = False
     _declaring = threading.Lock()  # the first requests may come at once
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         if not self._declared:
-            self._declare()
+            self._declare(environ)
         method, inner = environ["REQUEST_METHOD"], decode_path(environ.get("PATH_INFO", ""))
         if method in SAFE_METHODS:
             if self._is_status(environ, inner):
@@ -55,18 +69,22 @@ class IdempotencyMiddleware(Door[App]):
             return self.app(environ, start_response)
         return self._guard(match, request, start_response)
 
-    def _declare(self) -> None:
+    def _declare(self, environ: Environ) -> None:
         """Find the rules on the app's endpoints: at the first request, because routes may be added until then."""
         with self._declaring:
             if not self._declared:
                 declare_flask(self.contract, self.app)
                 note_flask_errors()
                 self.rules_declared()
+                prefix = decode_path(environ.get("SCRIPT_NAME", ""))
+                warn_of_routes(self.contract, flask_served(self.app), self.status_path, prefix)
                 self._declared = True
 
     def _guard(self, match: Match, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         """Call the app once for this key; every other request with the key gets the stored response."""
         environ = request.native
+        if not self.enforces(match.rule):
+            return self._observe(match, request, start_response)
         try:
             body = read_body(environ, match.rule)
             request = request.with_body(body)
@@ -84,6 +102,35 @@ class IdempotencyMiddleware(Door[App]):
         if isinstance(found, Response):
             return respond(start_response, found)
         return GuardedResponse(self, match, attempt, environ, start_response).run()
+
+    def _observe(self, match: Match, request: Request, start_response: StartResponse) -> Iterable[bytes]:
+        """Shadow mode: call the app as if there were no middleware, and note what would have been done."""
+        environ, shadow = request.native, Shadow(self, match)
+        statuses: list[int] = []
+        if can_be_observed(environ, match.rule):
+            request = request.with_body(read_to_observe(environ))
+            run(shadow.begin(request))
+
+        def start(line: str, *args: Any) -> Any:
+            statuses.append(int(line[:3]))
+            return start_response(line, *args)
+
+        try:
+            result = self.app(environ, start)
+        except BaseException:
+            run(shadow.end(None))
+            raise
+        if statuses:
+            run(shadow.end(statuses[-1]))
+            return result
+        # The app calls start_response with its first chunk, while the server iterates.
+        return Body(iter(result), partial(self._end_observed, result, shadow, statuses))
+
+    def _end_observed(self, result: Iterable[bytes], shadow: Shadow, statuses: list[int]) -> None:
+        try:
+            close(result)
+        finally:
+            run(shadow.end(statuses[-1] if statuses else None))
 
     def _is_status(self, environ: Environ, inner: str) -> bool:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):

@@ -93,6 +93,24 @@ def put_back(environ: dict[str, Any], body: bytes) -> None:
     environ.pop("HTTP_TRANSFER_ENCODING", None)
 
 
+def can_be_observed(environ: Mapping[str, Any], rule: Rule) -> bool:
+    """Whether the body can be read and put back without a difference to the app: its length is known, and it is not too long."""
+    try:
+        return (declared_length(environ) or 0) <= rule.max_request and not environ.get("HTTP_TRANSFER_ENCODING")
+    except InvalidPayload:
+        return False
+
+
+def read_to_observe(environ: dict[str, Any]) -> bytes:
+    """The whole body, which the app can still read; nothing else of the environ changes."""
+    length = declared_length(environ)
+    if not length:
+        return b""
+    body: bytes = environ["wsgi.input"].read(length)
+    environ["wsgi.input"] = BytesIO(body)
+    return body
+
+
 def note_flask_errors() -> None:
     """Have Flask write the exceptions of its views into the environ, because it answers them with an error page.
 

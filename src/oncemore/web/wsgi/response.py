@@ -130,7 +130,7 @@ class GuardedResponse:
             self.instead = self._refusal(error)
             raise
         if answer.how == "replayed":
-            self.instead = self.door.replay(answer, self.rule)
+            self.instead = self.door.replay(answer, self.rule, self.attempt.operation)
             raise Fenced("This attempt took longer than its lease, and another's outcome counts")
         self._begin(answer)
 
@@ -168,7 +168,8 @@ class GuardedResponse:
             if body is None:
                 answer = run(self._settle_stream(has_length=bool(self.length) or self._is_finite()))
             else:
-                answer = run(self.door.settle(self.attempt, self.rule, self.status, self.lowered, body))
+                cause = self.environ.get(FLASK_ERROR) if self.status >= 500 else None
+                answer = run(self.door.settle(self.attempt, self.rule, self.status, self.lowered, body, cause))
         except OncemoreError as error:
             self.close()
             return respond(self.start_response, self._refusal(error))
@@ -177,7 +178,7 @@ class GuardedResponse:
             raise
         if answer.how == "replayed":
             self.close()
-            return respond(self.start_response, self.door.replay(answer, self.rule))
+            return respond(self.start_response, self.door.replay(answer, self.rule, self.attempt.operation))
         try:
             self._begin(answer, body)
         except BaseException as error:  # the server refuses the app's status or headers

@@ -1,0 +1,190 @@
+"""Build a middleware for a server that has none: a request goes in, and out comes a stored response, or the one performed now.
+
+    idempotency = Idempotency(guard=Guard("sqlite:///once.db"), contract=contract)
+
+    async def middleware(native, perform):
+        limit = idempotency.body_limit(native.method, native.path, native.headers)
+        if limit is None:  # not guarded
+            return await perform()
+        request = Request(native.method, native.path, native.query, native.headers, await native.read(), native)
+        return await idempotency.arun(request, perform)
+
+Rules, scopes, headers, refusals and the status lookup are those of every other integration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from .._contract.contract import Match
+from .._contract.paths import SAFE_METHODS
+from .._ledger.attempt import LeaseAttempt
+from .._ledger.context import running
+from .._runtime.loops import finish_despite_cancel
+from .._runtime.plan import Call, Plan, arun, run
+from ..errors import ConfigurationError, OncemoreError, StoreError
+from .door import Door, wait_of
+from .etag import Etag
+from .problem import Response
+from .request import Headers, Request, check_length, current_operation
+from .shadow import Shadow
+from .status import status_plan
+
+__all__ = ["Idempotency", "Request", "Response", "Streamed", "current_operation"]
+
+STATUS_METHODS = ("GET", "HEAD")
+
+
+class Streamed(msgspec.Struct, frozen=True):
+    """A response with a body that the server sends by itself afterwards: that it happened is recorded first, its body is not."""
+
+    status: int
+    headers: list[tuple[str, str]]
+
+
+Answered = Response | Streamed
+
+
+class Idempotency(Door[Any]):
+    """Guards requests of any server.  Headers are pairs with their names in lower case; paths are decoded."""
+
+    can_await = True
+
+    def body_limit(self, method: str, path: str, headers: Headers) -> int | None:
+        """How long the body of a guarded request may be, in bytes; None if the request passes untouched.
+
+        Read a guarded request's body, refuse or cut a longer one, and call `run` or `arun`.
+        """
+        if method in SAFE_METHODS:
+            return 0 if path == self.status_path and method in STATUS_METHODS else None
+        try:
+            match = self.match(method, path, headers)
+        except OncemoreError:  # `run` answers with it
+            return self.contract.default.max_request
+        return None if match is None else match.rule.max_request
+
+    def run(
+        self, request: Request, perform: Callable[[], Answered], *, etag: Callable[[], Etag] | None = None
+    ) -> Answered:
+        """The response to *request*: stored, refused, or the one that *perform* returns, with its outcome recorded.
+
+        Args:
+            request: The whole request.
+            perform: Called if nobody has performed the operation yet.
+            etag: The status and the ETag of the resource as it is now, for rules with `if_match`.
+        """
+        return run(self._respond(request, perform, etag))
+
+    async def arun(
+        self,
+        request: Request,
+        perform: Callable[[], Awaitable[Answered]],
+        *,
+        etag: Callable[[], Awaitable[Etag]] | None = None,
+    ) -> Answered:
+        """As `run`, for an async server.  If the caller is cancelled, the operation is finished first."""
+        if self.asks:
+            await self.ask(request.native)
+        return await finish_despite_cancel(arun(self._respond(request, perform, etag)))
+
+    def _respond(self, request: Request, perform: Callable[[], Any], etag: Callable[[], Any] | None) -> Plan[Answered]:
+        observed = self.observed(request)
+        if observed is not None:
+            shadow = Shadow(self, observed)
+            return (yield from shadow.around(request, perform, lambda response: response.status))  # type: ignore[no-any-return]
+        found = yield from self.begin_exchange(request, etag)
+        if isinstance(found, Response):
+            return found
+        if found is None:
+            return (yield Call(perform))  # type: ignore[no-any-return]
+        try:
+            with running(found.attempt.op):
+                response = yield Call(perform)
+        except GeneratorExit:
+            found.attempt.drop()
+            raise
+        except BaseException as error:
+            refused = yield from found.fail(error)
+            if refused is None:
+                raise
+            return refused
+        return (yield from found.finish(response))
+
+    def observed(self, request: Request) -> Match | None:
+        """The rule of a request that is only observed (`enforce = false`); None if it is guarded, or passes."""
+        if request.method in SAFE_METHODS:
+            return None
+        try:
+            match = self.match(request.method, request.path, request.headers)
+        except OncemoreError:
+            return None
+        return match if match is not None and not self.enforces(match.rule) else None
+
+    def begin_exchange(
+        self, request: Request, etag: Callable[[], Any] | None = None
+    ) -> Plan[Response | Exchange | None]:
+        """The response if nothing is to be performed; None if the request is not guarded; else the exchange that has begun."""
+        match = None
+        try:
+            if request.method in SAFE_METHODS:
+                is_status = request.path == self.status_path and request.method in STATUS_METHODS
+                return (yield from status_plan(self, request)) if is_status else None
+            match = self.match(request.method, request.path, request.headers)
+            if match is None:
+                return None
+            check_length(match.rule, len(request.body))
+            operation = self.operation(match, request)
+        except OncemoreError as error:
+            return self.refusal(error, match)
+        if operation is None:
+            return None
+        attempt = self.attempt(match.rule, operation)
+        current = current_etag(match, etag)
+        found = yield from self.begin(attempt, match, request, current, wait=wait_of(request.headers), mount="")
+        return Exchange(self, match, attempt) if isinstance(found, LeaseAttempt) else found
+
+
+class Exchange:
+    """A guarded request that is to be performed now: `finish` it with its response, or `fail` it with an error."""
+
+    def __init__(self, door: Door[Any], match: Match, attempt: LeaseAttempt) -> None:
+        self.door = door
+        self.match = match
+        self.attempt = attempt
+
+    def finish(self, response: Answered) -> Plan[Answered]:
+        """Record the outcome; return the response for the client, with our headers."""
+        door, rule, attempt = self.door, self.match.rule, self.attempt
+        try:
+            if isinstance(response, Streamed):
+                has_length = any(name.lower() == "content-length" for name, _ in response.headers)
+                answer = yield from door.settle_stream(attempt, rule, response.status, has_length=has_length)
+                yield from attempt.release()  # does nothing if a tombstone was settled
+            else:
+                headers = [(name.lower(), value) for name, value in response.headers]
+                answer = yield from door.settle(attempt, rule, response.status, headers, response.body)
+        except OncemoreError as error:  # this attempt was too slow, or the database refused the transaction
+            return door.refusal(error, self.match, attempt.operation)
+        if answer.how == "replayed":
+            return door.replay(answer, rule)
+        return msgspec.structs.replace(response, headers=[*response.headers, *door.headers(rule, answer)])
+
+    def fail(self, error: BaseException) -> Plan[Response | None]:
+        """Record that performing has raised; a response if the client gets that instead of the error."""
+        try:
+            yield from self.attempt.fail(error)
+        except StoreError as refused:  # the database refused the transaction: the client's retry is safe
+            return self.door.refusal(refused, self.match, self.attempt.operation)
+        return None
+
+
+def current_etag(match: Match, etag: Callable[[], Any] | None) -> Plan[Etag]:
+    """The ETag of the resource, as the server's own function tells it."""
+    if etag is None:
+        raise ConfigurationError(
+            f"The rule {match.rule.name!r} has if_match, and the ETag is not known: pass etag= to run or arun"
+        )
+    return (yield Call(etag))  # type: ignore[no-any-return]

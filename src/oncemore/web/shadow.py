@@ -1,0 +1,136 @@
+"""Shadow mode (`enforce=False`): requests pass untouched, and the ledger notes what would have been done with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from .._contract.contract import Match
+from .._contract.policy import Policy
+from .._ledger.attempt import LeaseAttempt
+from .._ledger.model import Lease, Operation, Outcome
+from .._ledger.shadow import SHADOW, Verdict
+from .._runtime.plan import Call, Plan
+from ..errors import Duplicate, InProgress, OncemoreError, StoreError, UnknownOutcome
+from .door import Door
+from .request import Request, check_length
+
+log = logging.getLogger("oncemore.web")
+
+LEASE = 30.0  # seconds, for the record of a verdict, which is settled at once
+
+
+class Shadow:
+    """One request that is passed on untouched: `begin` before the app is called, and `end` after it has answered.
+
+    It has records of its own, apart from those of enforced rules, with the status of the response and nothing else.  Neither
+    verb raises or waits: an error of the ledger is logged.
+    """
+
+    def __init__(self, door: Door[Any], match: Match) -> None:
+        self.door = door
+        self.match = match
+        self.attempt: LeaseAttempt | None = None
+
+    def begin(self, request: Request) -> Plan[None]:
+        """Find out what would be done with *request*, and report it: as an event, and in the ledger."""
+        rule = self.match.rule
+        operation = Operation(SHADOW, "", name=rule.name)
+        try:
+            self.door.check(self.match, request.method, request.path, request.headers)
+            check_length(rule, len(request.body))
+            found = self.door.operation(self.match, request)
+            if found is None:
+                return
+            operation = found
+            verdict, code = yield from self._claim(found)
+        except StoreError as error:
+            log.warning("The ledger cannot say what would be done with %s: %s", rule.name, error)
+        except OncemoreError as error:
+            yield from self._report(operation, "refused", error.code)
+        except Exception:
+            log.exception("What would be done with %s could not be found out", rule.name)
+        else:
+            if verdict is not None:
+                yield from self._report(operation, verdict, code)
+
+    def _claim(self, operation: Operation) -> Plan[tuple[Verdict | None, str]]:
+        rule = self.match.rule
+        shadowed = msgspec.structs.replace(operation, scope=f"{SHADOW}|{operation.scope}", unique=None, request=None)
+        attempt = LeaseAttempt(self.door.quiet_guard, shadowed, shadow_policy(rule.policy))
+        try:
+            answer = yield from attempt.begin(0.0)
+        except InProgress as error:
+            return ("waited", "") if rule.policy.in_flight == "wait" else ("refused", error.code)
+        except UnknownOutcome as error:
+            return "held", error.code
+        if answer is None:
+            self.attempt = attempt
+            return None, ""
+        return ("refused", Duplicate.code) if rule.policy.on_duplicate == "reject" else ("replayed", "")
+
+    def _report(self, operation: Operation, verdict: Verdict, code: str) -> Plan[None]:
+        """Tell the observers, and write a record for `oncemore stats`."""
+        guard = self.door.guard
+        guard.emit("shadowed", operation, code=code, detail=verdict)
+        noted = Operation(f"{SHADOW}|{verdict}", uuid.uuid4().hex, name=self.match.rule.name)
+        try:
+            lease = yield from guard.store.claim(noted, lease=LEASE)
+            if isinstance(lease, Lease):
+                retention = self.match.rule.policy.ttl
+                yield from guard.store.settle(lease, Outcome("value"), retention=retention, audit=False, note=code)
+        except OncemoreError as error:
+            log.warning("What would be done with %s could not be noted: %s", operation.name, error)
+
+    def around(self, request: Request, perform: Callable[[], Any], status_of: Callable[[Any], int]) -> Plan[Any]:
+        """Return or raise the result of *perform*, with `begin` before it and `end` after it."""
+        yield from self.begin(request)
+        try:
+            response = yield Call(perform)
+        except GeneratorExit:
+            self.drop()
+            raise
+        except BaseException as error:
+            status = getattr(error, "status", None)  # of aiohttp's responses that are raised
+            yield from self.end(status if isinstance(status, int) else None)
+            raise
+        try:
+            status = status_of(response)
+        except Exception:  # it is no response, and the server will say so
+            status = None
+        yield from self.end(status)
+        return response
+
+    def drop(self) -> None:
+        """The ledger cannot be asked any more."""
+        if self.attempt is not None:
+            self.attempt.drop()
+
+    def end(self, status: int | None) -> Plan[None]:
+        """The app has answered with *status*; None if it has raised."""
+        if self.attempt is None:
+            return
+        try:
+            if status is None:
+                yield from self.attempt.release()
+            else:
+                yield from self.attempt.settle(Outcome("response", status))
+        except GeneratorExit:
+            self.attempt.drop()
+            raise
+        except Exception as error:
+            log.warning("The shadow of %s could not be recorded: %s", self.match.rule.name, error)
+
+
+@lru_cache(maxsize=256)
+def shadow_policy(policy: Policy) -> Policy:
+    """The policy under which requests are observed: nothing waits, and nothing is performed by the ledger."""
+    return dataclasses.replace(
+        policy, effect="lease", in_flight="conflict", on_duplicate="replay", on_unknown="hold", resolver=None
+    )

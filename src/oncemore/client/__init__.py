@@ -17,11 +17,10 @@ from .errors import (
 )
 from .function import retrying
 from .hosts import Breaker, Budget
-from .interop import stamina_arguments, tenacity_arguments
 from .keyring import MemoryKeyring, open_keyring
 from .keyring.entry import Entry, Keyring, Resumed
 from .keys import derived_key, new_key, random_key
-from .retry import Retry
+from .retry import Retry, stamina_arguments, tenacity_arguments
 from .story import Attempt, RetryEvent, RetryObserver, Story
 
 __all__ = [

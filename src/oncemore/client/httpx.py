@@ -286,6 +286,7 @@ class ResponseBody(httpx.SyncByteStream, httpx.AsyncByteStream):
         return b"".join(self._chunks)
 
     async def aread_ahead(self) -> bytes | None:
+        """The awaited form of `read_ahead`."""
         size = 0
         self._rest = aiter(self._source)
         async for chunk in self._rest:

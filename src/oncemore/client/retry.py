@@ -6,12 +6,27 @@ import random as chances
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
-from .._contract.policy import duration
+from .._contract.policy import Seconds, duration
+from .._contract.problems import did_you_mean
 from .._runtime.backoff import Backoff, Jitter
 from ..errors import ConfigurationError
 from .hosts import DEFAULT_BUDGET, Breaker, Budget
+
+if TYPE_CHECKING:
+
+    class OptionalSeconds:
+        """For type checkers: a field that is set to seconds, a text such as `"30s"` or None, and read as seconds or None."""
+
+        @overload
+        def __get__(self, instance: None, owner: type) -> OptionalSeconds: ...
+        @overload
+        def __get__(self, instance: object, owner: type) -> float | None: ...
+        def __get__(self, instance: object, owner: type) -> Any: ...
+        def __set__(self, instance: object, value: float | str | None) -> None: ...
+else:
+    OptionalSeconds = float
 
 # Too many requests, the server's own failures, and its "you were too slow": the same request may pass in a moment.
 RETRIED_STATUSES = frozenset({408, 429, *range(500, 600)})
@@ -22,6 +37,25 @@ WEBHOOK_OFFSETS = (5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 21600.0, 43200.0, 86
 # A scheduled attempt begins early by 1 % to 10 % of the gap before it.  So callers are kept apart, and the last attempt,
 # due at the very end of the window, still has time to be answered.
 EARLY, EARLY_SPREAD = 0.01, 0.09
+
+
+class Changes(TypedDict, total=False):
+    """The fields of `Retry` that a preset may be given in place of its own."""
+
+    attempts: int
+    deadline: float | str
+    attempt_timeout: float | str | None
+    base: float | str
+    factor: float
+    cap: float | str
+    jitter: Jitter
+    spread: float | str
+    schedule: Iterable[float | str]
+    statuses: Iterable[int]
+    errors: type[Exception] | Iterable[type[Exception]] | Callable[[Exception], bool]
+    key_lifetime: float | str
+    budget: Budget | None
+    breaker: Breaker | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +76,17 @@ class Retry:
     """
 
     attempts: int = 5
-    deadline: float = 10.0
-    attempt_timeout: float | None = None
-    base: float = 0.1
+    deadline: Seconds = 10.0  # type: ignore[assignment]
+    attempt_timeout: OptionalSeconds = None  # type: ignore[assignment]
+    base: Seconds = 0.1  # type: ignore[assignment]
     factor: float = 2.0
-    cap: float = 2.0
+    cap: Seconds = 2.0  # type: ignore[assignment]
     jitter: Jitter = "full"
-    spread: float = 0.0
+    spread: Seconds = 0.0  # type: ignore[assignment]
     schedule: tuple[float, ...] = ()
     statuses: frozenset[int] = RETRIED_STATUSES
     errors: tuple[type[Exception], ...] | Callable[[Exception], bool] = (ConnectionError, TimeoutError)
-    key_lifetime: float = 86400.0
+    key_lifetime: Seconds = 86400.0  # type: ignore[assignment]
     budget: Budget | None = DEFAULT_BUDGET
     breaker: Breaker | None = None
     backoff: Backoff = field(init=False, repr=False, compare=False)
@@ -114,40 +148,60 @@ class Retry:
             yield previous
 
     @classmethod
-    def playbook(cls, **changes: Any) -> Retry:
+    def _preset(cls, pace: Changes, changes: Changes) -> Retry:
+        """Return the policy with the fields of *pace*, or those of *changes* in their place."""
+        for name in changes:
+            if name not in Changes.__annotations__:
+                raise ConfigurationError(
+                    f"Retry has no {name!r}{did_you_mean(name, Changes.__annotations__)}: its fields are "
+                    f"{', '.join(Changes.__annotations__)}"
+                )
+        fields: Any = {**pace, **changes}
+        return cls(**fields)
+
+    @classmethod
+    def playbook(cls, **changes: Unpack[Changes]) -> Retry:
         """Pauses of 100–200, 200–400, 400–800 and 800–1600 ms, at most 2 s each and 10 s in all."""
-        return cls(**changes)
+        return cls._preset({}, changes)
 
     @classmethod
-    def user_facing(cls, **changes: Any) -> Retry:
+    def user_facing(cls, **changes: Unpack[Changes]) -> Retry:
         """For a request that a user waits for: 3 retries within 10 s."""
-        return cls(**{"attempts": 4, "deadline": 10.0, **changes})
+        return cls._preset({"attempts": 4, "deadline": 10.0}, changes)
 
     @classmethod
-    def background_job(cls, **changes: Any) -> Retry:
+    def background_job(cls, **changes: Unpack[Changes]) -> Retry:
         """For work that no user waits for: 5 retries within 5 minutes."""
-        return cls(**{"attempts": 6, "deadline": 300.0, "attempt_timeout": 60.0, "base": 1.0, "cap": 30.0, **changes})
+        pace: Changes = {"attempts": 6, "deadline": 300.0, "attempt_timeout": 60.0, "base": 1.0, "cap": 30.0}
+        return cls._preset(pace, changes)
 
     @classmethod
-    def webhook_delivery(cls, **changes: Any) -> Retry:
+    def webhook_delivery(cls, **changes: Unpack[Changes]) -> Retry:
         """For deliveries: 10 attempts over 24 hours, from 5 s to 24 h after the first.
 
         The schedule counts the first attempt, and ends with the window.
         """
-        steps = {"attempts": 10, "deadline": 86400.0, "attempt_timeout": 30.0, "schedule": WEBHOOK_OFFSETS}
-        return cls(**{**steps, "key_lifetime": 7 * 86400.0, **changes})
+        pace: Changes = {"attempts": 10, "deadline": 86400.0, "attempt_timeout": 30.0, "schedule": WEBHOOK_OFFSETS}
+        return cls._preset({**pace, "key_lifetime": 7 * 86400.0}, changes)
 
     @classmethod
-    def scheduled_task(cls, **changes: Any) -> Retry:
+    def scheduled_task(cls, **changes: Unpack[Changes]) -> Retry:
         """For a task that runs at fixed times: 3 retries within an hour."""
-        pace = {"attempts": 4, "deadline": 3600.0, "attempt_timeout": 600.0, "base": 30.0, "cap": 300.0}
-        return cls(**{**pace, **changes})
+        pace: Changes = {"attempts": 4, "deadline": 3600.0, "attempt_timeout": 600.0, "base": 30.0, "cap": 300.0}
+        return cls._preset(pace, changes)
 
     @classmethod
-    def matchmaking(cls, **changes: Any) -> Retry:
+    def matchmaking(cls, **changes: Unpack[Changes]) -> Retry:
         """For matchmaking: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
-        pace = {"attempts": 4, "deadline": 120.0, "base": 1.0, "cap": 30.0, "jitter": "additive", "spread": 1.0}
-        return cls(**{**pace, **changes})
+        pace: Changes = {
+            "attempts": 4,
+            "deadline": 120.0,
+            "base": 1.0,
+            "cap": 30.0,
+            "jitter": "additive",
+            "spread": 1.0,
+        }
+        return cls._preset(pace, changes)
 
 
 def check_policy(policy: object) -> Retry:
@@ -159,3 +213,45 @@ def check_policy(policy: object) -> Retry:
             f"{policy!r} is no policy: give a Retry, such as Retry(attempts=3) or Retry.user_facing()"
         )
     return policy
+
+
+# For code that already uses another library.
+
+
+def tenacity_arguments(retry: Retry) -> dict[str, Any]:
+    """Return keyword arguments for `tenacity.retry(**…)`: the same errors, delays, attempts and deadline."""
+
+    def wait(state: Any) -> float:
+        # tenacity also asks after the last attempt, for which a schedule has no time.
+        if state.attempt_number >= retry.attempts:
+            return 0.0
+        previous = state.next_action.sleep if state.next_action else 0.0
+        elapsed = state.seconds_since_start or 0.0
+        return retry.delay(state.attempt_number, chances.random(), previous=previous, elapsed=elapsed)
+
+    def stop(state: Any) -> bool:
+        if state.attempt_number >= retry.attempts:
+            return True
+        return bool((state.seconds_since_start or 0.0) + state.upcoming_sleep >= retry.deadline)
+
+    def wanted(state: Any) -> bool:
+        error = state.outcome.exception()
+        return isinstance(error, Exception) and retry.wants(error)
+
+    return {"wait": wait, "stop": stop, "retry": wanted, "reraise": True}
+
+
+def stamina_arguments(retry: Retry) -> dict[str, Any]:
+    """Return keyword arguments for `stamina.retry(**…)`; it has one kind of jitter, so only `additive` and `none` are exact."""
+    if retry.schedule:
+        raise ConfigurationError("stamina knows no schedule of its own: use oncemore's retry, or tenacity")
+    jitter = {"additive": retry.spread, "none": 0.0}.get(retry.jitter, retry.base)
+    return {
+        "on": retry.wants,
+        "attempts": retry.attempts,
+        "timeout": retry.deadline,
+        "wait_initial": retry.base,
+        "wait_max": retry.cap,
+        "wait_jitter": jitter,
+        "wait_exp_base": retry.factor,
+    }

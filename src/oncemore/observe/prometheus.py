@@ -2,17 +2,26 @@
 
 guard = Guard(url, observers=[count_events()])
 client = httpx.Client(transport=RetryTransport(observers=[count_retries()]))
+watch_outbox(outbox)
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as PrometheusMetric
+from prometheus_client.registry import Collector
 
 from .._ledger.events import Event, Observer
+from .._ledger.guard import Guard
+from .._ledger.store import TierCounts
+from ..errors import ConfigurationError, OncemoreError
 from .metrics import (
     GUARD_METRICS,
     RETRY_METRICS,
@@ -22,6 +31,8 @@ from .metrics import (
     guard_measurements,
     retry_measurements,
 )
+
+log = logging.getLogger("oncemore")
 
 Registered = dict[Metric, Counter | Histogram]
 
@@ -50,9 +61,87 @@ def count_retries(registry: CollectorRegistry = REGISTRY) -> Callable[[RetryEven
     return observe
 
 
+def count_tiers(guard: Guard, registry: CollectorRegistry = REGISTRY) -> None:
+    """Export how Redis has served a guard with a tiered store (`redis+postgresql://`)."""
+    registry.register(TierCollector(guard))
+
+
+class TierCollector(Collector):
+    """Reads the counts of a tiered store when Prometheus asks for them."""
+
+    def __init__(self, guard: Guard) -> None:
+        if not hasattr(guard.store, "tiers"):
+            raise ConfigurationError(f"{guard.store.url} has no tiers: give the guard a redis+postgresql:// URL")
+        self._store: Any = guard.store
+
+    def describe(self) -> Iterable[PrometheusMetric]:
+        return ()  # or the registry would collect, to learn the names
+
+    def collect(self) -> Iterable[PrometheusMetric]:
+        counts: TierCounts = self._store.tiers
+        looks = CounterMetricFamily(
+            "idempotency_redis_lookups", "Looks for a copy of an outcome in Redis.", labels=["result"]
+        )
+        for name in ("hits", "misses", "errors", "skipped"):
+            looks.add_metric([name], getattr(counts, name))
+        yield looks
+        yield GaugeMetricFamily(
+            "idempotency_redis_left_alone", "1 while Redis is left alone because it has failed.", float(counts.open)
+        )
+
+
+class OutboxStatsFields(Protocol):
+    """The part of an outbox's stats that is shown."""
+
+    @property
+    def pending(self) -> int: ...
+    @property
+    def oldest_age(self) -> float: ...
+    @property
+    def dead(self) -> int: ...
+
+
+class WatchedOutbox(Protocol):
+    source: str
+
+    def stats(self) -> OutboxStatsFields: ...
+
+
+def watch_outbox(outbox: WatchedOutbox, registry: CollectorRegistry = REGISTRY) -> None:
+    """Show how many messages of *outbox* wait, for how long the oldest has, and how many are dead letters.
+
+    The database is asked at each scrape, so that one process of a service is enough.
+    """
+    registry.register(OutboxCollector(outbox))
+
+
+class OutboxCollector(Collector):
+    def __init__(self, outbox: WatchedOutbox) -> None:
+        self.outbox = outbox
+
+    def collect(self) -> Iterable[PrometheusMetric]:
+        try:
+            stats = self.outbox.stats()
+        except OncemoreError as error:  # an error here would take all other metrics of the process away, too
+            log.warning("The outbox of %r cannot be read for its metrics: %s", self.outbox.source, error)
+            return
+        for name, help, value in (
+            ("outbox_pending", "Messages that wait to be sent.", stats.pending),
+            ("outbox_oldest_age_seconds", "For how long the oldest pending message has been due.", stats.oldest_age),
+            ("outbox_dead", "Dead letters: messages that have failed too often.", stats.dead),
+        ):
+            family = GaugeMetricFamily(name, help, labels=["source"])
+            family.add_metric([self.outbox.source], value)
+            yield family
+
+    def describe(self) -> Iterable[PrometheusMetric]:
+        """Nothing: otherwise the database would be asked when the outbox is registered."""
+        return []
+
+
 def record(registered: Registered, measurements: Iterable[Measurement]) -> None:
     for metric, values, amount in measurements:
-        series = registered[metric].labels(*values)
+        series = registered[metric].labels(*values) if values else registered[metric]
         if isinstance(series, Histogram):
             series.observe(amount)
         else:

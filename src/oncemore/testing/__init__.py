@@ -1,6 +1,6 @@
-"""Tools for your tests: a conformance suite for stores, crash points, a clock that can be moved, a store that fails.
+"""Tools for your tests: conformance suites for stores and brokers, crash points, a clock that can be moved, a store that fails.
 
-The suite needs pytest, and the state machine needs hypothesis: `pip install "oncemore[testing]"`.
+The suites need pytest, and the state machine needs hypothesis: `pip install "oncemore[testing]"`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .brokers import BrokerContract
     from .clock import Clock
     from .crashes import POINTS, Crashing
     from .faulty_store import FaultyStore
     from .machine import store_machine
     from .stores import StoreContract
 
-__all__ = ["POINTS", "Clock", "Crashing", "FaultyStore", "StoreContract", "store_machine"]
+__all__ = ["POINTS", "BrokerContract", "Clock", "Crashing", "FaultyStore", "StoreContract", "store_machine"]
 
 MODULES = {
+    "BrokerContract": "brokers",
     "Clock": "clock",
     "Crashing": "crashes",
     "FaultyStore": "faulty_store",

@@ -14,3 +14,4 @@ class Clock:
     def advance(self, seconds: float) -> None:
         """Move the time forward by *seconds*, or back if they are negative."""
         self.store.shift += seconds
+        self.store.wakeups.notify_all()  # outcomes that guards remember may have expired, and waiters look again

@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from .._contract.keys import check_name, join
-from .._contract.policy import duration
+from .._contract.policy import Policy, duration
 from .._fingerprint.fingerprint import fingerprint_of
 from .._ledger.context import Op
 from .._ledger.guard import Guard, check_guard
 from .._ledger.model import Lease, Operation, Outcome, Record
-from .._ledger.steps import LARGEST, pack_request
+from .._ledger.steps import LARGEST, pack_request, unpack_request
 from .._ledger.store import Filter, Page
 from .._ledger.values import Types, replayed, value_outcome
-from .._runtime.plan import Plan, arun, run
+from .._runtime.plan import Call, Plan, arun, run
 from ..errors import (
     ConfigurationError,
+    CorruptRecord,
     Duplicate,
+    InProgress,
+    InvalidPayload,
     NotResolvable,
     OutcomeNotKept,
     PayloadMismatch,
     Refusal,
     StoreError,
 )
+from .envelope import Envelope, parse_structured, structured
 
 log = logging.getLogger("oncemore.messages")
 
 How = Literal["processed", "duplicate", "flagged", "dead"]
+EventHandler = Callable[[Op, Any], Any]
+OnDead = Callable[[Any, str], Any]
 DEAD = "dead letter"
+FLAGGED = "flagged|"  # before the scope of an event's own record
+DEFAULT_NAME = "inbox"
 WEEK, DAY = 7 * 86400.0, 86400.0
 NOT_OURS = {
     "ttl": "say retention, for how long an event's id is remembered",
@@ -56,15 +66,17 @@ class Received(msgspec.Struct, frozen=True):
 class Inbox:
     """Handles each event of each source once.
 
-    *retention* is for how long an id is remembered; *sender_span* is for how long the sender may repeat it.  After
-    *attempts* failures an event is a dead letter.  With `effect="lease"` the handler's effect need not be in the ledger's
-    database, and is then as safe as any leased operation.
+    *name* tells apart the inboxes of several services in one database: each handles every event.  It is also the name of
+    a consumer's group, unless the broker's URL has another.  *retention* is for how long an id is remembered;
+    *sender_span* is for how long the sender may repeat it.  After *attempts* failures an event is a dead letter.  With
+    `effect="lease"` the handler's effect need not be in the ledger's database, and is then as safe as any leased operation.
     """
 
     def __init__(
         self,
         guard: Guard,
         *,
+        name: str = DEFAULT_NAME,
         retention: float | str = WEEK,
         sender_span: float | str = DAY,
         attempts: int = 10,
@@ -73,6 +85,7 @@ class Inbox:
         if not isinstance(attempts, int) or attempts < 1:
             raise ConfigurationError(f"attempts = {attempts!r}: an event needs one at least")
         self.guard = check_guard(guard)
+        self.name = check_name(name, "The inbox's name")
         self.attempts = attempts
         for name in settings.keys() & NOT_OURS.keys():
             raise ConfigurationError(f"An inbox has no {name}: {NOT_OURS[name]}")
@@ -93,13 +106,13 @@ class Inbox:
         If the handler raises, the error comes out: the event is not processed, and its sender should repeat it.
         *delivery* is the sender's or broker's own count: it also counts deliveries that killed their process.
         """
-        return run(self._received(self.operation(event_id, source, payload), payload, handler, delivery))
+        return run(self.received(self.operation(event_id, source, payload), payload, handler, delivery))
 
     async def ahandle(
         self, event_id: str, source: str, payload: Any, handler: Callable[[Op, Any], Any], *, delivery: int = 1
     ) -> Received:
         """Handle the event as `handle` does, with a handler that may be awaited."""
-        return await arun(self._received(self.operation(event_id, source, payload), payload, handler, delivery))
+        return await arun(self.received(self.operation(event_id, source, payload), payload, handler, delivery))
 
     def operation(self, event_id: str, source: str, payload: Any) -> Operation:
         """The operation that handles an event: the source owns the id, and the payload's digest is the fingerprint."""
@@ -108,12 +121,57 @@ class Inbox:
                 f"The event's source is {source!r}; it must be a text: handle(id, source, payload, handler)"
             )
         key = check_name(event_id, "The event's id")
-        return Operation(join("inbox", source), key, fingerprint_of(payload), name=f"inbox.{source}")
+        return Operation(self.scope(source), key, fingerprint_of(payload), name=f"inbox.{source}")
+
+    def scope(self, source: str) -> str:
+        """The scope of a source's events."""
+        return join("inbox", source) if self.name == DEFAULT_NAME else join("inbox", self.name, source)
+
+    def received(
+        self,
+        operation: Operation,
+        payload: Any,
+        handler: EventHandler,
+        delivery: int,
+        *,
+        kept: Any = None,
+        policy: Policy | None = None,
+        on_dead: OnDead | None = None,
+    ) -> Plan[Received]:
+        """The plan behind `handle` and `ahandle`.
+
+        Args:
+            operation: The operation that handles the event.
+            payload: What the handler is given.
+            handler: Is called with the operation and the payload.
+            delivery: The broker's count.
+            kept: What a dead letter keeps instead of the payload.
+            policy: The inbox's own by default.
+            on_dead: Is called with the payload and the reason by the delivery that makes the event a dead letter.
+        """
+        try:
+            received = yield from self._received(operation, payload, handler, delivery, kept, policy, on_dead)
+        except InProgress:  # another delivery of it is being handled: that one will tell
+            raise
+        except Exception:
+            self.guard.emit("received", operation, attempt=delivery, detail="failed")
+            raise
+        self.guard.emit("received", operation, attempt=received.attempt, detail=received.how)
+        return received
 
     def _received(
-        self, operation: Operation, payload: Any, handler: Callable[[Op, Any], Any], delivery: int
+        self,
+        operation: Operation,
+        payload: Any,
+        handler: EventHandler,
+        delivery: int,
+        kept: Any,
+        policy: Policy | None,
+        on_dead: OnDead | None,
     ) -> Plan[Received]:
         begun: list[Op] = []
+        policy = policy or self.policy
+        kept = payload if kept is None else kept
 
         @functools.wraps(handler)  # its name is in error messages
         def perform(op: Op) -> Any:
@@ -121,47 +179,73 @@ class Inbox:
             return handler(op, payload)
 
         try:
-            if delivery > self.attempts and (yield from self._bury(operation, payload, f"delivery {delivery}")):
+            if delivery > self.attempts and (yield from self.bury(operation, kept, why := f"delivery {delivery}")):
+                yield from tell_dead(on_dead, payload, why)
                 return Received("dead", attempt=delivery)
-            answer = yield from self.guard.guarded(operation, perform, self.policy)
+            answer = yield from self.guard.guarded(operation, perform, policy)
         except Refusal as refusal:
             if begun:  # the handler raised it
                 raise
-            return (yield from self._refused(operation, refusal))
+            return (yield from self._refused(operation, kept, refusal))
         except StoreError:
             raise
         except Exception as error:
             if not begun:  # a guard that cannot lend, say: no event is to die of that
                 raise
             failures = yield from self._failed(operation, self.policy.ttl)
-            if failures < self.attempts or not (yield from self._bury(operation, payload, repr(error))):
+            if failures < self.attempts or not (yield from self.bury(operation, kept, repr(error))):
                 raise
             log.error("The event %r of %s has failed %d times", operation.key, operation.name, self.attempts)
+            yield from tell_dead(on_dead, payload, repr(error))
             return Received("dead", attempt=self.attempts)
         if answer.how == "replayed":
-            return Received("duplicate", self._value(answer.outcome), answer.attempt)
+            return Received("duplicate", self._value(operation, answer.outcome), answer.attempt)
         return Received("processed", answer.value, answer.attempt)
 
-    def _refused(self, operation: Operation, refusal: Refusal) -> Plan[Received]:
+    def _refused(self, operation: Operation, payload: Any, refusal: Refusal) -> Plan[Received]:
         """The result for the sender if the ledger refuses the event; raises if the sender should repeat it."""
         if isinstance(refusal, PayloadMismatch):
             log.warning("The event %r of %s came again with another payload", operation.key, operation.name)
+            yield from self._flag(operation, payload)
             return Received("flagged")
         if isinstance(refusal, Duplicate | OutcomeNotKept):
             return Received("duplicate")
         record = yield from self.guard.store.find(*operation.id)
-        if record is None or not is_dead(record):
+        if record is None or not self._is_dead(record):
             raise refusal
         return Received("dead", attempt=record.attempts)
 
-    def _value(self, outcome: Outcome) -> Any:
-        """The handler's value, or the error that is its outcome; None if it was not kept."""
+    def _value(self, operation: Operation, outcome: Outcome) -> Any:
+        """The handler's value, or the error that is its outcome; None if it was not kept, or cannot be read any more.
+
+        The event was handled, whatever its value: if this raised, the sender would repeat it for ever.
+        """
         try:
-            return replayed(outcome, self.policy.errors, self.policy.types)
-        except self.policy.errors as error:
-            return error
-        except OutcomeNotKept:
+            return self.guard.value_of(operation, self.policy, outcome)
+        except (OutcomeNotKept, CorruptRecord):
             return None
+
+    # Flagged events: settled records beside the events' own, whose outcome is the other payload
+
+    def _flag(self, operation: Operation, payload: Any) -> Plan[None]:
+        """Keep the other payload for `flagged`; of several under one id, the first."""
+        beside = Operation(f"{FLAGGED}{operation.scope}", operation.key, operation.fingerprint, name="oncemore.flagged")
+        found = yield from self.guard.store.claim(beside, lease=self.policy.lease)
+        if isinstance(found, Lease):
+            outcome = value_outcome(payload, self.policy.types)
+            kept = outcome if len(outcome.body) <= LARGEST else Outcome("tombstone")
+            yield from self.guard.store.settle(found, kept, retention=self.policy.ttl)
+
+    def flagged(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
+        """The events of a source that came again with another payload, which is their records' outcome: one page."""
+        return self.guard.list(self._where_flagged(source), limit=limit, cursor=cursor)
+
+    async def aflagged(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
+        """The awaited form of `flagged`."""
+        return await self.guard.alist(self._where_flagged(source), limit=limit, cursor=cursor)
+
+    def _where_flagged(self, source: str) -> Filter:
+        return Filter(state="settled", scope=FLAGGED + self.scope(source))
 
     # Dead letters: held records with a note
 
@@ -177,8 +261,11 @@ class Inbox:
         yield from self.guard.store.release(found, retention=retention)
         return found.attempt
 
-    def _bury(self, operation: Operation, payload: Any, why: str) -> Plan[bool]:
-        """Make the event a dead letter.  Its record keeps the payload until it is handled after all."""
+    def bury(self, operation: Operation, payload: Any, why: str) -> Plan[bool]:
+        """Make the event a dead letter; False if it is one already, or is being handled, or was.
+
+        Its record keeps the payload until it is handled after all.
+        """
         types = self.policy.types
         if self.policy.effect == "steps":  # as its next attempt reads it
             request = pack_request(msgspec.structs.replace(operation, request=lambda: payload), None, types)
@@ -187,7 +274,7 @@ class Inbox:
         lease = yield from self.guard.store.claim(operation, lease=self.policy.lease, request=request)
         if not isinstance(lease, Lease):
             return False
-        if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect != "steps":
+        if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect == "lease":
             yield from self.guard.lapse(lease)  # its last holder may have handled it, so it is no dead letter
             return False
         yield from self.guard.store.hold(lease, note=f"{DEAD}: {why}"[:500])
@@ -197,45 +284,232 @@ class Inbox:
 
     def dead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
         """The dead letters of a source: one page, and the cursor of the next."""
-        return only_dead(self.guard.list(where(source), limit=limit, cursor=cursor))
+        return self._only_dead(self.guard.list(self._where(source), limit=limit, cursor=cursor))
 
     async def adead(self, source: str, *, limit: int = 100, cursor: str | None = None) -> Page:
-        return only_dead(await self.guard.alist(where(source), limit=limit, cursor=cursor))
+        """The awaited form of `dead`."""
+        return self._only_dead(await self.guard.alist(self._where(source), limit=limit, cursor=cursor))
+
+    def _where(self, source: str) -> Filter:
+        return Filter(state="held", scope=self.scope(source))
+
+    def _only_dead(self, page: Page) -> Page:
+        return Page(tuple(filter(self._is_dead, page.records)), page.cursor)
+
+    def _is_dead(self, record: Record) -> bool:
+        """Whether it has failed too often, rather than that nobody knows whether it was handled.
+
+        A transaction leaves no doubt.  If an event of that level is held, a process has died while it made the event a dead
+        letter; or while it handled the event under a lease, before the inbox had this level: then it is not repeated either.
+        """
+        is_letter = record.note.startswith(DEAD) or self.policy.effect == "transaction"
+        return record.state == "held" and is_letter
 
     def requeue(self, event_id: str, source: str) -> Record:
-        """Let a dead letter be handled when it is delivered again, under the same id."""
+        """Let a dead letter be handled after all, under the same id: by a running Consumer, `run_requeued`, or a delivery."""
         return run(self._requeued(event_id, source))
 
     async def arequeue(self, event_id: str, source: str) -> Record:
+        """The awaited form of `requeue`."""
         return await arun(self._requeued(event_id, source))
 
     def _requeued(self, event_id: str, source: str) -> Plan[Record]:
-        scope = join("inbox", source)
+        scope = self.scope(source)
         record = yield from self.guard.store.find(scope, event_id)
-        if record is not None and not is_dead(record):
+        if record is not None and not self._is_dead(record):
             raise NotResolvable(
                 f"It is {record.state}, and not a dead letter; if nobody knows whether it was handled, find out, and "
                 "say so with guard.resolve()"
             )
         if record is not None:  # the process that made it a dead letter may have crashed right after
             yield from self._failed(Operation(scope, event_id), 0.0)
+            yield from self._mark_requeued(event_id, source)
         return (yield from self.guard.store.resolve(scope, event_id, None, retention=self.policy.ttl))
+
+    # Requeued letters.  A small record for each says that there is one; it is written before the letter is released, so
+    # that a crash in between loses nothing, and is deleted when the letter has been handled.
+
+    @property
+    def _requeued_scope(self) -> str:
+        return join("requeued", self.name)
+
+    def _mark_requeued(self, event_id: str, source: str) -> Plan[None]:
+        marker = Operation(self._requeued_scope, join(source, event_id), name="oncemore.requeued")
+        note = msgspec.msgpack.encode([event_id, source])
+        lease = yield from self.guard.store.claim(marker, lease=self.policy.lease, request=note)
+        if isinstance(lease, Lease):
+            yield from self.guard.store.release(lease, retention=self.policy.ttl)
+
+    def run_requeued(self, handlers: EventHandler | Mapping[str, EventHandler]) -> int:
+        """Handle the requeued dead letters from what they have kept; how many were handled.
+
+        *handlers* are those of a Consumer, by type; or one function, if you call `handle` yourself.  A letter whose handler
+        fails stays requeued until it has failed too often.
+        """
+        return run(self._handle_requeued(handlers))
+
+    async def arun_requeued(self, handlers: EventHandler | Mapping[str, EventHandler]) -> int:
+        """The awaited form of `run_requeued`."""
+        return await arun(self._handle_requeued(handlers))
+
+    def _handle_requeued(self, handlers: EventHandler | Mapping[str, EventHandler]) -> Plan[int]:
+        done = 0
+        for marker, letter in (yield from self.requeued()):
+            done += yield from self.handle_dead(marker, letter, handlers)
+        return done
+
+    def requeued(self) -> Plan[list[tuple[str, Record]]]:
+        """The requeued letters, each with the key of the record that says so."""
+        store, scope = self.guard.store, self._requeued_scope
+        found: list[tuple[str, Record]] = []
+        cursor: str | None = None
+        while True:
+            page = yield from store.list(Filter(scope=scope, state="released"), limit=100, cursor=cursor)
+            for marker in page.records:
+                event_id, source = msgspec.msgpack.decode(marker.request)
+                letter = yield from store.find(self.scope(source), event_id)
+                if letter is None or letter.state == "settled":  # it was delivered again, and handled
+                    yield from store.delete(scope, marker.key)
+                elif letter.state == "released":  # otherwise it runs, or whoever requeues it has not finished
+                    found.append((marker.key, letter))
+            cursor = page.cursor
+            if cursor is None:
+                return found
+
+    def handle_dead(
+        self,
+        marker: str,
+        letter: Record,
+        handlers: EventHandler | Mapping[str, EventHandler],
+        on_dead: OnDead | None = None,
+    ) -> Plan[bool]:
+        """Handle one requeued letter; False if it must be tried again."""
+        done = yield from self._handle_dead(letter, handlers, on_dead)
+        if done:
+            yield from self.guard.store.delete(self._requeued_scope, marker)
+        return done
+
+    def _handle_dead(
+        self, letter: Record, handlers: EventHandler | Mapping[str, EventHandler], on_dead: OnDead | None
+    ) -> Plan[bool]:
+        operation = Operation(letter.scope, letter.key, letter.fingerprint, name=letter.name)
+        try:
+            kept = self.kept(letter)
+            payload = parse_structured(kept) if isinstance(handlers, Mapping) else kept
+            handler = handler_for(handlers, payload) if isinstance(handlers, Mapping) else handlers
+        except (CorruptRecord, InvalidPayload, LookupError) as error:
+            log.error(
+                "The dead letter %r of %s was requeued, but cannot be handled: %s", letter.key, letter.name, error
+            )
+            yield from self.bury(operation, None, f"requeued, but {error}")
+            return True
+        try:
+            received = yield from self.received(operation, payload, handler, 1, kept=kept, on_dead=on_dead)
+        except Exception as error:
+            log.warning("The requeued event %r of %s has failed again: %r", letter.key, letter.name, error)
+            return False
+        log.info("The requeued event %r of %s is %s", letter.key, letter.name, received.how)
+        return True
+
+    def kept(self, letter: Record) -> Any:
+        """The payload that a dead letter keeps."""
+        if not letter.request:
+            raise CorruptRecord(
+                "its payload was too large to be kept, or of a kind that cannot be read back: have it sent again"
+            )
+        types = self.policy.types
+        if self.policy.effect == "steps":
+            return unpack_request(letter.request, types)["request"]
+        return replayed(Outcome("value", body=letter.request), types=types)
+
+    # For people who bring their own consumer
+
+    def consumer(
+        self,
+        source: str | None = None,
+        *,
+        id: Callable[[Any], str] | None = None,
+        delivery: Callable[[Any], int] | None = None,
+    ) -> Callable[[EventHandler], Callable[[Any], Any]]:
+        """Decorate a handler `(op, message)`: it becomes a function of the message alone, which handles each one once.
+
+        The function returns a `Received`, and is async if the handler is.  Acknowledge the message if it returns; if it
+        raises, have it delivered again.
+
+        Args:
+            source: Who sends the messages; by default the message's own `source`, as CloudEvents have it.
+            id: Finds the id that the sender gave a message; by default the message's own `id`.
+            delivery: Finds the broker's count of deliveries, if it has one.
+        """
+
+        def decorate(handler: EventHandler) -> Callable[[Any], Any]:
+            def plan(message: Any) -> Plan[Received]:
+                event_id = member(message, "id") if id is None else id(message)
+                sender = member(message, "source") if source is None else source
+                count = 1 if delivery is None else delivery(message)
+                compared, kept = message, None
+                if isinstance(message, Envelope):  # compared by the same members as a Consumer's
+                    compared, kept = [message.type, message.subject, message.data], structured(message)
+                operation = self.operation(event_id, sender, compared)
+                return self.received(operation, message, handler, count, kept=kept)
+
+            if inspect.iscoroutinefunction(handler):
+
+                @functools.wraps(handler)
+                async def ahandle(message: Any) -> Received:
+                    return await arun(plan(message))
+
+                return ahandle
+
+            @functools.wraps(handler)
+            def handle(message: Any) -> Received:
+                return run(plan(message))
+
+            return handle
+
+        return decorate
+
+
+def member(message: Any, name: str) -> Any:
+    """The message's member or attribute of this name."""
+    found = message.get(name) if isinstance(message, Mapping) else getattr(message, name, None)
+    if found is None:
+        raise ConfigurationError(
+            f"A message has no {name!r}; tell @inbox.consumer where to find it: "
+            + ("consumer('payments')" if name == "source" else "consumer('payments', id=lambda message: ...)")
+        )
+    return found
+
+
+def handler_for(handlers: Mapping[str, EventHandler], envelope: Envelope) -> EventHandler:
+    """The first handler whose pattern matches the envelope's type; `*` matches any characters."""
+    for pattern, handler in handlers.items():
+        if matches(pattern, envelope.type):
+            return handler
+    raise LookupError(f"no handler for the type {envelope.type!r}")
+
+
+@functools.lru_cache(1024)
+def pattern_of(text: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, text.split("*"))), re.DOTALL)
+
+
+def matches(pattern: str, type: str) -> bool:
+    """Whether a type of event fits the pattern."""
+    return pattern == type or ("*" in pattern and pattern_of(pattern).fullmatch(type) is not None)
+
+
+def tell_dead(on_dead: OnDead | None, payload: Any, why: str) -> Plan[None]:
+    """Tell the user's function that a message was given up; its own error changes nothing about that."""
+    if on_dead is None:
+        return
+    try:
+        yield Call(on_dead, payload, why)
+    except Exception:
+        log.exception("on_dead failed")
 
 
 def packed(payload: Any, types: Types) -> bytes:
     """The payload as a record keeps it; nothing if it is too large, or of a kind that cannot be read back."""
     outcome = value_outcome(payload, types)
     return outcome.body if outcome.kind == "value" and len(outcome.body) <= LARGEST else b""
-
-
-def is_dead(record: Record) -> bool:
-    """Whether it has failed too often, rather than that nobody knows whether it was handled."""
-    return record.state == "held" and record.note.startswith(DEAD)
-
-
-def only_dead(page: Page) -> Page:
-    return Page(tuple(filter(is_dead, page.records)), page.cursor)
-
-
-def where(source: str) -> Filter:
-    return Filter(state="held", scope=join("inbox", source))

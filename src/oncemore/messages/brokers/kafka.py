@@ -1,0 +1,391 @@
+"""`kafka://host1,host2/payments`: Kafka.  The channel is a topic, and the subject is the key that chooses the partition."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from confluent_kafka import Consumer as KafkaClient
+from confluent_kafka import KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+
+from ...errors import BrokerError
+from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, failed
+from ..envelope import Envelope, binary, parse_binary
+
+log = logging.getLogger("oncemore.messages")
+
+OPTIONS = {"partitions": 12, "replicas": 0, "sasl": ""}
+# Errors that say nothing about the message: too few brokers to store it.
+FOR_NOW = (
+    KafkaError._MSG_TIMED_OUT,
+    KafkaError._TRANSPORT,
+    KafkaError._ALL_BROKERS_DOWN,
+    KafkaError.NOT_ENOUGH_REPLICAS,
+    KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
+    KafkaError.LEADER_NOT_AVAILABLE,
+)
+POLL = 0.1  # seconds; librdkafka expects to be asked again soon, also by a consumer that has no room for messages
+
+
+def connect(address: Address, settings: Mapping[str, Any]) -> KafkaBroker:
+    return KafkaBroker(address, settings)
+
+
+class KafkaBroker:
+    """A topic, written by an idempotent producer with `acks=all`.
+
+    The producer's own repetitions are recognised by the broker; those of another session, after a crash, are not.
+    *settings* are librdkafka's, with `_` for `.`: `connect(url, linger_ms=50)`.
+    """
+
+    def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
+        self.address = address
+        self.settings = {name.replace("_", "."): value for name, value in settings.items()}
+        self.url = address.url
+        self.channel = address.channel
+        self.group: str = address.options["group"]
+        self.window: float | None = None
+        self.timeout: float = address.options["timeout"]
+        self._producer: Producer | None = None
+
+    def configuration(self) -> dict[str, Any]:
+        """The settings that producer and consumer share."""
+        address, options = self.address, self.address.options
+        shared: dict[str, Any] = {
+            "bootstrap.servers": ",".join(f"{host}:{port}" for host, port in address.host_and_port(9092)),
+            "client.id": "oncemore",
+            "logger": log,
+        }
+        encrypted = address.tls() is not None
+        if encrypted:
+            files = {
+                "ssl.ca.location": "tls_ca",
+                "ssl.certificate.location": "tls_cert",
+                "ssl.key.location": "tls_key",
+            }
+            shared |= {name: options[option] for name, option in files.items() if options[option]}
+        if address.username:
+            shared |= {
+                "sasl.mechanism": options["sasl"] or "PLAIN",
+                "sasl.username": address.username,
+                "sasl.password": address.password,
+            }
+        if address.username or encrypted:
+            login = "SASL_" if address.username else ""
+            shared["security.protocol"] = login + ("SSL" if encrypted else "PLAINTEXT")
+        return {**shared, **self.settings}
+
+    async def aopen(self) -> None:
+        if self._producer is not None:
+            return
+        producer = Producer(
+            {
+                "enable.idempotence": True,
+                "acks": "all",
+                "linger.ms": 5,
+                "message.timeout.ms": int(self.timeout * 1000),
+                **self.configuration(),
+            }
+        )
+        try:
+            await asyncio.to_thread(self._find_or_create, producer)
+        except KafkaException as error:
+            raise failed(self, f"Looking for the topic {self.channel!r} of", error) from error
+        self._producer = producer
+
+    def _find_or_create(self, client: Producer) -> None:
+        topic = client.list_topics(self.channel, self.timeout).topics[self.channel]
+        if topic.error is None:
+            return
+        if topic.error.code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+            raise KafkaException(topic.error)
+        options = self.address.options
+        if not options["create"]:
+            raise BrokerError(f"{self.url}: there is no topic {self.channel!r}, and the URL says create=false")
+        new = NewTopic(
+            self.channel, options["partitions"], options["replicas"] or -1
+        )  # -1: as the cluster is configured
+        try:
+            AdminClient(self.configuration()).create_topics([new], request_timeout=self.timeout)[self.channel].result()
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise
+
+    async def aclose(self) -> None:
+        if self._producer is not None:
+            producer, self._producer = self._producer, None
+            await asyncio.to_thread(producer.flush, 1.0)
+
+    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+        try:
+            await self.aopen()
+        except BrokerError as error:
+            return [error] * len(envelopes)
+        results: list[Exception | None] = [
+            BrokerDown(f"{self.url} did not confirm the message within {self.timeout:g} s") for _ in envelopes
+        ]
+        await asyncio.to_thread(self._publish, envelopes, results)
+        return results
+
+    def _publish(self, envelopes: Sequence[Envelope], results: list[Exception | None]) -> None:
+        producer = self._producer
+        assert producer is not None
+        for number, envelope in enumerate(envelopes):
+            headers, body = binary(envelope, "ce_")
+            fields: list[tuple[str, str | bytes | None]] = [(name, value.encode()) for name, value in headers.items()]
+            key = envelope.subject.encode() if envelope.subject else None
+            try:
+                try:
+                    producer.produce(self.channel, body, key, headers=fields, on_delivery=self._into(results, number))
+                except BufferError:  # the local queue is full: let the broker confirm what is in it
+                    producer.flush(self.timeout)
+                    producer.produce(self.channel, body, key, headers=fields, on_delivery=self._into(results, number))
+            except (KafkaException, BufferError) as error:
+                results[number] = failed(self, f"Publishing {envelope.id} to", error)
+        producer.flush(self.timeout + 1.0)
+
+    def _into(self, results: list[Exception | None], number: int) -> Callable[[Any, Message], None]:
+        """The function that librdkafka calls with the result of a message."""
+
+        def report(error: KafkaError | None, message: Message) -> None:
+            if error is None:
+                results[number] = None
+                return
+            wrapped = failed(self, "Publishing to", KafkaException(error))
+            results[number] = BrokerDown(wrapped.detail) if error.code() in FOR_NOW else wrapped
+
+        return report
+
+    def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
+        return KafkaSubscription(self, group, prefetch)
+
+
+class Partition:
+    """The offsets of a partition that are not acknowledged yet, and so the offset that may be committed.
+
+    Kafka counts no deliveries, but a commit has room for a note: how often consumers have begun at the committed offset.
+    """
+
+    def __init__(self, start: int, begun: int) -> None:
+        self.start = start
+        self.begun = begun
+        self.next = start
+        self.open: list[int] = []  # a heap: delivered, and not yet committed
+        self.done: set[int] = set()  # of these, the acknowledged ones
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.open) - len(self.done)
+
+    def take(self, offset: int) -> int:
+        """Note a delivery; returns its count."""
+        heapq.heappush(self.open, offset)
+        self.next = max(self.next, offset + 1)
+        return self.begun if offset == self.start else 1
+
+    def finish(self, offset: int) -> int | None:
+        """Note an acknowledgement; returns the offset to commit, if it has changed."""
+        self.done.add(offset)
+        moved = False
+        while self.open and self.open[0] in self.done:
+            self.done.discard(heapq.heappop(self.open))
+            moved = True
+        return (self.open[0] if self.open else self.next) if moved else None
+
+
+class KafkaSubscription(Subscription):
+    """A member of the group, on a thread of its own.
+
+    A delivery is repeated when its consumer's session ends.  One that is refused by `nack` stays with this consumer, and
+    is delivered again after its delay; its partition's offset is committed only when it is acknowledged.
+    """
+
+    def __init__(self, broker: KafkaBroker, group: str, prefetch: int) -> None:
+        self.broker = broker
+        self.group = group
+        self.prefetch = prefetch
+        self.thread: threading.Thread | None = None
+        self.joined, self.ended = threading.Event(), threading.Event()
+        self.acknowledged: queue.SimpleQueue[KafkaDelivery] = queue.SimpleQueue()
+        self.arrived: deque[Delivery] = deque()
+        self.delayed: list[tuple[float, int, KafkaDelivery]] = []
+        self.partitions: dict[int, Partition] = {}
+        self.paused = False
+        self.error: Exception | None = None
+
+    async def aopen(self) -> None:
+        if self.thread is not None:
+            return
+        await self.broker.aopen()
+        self.loop = asyncio.get_running_loop()
+        self.changed = asyncio.Event()
+        self.client = KafkaClient(
+            {
+                "group.id": f"{self.broker.channel}.{self.group}",  # Kafka's groups are the whole cluster's
+                "auto.offset.reset": "earliest",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                **self.broker.configuration(),
+            }
+        )
+        self.client.subscribe(
+            [self.broker.channel], on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost
+        )
+        self.thread = threading.Thread(target=self._run, name="oncemore-kafka", daemon=True)
+        self.thread.start()
+        await asyncio.to_thread(self.joined.wait, self.broker.timeout)  # the group gives it partitions, or none
+
+    # On the thread
+
+    def _run(self) -> None:
+        try:
+            while not self.ended.is_set():
+                self._commit()
+                room = self.prefetch - sum(each.unfinished for each in self.partitions.values())
+                if (room <= 0) != self.paused:  # not each time: to resume is to fetch anew
+                    self.paused = room <= 0
+                    (self.client.pause if self.paused else self.client.resume)(self.client.assignment())
+                self._take(self.client.consume(max(1, min(100, room)), POLL))
+            self._commit()
+        except Exception as error:
+            self.error = failed(self.broker, "Receiving from", error)
+        finally:
+            self.client.close()
+            self.joined.set()
+            self._wake()
+
+    def _take(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            error = message.error()
+            if error is not None:
+                if error.fatal() or not error.retriable():
+                    raise KafkaException(error)
+                log.warning("%s: %s", self.broker.url, error)
+                continue
+            partition = self.partitions.get(message.partition() or 0)
+            if partition is not None:  # otherwise it was revoked meanwhile
+                count = partition.take(message.offset() or 0)
+                self.arrived.append(KafkaDelivery(self, message, partition, count))
+        if messages:
+            self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self.loop.call_soon_threadsafe(self.changed.set)
+        except RuntimeError:  # the loop has ended
+            return
+
+    def _commit(self) -> None:
+        """Commit the offsets behind all that was acknowledged."""
+        places: dict[int, TopicPartition] = {}
+        after_crash = False
+        while True:
+            try:
+                delivery = self.acknowledged.get_nowait()
+            except queue.Empty:
+                break
+            number, partition = delivery.message.partition() or 0, delivery.partition
+            if self.partitions.get(number) is not partition:
+                continue  # it was revoked, and may be another consumer's by now
+            offset = partition.finish(delivery.message.offset() or 0)
+            if offset is not None:
+                places[number] = TopicPartition(self.broker.channel, number, offset, "0")
+                after_crash = after_crash or partition.begun > 1
+        if places:
+            # After a crash, wait for it: the next crash would otherwise be counted for a message that is done.
+            if after_crash:
+                self.client.commit(offsets=list(places.values()), asynchronous=False)
+            else:
+                self.client.commit(offsets=list(places.values()), asynchronous=True)
+
+    def _assigned(self, client: KafkaClient, partitions: list[TopicPartition]) -> None:
+        begins: list[TopicPartition] = []
+        for place in client.committed(partitions, timeout=self.broker.timeout):
+            note = place.metadata or ""
+            begun = 1 + (int(note) if note.isdecimal() else 0)
+            start = place.offset
+            if start < 0:  # the group has never committed
+                start = client.get_watermark_offsets(place, timeout=self.broker.timeout)[0]
+            self.partitions[place.partition] = Partition(start, begun)
+            begins.append(TopicPartition(place.topic, place.partition, start, str(begun)))
+        if begins:
+            client.commit(offsets=begins, asynchronous=False)
+        self.paused = False
+        client.assign([TopicPartition(each.topic, each.partition, each.offset) for each in begins])
+        self.joined.set()
+
+    def _revoked(self, client: KafkaClient, partitions: list[TopicPartition]) -> None:
+        self._commit()
+        self._lost(client, partitions)
+
+    def _lost(self, client: KafkaClient, partitions: list[TopicPartition]) -> None:
+        for place in partitions:
+            self.partitions.pop(place.partition, None)
+
+    # On the loop
+
+    async def receive(self, limit: int, wait: float) -> Sequence[Delivery]:
+        await self.aopen()
+        ends = time.monotonic() + wait
+        while True:
+            self.changed.clear()
+            now = time.monotonic()
+            while self.delayed and self.delayed[0][0] <= now:
+                self.arrived.append(heapq.heappop(self.delayed)[2])
+            if self.arrived:
+                return [self.arrived.popleft() for _ in range(min(limit, len(self.arrived)))]
+            if self.error is not None:
+                raise self.error
+            if now >= ends:
+                return ()
+            due = min(ends, self.delayed[0][0]) if self.delayed else ends
+            try:
+                await asyncio.wait_for(self.changed.wait(), max(0.001, due - now))
+            except TimeoutError:
+                continue
+
+    async def aclose(self) -> None:
+        if self.thread is not None:
+            thread, self.thread = self.thread, None
+            self.ended.set()
+            await asyncio.to_thread(thread.join)
+
+
+class KafkaDelivery(Delivery):
+    __slots__ = ("message", "partition", "subscription")
+
+    def __init__(self, subscription: KafkaSubscription, message: Message, partition: Partition, count: int) -> None:
+        body = message.value() or b""
+        super().__init__(lambda: parse_binary(headers_of(message), body, "ce_"), body, count)
+        self.subscription = subscription
+        self.message = message
+        self.partition = partition
+
+    async def ack(self) -> None:
+        if self.subscription.thread is None or self.subscription.error is not None:
+            raise BrokerError(f"The subscription to {self.subscription.broker.url} is closed")
+        self.subscription.acknowledged.put(self)
+
+    async def nack(self, delay: float = 0.0) -> None:
+        again = KafkaDelivery(self.subscription, self.message, self.partition, self.count + 1)
+        heapq.heappush(self.subscription.delayed, (time.monotonic() + delay, id(again), again))
+        self.subscription.changed.set()
+
+
+def headers_of(message: Message) -> dict[str, str]:
+    """The headers as text; a header that is not UTF-8 is none of ours."""
+    headers: dict[str, str] = {}
+    for name, value in cast("list[tuple[str, bytes | str | None]]", message.headers() or []):
+        try:
+            headers[name] = value.decode() if isinstance(value, bytes) else str(value or "")
+        except UnicodeDecodeError:
+            continue
+    return headers

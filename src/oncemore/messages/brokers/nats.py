@@ -1,0 +1,347 @@
+"""`nats://host/payments`: NATS JetStream.  The channel is a stream, and an envelope is published to `payments.<type>`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext, api
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
+
+from ...errors import BrokerError, ConfigurationError
+from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
+from ..envelope import Envelope, binary, parse_binary
+
+OPTIONS = {"visibility": VISIBILITY, "window": 120.0, "replicas": 0, "credentials": "", "token": ""}
+PING = 10  # seconds; a server that leaves two unanswered is gone
+LOOK = 0.2  # seconds between two looks whether there is still a connection
+IN_FLIGHT = 4000  # publishes that wait for their acknowledgement
+UNFIT = re.compile(r"[^0-9A-Za-z_=-]+")  # for a stream or consumer
+UNFIT_SUBJECT = re.compile(r"[^\x21-\x7e]+|[*>]|^\.|\.$|\.(?=\.)")
+PULL_EXPIRED = ("404", "408")
+
+
+def connect(address: Address, settings: Mapping[str, Any]) -> NatsBroker:
+    if UNFIT.search(address.channel):
+        raise ConfigurationError(f"{address.channel!r} cannot name a NATS stream: use letters, digits, _ and -")
+    return NatsBroker(address, settings)
+
+
+@lru_cache(4096)
+def subject_of(channel: str, type: str) -> str:
+    """The NATS subject for a type of event."""
+    return f"{channel}.{UNFIT_SUBJECT.sub('_', type)}"
+
+
+class NatsBroker:
+    """A JetStream stream, with a file store.  The header `Nats-Msg-Id` lets the server recognise a repeated id."""
+
+    def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
+        self.address = address
+        self.settings = settings
+        self.url = address.url
+        self.channel = address.channel
+        self.group: str = address.options["group"]
+        self.window: float | None = address.options["window"]
+        self.timeout: float = address.options["timeout"]
+        self._client: Client | None = None
+        self.stream: JetStreamContext = None  # type: ignore[assignment]  # until it is open
+
+    async def aopen(self) -> None:
+        if self.connects:
+            return
+        await self.aclose()
+        client = await self.connected()
+        self.stream = client.jetstream(publish_async_max_pending=IN_FLIGHT, timeout=self.timeout)
+        try:
+            await self._find_or_create()
+        except BaseException:
+            await client.close()
+            raise
+        self._client = client
+
+    async def connected(self) -> Client:
+        """A new connection, to the first of the hosts that answers.
+
+        The driver does not connect again by itself: relays and consumers do, and know then that something was lost.
+        """
+        address, options = self.address, self.address.options
+        login: dict[str, Any] = {"user": address.username, "password": address.password} if address.username else {}
+        if options["credentials"]:
+            login["user_credentials"] = options["credentials"]
+        if options["token"]:
+            login["token"] = options["token"]
+        tls = address.tls()
+        scheme = "tls" if tls else "nats"
+        known: dict[str, Any] = {
+            "name": f"oncemore {self.channel}",
+            "tls": tls,
+            "allow_reconnect": False,
+            "ping_interval": PING,
+            "error_cb": ignore_errors,
+            **login,
+            **self.settings,
+        }
+        hosts = address.host_and_port(4222)
+        random.shuffle(hosts)
+        caught: BaseException | None = None
+        for host, port in hosts:
+            try:
+                return await asyncio.wait_for(nats.connect(f"{scheme}://{host}:{port}", **known), self.timeout)
+            except (NatsError, OSError, TimeoutError) as error:
+                caught = error
+        assert caught is not None
+        raise failed(self, "The connection to", caught) from caught
+
+    async def _find_or_create(self) -> None:
+        try:
+            try:
+                info = await self.stream.stream_info(self.channel)
+            except NotFoundError:
+                if not self.address.options["create"]:
+                    raise BrokerError(
+                        f"{self.url}: there is no stream {self.channel!r}, and the URL says create=false"
+                    ) from None
+                info = await self.stream.add_stream(self._configuration())
+        except (NatsError, APIError, TimeoutError) as error:
+            raise failed(self, f"Looking for the stream {self.channel!r} of", error) from error
+        self.window = info.config.duplicate_window
+
+    def _configuration(self) -> api.StreamConfig:
+        options = self.address.options
+        return api.StreamConfig(
+            name=self.channel,
+            subjects=[f"{self.channel}.>"],
+            storage=api.StorageType.FILE,
+            # One of three may then fail.  A single server has no place for more than one.
+            num_replicas=options["replicas"] or (3 if len(self.address.hosts) >= 3 else 1),
+            duplicate_window=options["window"],
+        )
+
+    async def aclose(self) -> None:
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.close()
+
+    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+        try:
+            await self.aopen()
+        except BrokerError as error:
+            return [error] * len(envelopes)
+        results: list[Exception | None] = []
+        for first in range(0, len(envelopes), IN_FLIGHT):
+            sent = [await self._send(envelope) for envelope in envelopes[first : first + IN_FLIGHT]]
+            await self._wait({each for each in sent if isinstance(each, asyncio.Future)})
+            results += map(self._result, sent)
+        return results
+
+    async def _wait(self, waiting: set[asyncio.Future[api.PubAck]]) -> None:
+        """Wait for the acknowledgements while there is a connection; the driver does not tell those who wait of its end."""
+        ends = time.monotonic() + self.timeout
+        while waiting and self.connects and (left := ends - time.monotonic()) > 0:
+            _, waiting = await asyncio.wait(waiting, timeout=min(left, LOOK))
+
+    @property
+    def connects(self) -> bool:
+        """Whether the connection is open."""
+        return self._client is not None and self._client.is_connected
+
+    async def _send(self, envelope: Envelope) -> asyncio.Future[api.PubAck] | Exception:
+        """Send it without waiting for the acknowledgement, which is the future's result."""
+        if not self.connects:  # it would be kept and sent later, perhaps behind one that comes after it
+            return BrokerError(f"{self.url} is not connected")
+        headers, body = binary(envelope, "ce-", quoted=True)
+        headers[api.Header.MSG_ID.value] = deduplication_id(envelope, self.channel)
+        try:
+            # Without `wait_stall`, which is a switch of tasks: each message would go out in a packet of its own.
+            return await self.stream.publish_async(subject_of(self.channel, envelope.type), body, headers=headers)
+        except (NatsError, OSError, TimeoutError) as error:
+            return failed(self, f"Publishing {envelope.id} to", error)
+
+    def _result(self, sent: asyncio.Future[api.PubAck] | Exception) -> Exception | None:
+        if isinstance(sent, Exception):
+            return sent
+        if not sent.done():
+            sent.cancel()
+            if not self.connects:  # perhaps because of this message, or of one that was sent with it
+                return BrokerError(f"{self.url} has lost its connection before it confirmed the message")
+            return BrokerDown(f"{self.url} did not confirm the message within {self.timeout:g} s")
+        error = sent.exception()
+        if error is None:
+            return None
+        wrapped = failed(self, "Publishing to", error)
+        # 503: the stream is full, or has lost its leader.
+        return BrokerDown(wrapped.detail) if isinstance(error, ServiceUnavailableError) else wrapped
+
+    def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
+        return NatsSubscription(self, group, prefetch)
+
+
+async def ignore_errors(error: Exception) -> None:
+    """Called by the driver for each error of a connection, which it logs otherwise with a traceback."""
+
+
+class NatsSubscription(Subscription):
+    """A durable pull consumer, on a connection of its own.
+
+    The driver's `fetch` waits for a whole batch, so the requests for messages are sent here.
+    """
+
+    def __init__(self, broker: NatsBroker, group: str, prefetch: int) -> None:
+        self.broker = broker
+        self.name = UNFIT.sub("_", group)
+        self.prefetch = prefetch
+        self.client: Client | None = None
+        self.asked = 0  # messages that the server still owes us
+        self.asked_until = 0.0
+
+    async def aopen(self) -> None:
+        if self.client is not None:
+            return
+        broker = self.broker
+        await broker.aopen()
+        try:
+            await self._find_or_create()
+        except (NatsError, APIError, TimeoutError) as error:
+            raise failed(broker, f"Looking for the consumer {self.name!r} of", error) from error
+        client = await broker.connected()
+        self.inbox = client.new_inbox()
+        self.subscription = await client.subscribe(self.inbox)
+        self.client = client
+
+    async def _find_or_create(self) -> None:
+        broker = self.broker
+        try:
+            info = await broker.stream.consumer_info(broker.channel, self.name)
+        except NotFoundError:
+            if not broker.address.options["create"]:
+                raise BrokerError(
+                    f"{broker.url}: there is no consumer {self.name!r}, and the URL says create=false"
+                ) from None
+            configuration = api.ConsumerConfig(
+                durable_name=self.name,
+                ack_policy=api.AckPolicy.EXPLICIT,
+                deliver_policy=api.DeliverPolicy.ALL,
+                ack_wait=broker.address.options["visibility"],
+                max_deliver=-1,
+                max_ack_pending=max(1000, 10 * self.prefetch),
+            )
+            info = await broker.stream.add_consumer(broker.channel, configuration)
+        self.visibility = info.config.ack_wait
+
+    async def receive(self, limit: int, wait: float) -> Sequence[Delivery]:
+        await self.aopen()
+        assert self.client is not None
+        ends = time.monotonic() + wait
+        if not self.client.is_connected:
+            raise BrokerError(f"{self.broker.url} has lost its connection")
+        found: list[Delivery] = []
+        while not found:
+            left = ends - time.monotonic()
+            if self.subscription.pending_msgs == 0:
+                if left <= 0:
+                    break
+                await self._ask(limit, max(left, 0.05))
+            found = await self._next(limit, max(left, 0.01))
+        return found
+
+    async def _ask(self, limit: int, wait: float) -> None:
+        """Ask the server for as many messages as there is room for, unless it owes them already."""
+        assert self.client is not None
+        now = time.monotonic()
+        if now > self.asked_until:
+            self.asked = 0
+        if self.asked >= limit:
+            return
+        place = f"$JS.API.CONSUMER.MSG.NEXT.{self.broker.channel}.{self.name}"
+        request = {"batch": limit - self.asked, "expires": int(wait * 1e9)}
+        try:
+            await self.client.publish(place, json.dumps(request).encode(), self.inbox)
+        except (NatsError, OSError) as error:
+            raise failed(self.broker, "Asking for messages of", error) from error
+        self.asked = limit
+        self.asked_until = now + wait
+
+    async def _next(self, limit: int, wait: float) -> list[Delivery]:
+        """The messages that have come; waits for the first only."""
+        assert self.client is not None
+        found: list[Delivery] = []
+        while len(found) < limit and (not found or self.subscription.pending_msgs):
+            try:
+                message = await self.subscription.next_msg(timeout=wait)
+            except TimeoutError:
+                break
+            except NatsError as error:
+                raise failed(self.broker, "Receiving from", error) from error
+            if message.reply:
+                self.asked = max(0, self.asked - 1)
+                found.append(NatsDelivery(self.client, message))
+                continue
+            self.asked = 0  # it says why there are no more messages
+            headers = message.headers or {}
+            if headers.get("Status") not in PULL_EXPIRED:  # the consumer was deleted, or its leader has changed
+                raise BrokerError(f"{self.broker.url}: the request for messages ended: {headers}")
+            break
+        return found
+
+    async def stop(self) -> None:
+        """Withdraw the request for messages, which would be answered with those that are given back."""
+        if self.client is not None:
+            try:
+                waiting = await self._next(self.subscription.pending_msgs, 0.01)
+                await self.subscription.unsubscribe()
+            except NatsError as error:
+                raise failed(self.broker, "Unsubscribing from", error) from error
+            for delivery in waiting:
+                await delivery.nack()
+
+    async def aclose(self) -> None:
+        if self.client is not None:
+            client, self.client = self.client, None
+            try:
+                if client.is_connected:
+                    await client.flush(timeout=5)  # acknowledgements on their way
+            except (NatsError, OSError, TimeoutError):
+                pass
+            await client.close()
+
+
+class NatsDelivery(Delivery):
+    __slots__ = ("client", "message")
+
+    def __init__(self, client: Client, message: Msg) -> None:
+        super().__init__(
+            lambda: parse_binary(message.headers or {}, message.data, "ce-", quoted=True),
+            message.data,
+            message.metadata.num_delivered,
+        )
+        self.client = client
+        self.message = message
+
+    async def ack(self) -> None:
+        await self._tell(Msg.Ack.Ack)
+
+    async def nack(self, delay: float = 0.0) -> None:
+        told = Msg.Ack.Nak
+        if delay > 0:
+            told += b' {"delay": %d}' % int(delay * 1e9)
+        await self._tell(told)
+
+    async def extend(self) -> None:
+        await self._tell(Msg.Ack.Progress)
+
+    async def _tell(self, answer: bytes) -> None:
+        try:
+            await self.client.publish(self.message.reply, answer)
+        except (NatsError, OSError) as error:
+            raise BrokerError(f"The answer to a delivery could not be sent: {error}") from error

@@ -1,0 +1,291 @@
+"""`amqp://host/vhost/payments`: RabbitMQ.  The channel is a topic exchange; each group has a quorum queue bound to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import aio_pika
+from aio_pika import Exchange
+from aio_pika.abc import AbstractConnection, AbstractIncomingMessage
+from aiormq.exceptions import AMQPError, ChannelInvalidStateError, ChannelNotFoundEntity, PublishError
+
+from ...errors import BrokerError
+from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, failed
+from ..envelope import Envelope, binary, parse_binary
+from ..inbox import DEFAULT_NAME
+
+log = logging.getLogger("oncemore.messages")
+
+OPTIONS: dict[str, Any] = {}
+ERRORS = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError)
+MOST_IN_FLIGHT = 500  # publishes that wait for their confirmation
+CLOSING = 5.0  # seconds
+LONGEST_KEY = 255  # bytes of a routing key
+
+
+def connect(address: Address, settings: Mapping[str, Any]) -> RabbitBroker:
+    return RabbitBroker(address, settings)
+
+
+class RabbitBroker:
+    """A durable topic exchange, with publisher confirms; the routing key is the envelope's type.
+
+    An exchange keeps nothing by itself.  If no queue is bound when the first message comes, the default group's queue,
+    which has the exchange's name, is created and bound, and the message is sent again.  RabbitMQ recognises no repeated
+    ids; consumers' inboxes do.
+    """
+
+    def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
+        self.address = address
+        self.settings = settings
+        self.url = address.url
+        self.channel = address.channel
+        self.group: str = address.options["group"]
+        self.window: float | None = None
+        self.timeout: float = address.options["timeout"]
+        self._connection: AbstractConnection | None = None
+        self.exchange: Exchange = None  # type: ignore[assignment]  # until it is open
+
+    async def aopen(self) -> None:
+        if self._connection is not None and not self._connection.is_closed and not self.exchange.channel.is_closed:
+            return
+        await self.aclose()
+        connection = await self.connected()
+        try:
+            async with asyncio.timeout(self.timeout):  # a queue whose leader is not elected yet does not answer
+                channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
+                self.exchange = await self.declared(channel)
+                if self.group:  # so that it gets what is published before its consumers begin
+                    await self.queue(channel, self.exchange, self.group)
+        except ERRORS as error:
+            await close(connection)
+            raise failed(self, f"Looking for the exchange {self.channel!r} of", error) from error
+        self._connection = connection
+
+    async def connected(self) -> AbstractConnection:
+        """A new connection, to the first of the hosts that answers."""
+        address = self.address
+        tls = address.tls()
+        error: BaseException | None = None
+        for host, port in address.host_and_port(5671 if tls else 5672):
+            try:
+                connection: AbstractConnection = await aio_pika.connect(
+                    host=host,
+                    port=port,
+                    login=address.username or "guest",
+                    password=address.password or "guest",
+                    virtualhost=address.space or "/",
+                    ssl=tls is not None,
+                    ssl_context=tls,
+                    timeout=self.timeout,
+                    **self.settings,
+                )
+                return connection
+            except ERRORS as caught:
+                error = caught
+        assert error is not None
+        raise failed(self, "The connection to", error) from error
+
+    async def declared(self, channel: Any) -> Exchange:
+        """The exchange; it is created unless the URL says `create=false`."""
+        if not self.address.options["create"]:
+            found: Exchange = await channel.get_exchange(self.channel, ensure=True)
+            return found
+        made: Exchange = await channel.declare_exchange(self.channel, "topic", durable=True)
+        return made
+
+    async def queue(self, channel: Any, exchange: Exchange, group: str) -> Any:
+        """The group's queue, bound to the exchange; it is created unless the URL says `create=false`."""
+        name = self.channel if group == DEFAULT_NAME else f"{self.channel}.{group}"
+        if not self.address.options["create"]:
+            return await channel.get_queue(name, ensure=True)
+        queue = await channel.declare_queue(name, durable=True, arguments={"x-queue-type": "quorum"})
+        await queue.bind(exchange, "#")
+        return queue
+
+    async def aclose(self) -> None:
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await close(connection)
+
+    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+        results: list[Exception | None] = []
+        for first in range(0, len(envelopes), MOST_IN_FLIGHT):
+            some = envelopes[first : first + MOST_IN_FLIGHT]
+            try:
+                await self.aopen()
+            except BrokerError as error:
+                results += [error] * len(some)
+                continue
+            if len({envelope.id for envelope in some}) == len(some):
+                results += await asyncio.gather(*map(self._publish, some))
+            else:  # the driver tells returned messages apart by their ids
+                results += [await self._publish(envelope) for envelope in some]
+        return results
+
+    async def _publish(self, envelope: Envelope) -> Exception | None:
+        headers, body = binary(envelope, "ce-")
+        message = aio_pika.Message(
+            body,
+            headers=dict(headers),
+            content_type=headers.pop("content-type", None),
+            message_id=envelope.id,
+            delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
+        )
+        key = envelope.type.encode()[:LONGEST_KEY].decode(errors="ignore")
+        try:
+            try:
+                await self.exchange.publish(message, key, mandatory=True, timeout=self.timeout)
+            except PublishError:
+                if not self.address.options["create"]:
+                    raise
+                await self._bind_default_queue()
+                await self.exchange.publish(message, key, mandatory=True, timeout=self.timeout)
+        except TimeoutError:  # it takes no messages while it has too little memory or disk
+            return BrokerDown(f"{self.url} did not confirm the message {envelope.id} within {self.timeout:g} s")
+        except ERRORS as error:
+            return failed(self, f"Publishing {envelope.id} to", error)
+        return None
+
+    async def _bind_default_queue(self) -> None:
+        log.warning(
+            "No queue is bound to the exchange %r yet, so the queue %r keeps its messages; a consumer without ?group= "
+            "reads it.  Start consumers with a group before the first message, or give the relay's URL the same group",
+            self.channel,
+            self.channel,
+        )
+        await self.queue(self.exchange.channel, self.exchange, DEFAULT_NAME)
+
+    def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
+        return RabbitSubscription(self, group, prefetch)
+
+
+async def close(connection: AbstractConnection) -> None:
+    """Close the connection, also if the server does not answer any more."""
+    with suppress(*ERRORS):
+        await asyncio.wait_for(connection.close(), CLOSING)
+
+
+class RabbitSubscription(Subscription):
+    """A consumer of the group's queue, on a connection of its own.
+
+    There is no visibility time-out: a delivery is repeated when its connection ends.
+    """
+
+    def __init__(self, broker: RabbitBroker, group: str, prefetch: int) -> None:
+        self.broker = broker
+        self.group = group
+        self.prefetch = prefetch
+        self.connection: AbstractConnection | None = None
+        self.arrived: deque[AbstractIncomingMessage] = deque()
+        self.changed = asyncio.Event()
+        self.delayed: set[asyncio.Task[None]] = set()
+
+    async def aopen(self) -> None:
+        if self.connection is not None:
+            return
+        broker = self.broker
+        connection = await broker.connected()
+        try:
+            async with asyncio.timeout(broker.timeout):
+                channel = await connection.channel(publisher_confirms=False)
+                await channel.set_qos(prefetch_count=self.prefetch)
+                queue = await broker.queue(channel, await broker.declared(channel), self.group)
+                channel.close_callbacks.add(lambda *_: self.changed.set())
+                self.tag = await queue.consume(self._take)
+                self.queue = queue
+        except ERRORS as error:
+            await close(connection)
+            hint = "; the URL says create=false" if isinstance(error, ChannelNotFoundEntity) else ""
+            raise failed(broker, f"Subscribing to {self.broker.channel!r}{hint} of", error) from error
+        self.channel = channel
+        self.connection = connection
+
+    async def _take(self, message: AbstractIncomingMessage) -> None:
+        self.arrived.append(message)
+        self.changed.set()
+
+    async def receive(self, limit: int, wait: float) -> Sequence[Delivery]:
+        await self.aopen()
+        if not self.arrived:
+            self.changed.clear()
+            if self.channel.is_closed:
+                raise BrokerError(f"{self.broker.url} has closed the connection")
+            try:
+                await asyncio.wait_for(self.changed.wait(), wait)
+            except TimeoutError:
+                return ()
+        if self.channel.is_closed:  # they cannot be acknowledged any more, and come again
+            self.arrived.clear()
+            raise BrokerError(f"{self.broker.url} has closed the connection")
+        return [RabbitDelivery(self, self.arrived.popleft()) for _ in range(min(limit, len(self.arrived)))]
+
+    async def stop(self) -> None:
+        """Cancel the subscription, to which RabbitMQ would deliver again at once what is given back."""
+        if self.connection is None:
+            return
+        try:
+            await self.queue.cancel(self.tag)
+            while self.arrived:
+                await self.arrived.popleft().nack(requeue=True)
+        except ERRORS as error:
+            raise failed(self.broker, "Unsubscribing from", error) from error
+
+    async def aclose(self) -> None:
+        for task in self.delayed:
+            task.cancel()
+        if self.connection is not None:
+            connection, self.connection = self.connection, None
+            await close(connection)
+
+
+class RabbitDelivery(Delivery):
+    __slots__ = ("message", "subscription")
+
+    def __init__(self, subscription: RabbitSubscription, message: AbstractIncomingMessage) -> None:
+        before = message.headers.get("x-delivery-count", 1 if message.redelivered else 0)
+        super().__init__(
+            lambda: parse_binary(headers_of(message), message.body, "ce-"),
+            message.body,
+            1 + (before if isinstance(before, int) else 0),
+        )
+        self.subscription = subscription
+        self.message = message
+
+    async def ack(self) -> None:
+        await self._tell(self.message.ack())
+
+    async def nack(self, delay: float = 0.0) -> None:
+        """RabbitMQ cannot delay a redelivery, so the message stays with this consumer until then."""
+        if delay <= 0:
+            await self._tell(self.message.nack(requeue=True))
+            return
+        task = asyncio.create_task(self._nack_later(delay))
+        self.subscription.delayed.add(task)
+        task.add_done_callback(self.subscription.delayed.discard)
+
+    async def _nack_later(self, delay: float) -> None:
+        await asyncio.sleep(delay)
+        try:
+            await self.nack()
+        except BrokerError:  # the connection has ended, and it is delivered again because of that
+            return
+
+    async def _tell(self, answer: Any) -> None:
+        try:
+            await answer
+        except ERRORS as error:
+            raise BrokerError(f"The answer to a delivery could not be sent: {error}") from error
+
+
+def headers_of(message: AbstractIncomingMessage) -> dict[str, str]:
+    """The CloudEvents attributes, with the content type, which is a property of its own in AMQP."""
+    headers = {name: value for name, value in message.headers.items() if isinstance(value, str)}
+    if message.content_type:
+        headers["content-type"] = message.content_type
+    return headers

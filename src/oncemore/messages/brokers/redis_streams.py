@@ -1,0 +1,265 @@
+"""`redis+stream://host/0/payments`: a stream of Redis or Valkey, read by consumer groups."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, cast
+
+import redis.asyncio as redis
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+
+from ...errors import BrokerError
+from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
+from ..envelope import Envelope, parse_structured, structured
+
+OPTIONS = {"visibility": VISIBILITY, "window": 86400.0}
+FIELD = b"event"
+# Errors that say nothing about the message: no memory, no disk, not (or not yet) the primary, a script that runs for long.
+FOR_NOW = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN")
+BLOCK = 0.5  # seconds for one read; then look for deliveries that are due again
+LOOK = 0.1  # seconds between two looks for them
+SWEEP = 10.0  # seconds between two removals of what all groups have acknowledged
+
+# An id is remembered in a key of its own, in the stream's slot of a cluster.  It is written last: a script that fails in
+# the middle is not rolled back, and an id without its message would be a lost message.  KEYS: the stream, the id's key.
+# ARGV: the body, the milliseconds for which the id is remembered, the stream must exist.
+ADD = """
+if ARGV[3] == '1' and redis.call('EXISTS', KEYS[1]) == 0 then return redis.error_reply('NOSTREAM the stream does not exist') end
+if redis.call('EXISTS', KEYS[2]) == 1 then return false end
+local id = redis.call('XADD', KEYS[1], '*', 'event', ARGV[1])
+redis.call('SET', KEYS[2], '1', 'PX', ARGV[2])
+return id
+"""
+
+# Only while the delivery is still this consumer's: another may have taken it over.  XCLAIM with JUSTID counts no delivery.
+# KEYS: the stream.  ARGV: the group, the consumer, the id, the milliseconds that the delivery shall seem to be idle.
+MOVE = """
+if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then return 0 end
+redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'IDLE', ARGV[4], 'JUSTID')
+return 1
+"""
+
+
+def connect(address: Address, settings: Mapping[str, Any]) -> RedisStreamBroker:
+    return RedisStreamBroker(address, settings)
+
+
+class RedisStreamBroker:
+    """A stream.  A script remembers each id for *window* seconds, in the same step that adds the message.
+
+    "Stored" means what the server is configured for: with `appendfsync always`, a message survives a crash.
+    """
+
+    def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
+        self.address = address
+        self.settings = settings
+        self.url = address.url
+        self.channel = address.channel
+        self.group: str = address.options["group"]
+        self.window: float | None = address.options["window"]
+        self.timeout: float = address.options["timeout"]
+        self._client: redis.Redis | None = None
+
+    async def aopen(self) -> None:
+        if self._client is None:
+            client = self.connected()
+            try:
+                await cast("Awaitable[Any]", client.ping())
+            except (RedisError, OSError) as error:
+                await client.aclose()
+                raise failed(self, "The connection to", error) from error
+            self._client = client
+
+    def connected(self) -> redis.Redis:
+        """A new client, which opens its connection when it is first used."""
+        address = self.address
+        [(host, port), *_] = address.host_and_port(6379)
+        tls = {"ssl": True} if address.tls() else {}
+        files = {"ssl_ca_certs": "tls_ca", "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key"}
+        tls |= {name: address.options[option] for name, option in files.items() if tls and address.options[option]}
+        return redis.Redis(
+            host=host,
+            port=port,
+            db=int(address.space or 0),
+            username=address.username or None,
+            password=address.password or None,
+            socket_timeout=self.timeout,
+            socket_connect_timeout=self.timeout,
+            **{**tls, **self.settings},
+        )
+
+    async def aclose(self) -> None:
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.aclose()
+
+    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+        try:
+            await self.aopen()
+            assert self._client is not None
+            async with self._client.pipeline(transaction=False) as pipeline:
+                for envelope in envelopes:
+                    pipeline.eval(ADD, 2, *self._add_arguments(envelope))
+                answers = await pipeline.execute(raise_on_error=False)
+        except BrokerError as error:
+            return [error] * len(envelopes)
+        except (RedisError, OSError) as error:
+            return [failed(self, "Publishing to", error)] * len(envelopes)
+        return [self._error(each) if isinstance(each, Exception) else None for each in answers]
+
+    def _error(self, error: Exception) -> BrokerError:
+        wrapped = failed(self, "Publishing to", error)
+        # The driver takes the first word away from errors that have a class of their own.
+        known = isinstance(
+            error, OutOfMemoryError | BusyLoadingError | ReadOnlyError | ClusterDownError | MasterDownError
+        )
+        return BrokerDown(wrapped.detail) if known or any(word in str(error) for word in FOR_NOW) else wrapped
+
+    def _add_arguments(self, envelope: Envelope) -> tuple[str | bytes | int, ...]:
+        seen = f"{{{self.channel}}}:seen:{deduplication_id(envelope, self.channel)}"
+        must_exist = "0" if self.address.options["create"] else "1"
+        return self.channel, seen, structured(envelope), int((self.window or 0.001) * 1000), must_exist
+
+    def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
+        return RedisSubscription(self, group)
+
+
+class RedisSubscription(Subscription):
+    """A consumer of a group.  Deliveries that their consumer has left for *visibility* seconds are taken over."""
+
+    def __init__(self, broker: RedisStreamBroker, group: str) -> None:
+        self.broker = broker
+        self.group = group
+        self.stream = broker.channel
+        self.name = f"{platform.node()[:40]}:{os.getpid()}:{secrets.token_hex(4)}"
+        self.visibility = broker.address.options["visibility"]
+        self.client: redis.Redis | None = None
+        self.swept = time.monotonic()
+        self.looked = 0.0  # when deliveries to take over were last looked for, and how far
+        self.cursor: bytes | str = "0-0"
+
+    async def aopen(self) -> None:
+        if self.client is not None:
+            return
+        broker = self.broker
+        client = broker.connected()
+        try:
+            if broker.address.options["create"]:
+                try:
+                    await client.xgroup_create(self.stream, self.group, id="0", mkstream=True)
+                except ResponseError as error:
+                    if "BUSYGROUP" not in str(error):
+                        raise
+            else:
+                await client.xinfo_groups(self.stream)
+        except (RedisError, OSError) as error:
+            await client.aclose()
+            raise failed(broker, f"Looking for the group {self.group!r} of", error) from error
+        self.client = client
+
+    async def receive(self, limit: int, wait: float) -> Sequence[Delivery]:
+        await self.aopen()
+        ends = time.monotonic() + wait
+        try:
+            while True:
+                found = await self._overdue(limit) or await self._new(limit, min(BLOCK, ends - time.monotonic()))
+                if found or time.monotonic() >= ends:
+                    return found
+                await self._sweep()
+        except (RedisError, OSError) as error:
+            raise failed(self.broker, "Receiving from", error) from error
+
+    async def _overdue(self, limit: int) -> list[Delivery]:
+        """Take over what was left unacknowledged for too long, by any consumer of the group."""
+        assert self.client is not None
+        if time.monotonic() < self.looked + LOOK:
+            return []
+        idle = int((self.visibility or 0.0) * 1000)
+        self.cursor, entries, *_ = await self.client.xautoclaim(
+            self.stream, self.group, self.name, min_idle_time=idle, start_id=self.cursor, count=limit
+        )
+        if self.cursor == b"0-0":  # that was the end of the list
+            self.looked = time.monotonic()
+        found: list[Delivery] = []
+        for id, fields in entries:
+            [pending] = await self.client.xpending_range(self.stream, self.group, id, id, 1) or [{"times_delivered": 1}]
+            found.append(RedisDelivery(self, id, fields, cast("int", pending["times_delivered"])))
+        return found
+
+    async def _new(self, limit: int, wait: float) -> list[Delivery]:
+        """The messages that no consumer of the group has been given yet."""
+        assert self.client is not None
+        answer: Any = await self.client.xreadgroup(
+            self.group, self.name, {self.stream: ">"}, count=limit, block=max(1, int(wait * 1000))
+        )
+        return [RedisDelivery(self, id, fields, 1) for _, entries in answer or () for id, fields in entries]
+
+    async def _sweep(self) -> None:
+        """Now and then, remove the messages that all groups have acknowledged, and consumers that have crashed."""
+        if not self.broker.address.options["create"] or time.monotonic() < self.swept + SWEEP:
+            return
+        assert self.client is not None
+        self.swept = time.monotonic()
+        oldest: list[bytes] = []
+        for group in await self.client.xinfo_groups(self.stream):
+            summary = await self.client.xpending(self.stream, group["name"])
+            oldest.append(summary["min"] or group["last-delivered-id"])
+        if oldest:
+            await self.client.xtrim(self.stream, minid=min(oldest, key=entry_order), approximate=True)
+        for consumer in await self.client.xinfo_consumers(self.stream, self.group):
+            if consumer["pending"] == 0 and consumer["idle"] > 3_600_000:
+                await self.client.xgroup_delconsumer(self.stream, self.group, consumer["name"])
+
+    async def move(self, id: bytes, idle: float) -> None:
+        """Let the delivery seem to be idle for *idle* seconds, if it is still this consumer's."""
+        await self.tell("eval", MOVE, 1, self.stream, self.group, self.name, id, int(max(0.0, idle) * 1000))
+
+    async def tell(self, command: str, *arguments: Any) -> None:
+        if self.client is None:
+            raise BrokerError(f"The subscription to {self.broker.url} is closed")
+        try:
+            await getattr(self.client, command)(*arguments)
+        except (RedisError, OSError) as error:
+            raise failed(self.broker, "The answer to a delivery of", error) from error
+
+    async def aclose(self) -> None:
+        if self.client is not None:
+            client, self.client = self.client, None
+            await client.aclose()
+
+
+def entry_order(id: bytes) -> tuple[int, int]:
+    """The order of entries, whose ids are a time and a number."""
+    first, _, second = id.partition(b"-")
+    return int(first), int(second or 0)
+
+
+class RedisDelivery(Delivery):
+    __slots__ = ("id", "subscription")
+
+    def __init__(self, subscription: RedisSubscription, id: bytes, fields: Mapping[bytes, bytes], count: int) -> None:
+        raw = fields.get(FIELD, b"")
+        super().__init__(lambda: parse_structured(raw), raw, count)
+        self.subscription = subscription
+        self.id = id
+
+    async def ack(self) -> None:
+        await self.subscription.tell("xack", self.subscription.stream, self.subscription.group, self.id)
+
+    async def nack(self, delay: float = 0.0) -> None:
+        await self.subscription.move(self.id, (self.subscription.visibility or 0.0) - delay)
+
+    async def extend(self) -> None:
+        await self.subscription.move(self.id, 0.0)

@@ -1,0 +1,82 @@
+"""A middleware for FastStream: its subscribers handle each message once."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from faststream import BaseMiddleware, StreamMessage
+
+from .._ledger.context import Op, running
+from .._runtime.plan import arun
+from ..errors import ConfigurationError
+from .inbox import Inbox
+
+ID, SOURCE = "ce-id", "ce-source"
+
+
+class InboxMiddleware:
+    """Lets the subscriber of a message that was handled before return what it returned then, without calling it.
+
+        broker = NatsBroker(middlewares=[InboxMiddleware(inbox)])
+
+    The subscriber's effects commit with the inbox's record if it uses `oncemore.current_operation().connection`.  Ids and
+    sources are those of CloudEvents headers; without them, say where they are.
+
+    Args:
+        inbox: Remembers what was handled.
+        source: Who sends the messages, if they have no header `ce-source`.
+        id: Finds the sender's id of a message, if it has no header `ce-id`.
+        delivery: Finds the broker's count of deliveries, if it has one.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        *,
+        source: str | None = None,
+        id: Callable[[StreamMessage[Any]], str] | None = None,
+        delivery: Callable[[StreamMessage[Any]], int] | None = None,
+    ) -> None:
+        self.inbox = inbox
+        self.source = source
+        self.id = id
+        self.delivery = delivery
+
+    def __call__(self, message: Any, /, *, context: Any) -> BaseMiddleware:
+        """Make the middleware of one message; FastStream calls this."""
+        return ReceivedMessage(message, context=context, settings=self)
+
+    def name_of(self, message: StreamMessage[Any]) -> tuple[str, str]:
+        """The sender's id of the message, and the sender."""
+        headers = message.headers
+        id = headers.get(ID) if self.id is None else self.id(message)
+        source = headers.get(SOURCE) if self.source is None else self.source
+        if not id or not source:
+            raise ConfigurationError(
+                f"A message has no header {ID if not id else SOURCE!r}: have it sent as a CloudEvent, or say where to find "
+                "it: InboxMiddleware(inbox, source='payments', id=lambda message: message.headers['x-id'])"
+            )
+        return str(id), str(source)
+
+
+class ReceivedMessage(BaseMiddleware):
+    def __init__(self, message: Any, /, *, context: Any, settings: InboxMiddleware) -> None:
+        super().__init__(message, context=context)
+        self.settings = settings
+
+    async def consume_scope(
+        self, call_next: Callable[[StreamMessage[Any]], Awaitable[Any]], msg: StreamMessage[Any]
+    ) -> Any:
+        settings = self.settings
+        inbox = settings.inbox
+        id, source = settings.name_of(msg)
+
+        async def handle(op: Op, body: bytes) -> Any:
+            with running(op):
+                return await call_next(msg)
+
+        count = 1 if settings.delivery is None else settings.delivery(msg)
+        body = msg.body if isinstance(msg.body, bytes) else bytes(msg.body)
+        received = await arun(inbox.received(inbox.operation(id, source, body), body, handle, count))
+        return received.value

@@ -1,0 +1,647 @@
+"""The relay: sends the messages of an outbox to a broker, each until the broker has stored it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from operator import itemgetter
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from .._contract.policy import duration
+from .._ledger.guard import check_positive
+from .._ledger.model import Operation
+from .._ledger.tables import Sql
+from .._ledger.transactions import TransactionAdapter, to_the_end
+from .._runtime.backoff import Backoff
+from .._runtime.clock import SYSTEM
+from .._runtime.plan import arun
+from .._runtime.wakeups import Wait
+from ..errors import BrokerError, ConfigurationError, OncemoreError
+from . import outbox_sql as sql
+from .broker import Broker, BrokerDown, connect
+from .envelope import Envelope
+from .inbox import matches
+from .outbox import LONG_WAIT, Outbox, read_envelope
+from .tracing import send_span
+
+log = logging.getLogger("oncemore.messages")
+
+Mode = Literal["hold", "lease"]
+Target = str | Broker
+
+BATCH = 500
+ATTEMPTS = 10
+LEASE = 30.0
+SHORTEST_POLL, LONGEST_POLL = 0.01, 1.0  # seconds between two looks: soon after a message, then less and less often
+FAILED_POLL = 0.5  # seconds between two looks for rows that have failed before
+LOOK_AT_ALL = 1.0  # seconds between two claims that look at all rows, while there are many
+LATE = 60.0  # seconds that a transaction may take after it has added a message, to be noticed without that
+ROUNDING = 0.001  # seconds by which a time may differ after its way through a float
+PURGE_EVERY = 60.0  # seconds between two deletions of messages that were kept long enough
+AVOIDED = 2.0  # seconds between two attempts to reach a broker that is down while others are not
+MOST_ROUNDS = 5  # of one claim, if all that it finds belongs to subjects that another relay sends
+MOST_TYPES = 10_000  # whose broker is remembered
+LONGEST_ERROR = 500  # characters of it that are stored
+# Between the attempts of one message: all within the two minutes for which NATS recognises a repeated id.
+BACKOFF = Backoff(base=0.5, cap=25.0, jitter="equal")
+# While the broker or the database is down.
+DOWN = Backoff(base=0.1, cap=5.0, jitter="equal")
+
+
+# Each claim's statement that leaves out some types.
+BUT_SOME_TYPES = {
+    id(sql.CLAIM_NEW): sql.CLAIM_NEW_BUT,
+    id(sql.CLAIM_FAILED): sql.CLAIM_FAILED_BUT,
+    id(sql.CLAIM_ALL): sql.CLAIM_ALL_BUT,
+}
+
+
+class Row(msgspec.Struct):
+    """A claimed message; *attempts* are those before this one."""
+
+    seq: int
+    envelope: Envelope
+    attempts: int
+
+
+class Relay:
+    """Sends the messages of *outbox*; any number of relays may do so, in any number of processes.
+
+    Messages with the same subject are sent in their order, also while one of them fails; other subjects go on.  By default
+    (`hold`) rows are locked, sent and deleted in one transaction.  With `lease`, a claim is committed first, and the attempt
+    counted: for slow brokers, because no transaction is open meanwhile.  A row that has failed is sent under a lease in either
+    mode, as is everything on SQLite and behind a connection pooler.
+
+    Args:
+        outbox: The messages.
+        to: A broker's URL, a Broker, or a mapping from types to these; `*` in a type matches any characters, the first
+            match wins, and a message that nothing matches is a dead letter.
+        batch: How many messages are claimed at a time.
+        mode: "hold" or "lease"; by default "hold" if the database can.
+        lease: How long a claim lasts in mode "lease", if its relay dies.
+        attempts: After so many failures a message is a dead letter.  While the broker cannot be reached, none is counted.
+        backoff: The pauses between the attempts of one message.
+        strict: A dead letter holds up the messages with its subject, until it is requeued or deleted.
+        keep: For how long sent messages are kept, for `outbox.replay`; by default as the outbox says.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        to: Target | Mapping[str, Target],
+        *,
+        batch: int = BATCH,
+        mode: Mode | None = None,
+        lease: float | str = LEASE,
+        attempts: int = ATTEMPTS,
+        backoff: Backoff = BACKOFF,
+        strict: bool = False,
+        keep: float | str | None = None,
+    ) -> None:
+        if not isinstance(outbox, Outbox):
+            raise ConfigurationError(
+                f"outbox is {outbox!r}: make one, as in Relay(Outbox(guard, source='shop'), to=url)"
+            )
+        if mode is not None and mode not in get_args(Mode):
+            raise ConfigurationError(f"mode = {mode!r} is unknown: choose 'hold' or 'lease'")
+        if mode == "hold" and outbox.tables.dialect == "sqlite":
+            raise ConfigurationError(
+                "mode = 'hold' would keep all other writers of the SQLite file waiting: use 'lease'"
+            )
+        self.outbox = outbox
+        self.routes = read_routes(outbox, to)
+        self.batch = check_positive("batch", batch)
+        self.mode = mode
+        self.lease = duration(lease)
+        self.attempts = check_positive("attempts", attempts)
+        self.backoff = backoff
+        self.strict = strict
+        if keep is not None:
+            outbox.keep = duration(keep)
+        self._chosen: dict[str, Broker | None] = {}
+        self._running: RelayRun | None = None
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """Warn if a repeated message may reach a broker that has forgotten its id."""
+        span = sum(self.backoff.step(retry) for retry in range(1, self.attempts))
+        for _, broker in self.routes:
+            if broker.window is not None and span > broker.window:
+                log.warning(
+                    "The relay may repeat a message for %.0f s, but %s recognises a repeated id for %.0f s only: consumers may "
+                    "get it twice, and must have an inbox; or make attempts or backoff shorter",
+                    span,
+                    broker.url,
+                    broker.window,
+                )
+
+    def run_once(self) -> int:
+        """Send what is due now, and return how many messages the brokers have stored."""
+        sent: int = asyncio.run(self._closing(self.arun_once()))
+        return sent
+
+    async def arun_once(self) -> int:
+        """Send what is due now: `run_once` for event loops."""
+        return await RelayRun(self).drain()
+
+    def run(self) -> None:
+        """Send messages until SIGTERM or SIGINT; those that are under way are finished."""
+        asyncio.run(self._closing(self._until_signal()))
+
+    async def _closing(self, work: Any) -> Any:
+        """Await *work*, and close the store's connections of this event loop, which ends with it."""
+        try:
+            return await work
+        finally:
+            await self.outbox.tables.access.aclose()
+
+    async def _until_signal(self) -> None:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            with suppress(ValueError, NotImplementedError, RuntimeError):  # not on the main thread, or on Windows
+                loop.add_signal_handler(each, self.stop)
+        await self.arun()
+
+    async def arun(self) -> None:
+        """Send messages until `stop` is called or the task is cancelled; those that are under way are finished."""
+        self._running = RelayRun(self)
+        try:
+            await self._running.forever()
+        finally:
+            self._running = None
+
+    def stop(self) -> None:
+        """Let `run` or `arun` return once the messages that are under way are finished.  May be called on any thread."""
+        running = self._running
+        if running is not None:
+            running.stop()
+
+    def broker_for(self, type: str) -> Broker | None:
+        """The broker for messages of this type; None if there is none."""
+        try:
+            return self._chosen[type]
+        except KeyError:
+            found = next((broker for pattern, broker in self.routes if matches(pattern, type)), None)
+        if len(self._chosen) < MOST_TYPES:
+            self._chosen[type] = found
+        return found
+
+
+def read_routes(outbox: Outbox, to: Target | Mapping[str, Target]) -> list[tuple[str, Broker]]:
+    """Patterns of types, each with its broker; a URL that stands there twice is one broker."""
+    targets = to if isinstance(to, Mapping) else {"*": to}
+    if not targets:
+        raise ConfigurationError("to = {} names no broker: give a URL, or a mapping from types to URLs")
+    known: dict[Any, Broker] = {}
+    for target in targets.values():
+        if isinstance(target, str) and target not in known:
+            known[target] = connect(target, channel=outbox.source)
+    return [
+        (pattern, known[target] if isinstance(target, str) else connect(target)) for pattern, target in targets.items()
+    ]
+
+
+class RelayRun:
+    """One run of a relay, on one event loop."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.outbox = relay.outbox
+        self.tables = relay.outbox.tables
+        self.brokers = list({id(broker): broker for _, broker in relay.routes}.values())
+        self.loop = asyncio.get_running_loop()
+        self.stopping = False
+        self.failed_due = 0.0  # when to look for rows that have failed, on the monotonic clock
+        self.purge_due = 0.0
+        self.since = 0.0
+        self.look_at_all = 0.0
+        self.avoided: dict[str, float] = {}  # types whose broker is down, if others are not, and until when
+        self._wake: Any = None
+
+    def stop(self) -> None:
+        self.stopping = True
+        if self._wake is not None:
+            self._wake()
+
+    # Rounds
+
+    async def drain(self) -> int:
+        """Send all that is due."""
+        total = 0
+        try:
+            await self._open()
+            while True:
+                sent, found = await self._round()
+                total += sent
+                if not found:
+                    if not self.since:
+                        return total
+                    self.since = 0.0  # look once more, at all rows
+        finally:
+            await self._close()
+
+    async def forever(self) -> None:
+        wakeups, poll, failures = self.outbox.guard.store.wakeups, SHORTEST_POLL, 0
+        self.tables.access.listen()
+        with wakeups.waiting(self.outbox.wakeup_id) as waiter:
+            self._wake = waiter.notify
+            try:
+                while not self.stopping:
+                    try:
+                        await self._open()
+                        _, found = await self._whole(self._round())
+                        failures = 0
+                    except OncemoreError as error:
+                        failures += 1
+                        log.warning("The relay of %r cannot send for now: %s", self.outbox.source, error)
+                        await self._pause(waiter.wait(DOWN.delay(failures, random.random())))
+                        continue
+                    if found:
+                        poll = SHORTEST_POLL
+                        continue
+                    started = SYSTEM.monotonic()
+                    await self._pause(waiter.wait(poll))
+                    woken = SYSTEM.monotonic() - started < 0.9 * poll
+                    poll = SHORTEST_POLL if woken else min(2 * poll, LONGEST_POLL)
+            finally:
+                self._wake = None
+                await self._close()
+
+    async def _pause(self, wait: Wait) -> None:
+        if not self.stopping:
+            await wait.arun()
+
+    async def _whole(self, work: Any) -> Any:
+        """Await *work* to its end, also if this task is cancelled meanwhile: what is under way is finished."""
+        return await to_the_end(asyncio.ensure_future(work))
+
+    async def _open(self) -> None:
+        """Connect.  One of several brokers may be down: the others get their messages."""
+        for broker in self.brokers:
+            try:
+                await broker.aopen()
+            except BrokerError:
+                if len(self.brokers) == 1:
+                    raise
+
+    async def _close(self) -> None:
+        for broker in self.brokers:
+            with suppress(Exception):
+                await broker.aclose()
+
+    async def _round(self) -> tuple[int, int]:
+        """Send one batch of each kind: how many were stored by the brokers, and how many were found."""
+        await self._keep_house()
+        if self.tables.dialect == "sqlite":
+            return await self._send_leased_on_sqlite()
+        if self._uses_leases():
+            return await self._send_leased(sql.CLAIM_ALL)
+        sent, found = await self._send_held()
+        now = SYSTEM.monotonic()
+        if now >= self.failed_due:
+            more, others = await self._send_leased(sql.CLAIM_FAILED)
+            sent, found = sent + more, found + others
+            self.failed_due = 0.0 if others else now + FAILED_POLL
+        return sent, found
+
+    def _uses_leases(self) -> bool:
+        return self.relay.mode == "lease" or (self.relay.mode is None and self.tables.access.pooled)
+
+    async def _keep_house(self) -> None:
+        """Delete what was kept long enough, and tell of messages that wait for an old transaction; once a minute."""
+        now = SYSTEM.monotonic()
+        if now < self.purge_due:
+            return
+        first, self.purge_due = self.purge_due == 0.0, now + PURGE_EVERY
+        if self.outbox.keep is not None:
+            await self.outbox.apurge()
+        if not first and (waiting := (await self.outbox.astats()).waiting):
+            log.warning(
+                "%d messages of %r have waited for %g s or more, because an older transaction is still open and may add one that "
+                "comes before them; look for it in pg_stat_activity",
+                waiting,
+                self.outbox.source,
+                LONG_WAIT,
+            )
+
+    # Claims
+
+    async def _send_held(self) -> tuple[int, int]:
+        """Lock rows, send them and delete them, in one transaction."""
+        transaction = await arun(self.tables.open())
+        try:
+            rows = await self._claim(transaction, sql.CLAIM_NEW)
+            if not rows:
+                return 0, 0
+            ends = await self._send(rows, None)
+            await arun(transaction.commit(*ends.queries))
+        except BaseException:
+            await self._roll_back(transaction)
+            raise
+        return self._tell(ends)
+
+    async def _send_leased(self, claim: Sql) -> tuple[int, int]:
+        """Lease rows, send them, and delete them."""
+        token, transaction = new_token(), await arun(self.tables.open())
+        try:
+            rows = await self._claim(transaction, claim)
+            if not rows:
+                return 0, 0
+            seqs = as_json([row.seq for row in rows])
+            await arun(transaction.commit(self.tables.query(sql.LEASE, seqs, token, self.relay.lease)))
+        except BaseException:
+            await self._roll_back(transaction)
+            raise
+        return await self._end_leased(rows, token)
+
+    async def _send_leased_on_sqlite(self) -> tuple[int, int]:
+        relay, token = self.relay, new_token()
+        values = (self.outbox.source, relay.batch, token, relay.strict, relay.lease, self._avoided())
+        _, found = await arun(
+            self.tables.execute(
+                self.tables.query(sql.CLAIM_SQLITE, *values), self.tables.query(sql.LEASED, self.outbox.source, token)
+            )
+        )
+        if not found:
+            return 0, 0
+        return await self._end_leased([self._row(row) for row in found], token)
+
+    async def _end_leased(self, rows: list[Row], token: str) -> tuple[int, int]:
+        try:
+            ends = await self._send(rows, token)
+        except BaseException:
+            give_back = self.tables.query(sql.GIVE_BACK, as_json([row.seq for row in rows]), token)
+            with suppress(OncemoreError):  # then they wait for the end of the lease
+                await arun(self.tables.execute(give_back))
+            raise
+        await arun(self.tables.execute(*ends.queries))
+        return self._tell(ends)
+
+    async def _roll_back(self, transaction: TransactionAdapter) -> None:
+        try:
+            await arun(transaction.rollback())
+        except BaseException:
+            transaction.discard()
+            raise
+
+    async def _claim(self, transaction: TransactionAdapter, claim: Sql) -> list[Row]:
+        """Begin the transaction and lock a batch of rows that may be sent; if there are none, nothing is locked.
+
+        If all rows that it finds come after rows that another relay has locked, it leaves out their subjects and looks again.
+        """
+        others: set[str] = set()
+        since = 0.0 if claim is sql.CLAIM_FAILED else self._since()
+        for _ in range(MOST_ROUNDS):
+            values = [self.outbox.source, self.relay.batch, as_json(sorted(others)), self.relay.strict, since]
+            statement = claim
+            if (avoided := self._avoided()) != "[]":
+                statement = BUT_SOME_TYPES[id(claim)]
+                values.append(avoided)
+            rows = await arun(transaction.begin(self.tables.query(statement, *values)))
+            blockers = {row[3]: row[0] for row in rows if row[-1]}
+            eligible = [row for row in rows if not row[-1] and row[0] < blockers.get(row[3], row[0] + 1)]
+            if eligible:
+                if claim is not sql.CLAIM_FAILED:
+                    full = len(rows) >= self.relay.batch
+                    due = [row[7] for row in eligible]
+                    self.since = min(due) - ROUNDING if full else max(due) - LATE
+                eligible.sort(key=itemgetter(0))
+                return [self._row(row) for row in eligible]
+            await arun(transaction.rollback())
+            if not blockers:
+                break
+            others |= blockers.keys()
+        return []
+
+    def _since(self) -> float:
+        """The due time of the rows to begin with.  Those before it were claimed just now, or are long gone.
+
+        Once a second all rows are looked at: one may have been committed very late, or given up by another relay.
+        """
+        now = SYSTEM.monotonic()
+        if now >= self.look_at_all:
+            self.look_at_all, self.since = now + LOOK_AT_ALL, 0.0
+        return self.since
+
+    def _avoided(self) -> str:
+        """The types to leave out for now, as a JSON array: many messages for a broker that is down must not fill each batch."""
+        now = SYSTEM.monotonic()
+        self.avoided = {type: until for type, until in self.avoided.items() if until > now}
+        return as_json(sorted(self.avoided))
+
+    def _row(self, row: Sequence[Any]) -> Row:
+        seq, id, type, subject, attributes, data, attempts, *_ = row
+        return Row(seq, read_envelope(id, self.outbox.source, type, subject, attributes, data), attempts)
+
+    # Sending
+
+    async def _send(self, rows: list[Row], token: str | None) -> Ends:
+        """Send the rows, those of one subject one after the other, and decide about each."""
+        ends = Ends(self, token)
+        ends.found = len(rows)
+        latest = SYSTEM.monotonic() + self.relay.lease / 2
+        for wave in waves(rows):
+            if token is not None and SYSTEM.monotonic() > latest and ends.decided:
+                break  # the lease may end before the next wave does
+            wave = [row for row in wave if row.envelope.subject is None or row.envelope.subject not in ends.stuck]
+            await self._send_wave(wave, ends)
+            if ends.down is not None:
+                break
+        ends.give_back([row for row in rows if row.seq not in ends.decided])
+        return ends
+
+    async def _send_wave(self, wave: list[Row], ends: Ends) -> None:
+        by_broker: dict[int, tuple[Broker, list[Row]]] = {id(broker): (broker, []) for broker in self.brokers}
+        for row in wave:
+            broker = self.relay.broker_for(row.envelope.type)
+            if broker is None:
+                ends.bury(row, f"No broker is for messages of type {row.envelope.type!r}: see the relay's to=")
+            else:
+                by_broker[id(broker)][1].append(row)
+        sending = [self._publish(broker, rows) for broker, rows in by_broker.values() if rows]
+        for results in await asyncio.gather(*sending):
+            for row, error in results:
+                if error is None:
+                    ends.succeed(row)
+                elif isinstance(error, BrokerDown):
+                    ends.down = error
+                    if len(self.brokers) > 1:
+                        self.avoided[row.envelope.type] = SYSTEM.monotonic() + AVOIDED
+                else:
+                    ends.fail(row, error)
+
+    async def _publish(self, broker: Broker, rows: list[Row]) -> list[tuple[Row, Exception | None]]:
+        """Send rows of different subjects; the result of each.
+
+        One message can let others fail with it: a broker closes the connection on which it gets a message that is too large.
+        So rows that have failed together are sent again, in two halves, until each error belongs to one row.
+        """
+        results = await self._try(broker, rows)
+        lost = [row for row, error in zip(rows, results, strict=True) if isinstance(error, BrokerError)]
+        if len(lost) == len(rows) and (down := await self._reconnect(broker)):
+            return [(row, down) for row in rows]
+        ended = [(row, error) for row, error in zip(rows, results, strict=True) if not isinstance(error, BrokerError)]
+        if len(lost) < 2 or any(isinstance(error, BrokerDown) for error in results):
+            return list(zip(rows, results, strict=True))
+        for half in (lost[: len(lost) // 2], lost[len(lost) // 2 :]):
+            ended += await self._publish(broker, half)
+        return ended
+
+    async def _try(self, broker: Broker, rows: list[Row]) -> Sequence[Exception | None]:
+        try:
+            envelopes = [row.envelope for row in rows]
+            with send_span(broker.channel, envelopes):
+                results = await broker.publish(envelopes)
+        except Exception as error:  # a Broker of the user's
+            results = [error] * len(rows)
+        if len(results) != len(rows):
+            raise ConfigurationError(
+                f"{broker.url}: publish returned {len(results)} results for {len(rows)} messages: it must return one for each"
+            )
+        return results
+
+    async def _reconnect(self, broker: Broker) -> BrokerDown | None:
+        """Connect again after all messages have failed.  If the broker cannot be reached, that is not the messages' fault."""
+        try:
+            await broker.aclose()
+            await broker.aopen()
+        except Exception as error:
+            return BrokerDown(describe(error))
+        return None
+
+    def _tell(self, ends: Ends) -> tuple[int, int]:
+        """Log what became of the batch, and tell the observers; how many were sent, and how many found."""
+        guard = self.outbox.guard
+        for row, error in ends.dead:
+            log.error(
+                "The message %s of type %s (correlation %s) is a dead letter after %d attempts: %s",
+                row.envelope.id,
+                row.envelope.type,
+                row.envelope.correlationid,
+                row.attempts + 1,
+                error,
+            )
+        for row, error, delay in ends.failed:
+            log.warning(
+                "The message %s of type %s (correlation %s) could not be sent, trying again in %.1f s: %s",
+                row.envelope.id,
+                row.envelope.type,
+                row.envelope.correlationid,
+                delay,
+                error,
+            )
+        if log.isEnabledFor(logging.DEBUG):
+            for row in ends.sent:
+                log.debug(
+                    "Sent %s of type %s (correlation %s)",
+                    row.envelope.id,
+                    row.envelope.type,
+                    row.envelope.correlationid,
+                )
+        if guard.observers:
+            for row in ends.sent:
+                guard.emit("published", self._operation(row), attempt=row.attempts + 1)
+            for row, error, _ in ends.failed:
+                guard.emit("unpublished", self._operation(row), attempt=row.attempts + 1, detail=error)
+            for row, error in ends.dead:
+                guard.emit("dead", self._operation(row), attempt=row.attempts + 1, detail=error)
+        if ends.down is not None:
+            if not ends.sent:
+                raise ends.down
+            log.warning("The relay of %r cannot send some messages for now: %s", self.outbox.source, ends.down)
+        return len(ends.sent), ends.found
+
+    def _operation(self, row: Row) -> Operation:
+        return Operation(f"outbox|{self.outbox.source}", row.envelope.id, name=f"outbox.{row.envelope.type}")
+
+
+class Ends:
+    """What becomes of each row of a batch, and the statements that write it."""
+
+    def __init__(self, run: RelayRun, token: str | None) -> None:
+        self.run = run
+        self.token = token
+        self.found = 0
+        self.sent: list[Row] = []
+        self.failed: list[tuple[Row, str, float]] = []
+        self.dead: list[tuple[Row, str]] = []
+        self.decided: set[int] = set()
+        self.stuck: set[str] = set()  # subjects whose followers must wait
+        self.down: BrokerDown | None = None
+        self._queries: list[Any] = []
+
+    def succeed(self, row: Row) -> None:
+        self.decided.add(row.seq)
+        self.sent.append(row)
+
+    def fail(self, row: Row, error: Exception) -> None:
+        relay, attempts = self.run.relay, row.attempts + 1
+        if attempts >= relay.attempts:
+            self.bury(row, describe(error))
+            return
+        self.decided.add(row.seq)
+        if row.envelope.subject is not None:
+            self.stuck.add(row.envelope.subject)
+        delay = relay.backoff.delay(attempts, random.random())
+        self.failed.append((row, describe(error), delay))
+        values = (as_json([row.seq]), self.token, attempts, delay, describe(error))
+        self._queries.append(self.run.tables.query(sql.FAIL, *values))
+        self.run.failed_due = 0.0
+
+    def bury(self, row: Row, error: str) -> None:
+        self.decided.add(row.seq)
+        self.dead.append((row, error))
+        if self.run.relay.strict and row.envelope.subject is not None:
+            self.stuck.add(row.envelope.subject)
+        values = (as_json([row.seq]), self.token, row.attempts + 1, error[:LONGEST_ERROR])
+        self._queries.append(self.run.tables.query(sql.BURY, *values))
+
+    def give_back(self, rows: list[Row]) -> None:
+        if rows and self.token is not None:
+            query = self.run.tables.query(sql.GIVE_BACK, as_json([row.seq for row in rows]), self.token)
+            self._queries.append(query)
+
+    @property
+    def queries(self) -> list[Any]:
+        if not self.sent:
+            return self._queries
+        statement = sql.DELETE if self.run.outbox.keep is None else sql.MARK_SENT
+        seqs = as_json([row.seq for row in self.sent])
+        return [self.run.tables.query(statement, seqs, self.token), *self._queries]
+
+
+def waves(rows: list[Row]) -> list[list[Row]]:
+    """The rows in groups that are sent one after the other: no group has two rows with the same subject."""
+    counts: dict[str, int] = {}
+    groups: list[list[Row]] = [[]]
+    for row in rows:
+        subject = row.envelope.subject
+        number = 0
+        if subject is not None:
+            number = counts[subject] = counts.get(subject, -1) + 1
+            if number == len(groups):
+                groups.append([])
+        groups[number].append(row)
+    return groups
+
+
+def as_json(values: Sequence[int] | Sequence[str]) -> str:
+    return msgspec.json.encode(values).decode()
+
+
+def describe(error: Exception) -> str:
+    detail = error.detail if isinstance(error, OncemoreError) else str(error)
+    return f"{type(error).__name__}: {detail}"[:LONGEST_ERROR]
+
+
+def new_token() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"

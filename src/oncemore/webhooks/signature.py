@@ -1,4 +1,4 @@
-"""Standard Webhooks, version v1: sign webhooks that you send, and verify those that you receive.
+"""Standard Webhooks, versions v1 (HMAC) and v1a (Ed25519): sign webhooks that you send, verify those that you receive.
 
     signing = Signing("whsec_...")
     headers = signing.sign(body)                # webhook-id, webhook-timestamp, webhook-signature
@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from secrets import token_bytes, token_hex
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .._contract.policy import duration
-from .._runtime.clock import SYSTEM, Clock
+from .._ledger.connect import naming_extras
+from .._runtime.clock import SYSTEM, TimeSource
 from ..errors import ConfigurationError, WebhookError
 
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
+SVIX = ("svix-id", "svix-timestamp", "svix-signature")  # the same three, as Svix calls them
 PREFIX = "whsec_"
-VERSION = "v1"
+KEY_PREFIXES = ("whsk_", "whpk_")  # Ed25519: see `ed25519`
 
 SHORTEST = 24  # bytes of a secret, as the standard requires
 # No full stop: it joins id, timestamp and body, so with one in the id, two messages could have the same signed text.
@@ -44,26 +45,57 @@ class Message(NamedTuple):
     timestamp: int
 
 
+class Key(Protocol):
+    """A secret or a key of one version of the standard."""
+
+    version: str  # before each of its signatures in the header
+
+    @property
+    def signs(self) -> bool: ...
+    def sign(self, content: bytes) -> str: ...
+    def matches(self, content: bytes, offered: Sequence[str]) -> bool: ...
+
+
+class HmacSecret:
+    """A secret that sender and receiver share (version v1)."""
+
+    version = "v1"
+    signs = True
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def sign(self, content: bytes) -> str:
+        return base64.b64encode(hmac.digest(self._secret, content, "sha256")).decode()
+
+    def matches(self, content: bytes, offered: Sequence[str]) -> bool:
+        """Return whether one of the *offered* signatures is right.  All are compared, so the time tells nothing."""
+        expected = self.sign(content).encode()
+        matches = [hmac.compare_digest(one.encode(), expected) for one in offered]
+        return any(matches)
+
+
 class Signing:
     """Signs and verifies webhooks with one or more secrets.
 
     Args:
-        secrets: Each is `whsec_` and base64, as in the standard, or raw bytes.  `sign` adds a signature with each of them,
-            and `verify` accepts any of them, so that secrets can rotate.
+        secrets: Each is `whsec_` and base64, as in the standard, or raw bytes; or an Ed25519 key, `whsk_` (private) or
+            `whpk_` (public, which only verifies).  `sign` adds a signature with each of them, and `verify` accepts any
+            of them, so that secrets can rotate.
         tolerance: `verify` refuses a timestamp further from now than this, in the past or the future, so that a recorded
             message cannot be sent again later.
         clock: The clock by which messages are signed and judged.
     """
 
-    def __init__(self, *secrets: str | bytes, tolerance: float | str = "5m", clock: Clock = SYSTEM) -> None:
+    def __init__(self, *secrets: str | bytes, tolerance: float | str = "5m", clock: TimeSource = SYSTEM) -> None:
         if not secrets:
             raise ConfigurationError("Signing needs a secret: Signing('whsec_...'); new_secret() makes one")
-        self._secrets = tuple(map(read_secret, secrets))
+        self._keys = tuple(map(read_key, secrets))
         self._tolerance = duration(tolerance)
         self._clock = clock
 
     def __repr__(self) -> str:
-        return f"Signing(<{len(self._secrets)} secrets>, tolerance={self._tolerance:g})"
+        return f"Signing(<{len(self._keys)} secrets>, tolerance={self._tolerance:g})"
 
     def sign(self, body: bytes, *, id: str | None = None, timestamp: int | None = None) -> dict[str, str]:
         """Return the headers to send with *body*.  Give the same *id* on each attempt to deliver; the timestamp changes."""
@@ -75,48 +107,74 @@ class Signing:
             )
         if not GOOD_TIMESTAMP.fullmatch(str(timestamp)):
             raise ConfigurationError(f"{timestamp!r} is not a time in whole seconds since 1970")
-        signatures = (f"{VERSION},{each}" for each in self._signatures(id, str(timestamp), body))
+        signing = [key for key in self._keys if key.signs]
+        if not signing:
+            raise ConfigurationError(
+                "A whpk_ key is public, and can only verify; to sign, give the whsk_ key that belongs to it"
+            )
+        content = signed_content(id, str(timestamp), body)
+        signatures = (f"{key.version},{key.sign(content)}" for key in signing)
         return {ID: id, TIMESTAMP: str(timestamp), SIGNATURE: " ".join(signatures)}
 
     def verify(self, headers: Headers, body: bytes) -> Message:
-        """Return the message, or raise WebhookError if its signature does not match or its timestamp is out of tolerance."""
+        """Return the message, or raise WebhookError if its signature does not match or its timestamp is out of tolerance.
+
+        The headers may also have Svix's names: `svix-id`, `svix-timestamp`, `svix-signature`.
+        """
         pairs = list(headers.items() if isinstance(headers, Mapping) else headers)
-        id, timestamp, given = (one_header(pairs, name) for name in (ID, TIMESTAMP, SIGNATURE))
+        names = header_names(pairs)
+        id, timestamp, given = (one_header(pairs, name) for name in names)
         if not GOOD_ID.fullmatch(id):
-            raise WebhookError(f"The {ID} header is malformed")
+            raise WebhookError(f"The {names[0]} header is malformed")
         if not GOOD_TIMESTAMP.fullmatch(timestamp):
-            raise WebhookError(f"The {TIMESTAMP} header is not a time in seconds")
-        if not self._any_matches(given, self._signatures(id, timestamp, body)):
+            raise WebhookError(f"The {names[1]} header is not a time in seconds")
+        if not self._any_matches(given, signed_content(id, timestamp, body)):
             raise WebhookError(
                 "No signature matches this body: it was changed on the way, or signed with another secret"
             )
         # Checked after the signature, so that the error tells only a genuine sender how far the clocks are apart.
-        age = self._clock.time() - int(timestamp)
-        if abs(age) > self._tolerance:
-            side = "old" if age > 0 else "far in the future"
-            raise WebhookError(
-                f"The webhook is too {side}: {abs(age):.0f} s from now, and at most {self._tolerance:g} s are accepted"
-            )
+        check_time(int(timestamp), self._tolerance, self._clock)
         return Message(id, int(timestamp))
 
-    def _signatures(self, id: str, timestamp: str, body: bytes) -> list[str]:
-        """Return the signature by each secret."""
-        if not isinstance(body, bytes | bytearray | memoryview):  # the encoding of a text is not known
-            raise ConfigurationError(
-                f"The body is {type(body).__name__}: pass the raw bytes, before anything parses them"
-            )
-        content = f"{id}.{timestamp}.".encode() + body
-        return [
-            base64.b64encode(hmac.new(secret, content, hashlib.sha256).digest()).decode() for secret in self._secrets
-        ]
-
-    def _any_matches(self, given: str, expected: list[str]) -> bool:
-        """Return whether a *given* signature is an *expected* one.  All are compared, so the time tells nothing."""
-        offered = [word.removeprefix(f"{VERSION},") for word in given.split(" ") if word.startswith(f"{VERSION},")]
-        if len(offered) > MOST_SIGNATURES:
+    def _any_matches(self, given: str, content: bytes) -> bool:
+        """Return whether a *given* signature was made with one of our keys."""
+        offered = [word.partition(",") for word in given.split(" ")]
+        versions = {key.version for key in self._keys}
+        if sum(version in versions for version, _, _ in offered) > MOST_SIGNATURES:
             raise WebhookError(f"The {SIGNATURE} header has more than {MOST_SIGNATURES} signatures")
-        matches = [hmac.compare_digest(one.encode(), other.encode()) for one in offered for other in expected]
+        matches = [
+            key.matches(content, [text for version, comma, text in offered if comma and version == key.version])
+            for key in self._keys
+        ]
         return any(matches)
+
+
+def signed_content(id: str, timestamp: str, body: bytes) -> bytes:
+    """Return the bytes that are signed."""
+    check_bytes(body)
+    return f"{id}.{timestamp}.".encode() + body
+
+
+def check_bytes(body: object) -> None:
+    """Raise ConfigurationError for a text, because the encoding that its sender used is not known."""
+    if not isinstance(body, bytes | bytearray | memoryview):
+        raise ConfigurationError(f"The body is {type(body).__name__}: pass the raw bytes, before anything parses them")
+
+
+def check_time(timestamp: int, tolerance: float, clock: TimeSource) -> None:
+    """Raise WebhookError if *timestamp* is further from now than *tolerance*, in the past or the future."""
+    age = clock.time() - timestamp
+    if abs(age) > tolerance:
+        side = "old" if age > 0 else "far in the future"
+        raise WebhookError(
+            f"The webhook is too {side}: {abs(age):.0f} s from now, and at most {tolerance:g} s are accepted"
+        )
+
+
+def header_names(pairs: Sequence[tuple[str | bytes, str | bytes]]) -> tuple[str, str, str]:
+    """Return the names of the three headers: Svix's if only those came, otherwise the standard's.  They are never mixed."""
+    found = {header_text(name).lower() for name, _ in pairs}
+    return SVIX if SVIX[2] in found and SIGNATURE not in found else (ID, TIMESTAMP, SIGNATURE)
 
 
 def one_header(pairs: Sequence[tuple[str | bytes, str | bytes]], name: str) -> str:
@@ -135,6 +193,15 @@ def header_text(value: object) -> str:
     if isinstance(value, bytes):
         return value.decode("latin-1")
     return value if isinstance(value, str) else "\N{REPLACEMENT CHARACTER}"
+
+
+def read_key(secret: str | bytes) -> Key:
+    """Return the key for a secret, or raise ConfigurationError, which never shows the secret."""
+    if isinstance(secret, str) and secret.startswith(KEY_PREFIXES):
+        with naming_extras("A webhook key of version v1a"):
+            from .ed25519 import Ed25519Key
+        return Ed25519Key(secret)
+    return HmacSecret(read_secret(secret))
 
 
 def read_secret(secret: str | bytes) -> bytes:
@@ -157,6 +224,21 @@ def read_secret(secret: str | bytes) -> bytes:
 def new_secret() -> str:
     """Return a random secret, to be shared with one receiver."""
     return PREFIX + base64.b64encode(token_bytes(32)).decode()
+
+
+def new_key_pair() -> tuple[str, str]:
+    """Return a random Ed25519 key pair: `whsk_...` for the sender, and `whpk_...` for the receivers."""
+    with naming_extras("A webhook key of version v1a"):
+        from .ed25519 import new_private_key
+    private = new_private_key()
+    return private, public_key(private)
+
+
+def public_key(private: str) -> str:
+    """Return the public key (`whpk_...`) that belongs to a private one (`whsk_...`)."""
+    with naming_extras("A webhook key of version v1a"):
+        from .ed25519 import Ed25519Key
+    return Ed25519Key(private).public
 
 
 def new_id() -> str:

@@ -1,0 +1,207 @@
+"""Claiming: which deliveries a sender takes next, so that no endpoint holds up another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from secrets import token_hex
+from typing import Any, Literal
+
+import msgspec
+
+from .._ledger.transactions import TransactionAdapter
+from .._runtime.clock import SYSTEM
+from .._runtime.plan import Plan
+from . import statements as sql
+from .bodies import WebhookMessage
+from .endpoints import Registered
+from .schedule import LATE
+from .webhooks import Webhooks
+
+ROUND = 500  # deliveries, or endpoints, of one transaction
+FIRST_LIMIT, LARGEST_LIMIT = 2, 20  # requests at a time to one endpoint
+MOST_LIMITS = 10_000  # endpoints whose limits are remembered
+FOR_EVER = 9e11  # a time that is later than all others
+
+encode = msgspec.json.encode
+
+
+class Claimed(msgspec.Struct):
+    """A delivery that this sender works on."""
+
+    seq: int
+    attempts: int
+    first_at: float
+    next_at: float
+    sequence: int | None
+    former: str | None
+    order_key: str | None
+    message: WebhookMessage
+    registered: Registered
+    token: str
+    claimed_at: float  # by the database's clock
+    began: float  # by this process's
+
+    @property
+    def now(self) -> float:
+        """The time by the database's clock, as far as it can be known without asking."""
+        return self.claimed_at + SYSTEM.monotonic() - self.began
+
+
+Experience = Literal["new", "proven", "failing"]
+
+
+class EndpointLimit:
+    """How many requests one endpoint may have at a time: one more after each success, one in all after a failure.
+
+    Its *experience* is whether its latest request succeeded (proven) or not (failing), or that none has ended yet (new).
+    """
+
+    __slots__ = ("experience", "most", "running")
+
+    def __init__(self, experience: Experience) -> None:
+        self.most, self.running, self.experience = FIRST_LIMIT, 0, experience
+
+    def record(self, *, success: bool) -> None:
+        self.experience = "proven" if success else "failing"
+        self.most = min(self.most + 1, LARGEST_LIMIT) if success else 1
+
+
+class Claims:
+    """Claims deliveries of *webhooks* that are due, for one sender.
+
+    Failing endpoints share a quarter of the *concurrency* at most, and new ones another quarter.  So proven endpoints never wait
+    for the others, and new ones wait for other new ones only, until these have answered or timed out.
+    """
+
+    def __init__(self, webhooks: Webhooks, *, concurrency: int, lease: float) -> None:
+        self.webhooks = webhooks
+        self.tables = webhooks.tables
+        self.concurrency = concurrency
+        self.lease = lease
+        self._limits: dict[str, EndpointLimit] = {}
+        self._after = (
+            ""  # the endpoint that was served last: the next round begins behind it, so that each has its turn
+        )
+
+    def claim(self, free: int, *, due_by: float = FOR_EVER) -> Plan[list[Claimed]]:
+        """Claim at most *free* deliveries, and no more of an endpoint than its limit allows."""
+        while True:
+            began_after = self._after
+            claimed = yield from self._claim_behind(free, due_by)
+            if claimed or not began_after:  # otherwise that was the end of the list
+                return claimed
+
+    def end(self, endpoint: str, *, success: bool | None) -> None:
+        """A request has ended; *success* is None if nobody knows how."""
+        limit = self._limits[endpoint]
+        limit.running -= 1
+        if success is not None:
+            limit.record(success=success)
+
+    def forget_idle(self) -> None:
+        """Forget the limits of endpoints without requests, if there are many."""
+        if len(self._limits) > MOST_LIMITS:
+            self._limits = {id: limit for id, limit in self._limits.items() if limit.running}
+
+    def _claim_behind(self, free: int, due_by: float) -> Plan[list[Claimed]]:
+        tables, token, began = self.tables, token_hex(12), SYSTEM.monotonic()
+        full = [{"id": id} for id, limit in self._limits.items() if limit.running >= limit.most]
+        transaction = yield from tables.open()
+        try:
+            query = tables.query(sql.DUE_ENDPOINTS, self._after, encode(full).decode(), ROUND)
+            rows = yield from transaction.begin(query)
+            registered = {row[0]: self.webhooks.endpoints.read(row) for row in rows}
+            is_open = {row[0]: bool(row[-2]) for row in rows}
+            now = rows[0][-1] if rows else 0.0
+            yield from self._lock_rated(transaction, registered)
+            quotas, paces = self._quotas(registered, min(free, ROUND), now)
+            is_all = len(rows) < ROUND and len(quotas) == len(registered)
+            self._after = "" if is_all or not rows else next(reversed(quotas), rows[-1][0])
+            if not quotas:
+                yield from transaction.rollback()
+                return []
+            groups: dict[tuple[bool, int], list[dict[str, str]]] = {}
+            for id, most in quotas.items():
+                groups.setdefault((is_open[id], most), []).append({"id": id})
+            values = (token, now + self.lease)
+            claims = [
+                tables.query(sql.CLAIM if all_ else sql.CLAIM_RESENT, *values, encode(group).decode(), most, due_by)
+                for (all_, most), group in groups.items()
+            ]
+            found = yield from transaction.execute(*claims, tables.query(sql.CLAIMED, token))
+            paced = [{"id": id, "until": until} for id, until in self._paced(found, registered, paces)]
+            yield from transaction.commit(*([tables.query(sql.PACE, encode(paced).decode())] if paced else []))
+        except BaseException:
+            yield from transaction.rollback()
+            raise
+        return [self._claimed(row, registered, token, now, began) for row in found]
+
+    def _lock_rated(self, transaction: TransactionAdapter, registered: dict[str, Registered]) -> Plan[None]:
+        """Lock the endpoints with a rate until the commit, because all senders share it; leave out those that another has."""
+        rated = [id for id, each in registered.items() if each.endpoint.rate is not None]
+        if not rated:
+            return
+        ids = encode([{"id": id} for id in rated]).decode()
+        rows = yield from transaction.execute(self.tables.query(sql.RATED_ENDPOINTS, ids))
+        paced: dict[str, float | None] = dict(map(tuple, rows))
+        for id in rated:
+            if id in paced:
+                registered[id].paced_until = paced[id]
+            else:
+                del registered[id]
+
+    def _quotas(
+        self, registered: dict[str, Registered], free: int, now: float
+    ) -> tuple[dict[str, int], dict[str, float]]:
+        """How many deliveries each endpoint may start now, and since when its rate counts."""
+        quotas: dict[str, int] = {}
+        paces: dict[str, float] = {}
+        running = {"new": 0, "failing": 0, "proven": 0}
+        for limit in self._limits.values():
+            running[limit.experience] += limit.running
+        quarter = max(1, self.concurrency // 4)
+        shares = {"new": quarter, "failing": quarter, "proven": self.concurrency}
+        for id, each in registered.items():
+            if free <= 0:
+                break
+            if id not in self._limits:
+                self._limits[id] = EndpointLimit("new" if each.endpoint.failing_since is None else "failing")
+            limit = self._limits[id]
+            share = shares[limit.experience] - running[limit.experience]
+            most = min(limit.most - limit.running, share, free)
+            if (rate := each.endpoint.rate) is not None:
+                # After a pause, at most one second's worth is sent at once.
+                paces[id] = max(each.paced_until or 0.0, now - max(0.0, 1 - 1 / rate))
+                most = min(most, int((now - paces[id]) * rate + 1e-6) + 1 if now >= paces[id] else 0)
+            if most > 0:
+                quotas[id] = most
+                free -= most
+                running[limit.experience] += most
+        return quotas, paces
+
+    def _paced(
+        self, found: Sequence[Sequence[Any]], registered: dict[str, Registered], paces: dict[str, float]
+    ) -> list[tuple[str, float]]:
+        """Until when the endpoints with a rate may start no other delivery."""
+        counts: dict[str, int] = {}
+        for row in found:
+            counts[row[1]] = counts.get(row[1], 0) + 1
+        return [
+            (id, since + counts[id] / (registered[id].endpoint.rate or 1.0))
+            for id, since in paces.items()
+            if id in counts
+        ]
+
+    def _claimed(
+        self, row: Sequence[Any], registered: dict[str, Registered], token: str, now: float, began: float
+    ) -> Claimed:
+        seq, endpoint, attempts, first_at, next_at, sequence, former, *event, order_key = row
+        id, tenant, type, subject, data, created_at = event
+        self._limits[endpoint].running += 1
+        if first_at < next_at < now - LATE:
+            first_at += now - next_at  # no sender was running, or the endpoint paused: that time does not count
+        message = WebhookMessage(id, type, msgspec.Raw(bytes(data)), created_at, tenant, subject)
+        times = (now, began)
+        return Claimed(
+            seq, attempts, first_at, next_at, sequence, former, order_key, message, registered[endpoint], token, *times
+        )

@@ -1,0 +1,182 @@
+"""One attempt: the signed request to an endpoint, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp.abc import AbstractResolver, ResolveResult
+from multidict import CIMultiDict
+
+from .._runtime.clock import SYSTEM
+from ..client.verdict import retry_after
+from ..errors import UnsafeTarget
+from .claims import Claimed
+from .connector import SafeConnector
+from .signature import Signing
+from .webhooks import Webhooks
+
+RESPONSE = 16 * 1024  # bytes of a response that are read
+SHOWN = 4096  # characters of it that are kept
+LONGEST_ERROR = 500  # characters
+LOOKUPS = 100  # names that are looked up at a time: a name server that hangs must not hold up the others
+KEEP_ALIVE = 30.0  # seconds for which an idle connection is kept
+
+
+class Result(msgspec.Struct):
+    """What came of an attempt.  A *permanent* failure is not tried again.  If it was not *tried*, nothing is counted."""
+
+    status: int | None = None
+    response: str = ""
+    error: str = ""
+    duration: float = 0.0
+    retry_after: float | None = None
+    permanent: bool = False
+    tried: bool = True
+
+    @property
+    def is_success(self) -> bool:
+        return self.status is not None and 200 <= self.status < 300 and not self.error
+
+
+class Requests:
+    """Sends the requests of one sender, on the event loop that runs now."""
+
+    def __init__(self, webhooks: Webhooks, timeout: aiohttp.ClientTimeout) -> None:
+        self.webhooks = webhooks
+        self.timeout = timeout
+        targets = webhooks.targets
+        self._threads = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="oncemore-lookup")
+        connector = SafeConnector(
+            allow=targets.allow,
+            allow_http=targets.allow_http,
+            ports=targets.ports,
+            resolver=PooledResolver(self._threads),
+            limit=0,  # the sender has limits of its own
+            keepalive_timeout=KEEP_ALIVE,
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,  # a few compressed bytes may be gigabytes
+            trust_env=False,  # a proxy would resolve the names itself
+        )
+
+    async def aclose(self) -> None:
+        await self._session.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def attempt(self, claimed: Claimed) -> Result:
+        """Send one request.  Raises only CancelledError."""
+        began = SYSTEM.monotonic()
+        result = Result()
+        try:
+            await self._send(claimed, result)
+        except TimeoutError:
+            result.error = f"no complete response within {self.timeout.total:g} s"
+        except Exception as error:  # of the network, of the response, or of a function that makes the body
+            unsafe = next((each for each in causes(error) if isinstance(each, UnsafeTarget)), None)
+            result.permanent = unsafe is not None
+            result.error = f"refused: {unsafe.detail}" if unsafe is not None else f"{type(error).__name__}: {error}"
+        result.error = plain(result.error, LONGEST_ERROR)
+        result.duration = SYSTEM.monotonic() - began
+        return result
+
+    async def _send(self, claimed: Claimed, result: Result) -> None:
+        body, headers = self._make(claimed)
+        url = claimed.registered.endpoint.url
+        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+            result.status = response.status
+            result.retry_after = retry_after(response.headers, SYSTEM.time())
+            if 300 <= response.status < 400:
+                location = response.headers.get("location", "?")
+                result.error = f"redirects are not followed: update the endpoint's URL to {location}"
+            elif not 200 <= response.status < 300:
+                result.error = f"status {response.status}"
+            content = bytearray()
+            try:
+                await read_start(response, content)
+            finally:
+                result.response = plain(content.decode("utf-8", "replace"), SHOWN)
+
+    def _make(self, claimed: Claimed) -> tuple[bytes, CIMultiDict[str]]:
+        """The body and the headers: the id is the same in each attempt, the time and with it the signature is new."""
+        registered, message = claimed.registered, claimed.message
+        body, media_type = self.webhooks.body(message)
+        signed = signing_with(tuple(registered.signing(claimed.now))).sign(body, id=message.id)
+        until = SYSTEM.time() + claimed.first_at - claimed.now + self.webhooks.schedule.span
+        headers = CIMultiDict({"user-agent": "oncemore"})
+        headers.update(registered.endpoint.headers)
+        headers.update(signed)
+        headers["content-type"] = media_type
+        headers["webhook-attempt"] = str(claimed.attempts)
+        headers["webhook-retry-until"] = str(int(until))
+        if claimed.sequence is not None:
+            headers["webhook-sequence"] = str(claimed.sequence)
+        return body, headers
+
+
+@lru_cache(1000)
+def signing_with(secrets: tuple[str, ...]) -> Signing:
+    """The same secrets sign many webhooks, and reading them costs more than a signature."""
+    return Signing(*secrets)
+
+
+class PooledResolver(AbstractResolver):
+    """The operating system's resolver, on threads of its own.
+
+    The threads of the event loop are few, and a customer whose name server hangs would keep them from everyone.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        loop = asyncio.get_running_loop()
+
+        def look_up() -> list[tuple[Any, ...]]:
+            return socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+
+        found = await loop.run_in_executor(self._threads, look_up)
+        return [
+            ResolveResult(
+                hostname=host, host=str(address[0]), port=port, family=of, proto=protocol, flags=socket.AI_NUMERICHOST
+            )
+            for of, _, protocol, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """Nothing: the threads are the sender's."""
+
+
+async def read_start(response: aiohttp.ClientResponse, content: bytearray) -> None:
+    """Read the first bytes of the body.  If there is more, the connection is closed instead of reading it all."""
+    while len(content) < RESPONSE:
+        chunk = await response.content.read(RESPONSE - len(content))
+        if not chunk:
+            return
+        content += chunk
+    response.close()
+
+
+def plain(text: str, most: int) -> str:
+    """The text as every database can store it: no NUL, and nothing that UTF-8 cannot write."""
+    return text[:most].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The error and what caused it; aiohttp wraps the errors of its connector."""
+    found: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in found and len(found) < 10:
+        found.append(at)
+        at = at.__cause__ or getattr(at, "os_error", None) or at.__context__
+    return found

@@ -1,0 +1,538 @@
+"""`Webhooks`: send events to the endpoints of your customers, in the transaction of the change that they tell of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from functools import cache
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from .._contract.policy import duration
+from .._ledger.context import CURRENT, Op
+from .._ledger.encrypted import Sealing
+from .._ledger.guard import Guard, check_guard, check_positive
+from .._ledger.tables import Sql, Tables
+from .._ledger.transactions import Query
+from .._runtime.plan import Plan, arun, run
+from .._runtime.wakeups import Id
+from ..errors import ConfigurationError, InProgress, InvalidPayload, NotFound, PayloadTooLarge
+from ..messages.outbox import Announcer
+from . import statements as sql
+from .bodies import BodyFormat, Render, body_of
+from .endpoints import Endpoint, Endpoints, check_text
+from .schedule import STEPS, DeliverySchedule
+from .signature import GOOD_ID, new_id
+from .tables import FEATURE
+from .targets import Network, Targets
+
+DeliveryState = Literal["pending", "delivered", "dead", "parked"]
+STATES = get_args(DeliveryState)
+Only = Literal["failed", "missing", "all"]
+LARGEST = 1024 * 1024  # bytes of data
+SLICE = 1000
+PING = "webhook.ping"
+Slice = tuple[int, int, bool]
+encode = msgspec.json.encode
+WAKEUP: Id = ("oncemore.webhooks", "")  # what senders wait for
+
+
+class WebhookDelivery(msgspec.Struct, frozen=True, kw_only=True):
+    """One message on its way to one endpoint.  Times are seconds since 1970.
+
+    *message_id* is the `webhook-id` of every attempt.  *next_at* is when it is tried next, if it is pending; None if it waits
+    for an earlier one.  *status* and *error* are those of the latest attempt.
+    """
+
+    id: str
+    message_id: str
+    endpoint: str
+    tenant: str
+    type: str
+    subject: str | None
+    state: DeliveryState
+    attempts: int
+    created_at: float
+    next_at: float | None
+    ended_at: float | None
+    status: int | None
+    error: str
+    sequence: int | None
+
+
+class DeliveryAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One request: its *status* (None if there was no response), its *duration* in seconds, and the response's first bytes."""
+
+    number: int
+    at: float
+    status: int | None
+    duration: float
+    response: str
+    error: str
+
+
+class Webhooks:
+    """Sends events to the endpoints of your customers.
+
+    Args:
+        guard: Its database has the tables.
+        seal: Encrypts the endpoints' secrets in the database (`oncemore.encryption.Seal`).
+        allow: Networks that may be called although they are private, such as `"10.1.0.0/16"`.
+        allow_http: Whether plain HTTP is allowed.
+        ports: The only ports that may be called; by default all.
+        body: The form of the body: `"standard"`, `"cloudevents"`, `"eventId"`, or a function of the message that returns
+            bytes or anything that can be written as JSON.
+        schedule: When a delivery is tried, in seconds after its first attempt.
+        keep: For how long messages, deliveries and attempts are kept.
+        disable_after: An endpoint that has only failed for so long is disabled.
+        operational: The tenant that gets `endpoint.disabled` events as webhooks; none by default.
+        on_event: Is called with the name of an operational event (`endpoint.disabled`) and its data.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        *,
+        seal: Sealing | None = None,
+        allow: Iterable[str | Network] = (),
+        allow_http: bool = False,
+        ports: Sequence[int] | None = None,
+        body: BodyFormat | Render = "standard",
+        schedule: Sequence[float | str] = STEPS,
+        keep: float | str = "30d",
+        disable_after: float | str = "5d",
+        operational: str | None = None,
+        on_event: Callable[[str, dict[str, Any]], object] | None = None,
+    ) -> None:
+        self.guard = check_guard(guard)
+        if seal is not None and not hasattr(seal, "seal"):
+            raise ConfigurationError(f"seal is a {type(seal).__name__}: write Seal([key]), from oncemore.encryption")
+        self.tables = Tables(guard.store, FEATURE)
+        self.announcer = Announcer(self.tables, WAKEUP)
+        self.targets = Targets(allow=allow, allow_http=allow_http, ports=ports)
+        self.endpoints = Endpoints(self.tables, self.targets, seal)
+        self.deliveries = Deliveries(self.tables)
+        self.body = body_of(body)
+        self.schedule = DeliverySchedule(schedule)
+        self.keep = duration(keep)
+        self.disable_after = duration(disable_after)
+        self.operational = operational
+        self.on_event = on_event
+        if self.keep < self.schedule.span:
+            raise ConfigurationError(
+                f"keep = {keep!r} is shorter than the schedule, which ends after {self.schedule.span:g} s: messages would be "
+                "deleted before they are delivered"
+            )
+
+    # Sending
+
+    def send(
+        self, place: Any, type: str, data: Any, *, tenant: str = "", id: str | None = None, subject: str | None = None
+    ) -> str:
+        """Send an event to all endpoints of *tenant* that want its type, if the transaction commits; return its id.
+
+        Args:
+            place: The `Op` of a transaction or database step, or your own open connection, session or Django alias.
+            type: The type of the event, such as `refund.succeeded`.
+            data: Anything that can be written as JSON.
+            tenant: The customer whose endpoints get it.
+            id: The `webhook-id` of every delivery.  By default it is derived from the operation, so that a second run of the
+                operation sends the same one; outside an operation it is random.  An id that was sent before is not sent again.
+            subject: What it is about; an endpoint with `order="subject"` gets the events of one subject in order.
+        """
+        return run(self._send(place, type, data, tenant, id, subject))
+
+    async def asend(
+        self, place: Any, type: str, data: Any, *, tenant: str = "", id: str | None = None, subject: str | None = None
+    ) -> str:
+        """Send an event, as `send` does."""
+        return await arun(self._send(place, type, data, tenant, id, subject))
+
+    def _send(self, place: Any, type: str, data: Any, tenant: str, id: str | None, subject: str | None) -> Plan[str]:
+        check_text("type", type)
+        check_text("tenant", tenant, empty=True)
+        if subject is not None:
+            check_text("subject", subject, empty=True)
+        packed = pack_data(data)
+        if id is None:
+            op = place if isinstance(place, Op) else CURRENT.get()
+            # Not for an operation without a transaction: its second run may send others, after some were committed.
+            derives = op is not None and op.transaction is not None
+            id = op.derive_next(f"webhook\n{tenant}\n{type}\n{subject}") if op is not None and derives else new_id()
+        check_id(id)
+        query = self.tables.query(sql.ADD_MESSAGE, id, tenant, type, subject, packed)
+        yield from self.tables.execute_in(place, query, after_commit=self.announcer.announce)
+        return id
+
+    def ping(self, endpoint: str) -> str:
+        """Send a `webhook.ping` event to the endpoint, once, also if it is disabled; return the id of its delivery."""
+        return run(self._ping(endpoint))
+
+    async def aping(self, endpoint: str) -> str:
+        """Send a `webhook.ping` event, as `ping` does."""
+        return await arun(self._ping(endpoint))
+
+    def _ping(self, endpoint: str) -> Plan[str]:
+        found = yield from self.endpoints._get(endpoint)
+        values = [new_id(), found.tenant, PING, pack_data({"endpoint": endpoint})]
+        transaction = yield from self.tables.open()
+        try:
+            ((seq,),) = yield from transaction.begin(self.tables.query(sql.PING, *values))
+            query = self.tables.query(sql.PING_DELIVERY, seq, endpoint, found.tenant, PING)
+            ((delivery,),) = yield from transaction.execute(query)
+            yield from transaction.commit()
+        except BaseException:
+            yield from transaction.rollback()
+            raise
+        self.announcer.announce()
+        return str(delivery)
+
+    # Sending again
+
+    def resend(self, delivery: str) -> None:
+        """Send a delivery once more: the same id, signed by the current secret, also if the endpoint is disabled.
+
+        It is one attempt, which counts neither for nor against the endpoint; if it fails, the delivery is as it was before.
+
+        Raises:
+            NotFound: There is no such delivery.
+            InProgress: It is being sent just now, or waits for an earlier one of its endpoint.
+        """
+        run(self._resend(delivery))
+
+    async def aresend(self, delivery: str) -> None:
+        """Send a delivery once more, as `resend` does."""
+        await arun(self._resend(delivery))
+
+    def _resend(self, delivery: str) -> Plan[None]:
+        seq = read_delivery_id(delivery)
+        (rows,) = yield from self.tables.execute(self.tables.query(sql.RESEND, seq))
+        if not rows:
+            found = yield from self.deliveries._find(delivery)  # raises NotFound if there is none
+            waits = found.state == "pending" and found.next_at is None
+            what = "waits for an earlier delivery of its endpoint" if waits else "is being sent just now"
+            raise InProgress(f"The delivery {delivery} {what}", retry_after=30.0)
+        self.announcer.announce()
+
+    def recover(
+        self,
+        endpoint: str,
+        since: datetime | float,
+        *,
+        only: Only = "failed",
+        progress: Callable[[int], object] | None = None,
+    ) -> int:
+        """Send again what the endpoint has not got since a time; return how many deliveries.
+
+        Args:
+            endpoint: The endpoint's id.
+            since: The time, with its zone, or seconds since 1970.
+            only: `"failed"`: dead letters.  `"missing"`: events that were parked while it was disabled, and events that it
+                wants by now but did not get, because it was registered or changed later.  `"all"`: both, and those that
+                were delivered.
+            progress: Is called with the number so far.
+
+        It works in slices, without a limit; if it was interrupted, call it again, and it goes on.  The endpoint must be
+        enabled.  If it is ordered, they are sent in their order, before events that wait; a delivery whose attempts have
+        begun is finished first.
+        """
+        return run(self._recover(endpoint, since, only, progress))
+
+    async def arecover(
+        self,
+        endpoint: str,
+        since: datetime | float,
+        *,
+        only: Only = "failed",
+        progress: Callable[[int], object] | None = None,
+    ) -> int:
+        """Send again what the endpoint has not got, as `recover` does."""
+        return await arun(self._recover(endpoint, since, only, progress))
+
+    def _recover(
+        self, endpoint: str, since: datetime | float, only: Only, progress: Callable[[int], object] | None
+    ) -> Plan[int]:
+        if only not in sql.REQUEUES:
+            raise ConfigurationError(f"only = {only!r}: write one of {', '.join(map(repr, sql.REQUEUES))}")
+        if isinstance(since, datetime) and since.tzinfo is None:
+            raise ConfigurationError(f"since = {since} has no time zone: write datetime(..., tzinfo=UTC)")
+        start = since.timestamp() if isinstance(since, datetime) else float(since)
+        found = yield from self.endpoints._get(endpoint)
+        if found.state == "disabled":
+            raise ConfigurationError(
+                f"The endpoint {endpoint!r} is disabled ({found.reason}): enable it first, and then recover"
+            )
+        total = 0
+        ((((last,),),)) = yield from self.tables.execute(self.tables.query(sql.LAST_DELIVERY))
+        after, more = 0, True
+        while more:
+            after, count, more = yield from self._requeue_slice(found, only, start, after, last)
+            total += count
+            if progress is not None and count:
+                progress(total)
+        after, more = 0, only != "failed"
+        while more:
+            after, count, more = yield from self._match_slice(found, start, after)
+            total += count
+            if progress is not None and count:
+                progress(total)
+        return total
+
+    def _requeue_slice(self, endpoint: Endpoint, only: Only, start: float, after: int, last: int) -> Plan[Slice]:
+        """Make some deliveries pending again: up to which seq, how many, and whether there may be more."""
+        tables, id = self.tables, endpoint.id
+        transaction = yield from tables.open()
+        try:
+            yield from transaction.begin(tables.query(sql.LOCK_ENDPOINT, id))
+            query = tables.query(sql.REQUEUES[only], id, start, after, last, SLICE)
+            rows = yield from transaction.execute(query)
+            yield from transaction.commit(*self._next_in_order(id, {key for _, key in rows if key is not None}))
+        except BaseException:
+            yield from transaction.rollback()
+            raise
+        self.announcer.announce()
+        return max((seq for seq, _ in rows), default=after), len(rows), bool(rows)
+
+    def _match_slice(self, endpoint: Endpoint, start: float, after: int) -> Plan[Slice]:
+        """Make deliveries of some messages that the endpoint wants and has none of: as `_requeue_slice`."""
+        tables, id = self.tables, endpoint.id
+        transaction = yield from tables.open()
+        try:
+            yield from transaction.begin(tables.query(sql.LOCK_ENDPOINT, id))
+            ids = encode([{"id": id}]).decode()
+            sequence = dict(map(tuple, (yield from transaction.execute(tables.query(sql.ORDERED_ENDPOINTS, ids)))))
+            query = tables.query(sql.UNMATCHED, endpoint.tenant, start, after, id, SLICE)
+            rows = yield from transaction.execute(query)
+            made: list[dict[str, Any]] = []
+            for seq, type, subject in rows:
+                if type == PING or not endpoint.wants(type):
+                    continue
+                key, number = order_key_of(endpoint, subject), None
+                if key is not None:
+                    number = sequence[id] = sequence[id] + 1
+                made.append(new_delivery(seq, endpoint, key, number, waits=key is not None))
+            queries = []
+            if made:
+                queries.append(tables.query(sql.ADD_DELIVERIES, encode(made).decode()))
+                queries.append(tables.query(sql.SET_SEQUENCES, encode([{"id": id, "sequence": sequence[id]}]).decode()))
+                keys = {each["order_key"] for each in made if each["order_key"] is not None}
+                queries.extend(self._next_in_order(id, keys))
+            yield from transaction.commit(*queries)
+        except BaseException:
+            yield from transaction.rollback()
+            raise
+        self.announcer.announce()
+        return rows[-1][0] if rows else after, len(made), bool(rows)
+
+    def _next_in_order(self, endpoint: str, keys: Iterable[str]) -> list[Query]:
+        """Have the first of each key be due, unless another one is."""
+        heads = [{"endpoint": endpoint, "order_key": key} for key in keys]
+        return [self.tables.query(sql.NEXT_IN_ORDER, encode(heads).decode())] if heads else []
+
+    # Housekeeping
+
+    def stats(self) -> dict[str, int]:
+        """How many deliveries there are in each state."""
+        return run(self._stats())
+
+    async def astats(self) -> dict[str, int]:
+        """How many deliveries there are in each state."""
+        return await arun(self._stats())
+
+    def _stats(self) -> Plan[dict[str, int]]:
+        (rows,) = yield from self.tables.execute(self.tables.query(sql.COUNTS), patient=True)
+        return {"pending": 0, "delivered": 0, "dead": 0, "parked": 0, **dict(map(tuple, rows))}
+
+    def purge(self, *, tenant: str | None = None) -> int:
+        """Delete messages that are older than *keep*, with their deliveries and attempts; with a *tenant*, all of its own."""
+        return run(self._purge(tenant))
+
+    async def apurge(self, *, tenant: str | None = None) -> int:
+        """Delete old messages, or those of a tenant, as `purge` does."""
+        return await arun(self._purge(tenant))
+
+    def _purge(self, tenant: str | None) -> Plan[int]:
+        total = 0
+        while gone := (yield from self.purge_slice(tenant)):
+            total += gone
+        return total
+
+    def purge_slice(self, tenant: str | None = None) -> Plan[int]:
+        """Delete some of the messages that are too old, or of those of the tenant; return how many."""
+        if tenant is not None:
+            query = self.tables.query(sql.MESSAGES_OF, tenant, SLICE)
+        else:
+            ((((now,),),)) = yield from self.tables.execute(self.tables.query(sql.NOW))
+            query = self.tables.query(sql.OLD_MESSAGES, now - self.keep, SLICE)
+        (rows,) = yield from self.tables.execute(query, patient=True)
+        if rows:
+            gone = encode([{"seq": seq} for (seq,) in rows]).decode()
+            yield from self.tables.execute(
+                *(self.tables.query(delete, gone) for delete in sql.DELETE_MESSAGES), patient=True
+            )
+        return len(rows)
+
+
+class Deliveries:
+    """The deliveries of all endpoints.  Each method has an awaited form with an `a` before it."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    def list(
+        self,
+        *,
+        endpoint: str | None = None,
+        tenant: str | None = None,
+        state: DeliveryState | None = None,
+        type: str | None = None,
+        limit: int = 100,
+        after: str = "0",
+    ) -> Sequence[WebhookDelivery]:
+        """Up to *limit* deliveries, the oldest first; for the next page, say *after* which id it begins."""
+        return run(self._list(endpoint, tenant, state, type, limit, after))
+
+    async def alist(
+        self,
+        *,
+        endpoint: str | None = None,
+        tenant: str | None = None,
+        state: DeliveryState | None = None,
+        type: str | None = None,
+        limit: int = 100,
+        after: str = "0",
+    ) -> Sequence[WebhookDelivery]:
+        """A page of deliveries, as `list` gives it."""
+        return await arun(self._list(endpoint, tenant, state, type, limit, after))
+
+    def _list(
+        self, endpoint: str | None, tenant: str | None, state: str | None, type: str | None, limit: int, after: str
+    ) -> Plan[Sequence[WebhookDelivery]]:
+        if state is not None and state not in STATES:
+            raise ConfigurationError(f"state = {state!r}: write one of {', '.join(map(repr, STATES))}")
+        asked = {"endpoint": endpoint, "tenant": tenant, "type": type}
+        given = {column: value for column, value in asked.items() if value is not None}
+        statement = page_of(tuple(given), state)
+        query = self._tables.query(statement, read_delivery_id(after), check_positive("limit", limit), *given.values())
+        (rows,) = yield from self._tables.execute(query)
+        return [read_delivery(row) for row in rows]
+
+    def get(self, delivery: str) -> WebhookDelivery:
+        """The delivery; raises NotFound if there is none."""
+        return run(self._find(delivery))
+
+    async def aget(self, delivery: str) -> WebhookDelivery:
+        """The delivery; raises NotFound if there is none."""
+        return await arun(self._find(delivery))
+
+    def _find(self, delivery: str) -> Plan[WebhookDelivery]:
+        query = self._tables.query(sql.FIND_DELIVERY, read_delivery_id(delivery))
+        (rows,) = yield from self._tables.execute(query)
+        if not rows:
+            raise NotFound(f"There is no delivery {delivery!r}")
+        return read_delivery(rows[0])
+
+    def attempts(self, delivery: str) -> Sequence[DeliveryAttempt]:
+        """The attempts of a delivery, the first one first."""
+        return run(self._attempts(delivery))
+
+    async def aattempts(self, delivery: str) -> Sequence[DeliveryAttempt]:
+        """The attempts of a delivery, the first one first."""
+        return await arun(self._attempts(delivery))
+
+    def _attempts(self, delivery: str) -> Plan[Sequence[DeliveryAttempt]]:
+        (rows,) = yield from self._tables.execute(self._tables.query(sql.ATTEMPTS, read_delivery_id(delivery)))
+        return [
+            DeliveryAttempt(number=number, at=at, status=status, duration=took, response=response, error=error)
+            for number, at, status, took, response, error in rows
+        ]
+
+
+@cache
+def page_of(filters: tuple[str, ...], state: str | None) -> Sql:
+    """The statement of a page with these filters; there are a few dozen at most, and each is prepared once."""
+    return sql.list_deliveries(filters, state)
+
+
+def read_delivery(row: Sequence[Any]) -> WebhookDelivery:
+    (
+        seq,
+        message,
+        endpoint,
+        tenant,
+        type,
+        subject,
+        state,
+        attempts,
+        created_at,
+        next_at,
+        ended_at,
+        status,
+        error,
+        number,
+    ) = row
+    waits = state != "pending" or next_at > 8e15
+    return WebhookDelivery(
+        id=str(seq),
+        message_id=message,
+        endpoint=endpoint,
+        tenant=tenant,
+        type=type,
+        subject=subject,
+        state=state,
+        attempts=attempts,
+        created_at=created_at,
+        next_at=None if waits else next_at,
+        ended_at=ended_at,
+        status=status,
+        error=error,
+        sequence=number,
+    )
+
+
+def read_delivery_id(id: str) -> int:
+    if not isinstance(id, str) or not id.isascii() or not id.isdigit() or len(id) > 18:
+        raise NotFound(f"{id!r} is not the id of a delivery")
+    return int(id)
+
+
+def order_key_of(endpoint: Endpoint, subject: str | None) -> str | None:
+    """The key of a delivery: those of the endpoint with the same one are sent one after the other.  None: in any order."""
+    if endpoint.order == "fifo":
+        return ""
+    return subject if endpoint.order == "subject" else None
+
+
+def new_delivery(
+    message: int, endpoint: Endpoint, key: str | None, sequence: int | None, *, waits: bool
+) -> dict[str, Any]:
+    """A row of ADD_DELIVERIES."""
+    state = "pending" if endpoint.state == "enabled" else "parked"
+    return {
+        "message": message,
+        "endpoint": endpoint.id,
+        "order_key": key,
+        "sequence": sequence,
+        "state": state,
+        "waits": waits,
+    }
+
+
+def pack_data(data: Any) -> bytes:
+    try:
+        packed = msgspec.json.encode(data)
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise InvalidPayload(f"The data of a webhook cannot be written as JSON: {error}") from error
+    if len(packed) > LARGEST:
+        raise PayloadTooLarge(
+            f"The data of a webhook has {len(packed):,} bytes, and at most {LARGEST:,} are sent: send a link instead"
+        )
+    return packed
+
+
+def check_id(id: object) -> None:
+    if not isinstance(id, str) or not GOOD_ID.fullmatch(id):
+        raise ConfigurationError(
+            f"id = {id!r} cannot be signed: use up to 256 visible ASCII characters without a full stop"
+        )

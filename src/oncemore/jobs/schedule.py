@@ -1,0 +1,441 @@
+"""The schedule: when each job runs, and the verbs that run and operate it.  `scheduler.py` finds the slots that are due."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import importlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from .._contract.policy import duration
+from .._contract.templates import time_zone
+from .._ledger.connect import naming_extras
+from .._ledger.guard import Guard
+from .._ledger.model import Record
+from .._ledger.store import Filter
+from .._runtime.plan import Plan, arun, run
+from ..errors import ConfigurationError, NotResolvable
+from .job import Job, is_failed, job_of
+from .marks import Missed
+from .runner import Runner, TaskRunner, ThreadRunner, stopped_by_signal
+from .scheduler import ON_TIME, PAGE, CatchUp, End, Overlap, Owed, ScheduledJob, Scheduler, SlotCounts
+from .ticks import Every, Gap, OnRepeat, Tick, Trigger, instant_tick
+
+SlotState = Literal["waiting", "running", "completed", "retrying", "failed", "held", "missed"]
+
+Progress = Callable[[int, int], object]
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot as an operator sees it.  *at* is its scheduled time, *attempts* how often it was tried."""
+
+    job: str
+    slot: str
+    at: datetime.datetime
+    state: SlotState
+    attempts: int = 0
+    note: str = ""
+
+
+class Schedule(Scheduler):
+    """Runs jobs at their times: each slot once, in any number of processes and without a leader.
+
+    *grace* is for how long `arun` lets running slots end when it is cancelled; what takes longer is cancelled, and its
+    slot released.
+    """
+
+    def __init__(self, guard: Guard, *, grace: float | str = 30.0) -> None:
+        super().__init__(guard)
+        self.grace = duration(grace)
+
+    # Adding jobs
+
+    def cron(
+        self,
+        expression: str,
+        job: Callable[..., Any],
+        *,
+        tz: str | Callable[[Any], str] = "UTC",
+        each: Iterable[Any] | Callable[[], Any] | None = None,
+        concurrency: int = 8,
+        catch_up: CatchUp = "none",
+        overlap: Overlap = "skip",
+        gap: Gap = "after",
+        on_repeat: OnRepeat = "first",
+        jitter: float | str = 0.0,
+    ) -> None:
+        """Run *job* at the times of a cron expression.
+
+        Args:
+            expression: Minute, hour, day, month, weekday; seconds before them if there are six fields; `@daily` and kin.
+            job: A function under `@job`.
+            tz: The time zone of the expression, or a function from an item to its own.
+            each: The items, or a function that returns them: the job runs once for each, which is its first argument.
+            concurrency: How many slots run side by side in one process.
+            catch_up: What to do with times that passed while no schedule ran: nothing, run the last one, or run all.
+            overlap: If the item's slot before is still running: skip this one, or run it afterwards.
+            gap: Times that are skipped when the clocks go forward: one run after the gap, or none.
+            on_repeat: Times that come twice when the clocks go back: the first, the last, or both.
+            jitter: Slots begin up to so much later, each always by the same amount.
+        """
+        check_choice("gap", gap, Gap)
+        check_choice("on_repeat", on_repeat, OnRepeat)
+        with naming_extras("A cron expression"):
+            trigger: Trigger = importlib.import_module(".cron", __package__).Cron(expression, gap, on_repeat)
+        self._add(job, trigger, tz, each, concurrency, catch_up, overlap, jitter)
+
+    def every(
+        self,
+        interval: float | str,
+        job: Callable[..., Any],
+        *,
+        tz: str | Callable[[Any], str] = "UTC",
+        each: Iterable[Any] | Callable[[], Any] | None = None,
+        concurrency: int = 8,
+        catch_up: CatchUp = "none",
+        overlap: Overlap = "skip",
+        jitter: float | str = 0.0,
+    ) -> None:
+        """Run *job* at each multiple of an interval such as `"15m"` since 1970, in UTC.  *tz* gives the job its date."""
+        self._add(job, Every(interval), tz, each, concurrency, catch_up, overlap, jitter)
+
+    def _add(
+        self,
+        function: Callable[..., Any],
+        trigger: Trigger,
+        tz: str | Callable[[Any], str],
+        each: Iterable[Any] | Callable[[], Any] | None,
+        concurrency: int,
+        catch_up: CatchUp,
+        overlap: Overlap,
+        jitter: float | str,
+    ) -> None:
+        job = job_of(function)
+        check_choice("catch_up", catch_up, CatchUp)
+        check_choice("overlap", overlap, Overlap)
+        if type(concurrency) is not int or concurrency < 1:
+            raise ConfigurationError(f"concurrency = {concurrency!r}: one slot at a time at least")
+        if job.guard is not self.guard:
+            raise ConfigurationError(f"{job.name} has another guard than the schedule: give both the same")
+        if not job.is_timed:
+            raise ConfigurationError(
+                f"{job.name} would run once and never again, because its slot does not name the time: "
+                "add {date:ZONE} or {window:1h} to it"
+            )
+        if isinstance(tz, str):
+            time_zone(tz)
+        elif each is None:
+            raise ConfigurationError("tz is a function of the item, but there are no items: give them by each=")
+        if isinstance(each, str):
+            raise ConfigurationError(f"each = {each!r} is one text: write a list of items, as in [{each!r}]")
+        if each is not None and not callable(each) and not isinstance(each, list):
+            each = list(each)  # an iterator can be read once only
+        entry = ScheduledJob(job, trigger, tz, each, concurrency, catch_up, overlap, duration(jitter))
+        if entry.name in {other.name for other in self.entries}:
+            raise ConfigurationError(f"{job.name} has {trigger.text!r} twice in the schedule: add it once")
+        self.entries.append(entry)
+
+    # Running
+
+    def run_once(self, now: datetime.datetime | None = None) -> SlotCounts:
+        """Run every slot that is due at *now*, and return when they have ended."""
+        self._check_sync()
+        runner = ThreadRunner()
+        try:
+            return run(self._once(self._moment(now), runner))
+        finally:
+            runner.close()
+
+    async def arun_once(self, now: datetime.datetime | None = None) -> SlotCounts:
+        """As `run_once`, for sync and async jobs; sync ones run in threads."""
+        runner = TaskRunner()
+        try:
+            return await arun(self._once(self._moment(now), runner))
+        finally:
+            await runner.stop(self.grace)
+
+    def run(self, stop: threading.Event | None = None) -> None:
+        """Run slots when they are due, until *stop* is set or SIGTERM comes; running slots are finished first."""
+        self._check_sync()
+        stop = stop or threading.Event()
+        runner = ThreadRunner()
+        with stopped_by_signal(stop):
+            try:
+                while not stop.is_set():
+                    stop.wait(run(self._survived(runner)))
+            finally:
+                runner.close()
+                run(self._finished())
+
+    async def arun(self) -> None:
+        """Run sync and async jobs when they are due, until cancelled; running slots are finished first, or released."""
+        runner = TaskRunner()
+        try:
+            while True:
+                await asyncio.sleep(await arun(self._survived(runner)))
+        finally:
+            await runner.stop(self.grace)
+            await arun(self._finished())
+
+    def _check_sync(self) -> None:
+        for entry in self.entries:
+            if entry.job.awaited:
+                raise ConfigurationError(
+                    f"{entry.job.name} is async: use arun() or arun_once(), or run it with: oncemore schedule run"
+                )
+
+    # For operators
+
+    def jobs(self) -> dict[str, Job[Any, Any]]:
+        """The jobs by their names."""
+        return {entry.job.name: entry.job for entry in self.entries}
+
+    def _entries_of(self, job: Callable[..., Any] | str | None) -> list[ScheduledJob]:
+        """The entries of a job, which is named in full or, if no other has that name, without its module."""
+        if job is None:
+            return self.entries
+        name = job if isinstance(job, str) else job_of(job).name
+        if name not in self.jobs():
+            ends = [each for each in self.jobs() if each.rpartition(".")[2] == name]
+            name = ends[0] if len(ends) == 1 else name
+        found = [entry for entry in self.entries if entry.job.name == name]
+        if not found:
+            raise ConfigurationError(f"{name} is not in the schedule: it has {', '.join(self.jobs()) or 'no jobs'}")
+        return found
+
+    def pause(self, job: Callable[..., Any] | str | None = None) -> None:
+        """Start no slots of *job*, or of any, in all processes, until `resume`.  Calls by hand still run."""
+        run(self._for_each(job, self._marks.pause))
+
+    def resume(self, job: Callable[..., Any] | str | None = None) -> None:
+        """Start slots again; what to do with times that have passed meanwhile is up to `catch_up`."""
+        run(self._for_each(job, self._marks.resume))
+
+    async def apause(self, job: Callable[..., Any] | str | None = None) -> None:
+        """The awaited form of `pause`."""
+        await arun(self._for_each(job, self._marks.pause))
+
+    async def aresume(self, job: Callable[..., Any] | str | None = None) -> None:
+        """The awaited form of `resume`."""
+        await arun(self._for_each(job, self._marks.resume))
+
+    def _for_each(self, job: Callable[..., Any] | str | None, verb: Callable[[str], Plan[None]]) -> Plan[None]:
+        for name in dict.fromkeys(entry.job.name for entry in self._entries_of(job)):
+            yield from verb(name)
+
+    def missed(self, job: Callable[..., Any] | str | None = None) -> list[Missed]:
+        """The scheduled times that passed without their slots, the earliest first."""
+        return run(self._missed(job))
+
+    async def amissed(self, job: Callable[..., Any] | str | None = None) -> list[Missed]:
+        """The awaited form of `missed`."""
+        return await arun(self._missed(job))
+
+    def _missed(self, job: Callable[..., Any] | str | None) -> Plan[list[Missed]]:
+        found: list[Missed] = []
+        for name in dict.fromkeys(entry.job.name for entry in self._entries_of(job)):
+            found += yield from self._marks.misses(name)
+        return sorted(found, key=lambda missed: missed.at)
+
+    def failed(self, job: Callable[..., Any] | str | None = None) -> list[Slot]:
+        """The slots that have used up their attempts or their time, also those of calls by hand."""
+        return run(self._failed(job))
+
+    async def afailed(self, job: Callable[..., Any] | str | None = None) -> list[Slot]:
+        """The awaited form of `failed`."""
+        return await arun(self._failed(job))
+
+    def _failed(self, job: Callable[..., Any] | str | None) -> Plan[list[Slot]]:
+        found: list[Slot] = []
+        for name in dict.fromkeys(entry.job.name for entry in self._entries_of(job)):
+            cursor: str | None = None
+            while True:
+                page = yield from self.guard.store.list(Filter(scope=name, state="held"), limit=PAGE, cursor=cursor)
+                found += [slot_from(record) for record in page.records if is_failed(record)]
+                cursor = page.cursor
+                if cursor is None:
+                    break
+        return sorted(found, key=lambda slot: slot.at)
+
+    def retry(self, job: Callable[..., Any] | str, slot: str) -> SlotCounts:
+        """Try a failed slot again, with the arguments that it was first tried with."""
+        return self._run_batch(self._again(job, slot), None)
+
+    async def aretry(self, job: Callable[..., Any] | str, slot: str) -> SlotCounts:
+        """The awaited form of `retry`."""
+        return await self._arun_batch(self._again(job, slot), None)
+
+    def _again(self, job: Callable[..., Any] | str, slot: str) -> Plan[list[Owed]]:
+        entry = self._entries_of(job)[0]
+        record = yield from self.guard.store.find(entry.job.name, slot)
+        if record is None or not is_failed(record):
+            state = "not there" if record is None else record.state
+            raise NotResolvable(f"The slot {slot!r} of {entry.job.name} is {state}; only a failed one is tried again")
+        return [self._kept_slot(entry, record)]
+
+    def slots(self, job: Callable[..., Any] | str, day: datetime.date) -> list[Slot]:
+        """The slots of *job* on a local *day*, with their states."""
+        return run(self._slots(job, day))
+
+    async def aslots(self, job: Callable[..., Any] | str, day: datetime.date) -> list[Slot]:
+        """The awaited form of `slots`."""
+        return await arun(self._slots(job, day))
+
+    def _slots(self, job: Callable[..., Any] | str, day: datetime.date) -> Plan[list[Slot]]:
+        found: list[Slot] = []
+        for owed in (yield from self._planned(self._entries_of(job), day, day)):
+            record = yield from self.guard.store.find(*owed.operation.id)
+            found.append(slot_of(owed, record, self._moment(None)))
+        return found
+
+    def _planned(self, entries: Iterable[ScheduledJob], start: datetime.date, end: datetime.date) -> Plan[list[Owed]]:
+        """The slots of the local days from *start* to *end*, in the order of their times."""
+        found: list[Owed] = []
+        for entry in entries:
+            for zone, items in (yield from self._by_zone(entry)).items():
+                ticks = ticks_of_days(entry.trigger, start, end, zone)
+                found += [owed for tick in ticks for owed in self._slots_at(entry, tick, items)]
+        return sorted(found, key=lambda owed: owed.tick.at if owed.tick is not None else 0)
+
+    def trigger(self, job: Callable[..., Any] | str, now: datetime.datetime | None = None) -> SlotCounts:
+        """Run *job* now, for all its items.  A slot that is completed stays as it is; a failed one is tried again."""
+        return self._run_batch(self._triggered(job, self._moment(now)), None)
+
+    async def atrigger(self, job: Callable[..., Any] | str, now: datetime.datetime | None = None) -> SlotCounts:
+        """The awaited form of `trigger`."""
+        return await self._arun_batch(self._triggered(job, self._moment(now)), None)
+
+    def _triggered(self, job: Callable[..., Any] | str, now: float) -> Plan[list[Owed]]:
+        owed: dict[tuple[str, str], Owed] = {}
+        for entry in self._entries_of(job):
+            for zone, items in (yield from self._by_zone(entry)).items():
+                for slot in self._slots_at(entry, instant_tick(int(now), time_zone(zone)), items):
+                    owed.setdefault(slot.operation.id, slot)
+        return list(owed.values())
+
+    def backfill(
+        self,
+        start: datetime.date,
+        end: datetime.date,
+        job: Callable[..., Any] | str | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> SlotCounts:
+        """Run the slots of the local days from *start* to *end*, both included, that are not completed.
+
+        It can be interrupted and called again: completed slots stay as they are, failed ones are tried again.  Slots of
+        the future are left alone.  *progress* is called with the number of slots that are done, and of all.
+        """
+        return self._run_batch(self._past(start, end, job), progress)
+
+    async def abackfill(
+        self,
+        start: datetime.date,
+        end: datetime.date,
+        job: Callable[..., Any] | str | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> SlotCounts:
+        """As `backfill`, for sync and async jobs."""
+        return await self._arun_batch(self._past(start, end, job), progress)
+
+    def _past(self, start: datetime.date, end: datetime.date, job: Callable[..., Any] | str | None) -> Plan[list[Owed]]:
+        if end < start:
+            raise ConfigurationError(f"backfill from {start} to {end}: the last day is before the first")
+        now = self._moment(None)
+        planned = yield from self._planned(self._entries_of(job), start, end)
+        return [owed for owed in planned if owed.tick is not None and owed.tick.at <= now]
+
+    def _run_batch(self, planned: Plan[list[Owed]], progress: Progress | None) -> SlotCounts:
+        self._check_sync()
+        runner = ThreadRunner()
+        try:
+            return run(self._batch(planned, runner, progress))
+        finally:
+            runner.close()
+
+    async def _arun_batch(self, planned: Plan[list[Owed]], progress: Progress | None) -> SlotCounts:
+        runner = TaskRunner()
+        try:
+            return await arun(self._batch(planned, runner, progress))
+        finally:
+            await runner.stop(self.grace)
+
+    def _batch(self, planned: Plan[list[Owed]], runner: Runner, progress: Progress | None) -> Plan[SlotCounts]:
+        """Try each slot once, a few at a time, so that an interruption ends it soon."""
+        slots = yield from planned
+        now, begun = self._moment(None), 0
+        counts, done = SlotCounts(), deque[tuple[Owed, End]]()  # its own: the schedule may run meanwhile
+        if progress is not None:
+            progress(0, len(slots))
+        while begun < len(slots):
+            entry = slots[begun].entry
+            some = slots[begun : begun + 4 * entry.concurrency]
+            for owed in some:
+                owed.by_hand = True
+                runner.start(entry, entry.concurrency, self._tried(owed, now, done))
+            yield runner.drain()
+            begun += len(some)
+            if progress is not None:
+                progress(begun, len(slots))
+        for _, end in done:
+            counts.add("conflict" if end == "running" else end)
+        yield from self._clear_misses(done)
+        return counts
+
+    def _clear_misses(self, done: Iterable[tuple[Owed, End]]) -> Plan[None]:
+        """Forget the misses of a tick if all its slots are completed now."""
+        complete: dict[tuple[str, str], bool] = {}
+        for owed, end in done:
+            if owed.tick is not None and owed.entry.each is not None:
+                mark = (owed.job.name, owed.tick.name)
+                complete[mark] = complete.get(mark, True) and end in ("completed", "conflict")
+        for (job, name), whole in complete.items():
+            if whole:
+                yield from self._marks.forget_miss(job, name)
+
+
+def ticks_of_days(trigger: Trigger, start: datetime.date, end: datetime.date, zone: str) -> Iterator[Tick]:
+    """The ticks with a wall time on the days from *start* to *end*."""
+    midnight = datetime.datetime.combine(start, datetime.time(), datetime.UTC).timestamp()
+    for tick in trigger.after(midnight - 2 * 86400, zone):  # no zone is further from UTC than that
+        if tick.date > end:
+            return
+        if tick.date >= start:
+            yield tick
+
+
+def slot_of(owed: Owed, record: Record | None, now: float) -> Slot:
+    """The slot as an operator sees it."""
+    assert owed.tick is not None
+    states: dict[str, SlotState] = {
+        "settled": "completed",
+        "released": "retrying",
+        "running": "running",
+        "held": "held",
+    }
+    late = now - owed.tick.at > ON_TIME + owed.entry.jitter
+    state: SlotState = ("missed" if late else "waiting") if record is None else states[record.state]
+    attempts, note = (0, "") if record is None else (record.attempts, record.note)
+    if record is not None and is_failed(record):
+        state, attempts = "failed", attempts - 1  # the last claim only listed it as failed
+    at = datetime.datetime.fromtimestamp(owed.tick.at, time_zone(owed.tick.zone))
+    return Slot(job=owed.job.name, slot=owed.operation.key, at=at, state=state, attempts=attempts, note=note)
+
+
+def slot_from(record: Record) -> Slot:
+    """A failed slot, from its record alone: *at* is when it was first tried."""
+    at = datetime.datetime.fromtimestamp(record.created_at, datetime.UTC)
+    attempts = record.attempts - 1  # the last claim only listed it as failed
+    return Slot(job=record.scope, slot=record.key, at=at, state="failed", attempts=attempts, note=record.note)
+
+
+def check_choice(name: str, value: object, choices: object) -> None:
+    known = get_args(choices)
+    if value not in known:
+        raise ConfigurationError(f"{name} = {value!r} is unknown: choose one of {', '.join(map(repr, known))}")

@@ -1,0 +1,1 @@
+"""Tasks that run once, for the job runners that people already have: one module for each, and in each the word `once_task`."""

@@ -1,0 +1,103 @@
+"""RQ jobs that run once; needs `pip install 'oncemore[rq]'`.
+
+@once_task(guard, key="invoice:{invoice_id}")
+def send_invoice(invoice_id): ...
+
+queue.enqueue(send_invoice, 7, retry=Retry(max=3))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from .._ledger.connect import naming_extras
+from .._ledger.context import Op
+from .._ledger.guard import Guard
+from .._runtime.plan import Plan
+from ..errors import OncemoreError
+from .task import Key, RunningTask, WorkerTask, decorator
+
+with naming_extras("oncemore.workers.rq"):
+    from rq import Retry, get_current_job
+    from rq.job import Job
+    from rq.timeouts import BaseTimeoutException
+
+__all__ = ["once_task"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def once_task(
+    guard: Guard, *, key: Key = None, name: str = "", ignore: Sequence[str] = (), **settings: Any
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator: the job runs once per *key*, however often it is enqueued or tried again.
+
+    A job that another worker is running waits for it (at most `wait`), then goes to the end of its queue, and its retries
+    are not used up.  A job timeout leaves the outcome in doubt: `on_unknown` decides, as after a crash.
+
+    Args:
+        guard: Where the operations are recorded.
+        key: A template over the function's parameters (`"invoice:{invoice_id}"`), or a function of the same arguments.  By
+            default the job's id, which retries keep.
+        name: Owns the keys; by default it is the function's own name.
+        ignore: Parameters that are not compared.
+        settings: Those of `Policy`, as for `once`.
+    """
+    return decorator(RqTask, guard, key, name, ignore, settings)
+
+
+class RqTask(WorkerTask[P, T]):
+    """A guarded function that RQ calls."""
+
+    limits = (BaseTimeoutException,)
+    has_delay = False  # a retry with a delay is only run if some worker has RQ's scheduler
+
+    def running_task(self, args: Sequence[Any], kwargs: dict[str, Any]) -> RunningTask | None:
+        """Return the job of this work horse."""
+        job = get_current_job()
+        return None if job is None else CurrentJob(job)
+
+    def performer(self, *args: Any, **kwargs: Any) -> Callable[[Op], Any]:
+        """Return a function that calls the guarded one; a `Retry` that it returns is no result."""
+        perform = super().performer(*args, **kwargs)
+
+        async def aperform(op: Op) -> Any:
+            return checked(await perform(op))
+
+        return aperform if self.awaited else lambda op: checked(perform(op))
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan[Any]:
+        """Return the plan of a call: its value, or a `Retry`."""
+        try:
+            return (yield from super().called(args, kwargs))
+        except ReturnedRetry as returned:
+            return returned.retry
+
+
+class CurrentJob(RunningTask):
+    """The job that this work horse is running."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.id = str(job.id)
+
+    def later(self, seconds: float, error: OncemoreError) -> Any:
+        """Return what a job returns to be enqueued again; RQ counts that apart from the retries of failures."""
+        return Retry(max=(self.job.number_of_retries or 0) + 1)
+
+
+class ReturnedRetry(Exception):
+    """The function has returned a `Retry`: it is to be run again, so there is no result to keep."""
+
+    def __init__(self, retry: Retry) -> None:
+        super().__init__(repr(retry))
+        self.retry = retry
+
+
+def checked(value: Any) -> Any:
+    """Return the value, or raise it if it is a `Retry`."""
+    if isinstance(value, Retry):
+        raise ReturnedRetry(value)
+    return value

@@ -24,7 +24,13 @@ COMMANDS = {
     "stats": ("ledger", "count the records, by state"),
     "purge": ("ledger", "delete expired records"),
     "complete": ("complete", "finish operations in steps that were interrupted"),
+    "consume": ("inbox", "handle the messages of a broker, each once"),
+    "inbox": ("inbox", "list received events, and requeue dead letters"),
+    "schedule": ("schedule", "run scheduled jobs, and list, backfill and trigger their slots"),
+    "outbox": ("outbox", "count and list messages that wait to be sent, and requeue dead letters"),
+    "relay": ("outbox", "send the messages of an outbox to a broker"),
     "capacity": ("capacity", "compute the storage and connections that a load needs"),
+    "webhooks": ("webhooks", "send webhooks, look after their deliveries, and receive some while you develop"),
     "demo": ("demo", "run an example service through crashes and retries"),
 }
 SHELLS = ("bash", "zsh", "fish")
@@ -94,9 +100,7 @@ def run(argv: Sequence[str] | None, output: Output) -> int:
             code = program.invoke(context)
     except click.exceptions.Exit as end:
         return end.exit_code
-    except click.Abort as abort:  # at a prompt: "no", the end of the input, or Ctrl-C
-        if isinstance(abort.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
+    except click.Abort:  # at a prompt: "no", or the end of the input
         click.echo("Nothing was changed.", err=True)
         return 1
     except click.exceptions.NoArgsIsHelpError as error:

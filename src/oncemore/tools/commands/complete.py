@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import click
 
 from ..._ledger.completer import Completer, End, Tally
 from ..._ledger.model import Record
-from ...errors import ConfigurationError
-from .options import json_option
+from .options import json_option, load_object
 from .output import Output, escape
 
 
@@ -69,17 +65,5 @@ def run_completer(completer: Completer, once: bool, report: Callable[[str], obje
 
 def load_completer(place: str) -> Completer:
     """Import the completer that `module:name` names; the module may be in the working folder."""
-    module, colon, name = place.partition(":")
-    if not colon:
-        raise ConfigurationError(f"{place!r} does not name a completer: write module:name")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"{place!r} cannot be found: {error}") from error
-    except Exception as error:
-        raise ConfigurationError(f"{place!r} cannot be imported, because its module raised {error!r}") from error
-    if not isinstance(found, Completer):
-        raise ConfigurationError(f"{place!r} is a {type(found).__name__}, not an oncemore.Completer")
+    found: Completer = load_object(place, "a completer", Completer)
     return found

@@ -8,6 +8,8 @@ import click
 
 from ..._contract.profiles import PROFILES
 from ..._ledger.connect import hide_password, schema
+from ..._ledger.tables import features
+from ..._runtime.plan import run
 from ...errors import ConfigurationError
 from .options import NO_STORE, json_option, load_contract, open_ledger, store_option
 from .output import Output
@@ -68,6 +70,9 @@ def init(output: Output, url: str | None, path: Path, profile: str, print_schema
     if url:
         with open_ledger(url, create=True) as guard:
             guard.find("oncemore", "init")  # the first use creates the tables
+            if hasattr(guard.store, "tables"):
+                for feature in features():
+                    run(guard.store.tables.ready(feature))
         text += f"\n{hide_password(url)}: the ledger is ready"
     output.show({"contract": str(path), "written": written, "store": hide_password(url) if url else None}, text)
 

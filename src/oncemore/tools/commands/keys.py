@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import base64
+import csv
 import json
 import re
 import shlex
-from datetime import UTC, datetime
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 import click
 import msgspec
 
+from ..._ledger.context import derive as derive_key
 from ..._ledger.decisions import Resolution
 from ..._ledger.guard import Guard
-from ..._ledger.model import Outcome, Record
+from ..._ledger.model import Operation, Outcome, Record
 from ..._ledger.store import Filter
 from ...errors import ConfigurationError, InvalidPayload, NotFound, WrongState
 from .options import confirm, json_option, open_ledger, read_duration, read_text, store_option, yes_option
-from .output import Output, escape, print_pairs, print_table
+from .output import Output, date, escape, iso_date, print_pairs, print_table, shell_quote
 
-STATES = ("running", "settled", "released", "held")
+STATES = ("running", "settled", "released", "held", "lapsed")
+CSV_COLUMNS = ("key", "payload_hash", "status", "http_code", "result_id", "notes")
 COLUMNS = ("key", "scope", "state", "attempts", "created (UTC)", "expires (UTC)", "status", "note")
 # Headers that a server can send: a token, and text without line breaks.
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 MOST_SCOPES = 20  # to list if a key exists in several
-LAST_DATE = datetime.max.replace(tzinfo=UTC, microsecond=0).timestamp()
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # as spreadsheets take the beginning of a cell
 
 key_argument = click.argument("key", callback=read_text)
 scope_option = click.option(
@@ -43,12 +47,13 @@ def keys() -> None:
 
 @keys.command("list", short_help="list records, all or some")
 @click.option("--state", type=click.Choice(STATES), help="Only records in this state.")
-@click.option("--lapsed", is_flag=True, help="Only running records whose process has crashed.")
+@click.option("--lapsed", is_flag=True, help="As --state lapsed: only running records whose process has crashed.")
 @click.option("--scope", callback=read_text, help="Only records of this scope.")
 @click.option("--key", callback=read_text, help="Only records with this key.")
 @click.option("--name", callback=read_text, help="Only records of the operation with this name.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="How many to show.")
 @click.option("--cursor", help="Continue after the last list; it printed this.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with the result's id if the response has one.")
 @store_option
 @json_option
 @click.pass_obj
@@ -62,8 +67,10 @@ def list_keys(
     name: str | None,
     limit: int,
     cursor: str | None,
+    as_csv: bool,
 ) -> None:
     """List records, without their outcomes: see keys show."""
+    lapsed, state = lapsed or state == "lapsed", None if state == "lapsed" else state
     selected = Filter(state=state, scope=scope, key=key, name=name, lapsed=True if lapsed else None)
     with open_ledger(url) as guard:
         try:
@@ -72,6 +79,12 @@ def list_keys(
             raise ConfigurationError(
                 f"--cursor {cursor!r} is not a cursor: copy it from the end of the previous list"
             ) from error
+
+    if as_csv:
+        print_csv(page.records)
+        if page.cursor:
+            click.echo(f"There are more: --cursor {shell_quote(page.cursor)}", err=True)
+        return
 
     def print_page() -> None:
         print_table(COLUMNS, map(record_cells, page.records))
@@ -85,14 +98,17 @@ def list_keys(
 @key_argument
 @scope_option
 @click.option("--outcome", is_flag=True, help="Also show its outcome, which may be confidential.")
+@click.option("--derive", metavar="NAME", help="Also show the key that op.derive(NAME) gave the provider.")
 @store_option
 @json_option
 @click.pass_obj
-def show(output: Output, url: str | None, key: str, scope: str | None, outcome: bool) -> None:
+def show(output: Output, url: str | None, key: str, scope: str | None, outcome: bool, derive: str | None) -> None:
     """Show the record of KEY."""
     with open_ledger(url) as guard:
         record = find_record(guard, key, scope)
     fields = record_fields(record)
+    if derive is not None:
+        fields["derived"] = derive_key(Operation(record.scope, record.key), derive)
     if outcome:
         fields["outcome"] = outcome_fields(record.outcome)
     output.show(fields, lambda: print_pairs((name, one_line(value)) for name, value in fields.items()))
@@ -264,6 +280,28 @@ def record_cells(record: Record) -> list[object]:
     ]
 
 
+def print_csv(records: Iterable[Record]) -> None:
+    """Print the records as CSV, for spreadsheets.  A cell that begins like a formula gets an apostrophe before it."""
+    written = csv.writer(sys.stdout, lineterminator="\n")
+    written.writerow(CSV_COLUMNS)
+    for record in records:
+        code = record.outcome.status or "" if record.outcome else ""
+        cells = (record.key, record.fingerprint, state_of(record), code, result_id(record.outcome), record.note)
+        written.writerow([f"'{cell}" if str(cell).startswith(FORMULA) else cell for cell in cells])
+
+
+def result_id(outcome: Outcome | None) -> object:
+    """Return the `id` in the response's JSON object, if there is one."""
+    if outcome is None or outcome.kind != "response":
+        return ""
+    try:
+        body = json.loads(outcome.body)
+    except (ValueError, RecursionError):
+        return ""
+    found = body.get("id") if isinstance(body, dict) else None
+    return found if isinstance(found, str | int) else ""
+
+
 def record_fields(record: Record) -> dict[str, Any]:
     """Return all fields of a record except its outcome; times are those of the store's clock."""
     return {
@@ -306,23 +344,6 @@ def outcome_fields(outcome: Outcome | None) -> dict[str, Any] | None:
         return {**fields, "body": outcome.body.decode()}
     except UnicodeDecodeError:
         return {**fields, "base64": base64.b64encode(outcome.body).decode()}
-
-
-def iso_date(seconds: float | None) -> str | None:
-    return None if seconds is None else date(seconds).isoformat(timespec="seconds")
-
-
-def date(seconds: float) -> datetime:
-    """Return the date in UTC; times after the year 9999 are shown as its end."""
-    return datetime.fromtimestamp(min(seconds, LAST_DATE), UTC)
-
-
-def shell_quote(cursor: str) -> str:
-    """Return *cursor* to be pasted into a shell.
-
-    It may contain keys, which may contain terminal commands.  Such a cursor is JSON, so JSON's escapes mean the same.
-    """
-    return shlex.quote("".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in cursor))
 
 
 def one_line(value: object) -> object:

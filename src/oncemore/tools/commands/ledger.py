@@ -6,6 +6,8 @@ import click
 import msgspec
 
 from ..._ledger.connect import hide_password
+from ..._ledger.shadow import count_verdicts
+from ..._runtime.plan import run
 from .options import confirm, json_option, open_ledger, store_option, yes_option
 from .output import Output, print_table
 
@@ -25,11 +27,20 @@ MEANING = {
 @json_option
 @click.pass_obj
 def stats(output: Output, url: str | None) -> None:
-    """Count the records of the ledger, by state."""
+    """Count the records of the ledger, by state; and, in shadow mode, the requests by what would have been done with them."""
     with open_ledger(url) as guard:
         counts: dict[str, int] = msgspec.to_builtins(guard.stats())
+        shadow = run(count_verdicts(guard.store))
     rows = [(state, f"{count:,}", MEANING[state]) for state, count in counts.items()]
-    output.show(counts, lambda: print_table(("state", "records", ""), rows))
+    verdicts = [(verdict, f"{count:,}", name) for verdict, names in shadow.items() for name, count in names.items()]
+
+    def print_counts() -> None:
+        print_table(("state", "records", ""), rows)
+        if verdicts:
+            click.echo("\nIn shadow mode, requests that would have been")
+            print_table(("", "requests", "operation"), verdicts)
+
+    output.show({**counts, **({"shadow": shadow} if shadow else {})}, print_counts)
 
 
 @click.command()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -56,9 +59,16 @@ def read_text(ctx: click.Context, option: click.Parameter, value: str | None) ->
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask on standard error, and abort the command unless the answer is yes."""
-    if not yes:
-        click.confirm(question, abort=True, err=True)
+    """Ask on standard error, and abort the command unless the answer is yes.
+
+    `click.confirm` is not used, because it hands the question to `input`.  That ignores every exception while it flushes the
+    question, also the KeyboardInterrupt of a Ctrl-C that comes in that moment, and then waits for the answer.
+    """
+    if yes:
+        return
+    click.echo(f"{question} [y/N]: ", nl=False, err=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise click.Abort
 
 
 @contextmanager
@@ -118,6 +128,24 @@ def without_create(url: str) -> str:
 
 def init_command(url: str) -> str:
     return f"oncemore init --store '{hide_password(url)}'"
+
+
+def load_object(place: str, what: str, kind: type = object) -> Any:
+    """Import the object that `module:name` names, an instance of *kind*; the module may be in the working folder."""
+    module, colon, name = place.partition(":")
+    if not colon:
+        raise ConfigurationError(f"{place!r} does not name {what}: write module:name")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{place!r} cannot be found: {error}") from error
+    except Exception as error:
+        raise ConfigurationError(f"{place!r} cannot be imported, because its module raised {error!r}") from error
+    if not isinstance(found, kind):
+        raise ConfigurationError(f"{place!r} is a {type(found).__name__}, not {what} (oncemore's {kind.__name__})")
+    return found
 
 
 def load_contract(path: str) -> Contract:

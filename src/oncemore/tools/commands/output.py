@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+LAST_DATE = datetime.max.replace(tzinfo=UTC, microsecond=0).timestamp()
 WIDE = 1000  # columns, if the output is not a terminal: long lines are better than cut keys
 STYLES = {"held": "bold red", "lapsed": "yellow", "running": "cyan", "settled": "green"}
 
@@ -45,8 +48,11 @@ class Output:
             click.echo(f"oncemore: {escape(error.detail, keep_lines=True)}", err=True)
 
     @contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[int], object]]:
-        """Show a progress bar if standard error is a terminal; the function is called with the number that is done."""
+    def progress(self, total: int) -> Iterator[Callable[..., object]]:
+        """Show a progress bar if standard error is a terminal.
+
+        The function is called with the number that is done and, if it was not known before, the number of all.
+        """
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
         terminal = console(stderr=True)
@@ -59,7 +65,7 @@ class Output:
             disable=not terminal.is_terminal,
         ) as bar:
             task = bar.add_task("", total=total)
-            yield lambda done: bar.update(task, completed=done, total=max(total, done))
+            yield lambda done, of=total: bar.update(task, completed=done, total=max(of, done))
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -123,3 +129,21 @@ def escape(text: str, *, keep_lines: bool = False) -> str:
     """Return *text* with control characters written out.  A key may contain terminal commands of an attacker."""
     kept = "\n\t" if keep_lines else ""
     return "".join(char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text)
+
+
+def iso_date(seconds: float | None) -> str | None:
+    """Return the date in UTC, as ISO 8601 writes it."""
+    return None if seconds is None else date(seconds).isoformat(timespec="seconds")
+
+
+def date(seconds: float) -> datetime:
+    """Return the date in UTC; times after the year 9999 are shown as its end."""
+    return datetime.fromtimestamp(min(seconds, LAST_DATE), UTC)
+
+
+def shell_quote(cursor: str) -> str:
+    """Return *cursor* to be pasted into a shell.
+
+    It may contain keys, which may contain terminal commands.  Such a cursor is JSON, so JSON's escapes mean the same.
+    """
+    return shlex.quote("".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in cursor))

@@ -1,0 +1,165 @@
+"""`oncemore consume` runs a consumer; `oncemore inbox` lists what was received, and requeues dead letters."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+from urllib.parse import unquote
+
+import click
+
+from ..._ledger.guard import Guard
+from ..._ledger.model import Record
+from ..._ledger.store import Filter, Page
+from ...errors import ConfigurationError, InvalidPayload
+from ...messages.consumer import Consumer
+from ...messages.inbox import DEAD, DEFAULT_NAME, Inbox
+from .options import json_option, load_object, open_ledger, read_text, store_option
+from .output import Output, escape, iso_date, print_table, shell_quote
+
+COLUMNS = ("event_id", "source", "first_seen", "processed", "result")
+DEAD_COLUMNS = ("event_id", "source", "first_seen", "attempts", "reason")
+RESULTS = {"running": "in progress", "settled": "ok", "released": "to be handled", "held": "unknown"}
+PREFIX = "inbox:"
+
+name_option = click.option(
+    "--inbox",
+    "name",
+    default=DEFAULT_NAME,
+    show_default=True,
+    callback=read_text,
+    help="The inbox's name, as in Inbox(name=...).",
+)
+limit_option = click.option(
+    "--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="How many to show."
+)
+cursor_option = click.option("--cursor", help="Continue after the last list; it printed this.")
+
+
+@click.command()
+@click.argument("consumer", metavar="MODULE:NAME")
+@click.option("--once", is_flag=True, help="Handle the messages that are there, instead of running until SIGTERM.")
+@json_option
+@click.pass_obj
+def consume(output: Output, consumer: str, once: bool) -> None:
+    """Handle the messages of a broker, each once, with the Consumer that MODULE:NAME names.
+
+    SIGTERM and Ctrl-C let running handlers finish.  With --once, the number of acknowledged messages is printed.
+    """
+    found: Consumer = load_object(consumer, "a consumer", Consumer)
+    if not once:
+        found.run()
+        return
+    handled = found.run_once()
+    output.show({"acknowledged": handled}, f"{handled} acknowledged")
+
+
+@click.group()
+def inbox() -> None:
+    """List the events that were received, and requeue dead letters."""
+
+
+@inbox.command("list", short_help="list the events that were received")
+@click.option("--source", callback=read_text, help="Only events of this source.")
+@click.option(
+    "--csv", "as_csv", is_flag=True, help="Print CSV, with the columns event_id, source, first_seen, processed, result."
+)
+@name_option
+@limit_option
+@cursor_option
+@store_option
+@json_option
+@click.pass_obj
+def list_events(
+    output: Output, url: str | None, source: str | None, as_csv: bool, name: str, limit: int, cursor: str | None
+) -> None:
+    """List the events that were received, with the time of the first delivery and the result."""
+    with open_ledger(url) as guard:
+        box = Inbox(guard, name=name, effect="lease")
+        page = events_of(guard, None if source is None else box.scope(source), limit, cursor)
+    events = [event_fields(record) for record in page.records]
+    if as_csv:
+        written = io.StringIO()
+        table = csv.DictWriter(written, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        table.writerows(events)
+        click.echo(written.getvalue(), nl=False)
+        return
+    show_events(output, COLUMNS, events, page.cursor)
+
+
+@inbox.command(short_help="list the dead letters")
+@click.option("--source", required=True, callback=read_text, help="The source of the events.")
+@name_option
+@limit_option
+@cursor_option
+@store_option
+@json_option
+@click.pass_obj
+def dead(output: Output, url: str | None, source: str, name: str, limit: int, cursor: str | None) -> None:
+    """List the dead letters of a source: events that have failed too often, or cannot be read."""
+    with open_ledger(url) as guard:
+        page = Inbox(guard, name=name, effect="lease").dead(source, limit=limit, cursor=cursor)
+    letters = [{**event_fields(record), "attempts": record.attempts, "reason": record.note} for record in page.records]
+    show_events(output, DEAD_COLUMNS, letters, page.cursor)
+
+
+@inbox.command(short_help="have a dead letter handled after all")
+@click.argument("event_id", callback=read_text)
+@click.option("--source", required=True, callback=read_text, help="The source of the event.")
+@name_option
+@store_option
+@json_option
+@click.pass_obj
+def requeue(output: Output, url: str | None, event_id: str, source: str, name: str) -> None:
+    """Have the dead letter EVENT_ID handled after all, under the same id.
+
+    A running Consumer takes it within seconds, from what the letter has kept.
+    """
+    with open_ledger(url) as guard:
+        record = Inbox(guard, name=name, effect="lease").requeue(event_id, source)
+    output.show(event_fields(record), f"Requeued {escape(event_id)} of {escape(source)}.")
+
+
+def events_of(guard: Guard, scope: str | None, limit: int, cursor: str | None) -> Page:
+    """One page of the inbox's records; without a *scope*, those of all sources and inboxes."""
+    found: list[Record] = []
+    while True:
+        try:
+            page = guard.list(Filter(scope=scope), limit=limit, cursor=cursor)
+        except (ValueError, InvalidPayload) as error:  # stores raise one or the other
+            raise ConfigurationError(
+                f"--cursor {cursor!r} is not a cursor: copy it from the end of the previous list"
+            ) from error
+        found += [record for record in page.records if record.scope.startswith(PREFIX)]
+        cursor = page.cursor
+        if cursor is None or found:
+            return Page(tuple(found), cursor)
+
+
+def event_fields(record: Record) -> dict[str, Any]:
+    result = "dead" if record.state == "held" and record.note.startswith(DEAD) else RESULTS[record.state]
+    if record.outcome is not None and record.outcome.kind == "error":
+        result = "error"
+    return {
+        "event_id": record.key,
+        "source": unquote(record.scope.rpartition(":")[2]),
+        "first_seen": utc(record.created_at),
+        "processed": utc(record.settled_at),
+        "result": result,
+    }
+
+
+def utc(seconds: float | None) -> str | None:
+    text = iso_date(seconds)
+    return None if text is None else text.replace("+00:00", "Z")
+
+
+def show_events(output: Output, columns: tuple[str, ...], events: list[dict[str, Any]], cursor: str | None) -> None:
+    def print_events() -> None:
+        print_table(columns, ([event[column] for column in columns] for event in events))
+        if cursor:
+            click.echo(f"\nThere are more: --cursor {shell_quote(cursor)}")
+
+    output.show({"events": events, "cursor": cursor}, print_events)

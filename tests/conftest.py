@@ -17,9 +17,11 @@ import redis
 from hypothesis import settings
 from psycopg import sql
 
+from tests.support.brokers import MinistackServer, MockKafka, NatsCluster, NatsServer, RabbitServer
 from tests.support.servers import PgBouncer, PostgresServer, ValkeyCluster, ValkeySentinel, ValkeyServer
 
 SERVERS = {"postgres_url", "valkey_url", "pgbouncer_url", "cluster_url", "own_postgres", "own_valkey", "own_sentinel"}
+SERVERS |= {"nats_url", "rabbit_url", "ministack", "kafka_url", "own_nats", "own_rabbit", "own_nats_cluster"}
 
 # A shell that runs the tests in the background ignores interrupts for them and for each process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,44 +30,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("oncemore", deadline=None, print_blob=True)
 settings.load_profile("oncemore")
 
-# Tests that start HTTP servers or whole programs.  They need no PostgreSQL or Valkey, but take too long for a quick check.
-LONGER = {
-    "client": (
-        "test_httpx.py",
-        "test_libraries.py",
-        "test_resume.py",
-        "test_transports.py",
-        "test_written_down.py",
-    ),
-    "effects": ("test_django.py", "test_doors.py"),
-    "examples": (),
-    "sqlite": ("test_processes.py",),
-    "tests": ("test_pages.py", "test_types.py"),
-    "tools": ("test_cli.py",),
-    "web": (
-        "test_asgi_contract.py",
-        "test_asgi_fuzz.py",
-        "test_asgi_principals.py",
-        "test_asgi_servers.py",
-        "test_django.py",
-        "test_django_contract.py",
-        "test_fastapi.py",
-        "test_flask.py",
-        "test_wsgi.py",
-        "test_wsgi_contract.py",
-    ),
-}
-
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use a server, and those that take longer."""
+    """Mark the tests that use a server."""
     for item in items:
         if SERVERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.server)
-        files = LONGER.get(item.path.parent.name)
-        if files is not None and (not files or item.path.name in files):
-            item.add_marker(pytest.mark.longer)
 
 
 @pytest.fixture(scope="session")
@@ -104,6 +75,36 @@ def cluster_url() -> Iterator[str]:
         yield cluster.url
 
 
+@pytest.fixture(scope="session")
+def nats_url() -> Iterator[str]:
+    """A NATS server with JetStream that this worker's tests share; use a stream of the test's own."""
+    with NatsServer() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def rabbit_url() -> Iterator[str]:
+    """A RabbitMQ that this worker's tests share; if it is not installed, the test is skipped."""
+    if RabbitServer.program() is None:
+        pytest.skip("rabbitmq-server is not installed")
+    with RabbitServer() as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def ministack() -> Iterator[MinistackServer]:
+    """An SQS that this worker's tests share."""
+    with MinistackServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def kafka_url() -> Iterator[str]:
+    """A mock Kafka cluster in this process, which this worker's tests share."""
+    with MockKafka() as cluster:
+        yield cluster.url
+
+
 @pytest.fixture
 def postgres_schema(postgres_url: str) -> Iterator[str]:
     """A random name for a schema, which is dropped after the test if the test created it."""
@@ -135,6 +136,29 @@ def own_postgres() -> Iterator[PostgresServer]:
 def own_valkey() -> Iterator[ValkeyServer]:
     """A durable Valkey for one test, which may crash and restart it."""
     with ValkeyServer() as server:
+        yield server
+
+
+@pytest.fixture
+def own_nats() -> Iterator[NatsServer]:
+    """A durable NATS server for one test, which may crash and restart it."""
+    with NatsServer(fsync=True) as server:
+        yield server
+
+
+@pytest.fixture
+def own_nats_cluster() -> Iterator[NatsCluster]:
+    """Three NATS servers for one test, which may crash each of them."""
+    with NatsCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def own_rabbit() -> Iterator[RabbitServer]:
+    """A RabbitMQ for one test, which may crash and restart it; if it is not installed, the test is skipped."""
+    if RabbitServer.program() is None:
+        pytest.skip("rabbitmq-server is not installed")
+    with RabbitServer() as server:
         yield server
 
 

@@ -319,7 +319,6 @@ def work(path: str, name: int, count: int) -> int:
     return count
 
 
-@pytest.mark.longer
 def test_many_processes_and_threads_share_one_file(tmp_path: Path) -> None:
     path = str(tmp_path / "keys.db")
     context = separate_processes()

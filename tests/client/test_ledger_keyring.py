@@ -29,12 +29,12 @@ from oncemore.client.keyring.ledger import MAX_FAILED, NAME, LedgerKeyring, oper
 from oncemore.client.retry import Retry
 from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
+from tests.chaos.killed_client import BODY, BRIEF, CREDENTIALS, LEASE
+from tests.support import processes
 
-from ..support import processes
 from ..support.processes import separate_processes
 from . import clients
 from .clients import CLIENTS, Httpx
-from .killed import BODY, BRIEF, CREDENTIALS, LEASE
 from .server import Server, Visit, answer, effect, performed, reset, then
 from .test_keyring import adopt_all, claim, entry
 
@@ -52,7 +52,7 @@ def kill(visit: Visit) -> None:
 
 
 def run_killed(library: str, point: str, url: str, place: str) -> None:
-    command = [sys.executable, "-m", "tests.client.killed", library, point, url, place]
+    command = [sys.executable, "-m", "tests.chaos.killed_client", library, point, url, place]
     ended = processes.run_to_end(command)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     time.sleep(BRIEF + 0.1)
@@ -173,7 +173,7 @@ def test_living_process_keeps_its_entries(ledger: str) -> None:
         looked.append(resumed("httpx", ledger))
 
     with Server(then(look, performed())) as server:
-        command = [sys.executable, "-m", "tests.client.killed", "httpx", "never", server.url, ledger]
+        command = [sys.executable, "-m", "tests.chaos.killed_client", "httpx", "never", server.url, ledger]
         processes.run_to_end(command).check_returncode()
     assert looked == [([], [])]
     assert len(server.visits) == 1

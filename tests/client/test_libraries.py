@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import io
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,14 @@ from .clients import Httpx, Requests, Urllib3
 from .server import Server, Visit, answer, raw, reset
 
 RETRY = Retry(base=0.005, cap=0.01, deadline=5, budget=None)
-SHORT = Retry(deadline=0.3, budget=None)
+SHORT = Retry(deadline=1.5, budget=None)
 EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def events(visit: Visit) -> None:
     for number in range(6):
         visit.send(b"9\r\ndata: %d\n\n\r\n" % number)
-        time.sleep(0.1)
+        time.sleep(0.5)
     visit.send(b"0\r\n\r\n")
 
 
@@ -87,17 +88,19 @@ async def test_aiohttp_does_not_keep_a_long_answer_in_memory() -> None:
     """It says that it is long, so it is the caller's to read, until the deadline."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % LONG
 
-    def slowly(visit: Visit) -> None:
-        time.sleep(0.5)
+    opened, was_opened = threading.Event(), []
+
+    def send_when_opened(visit: Visit) -> None:
+        was_opened.append(opened.wait(4))
         visit.send(b"x" * LONG)
 
     retry = Retry(deadline=10, attempt_timeout=5, budget=None)
     async with aiohttp.ClientSession(middlewares=[RetryMiddleware(retry)]) as http:
-        with Server(raw(head, slowly)) as server:
-            begun = time.monotonic()
+        with Server(raw(head, send_when_opened)) as server:
             async with http.post(server.url) as response:
-                assert time.monotonic() - begun < 0.4
+                opened.set()
                 assert len(await response.read()) == LONG
+    assert was_opened == [True], "the caller has the response before its body is sent"
 
 
 @pytest.mark.parametrize("location", ["http://[", "http://h:99999999/"])

@@ -75,11 +75,11 @@ def test_keyed_post_is_retried_with_one_effect(library: Any, failure: Act) -> No
     assert len(reply.story.attempts) == 3
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 409, 410, 412, 413, 415, 422, 425])
-def test_other_4xx_are_final(library: Any, status: int) -> None:
-    with Server(answer(status)) as server:
-        assert library(QUICK).request("POST", server.url, BODY).status == status
-    assert len(server.visits) == 1
+def test_other_4xx_are_final(library: Any) -> None:
+    for status in (400, 401, 403, 404, 405, 409, 410, 412, 413, 415, 422, 425):
+        with Server(answer(status)) as server:
+            assert library(QUICK).request("POST", server.url, BODY).status == status
+        assert len(server.visits) == 1, status
 
 
 FINAL: dict[str, Act] = {
@@ -93,11 +93,11 @@ FINAL: dict[str, Act] = {
 }
 
 
-@pytest.mark.parametrize("last_word", FINAL.values(), ids=FINAL)
-def test_the_servers_own_word_beats_the_status(library: Any, last_word: Act) -> None:
-    with Server(last_word) as server:
-        assert library(QUICK).request("POST", server.url, BODY).status >= 400
-    assert len(server.visits) == 1
+def test_the_servers_own_word_beats_the_status(library: Any) -> None:
+    for name, last_word in FINAL.items():
+        with Server(last_word) as server:
+            assert library(QUICK).request("POST", server.url, BODY).status >= 400
+        assert len(server.visits) == 1, name
 
 
 @pytest.mark.parametrize("given", [3, "user_facing"])
@@ -247,11 +247,11 @@ def test_retry_after_beats_the_backoff(library: Any, wish: str) -> None:
     assert 1 <= slept[0] <= 1.1
 
 
-@pytest.mark.parametrize("nonsense", ["-1", "1.5", "+5", "soon", ""])
-def test_a_retry_after_that_is_none_is_ignored(library: Any, nonsense: str) -> None:
-    with no_sleeping() as slept, Server(answer(503, retry_after=nonsense)) as server:
-        library(Retry(base=0.001, cap=0.01, budget=None)).request("POST", server.url, BODY)
-    assert slept[0] <= 0.01
+def test_unreadable_retry_after_is_ignored(library: Any) -> None:
+    for nonsense in ("-1", "1.5", "+5", "soon", ""):
+        with no_sleeping() as slept, Server(answer(503, retry_after=nonsense)) as server:
+            library(Retry(base=0.001, cap=0.01, budget=None)).request("POST", server.url, BODY)
+        assert slept[0] <= 0.01, nonsense
 
 
 def test_a_retry_after_beyond_the_deadline_ends_it_now(library: Any) -> None:

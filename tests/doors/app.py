@@ -8,11 +8,12 @@ A path is `/{rule}/{act}`.  The first part chooses the rule (see `door_rules`), 
 | `slow` | the same, once the gate is open |
 | `status` | `?status=500,201`: the first run gets the first status, and so on; the last one stays |
 | `raise`, `refuse` | an exception on the first run, then as `create`; of our own kind, where it refuses |
+| `time-out`, `doubt` | a NoAnswer, or an UnknownOutcome, on every run |
 | `echo` | what arrived: method, path, query, headers, body |
 | `headers` | two `Link` headers, and all that belongs to one client or one moment: cookie, date, challenge, rate limits |
 | `binary`, `empty`, `nothing`, `redirect` | all 256 bytes; 200 without a body; 204; 303 with a `Location` |
 | `pieces` | three chunks with a Content-Length |
-| `stream` | a chunk, another when the gate is open, and no Content-Length |
+| `stream` | a chunk, another when the gate is open, and no Content-Length; with `?status=502`, an error page in pieces |
 | `big` | `?size=2000`: so many bytes |
 | `thing` | a resource: GET tells its ETag, every other method changes it |
 | anything else | as `create` |
@@ -43,11 +44,11 @@ from oncemore._ledger.events import Event
 from oncemore._ledger.guard import Guard
 from oncemore._ledger.store import Store
 from oncemore._runtime.plan import Plan, Sleep, arun, run
-from oncemore.errors import Duplicate
+from oncemore.errors import Duplicate, UnknownOutcome
 from oncemore.testing.faulty_store import FaultyStore
 from oncemore.web.request import CURRENT
 
-from .rules import RULES
+from .rules import RULES, NoAnswer
 
 PATIENCE = 15.0  # seconds until a gate that nobody opens is an error, rather than a test that hangs
 JSON = ("content-type", "application/json")
@@ -142,6 +143,10 @@ class ContractApp:
             raise RuntimeError("The app fails, as it was asked to")
         if act == "refuse" and number == 1:
             raise Duplicate("What the app itself has asked another guard for is refused")
+        if act == "time-out":
+            raise NoAnswer("The bank has not answered, and may have paid")
+        if act == "doubt":
+            raise UnknownOutcome("The bank cannot tell whether it has paid")
         if act == "echo":
             return echoed(method, path, query, headers, body)
         return reply(act, number, case, asked)
@@ -187,7 +192,7 @@ def reply(act: str, number: int, case: Case, asked: dict[str, str]) -> Reply:
         case "pieces":
             return Reply(200, [("content-length", "11"), PLAIN], pieces=(b"one ", b"two ", b"six"))
         case "stream":
-            return Reply(200, [PLAIN], pieces=(b"first", b"second"), gate=case.gate)
+            return Reply(int(asked.get("status", 200)), [PLAIN], pieces=(b"first", b"second"), gate=case.gate)
         case "big":
             return Reply(200, [PLAIN], b"x" * int(asked["size"]))
     statuses = asked.get("status", "201").split(",")

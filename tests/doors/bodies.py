@@ -31,20 +31,18 @@ def request(caller: Caller, path: str, **query: Any) -> bytes:
 class BodyCases:
     """Part C of the cases: what is kept of a response, streams, limits, and clients that leave."""
 
-    @pytest.mark.parametrize(
-        ("act", "status"), [("nothing", 204), ("empty", 200), ("binary", 200), ("redirect", 303), ("pieces", 200)]
-    )
-    def test_a_response_of_any_shape_is_replayed_exactly(self, caller: Caller, act: str, status: int) -> None:
-        """CASES 19, 21."""
-        first, second = (asked(caller, f"/default/{act}") for _ in range(2))
-        assert (first.status, second.status, caller.runs) == (status, status, 1)
-        assert (first.body, first.lines("location")) == (second.body, second.lines("location"))
-        assert (first.lines("idempotency-status"), second.lines("idempotency-status")) == (["stored"], ["replayed"])
-        assert second.header("content-length") == (None if status == 204 else str(len(first.body)))
-        assert second.lines("content-type") == first.lines("content-type")
+    def test_response_of_any_shape_is_replayed_exactly(self, caller: Caller) -> None:
+        shapes = {"nothing": 204, "empty": 200, "binary": 200, "redirect": 303, "pieces": 200}
+        for act, status in shapes.items():
+            caller.renew()
+            first, second = (asked(caller, f"/default/{act}") for _ in range(2))
+            assert (first.status, second.status, caller.runs) == (status, status, 1), act
+            assert (first.body, first.lines("location")) == (second.body, second.lines("location"))
+            assert (first.lines("idempotency-status"), second.lines("idempotency-status")) == (["stored"], ["replayed"])
+            assert second.header("content-length") == (None if status == 204 else str(len(first.body)))
+            assert second.lines("content-type") == first.lines("content-type")
 
     def test_each_header_is_replayed_or_not_by_whose_it_is(self, caller: Caller) -> None:
-        """CASES 19."""
         first, second = (asked(caller, "/default/headers") for _ in range(2))
         for name in {name for name, _ in KEPT}:
             expected = [value for found, value in KEPT if found == name]
@@ -56,19 +54,19 @@ class BodyCases:
         assert DATE[1] not in second.lines("date")
 
     def test_a_stream_passes_live_and_is_not_repeated(self, caller: Caller) -> None:
-        """CASES 21."""
         with caller.connection() as connection:
             connection.send(request(caller, "/default/stream"))
             start = connection.start()
             assert start.lines("idempotency-status") == ["unstored"]
+            assert start.lines("idempotency-reason") == ["streaming"]
             assert connection.chunk() == b"first"  # and only then is the gate opened for the second
             caller.open()
             assert (connection.chunk(), connection.chunk()) == (b"second", b"")
         refused(caller.ask("/default/stream"), 409, NOT_KEPT)
         assert caller.runs == 1
 
-    def test_a_stream_is_in_the_ledger_before_its_first_byte_is_sent(self, caller: Caller) -> None:
-        """CASES 21: a duplicate that comes in the middle of it runs nothing."""
+    def test_stream_is_settled_before_its_first_byte(self, caller: Caller) -> None:
+        """A duplicate that comes in the middle of it runs nothing."""
         with caller.connection() as connection:
             connection.send(request(caller, "/default/stream"))
             connection.start()
@@ -78,21 +76,19 @@ class BodyCases:
         assert caller.runs == 1
 
     def test_a_stream_can_be_kept_whole(self, caller: Caller) -> None:
-        """CASES 21."""
         caller.open()
         first, second = (caller.ask("/buffered/stream") for _ in range(2))
         assert (first.content, said(first), said(second)) == (b"firstsecond", "stored", "replayed")
         assert (second.content, caller.runs) == (first.content, 1)
 
     def test_a_stream_can_be_left_to_run_again(self, caller: Caller) -> None:
-        """CASES 21."""
         caller.open()
         first, second = (caller.ask("/released/stream") for _ in range(2))
         assert (first.content, second.content) == (b"firstsecond", b"firstsecond")
         assert (said(first), said(second), caller.runs) == ("unstored", "unstored", 2)
+        assert first.headers["idempotency-reason"] == "streaming"
 
     def test_a_stream_that_was_asked_for_by_get_is_untouched(self, caller: Caller) -> None:
-        """CASES 21."""
         with caller.connection() as connection:
             connection.send(
                 head("GET", caller.target("/default/stream"), caller.fields(("Idempotency-Key", caller.key)))
@@ -102,21 +98,20 @@ class BodyCases:
             caller.open()
             assert connection.chunk() == b"second"
 
-    def test_a_response_over_the_limit_is_delivered_whole_and_not_repeated(self, caller: Caller) -> None:
-        """CASES 22."""
+    def test_response_over_limit_is_delivered_and_not_repeated(self, caller: Caller) -> None:
         first = caller.ask("/small/big", size=1001)
         assert (len(first.content), said(first)) == (1001, "unstored")
+        assert first.headers["idempotency-reason"] == "size"
         problem = refused(caller.ask("/small/big", size=1001), 409, NOT_KEPT)
         assert problem["retryable"] is False
         assert caller.runs == 1
 
     def test_a_response_at_the_limit_is_kept(self, caller: Caller) -> None:
-        """CASES 22."""
         assert [said(caller.ask("/small/big", size=1000)) for _ in range(2)] == ["stored", "replayed"]
 
     @pytest.mark.parametrize("encoding", ["length", "chunked"])
     def test_a_request_over_the_limit_is_refused(self, caller: Caller, encoding: str) -> None:
-        """CASES 22: there is no record of it."""
+        """There is no record of it."""
         body = b"x" * 1001
         framing = ("Content-Length", "1001") if encoding == "length" else ("Transfer-Encoding", "chunked")
         fields = caller.fields(("Idempotency-Key", caller.key), framing)
@@ -127,7 +122,7 @@ class BodyCases:
         assert caller.runs == 0
         assert caller.ask("/small/create", content=b"x" * 1000).status_code == 201
 
-    def test_a_body_in_chunks_is_the_same_as_one_with_a_length(self, caller: Caller) -> None:
+    def test_chunked_body_equals_body_with_length(self, caller: Caller) -> None:
         fields = caller.fields(("Idempotency-Key", caller.key), ("Transfer-Encoding", "chunked"))
         with caller.connection() as connection:
             connection.send(head("POST", caller.target("/default/create"), fields) + chunked(BODY[:5], BODY[5:]))
@@ -145,10 +140,7 @@ class BodyCases:
             assert connection.response().body == bytes(range(256))
 
     @pytest.mark.parametrize("framing", [("Content-Length", "100"), ("Transfer-Encoding", "chunked")])
-    def test_a_client_that_leaves_in_mid_body_has_asked_for_nothing(
-        self, caller: Caller, framing: tuple[str, str]
-    ) -> None:
-        """CASES 23."""
+    def test_disconnect_in_mid_body_runs_nothing(self, caller: Caller, framing: tuple[str, str]) -> None:
         fields = caller.fields(("Idempotency-Key", caller.key), framing)
         with caller.connection() as connection:
             connection.send(head("POST", caller.target("/default/create"), fields))
@@ -158,8 +150,7 @@ class BodyCases:
         assert caller.runs == 1
 
     @pytest.mark.parametrize("how", ["close", "reset"])
-    def test_a_client_that_leaves_while_the_app_works_finds_the_outcome_later(self, caller: Caller, how: str) -> None:
-        """CASES 23."""
+    def test_outcome_is_kept_after_disconnect_during_the_app(self, caller: Caller, how: str) -> None:
         with caller.connection() as connection:
             connection.send(request(caller, "/default/slow"))
             caller.until(lambda: caller.runs == 1)
@@ -169,10 +160,7 @@ class BodyCases:
         assert (answer.status_code, said(answer), caller.runs) == (201, "replayed", 1)
 
     @pytest.mark.parametrize("rule", ["default", "buffered"])
-    def test_a_client_that_leaves_before_or_in_a_stream_does_not_have_it_run_again(
-        self, caller: Caller, rule: str
-    ) -> None:
-        """CASES 21, 23."""
+    def test_disconnect_during_stream_does_not_run_it_again(self, caller: Caller, rule: str) -> None:
         with caller.connection() as connection:
             connection.send(request(caller, f"/{rule}/stream"))
             caller.until(lambda: caller.runs == 1)

@@ -23,8 +23,7 @@ class Caller:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.case = self.key = uuid.uuid4().hex
-        self.authorization = f"Bearer {uuid.uuid4().hex}"
+        self.renew()
         limits = httpx.Limits(
             max_connections=64, max_keepalive_connections=0
         )  # each request on a connection of its own
@@ -38,6 +37,12 @@ class Caller:
         self.open()  # nobody is left waiting, whatever the test did
         self._pool.shutdown()
         self._client.close()
+
+    def renew(self) -> Self:
+        """Take a case, a key and credentials that nothing has used."""
+        self.case = self.key = uuid.uuid4().hex
+        self.authorization = f"Bearer {uuid.uuid4().hex}"
+        return self
 
     def ask(
         self,
@@ -126,7 +131,7 @@ def said(response: httpx.Response) -> str | None:
 
 
 def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """The problem document, after checking that the response is one: CASES 31."""
+    """The problem document, after checking that the response is one."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     problem: dict[str, Any] = response.json()

@@ -43,30 +43,25 @@ class CrashCases:
         time.sleep(LEASE)
 
     def test_a_kill_in_mid_operation_leaves_the_outcome_unknown(self, server: Server, caller: Caller) -> None:
-        """CASES 25: nobody can know whether the effect happened, so nothing runs until someone decides."""
+        """Nobody can know whether the effect happened, so nothing runs until someone decides."""
         self.killed_in_mid_handler(server, caller, "/crash-hold/slow")
         for _ in range(2):
             assert refused(caller.ask("/crash-hold/slow"), 409, UNKNOWN)["retryable"] is False
         assert caller.runs == 0
 
-    def test_a_kill_in_mid_operation_is_tried_again_where_the_rule_says_so(
-        self, server: Server, caller: Caller
-    ) -> None:
-        """CASES 25."""
+    def test_killed_operation_runs_again_with_on_unknown_retry(self, server: Server, caller: Caller) -> None:
         self.killed_in_mid_handler(server, caller, "/crash-retry/slow")
         first, second = caller.ask("/crash-retry/slow"), caller.ask("/crash-retry/slow")
         assert (first.json()["attempt"], said(first), said(second)) == (2, "stored", "replayed")
         assert caller.runs == 1
 
     def test_a_resolver_decides_what_became_of_a_killed_operation(self, server: Server, caller: Caller) -> None:
-        """CASES 25."""
         self.killed_in_mid_handler(server, caller, "/crash-resolve/slow")
         answer = caller.ask("/crash-resolve/slow")
         assert (answer.status_code, answer.text, said(answer)) == (201, "it had happened", "replayed")
         assert caller.runs == 0
 
     def test_before_the_lease_is_over_a_kill_looks_like_work(self, server: Server, caller: Caller) -> None:
-        """CASES 24, 25."""
         cut_off = caller.running("/default/slow")
         server.crash()
         with contextlib.suppress(httpx.TransportError):
@@ -77,7 +72,6 @@ class CrashCases:
         assert caller.runs == 0
 
     def test_a_kill_after_the_outcome_was_stored_loses_nothing(self, server: Server, caller: Caller) -> None:
-        """CASES 26."""
         first = caller.ask()
         server.restart()
         second = caller.ask()
@@ -86,7 +80,7 @@ class CrashCases:
     def test_a_frozen_owner_is_overtaken_and_gets_the_others_outcome(
         self, server: Server, second: Server, caller: Caller
     ) -> None:
-        """CASES 24: the late owner's settle is refused, and its client is told what counts."""
+        """The late owner's settle is refused, and its client is told what counts."""
         frozen = caller.running("/crash-retry/slow")
         os.kill(server.pid, signal.SIGSTOP)
         try:

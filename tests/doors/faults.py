@@ -15,7 +15,7 @@ class FaultCases:
     """Part C of the cases: leases, and a store that is down."""
 
     def test_a_handler_may_take_longer_than_its_lease(self, caller: Caller) -> None:
-        """CASES 24: the lease is renewed for as long as the app works."""
+        """The lease is renewed for as long as the app works."""
         first = caller.running("/short-lease/slow")
         time.sleep(1.0)
         second = caller.later("/short-lease/slow")
@@ -28,7 +28,6 @@ class FaultCases:
         [("down-claim", 503, "DEPENDENCY.unavailable"), ("down-late", 504, "DEPENDENCY.timeout")],
     )
     def test_without_a_ledger_nothing_runs(self, caller: Caller, rule: str, status: int, code: str) -> None:
-        """CASES 27."""
         answer = caller.ask(f"/{rule}/create")
         problem = refused(answer, status, code)
         assert problem["retryable"] is True
@@ -37,14 +36,15 @@ class FaultCases:
         assert caller.runs == 0
 
     def test_a_rule_may_run_without_a_ledger(self, caller: Caller) -> None:
-        """CASES 27: said in the contract, and logged each time."""
+        """Said in the contract, and logged each time."""
         assert [caller.ask("/down-run/create").status_code for _ in range(2)] == [201, 201]
         assert caller.runs == 2
 
     def test_an_outcome_that_cannot_be_stored_still_reaches_the_client(self, caller: Caller) -> None:
-        """CASES 27: the record stays running until its lease ends."""
+        """The record stays running until its lease ends."""
         answer = caller.ask("/down-settle/create")
         assert (answer.status_code, said(answer)) == (201, "unstored")
+        assert answer.headers["idempotency-reason"] == "store"
         impatient = {"X-Request-Timeout": "0"}
         refused(caller.ask("/down-settle/create", headers=impatient), 409, "CONFLICT.idempotency.in_progress")
         assert caller.runs == 1

@@ -16,6 +16,10 @@ def rule(first: str, **settings: Unpack[Settings]) -> Rule:
     return Rule(f"POST|PUT|PATCH|DELETE /{first}/{{act}}", **settings)
 
 
+class NoAnswer(Exception):
+    """A time-out of the app's own: servers take an OSError, such as TimeoutError, for the loss of their client."""
+
+
 def broken(request: Any) -> str:
     raise RuntimeError("The owner cannot be found out, as it was asked")
 
@@ -54,6 +58,9 @@ RULES = (
     rule("ok", on_duplicate="ok"),
     rule("keep-all", keep="all"),
     rule("keep-success", keep="success"),
+    rule("doubtful", doubt=(502, 504, NoAnswer)),
+    rule("doubtful-page", doubt=(500,)),
+    rule("doubtful-stream", doubt=(502,), streams="release"),
     rule("buffered", streams="store"),
     rule("released", streams="release"),
     rule("small", max_request=1000, max_response=1000),

@@ -6,6 +6,7 @@ import json
 import secrets
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -74,6 +75,13 @@ def shop(request: pytest.FixtureRequest) -> Iterator[Shop]:
 @pytest.fixture(scope="module")
 def shop_database(postgres_url: str) -> Iterator[str]:
     """A database for one shop, on the PostgreSQL of this worker."""
+    with own_database(postgres_url) as url:
+        yield url
+
+
+@contextmanager
+def own_database(postgres_url: str) -> Iterator[str]:
+    """A new database on a server, which is dropped at the end."""
     name = f"t{secrets.token_hex(8)}"
     with psycopg.connect(postgres_url, autocommit=True) as connection:
         connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))

@@ -31,7 +31,7 @@ STORES = [
 
 
 @pytest.mark.parametrize("fixture", STORES)
-def test_what_was_performed_when_the_loop_was_shut_down_is_stored(
+def test_outcome_is_stored_though_the_loop_shuts_down(
     fixture: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All tasks are cancelled: also those that have performed, and whose outcomes are on their way."""
@@ -70,7 +70,7 @@ def test_what_was_performed_when_the_loop_was_shut_down_is_stored(
     guard.close()
 
 
-def test_a_loop_that_is_shut_down_while_a_transaction_connects_ends(postgres_url: str, postgres_schema: str) -> None:
+def test_loop_shutdown_while_a_transaction_connects_ends(postgres_url: str, postgres_schema: str) -> None:
     """The pool takes its own end for a failed connection, and would wait for the next order for ever."""
     with FaultProxy.before(postgres_url) as proxy:
         guard = Guard(f"{proxy.url(postgres_url)}?schema={postgres_schema}")
@@ -91,9 +91,7 @@ def test_a_loop_that_is_shut_down_while_a_transaction_connects_ends(postgres_url
         guard.close()
 
 
-def test_a_loop_that_is_shut_down_at_any_moment_of_its_first_transactions_ends(
-    postgres_url: str, postgres_schema: str
-) -> None:
+def test_loop_shutdown_at_any_moment_of_first_transactions_ends(postgres_url: str, postgres_schema: str) -> None:
     """The pool opens, connects and is given orders; its tasks may be cancelled at any of these."""
     guard = Guard(f"{postgres_url}?schema={postgres_schema}")
 

@@ -65,7 +65,7 @@ PRELOAD = [
     "oncemore.web.asgi",
     "tests.client.clients",
     "tests.doors.app",
-    "tests.effects.shops",
+    "tests.transactions.shops",
 ]
 
 # These start coverage in a new process.  They are removed, because coverage makes such a process five times as slow, and

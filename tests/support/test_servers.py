@@ -17,9 +17,10 @@ import redis
 
 from examples import process
 from oncemore.errors import MissingDriver
-from tests.support import postgres
 from tests.support.postgres import copied, newest_programs
 from tests.support.servers import PgBouncer, PostgresServer, Server, ValkeyCluster, ValkeySentinel, ValkeyServer
+
+from . import postgres
 
 pytestmark = pytest.mark.server
 

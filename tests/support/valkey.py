@@ -83,11 +83,14 @@ class ValkeyGroup(ABC):
 
 
 class ValkeyCluster(ValkeyGroup):
-    """Three Valkey primaries that share the slots; each of the `servers` may crash and restart."""
+    """Three Valkey primaries that share the slots; each of the `servers` may crash and restart.
 
-    def __init__(self, *, fsync: bool = True, **settings: object) -> None:
-        mine = {"cluster_enabled": "yes", "cluster_node_timeout": 2000, **settings}
-        self.servers = [ValkeyServer(fsync=fsync, **mine) for _ in range(3)]
+    With *replica*, the first of them has one, which is the last of the servers.
+    """
+
+    def __init__(self, *, fsync: bool = True, replica: bool = False, **settings: object) -> None:
+        mine = {"cluster_enabled": "yes", "cluster_node_timeout": 2000, "repl_diskless_sync_delay": 0, **settings}
+        self.servers = [ValkeyServer(fsync=fsync, **mine) for _ in range(4 if replica else 3)]
 
     @property
     def url(self) -> str:
@@ -96,16 +99,25 @@ class ValkeyCluster(ValkeyGroup):
     def form(self) -> None:
         for number, node in enumerate(self.servers):
             node.start()
-            node.ask("CLUSTER", "ADDSLOTSRANGE", number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1)
+            if number < 3:
+                node.ask("CLUSTER", "ADDSLOTSRANGE", number * SLOTS // 3, (number + 1) * SLOTS // 3 - 1)
             node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in self.servers[1:]:
             self.servers[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port)
         wait_until(self.is_whole, "the cluster to form")
+        if len(self.servers) > 3:
+            self.servers[3].ask("CLUSTER", "REPLICATE", self.servers[0].ask("CLUSTER", "MYID"))
+            wait_until(lambda: "master_link_status:up" in self.servers[3].ask("INFO", "replication"), "the replica")
+            wait_until(self.all_know_the_replica, "the nodes to know the replica")
+
+    def all_know_the_replica(self) -> bool:
+        return all(" slave " in node.ask("CLUSTER", "NODES").replace("myself,", "") for node in self.servers)
 
     def is_whole(self) -> bool:
         """Return whether each node knows all others and all slots are served."""
         told = [node.ask("CLUSTER", "INFO") for node in self.servers]
-        return all("cluster_state:ok" in each and "cluster_known_nodes:3" in each for each in told)
+        known = f"cluster_known_nodes:{len(self.servers)}"
+        return all("cluster_state:ok" in each and known in each for each in told)
 
 
 class Sentinel(ValkeyServer):

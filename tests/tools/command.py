@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..support import processes
+from tests.support import processes
 
 
 class Finished(NamedTuple):

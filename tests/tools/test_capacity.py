@@ -101,7 +101,6 @@ def gauge(request: pytest.FixtureRequest) -> Iterator[tuple[str, bench.Gauge]]:
         yield request.param, found
 
 
-@pytest.mark.longer
 def test_constants_match_a_measured_record(gauge: tuple[str, bench.Gauge], monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails if a store's tables have changed so much that the constants are wrong: run bench/storage.py again."""
     monkeypatch.setattr(bench, "RECORDS", 2000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import secrets
@@ -15,6 +16,7 @@ from pathlib import Path
 import click
 import pytest
 
+from oncemore import __version__ as version
 from oncemore._contract.contract import Contract
 from oncemore._contract.policy import Policy
 from oncemore._contract.profiles import PROFILES
@@ -241,6 +243,24 @@ def test_interrupt_at_a_prompt_changes_nothing(tmp_path: Path) -> None:
     guard.close()
 
 
+def test_interrupt_while_the_prompt_is_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes between the question and the reading of the answer, and a "y" is in the input already."""
+
+    class Interrupted(io.StringIO):
+        def flush(self) -> None:
+            if "?" in self.getvalue():
+                signal.raise_signal(signal.SIGINT)
+
+    url = f"sqlite:///{tmp_path}/once.db"
+    guard = Guard(url)
+    guard.run(Operation("s", "k"), lambda op: None)
+    monkeypatch.setattr(sys, "stderr", Interrupted())
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert main(["keys", "delete", "k", "--store", url]) == 130
+    assert guard.find("s", "k") is not None
+    guard.close()
+
+
 def test_record_changed_during_the_prompt_is_not_touched(tmp_path: Path) -> None:
     """Meanwhile another operator resolved it, and the next attempt crashed: its outcome is unknown again."""
     url = f"sqlite:///{tmp_path}/once.db"
@@ -319,6 +339,54 @@ def test_contract_check_names_every_fault_and_line(tmp_path: Path) -> None:
     assert oncemore("contract", "check", "none.toml", folder=tmp_path).code == 2
 
 
+def test_contract_check_json_lists_faults_with_lines(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text('[[rule]]\nmatch = "POST /a"\ntll = "1d"\n\n[[rule]]\nmatch = "FETCH /x"\n')
+    ran = oncemore("contract", "check", "bad.toml", "--json", folder=tmp_path)
+    assert ran.code == 2
+    assert [fault["line"] for fault in ran.json["faults"]] == [1, 5]
+    assert "did you mean 'ttl'" in ran.json["faults"][0]["fault"]
+
+
+@pytest.mark.parametrize("framework", ["starlette", "flask", "django"])
+def test_contract_check_app_finds_rules_without_route(tmp_path: Path, framework: str) -> None:
+    (tmp_path / "oncemore.toml").write_text(
+        '[[rule]]\nmatch = "POST /refund"\n\n[[rule]]\nmatch = "POST /refunds/{id}"\n'
+    )
+    (tmp_path / "shop.py").write_text(APPS[framework])
+    ran = oncemore("contract", "check", "--app", "shop:app", folder=tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert "No route of the app serves the rule 'POST /refund', so it guards nothing" in ran.err
+    assert "POST /refunds/{id}" not in ran.err
+    assert ("did you mean 'POST /refunds'" in ran.err) == (framework != "django")  # its views do not tell their methods
+
+
+APPS = {
+    "starlette": """
+from starlette.applications import Starlette
+from starlette.routing import Mount, Route
+def refund(request): ...
+one = Mount("/refunds", routes=[Route("/{id:int}", refund, methods=["POST"])])
+app = Starlette(routes=[Route("/refunds", refund, methods=["POST"]), one])
+""",
+    "flask": """
+from flask import Flask
+app = Flask(__name__)
+@app.post("/refunds")
+def refund(): ...
+@app.post("/refunds/<int:id>")
+def other(id): ...
+""",
+    "django": """
+from django.conf import settings
+from django.core.wsgi import get_wsgi_application
+from django.urls import path
+settings.configure(ROOT_URLCONF=__name__, SECRET_KEY="x")
+urlpatterns = [path("refunds", print), path("refunds/<int:id>", print)]
+app = get_wsgi_application()
+""",
+}
+
+
 def test_contract_may_name_functions_of_the_working_folder(tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text("def did_it_happen(op): ...\n")
     rule = '[[rule]]\nmatch = "POST /a"\non_unknown = "resolve"\nresolver = "shop:did_it_happen"\n'
@@ -331,6 +399,8 @@ def test_contract_show_applies_defaults(tmp_path: Path) -> None:
     shown = oncemore("contract", "show", folder=tmp_path).out
     assert "30d" in shown
     assert "not guarded" in shown
+    assert "(defaults)" in shown.splitlines()[-1]
+    assert oncemore("contract", "show", "--json", folder=tmp_path).json["defaults"]["ttl"] == 86400.0
     one = oncemore("contract", "show", "--rule", "refunds.create", folder=tmp_path).out
     assert "header Idempotency-Key" in one
     assert oncemore("contract", "show", "--rule", "refund.create", folder=tmp_path).code == 2
@@ -422,3 +492,8 @@ def test_demo_runs_from_an_installed_wheel(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["holds"] is True
+
+
+def test_python_m_oncemore_is_the_command() -> None:
+    ran = subprocess.run([sys.executable, "-m", "oncemore", "--version"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.strip().endswith(version)) == (0, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import shlex
 
 import pytest
@@ -161,3 +162,29 @@ def test_delete_and_resolve_need_a_yes(filled: Guard, store_url: str) -> None:
     assert filled.stats() == before
     assert oncemore("keys", "delete", "settled-1", "--store", store_url, said="y\n").code == 0
     assert filled.find("refunds:principal:ann", "settled-1") is None
+
+
+def test_list_state_lapsed_is_the_flag_lapsed(filled: Guard, store_url: str) -> None:
+    by_state, by_flag = (
+        oncemore("keys", "list", *words, "--json", "--store", store_url).json["records"]
+        for words in (("--state", "lapsed"), ("--lapsed",))
+    )
+    assert [record["key"] for record in by_state] == [record["key"] for record in by_flag] == ["lapsed-1"]
+
+
+def test_list_csv_has_the_columns_of_a_replay_log(filled: Guard, store_url: str) -> None:
+    response = Outcome("response", 201, (), b'{"id": "rf_123"}')
+    filled.run(Operation("payments", "=1+1", "c1:ab"), lambda op: response)
+    ran = oncemore("keys", "list", "--csv", "--store", store_url)
+    rows = {row["key"]: row for row in csv.DictReader(ran.out.splitlines())}
+    assert list(rows["held-1"]) == ["key", "payload_hash", "status", "http_code", "result_id", "notes"]
+    written = rows["'=1+1"]  # not taken for a formula
+    assert (written["status"], written["http_code"], written["result_id"]) == ("settled", "201", "rf_123")
+    assert (rows["held-1"]["status"], rows["held-1"]["result_id"]) == ("held", "")
+
+
+def test_show_derive_tells_the_providers_key(filled: Guard, store_url: str) -> None:
+    found: list[str] = []
+    filled.run(Operation("payments", "derived"), lambda op: found.append(op.derive("charge")))
+    shown = oncemore("keys", "show", "derived", "--derive", "charge", "--json", "--store", store_url).json
+    assert [shown["derived"]] == found

@@ -12,13 +12,17 @@ from typing import Any
 import psycopg
 import pytest
 
+from oncemore import Guard, Op, Policy
 from oncemore._ledger.model import Lease, Operation
 from oncemore._ledger.store import Filter
+from oncemore._ledger.transactions import Again
 from oncemore._runtime.plan import Plan, arun, run
-from oncemore.errors import OncemoreError, StoreError, StoreTimeout, StoreUnavailable
+from oncemore.errors import ConfigurationError, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.postgres import PostgresStore
+from oncemore.stores.postgres.statements import Statement
 from oncemore.testing.stores import DONE, LEASE, RETENTION
 from tests.support.proxy import FaultProxy
+from tests.support.servers import PostgresServer
 
 from .parts import until
 
@@ -289,3 +293,126 @@ def test_listener_whose_connection_was_cut_listens_again(proxy: FaultProxy, url:
         assert time.monotonic() - begun < 20
     mine.close()
     other.close()
+
+
+@pytest.mark.parametrize("drive", [run, lambda plan: asyncio.run(arun(plan))], ids=["run", "arun"])
+@pytest.mark.parametrize(
+    ("part", "wrong", "reason"),
+    [
+        ("password", "secret", 'password authentication failed for user "postgres"'),
+        ("user", "nobody", 'authentication failed for user "nobody"'),
+        ("dbname", "none", 'database "none" does not exist'),
+    ],
+)
+def test_refused_login_fails_at_first_attempt_with_reason(
+    proxy: FaultProxy, url: str, drive: Drive, part: str, wrong: str, reason: str
+) -> None:
+    place = psycopg.conninfo.conninfo_to_dict(proxy.url(url).partition("?")[0])
+    words = {**place, part: wrong}
+    store = PostgresStore("postgresql://{user}:{password}@{host}:{port}/{dbname}?timeout=60s".format(**words))
+    for verb in (store.find("s", "k"), store.stats(), store.lender.open()):
+        before = proxy.accepted
+        with pytest.raises(ConfigurationError, match=reason):
+            drive(verb)
+        assert proxy.accepted <= before + 2  # libpq may try once with and once without encryption
+    store._listener.listen()
+    assert until(lambda: store._listener._thread is None)
+    assert not store._listener.unavailable
+    store.close()
+
+
+def test_claim_is_undone_if_login_is_refused_after_it(own_postgres: PostgresServer) -> None:
+    """The server had granted it, but the answer was lost, and no second attempt passes: nobody performs."""
+    with psycopg.connect(own_postgres.url, autocommit=True) as admin, FaultProxy.before(own_postgres.url) as proxy:
+        admin.execute("CREATE ROLE shop LOGIN SUPERUSER PASSWORD 'old'")
+        _, at, place = proxy.url(own_postgres.url).rpartition("@")
+        store = PostgresStore(f"postgresql://shop:old{at}{place}?listen=false")
+        run(store.claim(Operation("s", "warm"), lease=LEASE))
+        admin.execute("ALTER ROLE shop PASSWORD 'new'")
+        proxy.cut_answers()
+        with healed_soon(proxy), pytest.raises(ConfigurationError, match="password authentication failed"):
+            run(store.claim(Operation("s", "k"), lease=LEASE))
+        assert admin.execute("SELECT state FROM oncemore_records WHERE key = 'k'").fetchone() == ("running",)
+        admin.execute("ALTER ROLE shop PASSWORD 'old'")
+        run(store.claim(Operation("s", "next"), lease=LEASE))
+        assert run(store.find("s", "k")) is None
+        store.close()
+
+
+def test_login_refused_after_the_claim_hides_nothing(own_postgres: PostgresServer) -> None:
+    """A password was changed while operations run: what was done is answered, and an error is the performer's own."""
+    with psycopg.connect(own_postgres.url, autocommit=True) as admin:
+        admin.execute("CREATE ROLE shop LOGIN SUPERUSER")
+
+        def change_password(password: str) -> None:
+            admin.execute(f"ALTER ROLE shop PASSWORD '{password}'")
+            admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'shop'")
+
+        def pay(op: Op) -> str:
+            change_password("new")
+            if op.key == "declined":
+                raise OSError("declined")
+            return "paid"
+
+        _, at, place = own_postgres.url.rpartition("@")
+        guard = Guard(f"postgresql://shop:old{at}{place}?listen=false")
+        change_password("old")
+        paid = guard.run(Operation("s", "paid"), pay)
+        assert (paid.how, paid.value) == ("unstored", "paid")
+        change_password("old")
+        with pytest.raises(OSError, match="declined"):
+            guard.run(Operation("s", "declined"), pay)
+        with pytest.raises(ConfigurationError, match="password authentication failed"):
+            guard.run(Operation("s", "next"), pay)
+        guard.close()
+
+
+def test_record_of_vanished_machine_is_free_after_a_while(proxy: FaultProxy, url: str, store: PostgresStore) -> None:
+    """Its transaction is open, its last word was heard, and neither an end nor a reset of the connection ever comes."""
+    far = PostgresStore(f"{proxy.url(url)}&listen=false&idle_in_transaction=500ms")
+    transaction = run(far.lender.open())
+    assert isinstance(run(transaction.begin(Operation("s", "k"), lease=LEASE, wait=1.0)), Lease)
+    proxy.stall()
+
+    def is_free() -> bool:
+        try:
+            return isinstance(run(store.claim(Operation("s", "k"), lease=LEASE)), Lease)
+        except StoreTimeout:
+            return False
+
+    assert until(is_free)
+    proxy.heal()
+    with pytest.raises((Again, StoreTimeout)):
+        run(transaction.commit())
+    run(transaction.abort())
+    far.close()
+
+
+def test_server_watches_the_connections_of_sessions(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+    """The server's own settings: by default it would notice a vanished machine after two hours."""
+    names = ("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count", "tcp_user_timeout")
+    ask = "SELECT " + ", ".join(
+        f"current_setting('{name}')" for name in (*names, "idle_in_transaction_session_timeout")
+    )
+    run(store.stats())
+    deadline = time.monotonic() + 30
+    (row,) = run(store.database.rows(Statement(ask), [], deadline))
+    assert row[:4] == ("30", "10", "3", "60000")
+    transaction = run(store.lender.open())
+    run(transaction.begin(Operation("s", "k"), lease=LEASE, wait=1.0))
+    assert transaction.connection.execute(ask).fetchone() == ("30", "10", "3", "60000", "5min")
+    run(transaction.abort())
+
+
+def test_performer_that_is_idle_for_too_long_runs_once(url: str) -> None:
+    guard = Guard(f"{url}&idle_in_transaction=200ms", policy=Policy(effect="transaction"))
+    runs: list[int] = []
+
+    def perform(op: Op) -> None:
+        runs.append(1)
+        time.sleep(1)
+
+    with pytest.raises(StoreTimeout, match="idle_in_transaction="):
+        guard.run(Operation("s", "k"), perform)
+    assert runs == [1]
+    guard.close()

@@ -23,9 +23,8 @@ from oncemore._runtime.plan import run
 from oncemore.errors import InProgress, OncemoreError, StoreError, UnknownOutcome
 from oncemore.stores.postgres import PostgresStore
 from oncemore.testing.stores import DONE, LEASE, RETENTION
+from tests.support import processes
 from tests.support.servers import PostgresServer
-
-from ...support import processes
 
 CHILD = Path(__file__).with_name("children.py")
 SERIALIZABLE = quote("-c default_transaction_isolation=serializable")

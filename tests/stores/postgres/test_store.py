@@ -25,7 +25,7 @@ from oncemore.errors import (
     StoreError,
     StoreTimeout,
 )
-from oncemore.stores.postgres import PostgresStore
+from oncemore.stores.postgres import PostgresStore, session
 from oncemore.stores.postgres.pipeline import Pipeline
 from oncemore.stores.postgres.rows import escape_text, unescape_text
 from oncemore.testing.machine import store_machine
@@ -111,10 +111,44 @@ def test_locked_row_does_not_hold_up_its_batch(url: str, server: psycopg.Connect
     store.close()
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+async def test_calls_beside_locked_records_do_not_wait(
+    url: str, server: psycopg.Connection[Any], request: pytest.FixtureRequest, postgres_schema: str, pooled: bool
+) -> None:
+    """A transaction has inserted one record and locked another; calls for these wait, and calls beside them return."""
+    place = f"{request.getfixturevalue('pgbouncer_url')}?schema={postgres_schema}" if pooled else url
+    store = PostgresStore(f"{place}&timeout=100s&listen=false")
+    mine = await arun(store.claim(Operation("s", "mine"), lease=LEASE))
+    names = store.database.names
+    with server.transaction():
+        server.execute(f"SELECT FROM {names['records']} WHERE key = 'mine' FOR UPDATE")
+        server.execute(
+            f"""INSERT INTO {names["records"]} (scope, key, name, fingerprint, state, token, holder, attempts, created_at,
+                lease_until) VALUES ('s', 'k', '', '', 'running', 1, 'another', 1, now(), now() + interval '1 hour')"""
+        )
+        claim = asyncio.create_task(arun(store.claim(Operation("s", "k"), lease=LEASE)))
+        settle = asyncio.create_task(arun(store.settle(mine, DONE, retention=RETENTION)))
+        for n in range(5):
+            keys = [f"{n}.{m}" for m in range(8)]
+            leases = await asyncio.gather(*(arun(store.claim(Operation("s", key), lease=LEASE)) for key in keys))
+            await asyncio.gather(*(arun(store.settle(lease, DONE, retention=RETENTION)) for lease in leases))
+        assert not claim.done()
+        assert not settle.done()
+    found = await claim
+    assert isinstance(found, Record)
+    assert found.holder == "another"
+    await settle
+    record = await arun(store.find("s", "mine"))
+    assert record is not None
+    assert record.outcome == DONE
+    await store.aclose()
+
+
 async def test_cancelled_claims_are_undone_and_cancelled_writes_are_kept(
-    store: PostgresStore, server: psycopg.Connection[Any]
+    store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A claim is undone, and the released attempt before it is remembered; an owner's write is carried out."""
+    monkeypatch.setattr(session, "LOCK_WAIT", 60.0)  # so that the batches are still under way when their callers leave
     operation, ahead = Operation("s", "k", "c1:aa"), Operation("s", "ahead")
     held = await arun(store.claim(operation, lease=LEASE))
     await arun(store.release(held, retention=RETENTION))

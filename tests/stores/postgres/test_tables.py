@@ -200,3 +200,35 @@ def test_older_schema_is_migrated_once(
     assert version == (len(tables.SCRIPTS),)
     for each in stores:
         each.close()
+
+
+def test_tables_are_made_once_by_processes_that_start_together(
+    url: str, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them have found no tables, and wait for the lock of the one that makes them."""
+    count = "DO $$ BEGIN PERFORM nextval('{tokens}'); END $$;\n"  # a sequence counts what is rolled back, too
+    monkeypatch.setattr(tables, "SCRIPTS", (tables.FIRST + count,))
+    stores = [PostgresStore(url) for _ in range(4)]
+    names = stores[0].database.names
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    with ThreadPoolExecutor(4) as pool:
+        with server.transaction():
+            server.execute(tables.BEGIN[-1].format(**names))
+            made = [pool.submit(run, store.stats()) for store in stores]
+            assert until(lambda: server.execute(waiting).fetchone() == (4,))
+        for each in made:
+            each.result()
+    assert server.execute(f"SELECT last_value FROM {names['tokens']}").fetchone() == (1,)
+    for store in stores:
+        store.close()
+
+
+def test_schema_script_does_not_wait_for_open_transactions(url: str, server: psycopg.Connection[Any]) -> None:
+    """A lock on the table in use would keep all claims waiting, too."""
+    store = PostgresStore(url)
+    transaction = run(store.lender.open())
+    run(transaction.begin(Operation("s", "k"), lease=LEASE, wait=1.0))
+    server.execute("SET lock_timeout = '5s'")
+    server.execute(schema(url))
+    run(transaction.abort())
+    store.close()

@@ -16,13 +16,14 @@ import redis
 from oncemore._ledger.model import Claim, Lease, Record
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
-from oncemore.errors import Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
+from oncemore.errors import ConfigurationError, Fenced, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis.commands import ScriptItem
 from oncemore.stores.redis.connection import SendCommands, pack
 from oncemore.stores.redis.records import fields, micros
 from oncemore.stores.redis.scripts import CLAIM
 from tests.support.proxy import FaultProxy
+from tests.support.servers import ValkeyServer
 
 from ..parts import DONE, HOUR, operation
 
@@ -364,4 +365,23 @@ def test_unreachable_server_raises_only_our_errors(proxy: FaultProxy) -> None:
                 run(plan)
         with pytest.raises(OncemoreError):
             asyncio.run(arun(store.find("scope", "key")))
+        store.close()
+
+
+def test_undo_outlives_a_refused_login(own_valkey: ValkeyServer) -> None:
+    """A claim was granted and its answer lost; then the password was wrong for a while."""
+    with FaultProxy.before(own_valkey.url) as proxy, redis.Redis.from_url(own_valkey.url) as server:
+        store = connect(f"{proxy.url(own_valkey.url)}?timeout=800ms")
+        run(store.claim(operation("warm"), lease=HOUR))
+        proxy.cut_answers()
+        with pytest.raises(StoreUnavailable):
+            run(store.claim(operation("key"), lease=HOUR))
+        server.config_set("requirepass", "new")
+        server.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        proxy.heal()
+        with pytest.raises(ConfigurationError, match="refused the login"):
+            run(store.claim(operation("other"), lease=HOUR))
+        server.config_set("requirepass", "")
+        run(store.claim(operation("next"), lease=HOUR))
+        assert run(store.find("scope", "key")) is None
         store.close()

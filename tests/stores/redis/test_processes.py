@@ -21,7 +21,7 @@ from oncemore._ledger.context import Op
 from oncemore._ledger.model import Lease, Operation, Record
 from oncemore._runtime.plan import arun, run
 from oncemore.stores.redis import RedisStore, connect
-from oncemore.stores.redis import listener as redis_listener
+from oncemore.stores.redis import store as redis_store
 from oncemore.stores.redis.commands import ScriptItem
 from oncemore.stores.redis.scripts import FIND
 from tests.support.proxy import FaultProxy
@@ -290,7 +290,7 @@ def test_listener_replaces_a_silent_connection(
     url: str, valkey_url: str, other: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that died without a word is found out, and replaced; one that lives is kept."""
-    monkeypatch.setattr(redis_listener, "QUIET", 0.1)
+    monkeypatch.setattr(redis_store, "QUIET", 0.1)
     lease = claimed(other)
     with FaultProxy.before(valkey_url) as proxy, redis.Redis.from_url(valkey_url) as server:
         store = connect(f"{proxy.url(url)}&client_name=listener")

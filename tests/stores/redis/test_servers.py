@@ -19,7 +19,7 @@ from redis import exceptions
 from oncemore._ledger.model import Lease, Outcome, Record
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
-from oncemore.errors import StoreError, StoreUnavailable
+from oncemore.errors import ConfigurationError, StoreError, StoreUnavailable
 from oncemore.stores import schema
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis.commands import error_code, reply_error, reply_text
@@ -205,7 +205,7 @@ def test_acl_user_of_the_schema_can_use_every_verb(own_valkey: ValkeyServer) -> 
     assert (run(store.stats()).archived, len(run(store.list(Filter())).records)) == (1, 1)
     store.close()
     stranger = connect(own_valkey.url.replace("//", "//app:wrong@") + "?timeout=500ms")
-    with pytest.raises(StoreUnavailable, match="login"):
+    with pytest.raises(ConfigurationError, match="login"):
         run(stranger.find("scope", "3"))
 
 

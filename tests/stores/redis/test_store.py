@@ -78,7 +78,8 @@ def test_any_history_agrees_with_the_model(url: str) -> None:
         "redis://localhost?socket_timeout=soon",
         "redis://localhost?no_such_option=1",
         "redis+sentinel://localhost:26379",
-        "redis+cluster://localhost:7000?wait_replicas=1",
+        "redis://localhost?wait_replicas=all",
+        "redis+cluster://localhost:7000?wait_replicas=-1",
     ],
 )
 def test_invalid_url_is_refused(url: str) -> None:

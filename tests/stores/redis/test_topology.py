@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +24,9 @@ from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import StoreUnavailable
 from oncemore.stores.redis import RedisStore, connect, schema
 from oncemore.stores.redis.commands import ScriptItem
+from oncemore.stores.redis.connection import Connector
 from oncemore.stores.redis.scripts import UNCLAIM
-from oncemore.stores.redis.topology import SentinelTopology, read_primary
+from oncemore.stores.redis.topology import ClusterTopology, SentinelTopology, SlotRange, read_sentinel_view
 from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 
 from ..parts import DONE, HOUR, operation
@@ -250,7 +253,90 @@ def test_undo_is_sent_with_claims_of_its_own_node(cluster_url: str, redis_prefix
 )
 def test_primary_that_the_sentinel_holds_down_is_not_used(flags: str, known: bool) -> None:
     about = [b"name", b"main", b"ip", b"10.0.0.1", b"port", b"6380", b"flags", flags.encode()]
-    assert read_primary(about, None) == (("10.0.0.1", 6380) if known else None)
+    view = read_sentinel_view([b"10.0.0.1", b"6380"], about)
+    assert view.primary == (("10.0.0.1", 6380) if known else None)
+
+
+def test_promoted_replica_is_used_before_the_failover_is_complete() -> None:
+    about = [
+        b"ip",
+        b"10.0.0.1",
+        b"port",
+        b"6380",
+        b"flags",
+        b"master,o_down",
+        b"config-epoch",
+        b"3",
+        b"num-slaves",
+        b"2",
+    ]
+    assert read_sentinel_view([b"10.0.0.2", b"6380"], about) == (3, ("10.0.0.2", 6380), 2)
+
+
+A, B = ("127.0.0.1", 1), ("127.0.0.1", 2)  # nodes of a cluster
+
+
+def all_slots(epoch: int, primary: tuple[str, int], *replicas: tuple[str, int]) -> SlotRange:
+    return SlotRange(epoch, 0, 16383, primary, replicas, len(replicas))
+
+
+def test_older_view_of_a_cluster_never_replaces_a_newer_one() -> None:
+    """A caller and the watcher may hear of different views at the same time."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(50):
+            topology = ClusterTopology(Connector("redis://"), [A])
+            topology._use([all_slots(1, A)], {A})
+            barrier = threading.Barrier(2)
+
+            def hear(
+                view: SlotRange, topology: ClusterTopology = topology, barrier: threading.Barrier = barrier
+            ) -> None:
+                barrier.wait()
+                topology._use([view], {A, B})
+
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(hear, [all_slots(1, A, B), all_slots(2, B)]))
+            assert topology.address("key") == B
+            assert topology.changes == 1
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_redirection_by_a_node_behind_is_corrected() -> None:
+    topology = ClusterTopology(Connector("redis://"), [A])
+    topology._use([all_slots(1, A)], {A})
+    topology.move(key_slot(b"key"), B)
+    assert topology.address("key") == B
+    topology._use([all_slots(1, A)], {A})  # all nodes still say so
+    assert topology.address("key") == A
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", ["sentinel", "cluster"])
+def test_watch_goes_on_after_logins_were_refused(kind: str) -> None:
+    """Nobody would start it again, and another primary would be noticed too late."""
+    group: Any = ValkeySentinel() if kind == "sentinel" else ValkeyCluster()
+    with group:
+        ports = [group.sentinel.port] if kind == "sentinel" else [node.port for node in group.servers]
+        admins = [redis.Redis(port=port) for port in ports]
+        store = connect(group.url)
+        run(store.claim(operation("key"), lease=HOUR))
+        (watcher,) = store.topology.watchers
+        thread = watcher._thread
+        for admin in admins:
+            admin.execute_command("ACL", "SETUSER", "default", "resetpass", ">new")
+            admin.execute_command("CLIENT", "KILL", "SKIPME", "yes")
+        time.sleep(2.0)  # some questions are refused
+        for admin in admins:
+            admin.execute_command("ACL", "SETUSER", "default", "nopass")
+        assert thread is not None
+        assert thread.is_alive()
+        assert watcher._thread is thread
+        store.close()
+        for admin in admins:
+            admin.close()
 
 
 def test_sentinels_have_a_login_of_their_own() -> None:

@@ -19,8 +19,8 @@ from oncemore._ledger.model import Lease, Operation
 from oncemore._runtime.plan import run
 from oncemore.errors import OncemoreError
 from oncemore.stores.sqlite import connect
+from tests.support import processes
 
-from ...support import processes
 from ..parts import DONE, HOUR
 
 # ── In the test's process

@@ -31,7 +31,7 @@ def states(store: SqliteStore) -> tuple[str | None, str | None]:
 @pytest.mark.skipif(not CAN_FAIL, reason="system calls can be made to fail on Linux only, on x86-64 and ARM")
 @pytest.mark.parametrize("end", ["exit", "kill"])
 @pytest.mark.parametrize(("calls", "error"), FAULTS)
-def test_what_could_not_be_written_is_an_error_and_never_a_record(
+def test_failed_write_is_an_error_and_no_record(
     store: SqliteStore, path: Path, calls: str, error: str, end: str
 ) -> None:
     """Neither while the process lives, nor after it ended well, nor after a crash and recovery."""
@@ -50,7 +50,7 @@ def test_what_could_not_be_written_is_an_error_and_never_a_record(
     assert states(store) == ("running", "running")
 
 
-def test_a_full_disk_is_told_and_forgotten_when_there_is_room_again(store: SqliteStore, path: Path) -> None:
+def test_full_disk_is_an_error_until_there_is_room(store: SqliteStore, path: Path) -> None:
     lease = run(store.claim(Operation("disk", "key"), lease=HOUR))
     assert isinstance(lease, Lease)
     large = type(DONE)(body=os.urandom(200_000))

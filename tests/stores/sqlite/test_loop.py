@@ -98,7 +98,7 @@ async def test_the_loop_goes_on_while_another_process_has_the_file(store: Sqlite
     other.close()
 
 
-async def test_the_loop_goes_on_while_a_thread_of_this_process_has_the_file(store: SqliteStore) -> None:
+async def test_loop_continues_while_a_thread_holds_the_file(store: SqliteStore) -> None:
     entered = threading.Event()
 
     def slow(batch: object) -> None:
@@ -115,9 +115,7 @@ async def test_the_loop_goes_on_while_a_thread_of_this_process_has_the_file(stor
 
 
 @pytest.mark.parametrize("verb", ["settle", "release", "hold"])
-async def test_what_an_owner_says_is_written_though_it_is_cancelled_before_its_turn(
-    store: SqliteStore, path: Path, verb: str
-) -> None:
+async def test_settle_is_written_though_cancelled_before_its_turn(store: SqliteStore, path: Path, verb: str) -> None:
     """The effect has happened, and its outcome waits behind a batch that is under way."""
     lease = await arun(store.claim(Operation("scope", "key"), lease=HOUR))
     assert isinstance(lease, Lease)
@@ -144,9 +142,7 @@ async def test_what_an_owner_says_is_written_though_it_is_cancelled_before_its_t
     other.close()
 
 
-async def test_a_thread_that_could_not_be_started_is_started_by_the_next_one(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_writer_thread_that_failed_to_start_is_retried(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that is short of threads for a moment fails one claim; it must not leave the others waiting for ever."""
 
     def refuse(thread: threading.Thread) -> None:
@@ -162,9 +158,7 @@ async def test_a_thread_that_could_not_be_started_is_started_by_the_next_one(
     await store.aclose()
 
 
-async def test_a_claimer_that_goes_away_does_not_make_a_failure_forgotten_sooner(
-    store: SqliteStore, path: Path
-) -> None:
+async def test_cancelled_claim_keeps_the_failures_retention(store: SqliteStore, path: Path) -> None:
     """The key still stands for what was asked under it, after a failure too."""
     operation = Operation("scope", "key", "c1:aa")
     lease = await arun(store.claim(operation, lease=HOUR))
@@ -184,7 +178,7 @@ async def test_a_claimer_that_goes_away_does_not_make_a_failure_forgotten_sooner
     other.close()
 
 
-async def test_a_twin_whose_first_claim_was_abandoned_is_still_a_twin(store: SqliteStore, path: Path) -> None:
+async def test_twin_of_an_abandoned_claim_is_found(store: SqliteStore, path: Path) -> None:
     """A caller that gave up while the file was locked, and asks again, must not get past what the first attempt is asked."""
     guard, performed = Guard(store, policy=Policy(suspect="reject")), []
     twins = [Operation("scope", key, "c1:aa") for key in ("one", "other")]

@@ -57,7 +57,7 @@ def test_writer_that_never_rests_does_not_keep_another_out(store: SqliteStore, o
     assert longest < 4  # the store's timeout is 5 s
 
 
-def test_a_lock_that_does_not_end_is_a_timeout_and_delays_no_replay(path: Path, url: str, store: SqliteStore) -> None:
+def test_endless_lock_is_a_timeout_and_delays_no_replay(path: Path, url: str, store: SqliteStore) -> None:
     """The caller is told; and what needs no write is answered all the while."""
     settled(store)
     impatient = connect(f"{url}?timeout=200ms")
@@ -174,7 +174,7 @@ class Interrupted(sqlite3.Connection):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_an_interrupt_that_meets_a_fork_leaves_the_file_to_everyone(
+def test_interrupt_during_fork_leaves_the_file_usable(
     store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """os.fork swallows it: other threads must not wait for ever, nor this one find its connection closed."""
@@ -207,7 +207,7 @@ async def test_it_can_be_closed_twice_and_used_again(store: SqliteStore) -> None
     assert not [thread for thread in threading.enumerate() if thread.name == f"oncemore-sqlite {store.path}"]
 
 
-def test_a_store_that_nobody_closed_takes_its_threads_and_loops_with_it(url: str) -> None:
+def test_collected_store_ends_its_threads(url: str) -> None:
     store = connect(url)
     loop = asyncio.new_event_loop()
     loop.run_until_complete(arun(store.claim(Operation("scope", "key"), lease=HOUR)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,17 @@ import pytest
 
 from oncemore._ledger.model import Lease, Operation, Outcome, Record
 from oncemore._ledger.store import Filter
-from oncemore._runtime.plan import arun, run
+from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import ConfigurationError, InvalidKey, InvalidPayload, StoreError
 from oncemore.stores import schema
 from oncemore.stores.sqlite import SqliteStore, connect
+from oncemore.stores.sqlite import store as sqlite_store
+from oncemore.stores.sqlite.batch import NO_RECORD
+from oncemore.stores.sqlite.store import empty_log
 from oncemore.testing.machine import store_machine
 from oncemore.testing.stores import StoreContract
 
-from ..parts import DONE, HOUR, claimed, left_in_doubt, settled
+from ..parts import DONE, HOUR, claimed, left_in_doubt, operation, settled
 
 
 class TestSqlite(StoreContract):
@@ -59,7 +64,7 @@ def test_a_sqlite_that_is_too_old_is_refused_by_name(monkeypatch: pytest.MonkeyP
         connect("sqlite://")
 
 
-def test_a_relative_path_is_that_of_the_moment_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_is_resolved_when_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that changes its folder afterwards must not begin a second ledger there."""
     monkeypatch.chdir(tmp_path)
     store = connect("sqlite:///a%20b.db")
@@ -92,7 +97,7 @@ def test_the_script_makes_what_is_needed(path: Path, url: str) -> None:
     store.close()
 
 
-def test_without_tables_and_leave_to_make_them_the_error_names_the_script(url: str) -> None:
+def test_missing_tables_without_migrate_name_the_script(url: str) -> None:
     store = connect(f"{url}?create=false")
     with pytest.raises(ConfigurationError, match=r"oncemore\.stores\.schema"):
         claimed(store)
@@ -172,7 +177,9 @@ def test_an_audited_record_is_archived_whole(path: Path, store: SqliteStore) -> 
     assert rows == [("scope", "key", lease.token, 201, DONE.digest(), "seen")]
 
 
-def test_a_purge_larger_than_a_slice_counts_them_all(store: SqliteStore) -> None:
+def test_a_purge_larger_than_a_slice_counts_them_all(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST_SLICE", "SMALLEST_SLICE", "LARGEST_SLICE"):
+        monkeypatch.setattr(sqlite_store, name, 50)
     for n in range(130):
         settled(store, str(n))
     store.shift += 2 * HOUR
@@ -181,7 +188,7 @@ def test_a_purge_larger_than_a_slice_counts_them_all(store: SqliteStore) -> None
     assert run(store.purge()) == 0
 
 
-def test_a_purge_empties_the_log_itself_so_that_no_claim_has_to(path: Path, store: SqliteStore) -> None:
+def test_purge_checkpoints_the_write_ahead_log(path: Path, store: SqliteStore) -> None:
     """A claim that finds it long takes ten times as long as the others."""
     store._writer.use(lambda connection: connection.execute("PRAGMA wal_autocheckpoint = 0").fetchall())
     for n in range(120):
@@ -189,12 +196,13 @@ def test_a_purge_empties_the_log_itself_so_that_no_claim_has_to(path: Path, stor
     assert path.with_name("once.db-wal").stat().st_size > 500 * 4096
     store.shift += 2 * HOUR
     assert run(store.purge()) == 120
+    claimed(store, "after")  # it begins the log anew
     with closing(sqlite3.connect(path)) as connection:
         _, pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     assert pages < 100
 
 
-def test_what_expires_in_the_middle_of_a_purge_is_archived_or_left(path: Path, store: SqliteStore) -> None:
+def test_record_expiring_during_purge_is_archived_or_left(path: Path, store: SqliteStore) -> None:
     """The archive and the removal go by the same clock, though time passes between them."""
     run(store.settle(claimed(store), DONE, retention=0.3, audit=True))
     connection = store._writer._connection
@@ -254,7 +262,7 @@ async def test_one_that_cannot_be_stored_does_not_fail_its_neighbours(store: Sql
     await store.aclose()
 
 
-async def test_two_of_the_same_record_in_one_group_keep_their_order(store: SqliteStore) -> None:
+async def test_two_writes_of_one_record_keep_their_order(store: SqliteStore) -> None:
     lease = await arun(store.claim(Operation("scope", "key"), lease=HOUR))
     assert isinstance(lease, Lease)
     asks: list[Any] = [
@@ -283,8 +291,69 @@ async def test_a_group_of_any_size_gets_an_answer_each(store: SqliteStore, count
     await store.aclose()
 
 
-async def test_a_doubtful_operation_stays_in_doubt_when_its_claimer_goes_away(store: SqliteStore) -> None:
+async def test_unknown_outcome_stays_unknown_after_cancelled_claim(store: SqliteStore) -> None:
     """Were it released, the next caller would perform what may have happened already."""
     told = await left_in_doubt(store, (0.0, 0.0005, 0.001, 0.002))
     assert set(told) == {True}
     await store.aclose()
+
+
+@pytest.mark.parametrize("way", ["loop", "threads"])
+def test_file_stops_growing_under_traffic_with_short_retention(path: Path, store: SqliteStore, way: str) -> None:
+    """No purge runs: each group of claims removes as many expired records."""
+    numbers = itertools.count()
+
+    def one() -> Plan[None]:
+        lease = yield from store.claim(operation(str(next(numbers))), lease=HOUR)
+        assert isinstance(lease, Lease)
+        yield from store.settle(lease, Outcome("response", 200, (), bytes(2000)), retention=0.001)
+
+    def write(count: int) -> int:
+        """Settle so many operations, sixteen at a time, and return the size of the file."""
+        if way == "threads":
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(lambda _: run(one()), range(count)))
+        else:
+
+            async def work() -> None:
+                for _ in range(count // 16):
+                    await asyncio.gather(*(arun(one()) for _ in range(16)))
+
+            asyncio.run(work())
+        run(store._change(NO_RECORD, lambda batch: None))
+        empty_log(sqlite3.connect(path))
+        return path.stat().st_size
+
+    write(800)
+    size = write(1600)
+    for _ in range(20):  # a group may be small for a while, on a busy machine
+        before, size = size, write(1600)
+        if size <= before:
+            break
+    assert size <= before
+    assert run(store.stats()).settled < 1600
+
+
+def test_lone_caller_removes_no_expired_records(store: SqliteStore) -> None:
+    """It would wait for it."""
+    for n in range(5):
+        settled(store, str(n))
+    store.shift += 2 * HOUR
+    claimed(store, "lone")
+    assert run(store.stats()).expired == 5
+
+
+def test_overdue_audited_records_are_archived_twice_as_fast(store: SqliteStore, other: SqliteStore) -> None:
+    for n in range(20):
+        settled(other, str(n), audit=True)
+    store.shift += 1.5 * HOUR  # they expired half an hour ago
+
+    async def claims(*keys: str) -> None:
+        await asyncio.gather(*(arun(store.claim(operation(key), lease=HOUR)) for key in keys))
+
+    asyncio.run(claims("a", "b", "c"))
+    assert run(store.stats()).archived == 3
+    store.shift += HOUR
+    asyncio.run(claims("d", "e", "f"))
+    assert run(store.stats()).archived == 9
+    assert run(store.stats()).settled == 11

@@ -1,0 +1,210 @@
+"""The ASGI door as it is set up: what it is given, where it finds its rules, and where it meets another of its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.endpoints import HTTPEndpoint
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+
+from oncemore import Guard
+from oncemore._contract.contract import Contract
+from oncemore._contract.rule import Rule
+from oncemore.errors import ConfigurationError, CorruptRecord, StoreUnavailable
+from oncemore.stores.memory import MemoryStore
+from oncemore.web.asgi import IdempotencyMiddleware, current_operation, idempotent
+
+from .wire import Counted, Wire
+
+
+@pytest.fixture
+def guard() -> Guard:
+    return Guard("memory://")
+
+
+# What it is given
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"guard": "sqlite:///once.db"}, r"guard is a str: make a Guard"),
+        ({"contract": "oncemore.toml"}, r"contract is a str: make a Contract"),
+        ({"principal": "user"}, "principal is a str: give a function"),
+        ({"tenant": 7}, "tenant is a int: give a function"),
+        ({"redact": "body"}, "redact is a str: give a function"),
+        ({"keep_headers": "Content-Type"}, r"write \['Content-Type'\]"),
+        ({"status_path": "status"}, "write '/status'"),
+        ({"secrets": [b"short"]}, "16 random bytes"),
+    ],
+)
+def test_setup_fault_is_raised_at_once(guard: Guard, given: Any, told: str) -> None:
+    """A text where a list is wanted would have dropped every header of a replay; nobody would have been told."""
+    with pytest.raises(ConfigurationError, match=told):
+        IdempotencyMiddleware(Counted(), **{"guard": guard, **given})
+
+
+async def test_unreadable_record_is_not_treated_as_store_down() -> None:
+    """There is a record, so it may have happened; `store_down = "run"` is for where nobody can be asked."""
+
+    class Failing(MemoryStore):
+        error: Exception
+
+        def claim(self, *_: Any, **__: Any) -> Any:
+            raise self.error
+
+    store, app = Failing(), Counted()
+    contract = Contract(Rule("POST /things", store_down="run"))
+    door = IdempotencyMiddleware(app, guard=Guard(store), contract=contract)
+    store.error = CorruptRecord("sealed with another key")
+    assert ((await Wire().through(door)).status, app.runs) == (503, 0)
+    store.error = StoreUnavailable("away")
+    assert ((await Wire().through(door)).status, app.runs) == (201, 1)
+
+
+# Where it finds its rules
+
+
+@idempotent(key="required")
+class Whole(HTTPEndpoint):
+    """A rule for all that it does."""
+
+    async def get(self, request: Request) -> Response:
+        return Response("got")
+
+    async def post(self, request: Request) -> Response:
+        return Response("posted")
+
+    async def put(self, request: Request) -> Response:
+        return Response("put")
+
+
+class Single(HTTPEndpoint):
+    """A rule for one of its methods."""
+
+    @idempotent(key="required")
+    async def put(self, request: Request) -> Response:
+        return Response("put")
+
+    async def post(self, request: Request) -> Response:
+        return Response("posted")
+
+
+async def test_rules_are_found_on_classes_and_their_methods(guard: Guard) -> None:
+    """What is not found there would run without a key, and as often as it is asked for."""
+    app = Starlette(routes=[Route("/whole", Whole), Route("/single", Single)])
+    door = IdempotencyMiddleware(app, guard=guard)
+
+    async def status(path: str, method: str) -> int:
+        return (await Wire(path, method=method, key=None).through(door)).status
+
+    assert [await status("/whole", method) for method in ("GET", "POST", "PUT")] == [200, 400, 400]
+    assert [await status("/single", method) for method in ("POST", "PUT")] == [200, 400]
+
+
+async def test_a_rule_on_an_endpoint_that_scopes_nothing_warns_once(guard: Guard) -> None:
+    """DESIGN, rule 7: the door has not seen it yet when it is made."""
+
+    @idempotent(scope="global")
+    async def pay(request: Request) -> Response:
+        return Response("paid")
+
+    class Routed(Counted):
+        routes = [Route("/payments", pay, methods=["POST"])]  # noqa: RUF012
+
+    door = IdempotencyMiddleware(Routed(), guard=guard)
+    with pytest.warns(UserWarning, match="POST /payments"):
+        await door({"type": "lifespan"}, Wire().receive, Wire().send)
+    with warnings.catch_warnings(action="error"):
+        assert (await Wire("/payments").through(door)).said == "stored"
+
+
+async def test_rules_on_routes_added_at_startup_are_found(guard: Guard) -> None:
+    """The door hears of the start before the app does."""
+
+    @idempotent(key="required")
+    async def pay(request: Request) -> Response:
+        return Response("paid")
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        app.router.routes.append(Route("/payments", pay, methods=["POST"]))
+        yield
+
+    app = Starlette(lifespan=lifespan, middleware=[Middleware(IdempotencyMiddleware, guard=guard)])
+    messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+    await app({"type": "lifespan"}, Wire(messages=messages).receive, Wire().send)
+    assert (await Wire("/payments", key=None).through(app)).status == 400
+
+
+# Where it meets another
+
+
+async def test_inner_middleware_leaves_the_operation_to_the_outer(guard: Guard) -> None:
+    """Added to an app and to one mounted in it: the inner one would wait for the outer one, which waits for it."""
+
+    async def pay(request: Request) -> Response:
+        return Response(current_operation().key)
+
+    door = Middleware(IdempotencyMiddleware, guard=guard)
+    inner = Starlette(routes=[Route("/payments", pay, methods=["POST"])], middleware=[door])
+    app = Starlette(routes=[Mount("/api", app=inner)], middleware=[door])
+    first = await asyncio.wait_for(Wire("/api/payments").through(app), 5)
+    assert (first.status, first.said, first.body) == (200, "stored", b"k")
+    assert (await Wire("/api/payments").through(app)).said == "replayed"
+
+
+async def test_second_call_with_the_same_scope_is_guarded(guard: Guard) -> None:
+    """Also while the first is under way, which it has given up."""
+    runs: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        runs.append(1)
+        await asyncio.sleep(0.1)
+        await Counted()(scope, receive, send)
+
+    door, wire = IdempotencyMiddleware(app, guard=guard), Wire()
+    for _ in range(3):
+        wire.messages, wire.sent = [{"type": "http.request", "body": b"{}"}], []
+        with suppress(TimeoutError):
+            await asyncio.wait_for(wire.through(door), 0.02 if not runs else 5)
+    assert (wire.said, len(runs)) == ("replayed", 1)
+
+
+async def test_unguarding_inner_middleware_shows_the_outer_operation(guard: Guard) -> None:
+    class Asks(Counted):
+        async def work(self, receive: Any) -> None:
+            assert current_operation().key == "k"
+
+    inner = IdempotencyMiddleware(Asks(), guard=guard, contract=Contract(undeclared="pass"))
+    assert (await Wire().through(IdempotencyMiddleware(inner, guard=guard))).said == "stored"
+
+
+async def test_handlers_request_to_another_app_is_its_own_operation(guard: Guard) -> None:
+    """Its operation is not that of the handler, who finds its own again afterwards."""
+    seen: list[str] = []
+
+    class Inner(Counted):
+        async def work(self, receive: Any) -> None:
+            with pytest.raises(ConfigurationError):
+                current_operation()
+
+    inner = IdempotencyMiddleware(Inner(), guard=Guard("memory://"))
+
+    class Outer(Counted):
+        async def work(self, receive: Any) -> None:
+            await Wire(key=None).through(inner)
+            await Wire("/others", method="GET", key=None).through(inner)
+            seen.append(current_operation().key)
+
+    await Wire().through(IdempotencyMiddleware(Outer(), guard=guard))
+    assert seen == ["k"]

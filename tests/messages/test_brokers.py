@@ -1,0 +1,111 @@
+"""The contract of brokers, on each real server."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import aio_pika
+import nats
+import pytest
+import redis.asyncio as redis
+from confluent_kafka import Producer
+
+from oncemore.messages.broker import Broker, connect
+from oncemore.messages.brokers.memory import MemoryBroker
+from oncemore.testing import BrokerContract
+from oncemore.testing.brokers import Make
+from tests.support.brokers import MinistackServer
+
+
+def new_channel() -> str:
+    return f"t{secrets.token_hex(8)}"
+
+
+def makes(url: str) -> Make:
+    return lambda: connect(url)
+
+
+class TestMemory(BrokerContract):
+    @pytest.fixture
+    def make(self) -> Make:
+        return makes(f"memory://{new_channel()}?visibility=2")
+
+    async def put(self, broker: Broker, body: bytes) -> None:
+        assert isinstance(broker, MemoryBroker)
+        await broker.put(body)
+
+
+class TestNats(BrokerContract):
+    too_large = 1_100_000
+
+    @pytest.fixture
+    def make(self, nats_url: str) -> Make:
+        return makes(f"{nats_url}/{new_channel()}?visibility=2")
+
+    async def put(self, broker: Broker, body: bytes) -> None:
+        client = await nats.connect(broker.url.rpartition("/")[0])
+        await client.jetstream().publish(f"{broker.channel}.foreign", body)
+        await client.close()
+
+
+class TestRabbit(BrokerContract):
+    @pytest.fixture
+    def make(self, rabbit_url: str) -> Make:
+        self.url = rabbit_url
+        return makes(f"{rabbit_url}/{new_channel()}?group=group-1")  # its queue is there before the first message
+
+    async def put(self, broker: Broker, body: bytes) -> None:
+        async with await aio_pika.connect(self.url + "/") as connection:
+            exchange = await (await connection.channel()).get_exchange(broker.channel)
+            await exchange.publish(aio_pika.Message(body), "foreign")
+
+
+class TestKafka(BrokerContract):
+    too_large = 1_100_000
+
+    @pytest.fixture
+    def make(self, kafka_url: str) -> Make:
+        self.url = kafka_url
+        url = f"{kafka_url}/{new_channel()}"
+        # The mock lets nobody join a group that all have left before their sessions have ended.
+        return lambda: connect(url, session_timeout_ms=6000, heartbeat_interval_ms=500)
+
+    async def put(self, broker: Broker, body: bytes) -> None:
+        producer = Producer({"bootstrap.servers": self.url.removeprefix("kafka://")})
+        producer.produce(broker.channel, body, b"rf_1")
+        assert producer.flush(30) == 0
+
+
+class TestRedisStreams(BrokerContract):
+    @pytest.fixture
+    def make(self, valkey_url: str, redis_prefix: str) -> Make:
+        self.url = valkey_url
+        return makes(f"{valkey_url.replace('redis://', 'redis+stream://')}/{redis_prefix}?visibility=2")
+
+    async def put(self, broker: Broker, body: bytes) -> None:
+        client: Any = redis.Redis.from_url(self.url)
+        await client.xadd(broker.channel, {"event": body})
+        await client.aclose()
+
+
+class TestSqsFifo(BrokerContract):
+    has_groups = False
+    too_large = 1_100_000
+    suffix = ".fifo"
+
+    @pytest.fixture
+    def make(self, ministack: MinistackServer) -> Make:
+        return makes(f"{ministack.queue_url(new_channel() + self.suffix)}&visibility=2")
+
+    async def put(self, broker: Broker, body: bytes) -> None:
+        more: dict[str, str] = {}
+        if self.suffix:
+            more = {"MessageGroupId": "rf_1", "MessageDeduplicationId": secrets.token_hex(8)}
+        sqs: Any = broker
+        await sqs.call(sqs.sqs.send_message, QueueUrl=sqs.queue, MessageBody=body.decode(), **more)
+
+
+class TestSqsStandard(TestSqsFifo):
+    suffix = ""
+    keeps_order = False

@@ -1,0 +1,129 @@
+"""Messages that break more than themselves, and brokers that take nothing for a while: only the guilty become dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from oncemore import Guard, Op, Operation, Outbox, Policy
+from oncemore.client import Backoff
+from oncemore.errors import BrokerError
+from oncemore.messages import Relay
+from oncemore.messages.broker import Broker, BrokerDown, Delivery, connect
+from tests.support.servers import ValkeyServer
+
+QUICK = Backoff(base=0.01, cap=0.01, jitter="none")
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[Outbox]:
+    guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}", policy=Policy(effect="transaction"))
+    yield Outbox(guard, source="shop", limit=64 * 1024 * 1024)
+    guard.close()
+
+
+def add(outbox: Outbox, count: int, poison: bytes = b"", headers: int = 0) -> list[str]:
+    """Add harmless messages, and one in the middle that may be poisonous; the ids of the harmless."""
+
+    def perform(op: Op) -> list[str]:
+        ids = [outbox.add(op, "harmless", n) for n in range(count)]
+        if poison or headers:
+            outbox.add(op, "poison", poison, id="poison", headers={f"h{n}": "x" * 2000 for n in range(headers)})
+        return ids + [outbox.add(op, "harmless", n) for n in range(count)]
+
+    ids: list[str] = outbox.guard.run(Operation("test", secrets.token_hex(8)), perform).value
+    return ids
+
+
+def drain(relay: Relay) -> None:
+    """Let the relay work until nothing is pending."""
+    ends = time.monotonic() + PATIENCE
+    while relay.outbox.stats().pending:
+        assert time.monotonic() < ends
+        relay.run_once()
+        time.sleep(0.02)
+
+
+def received(broker: Broker, count: int) -> set[str]:
+    """The ids that a consumer gets."""
+
+    async def receive() -> set[str]:
+        subscription = broker.subscribe("inbox")
+        await subscription.aopen()
+        found: list[Delivery] = []
+        while len(found) < count and (some := await subscription.receive(count, 5.0)):
+            found += some
+            for delivery in some:
+                await delivery.ack()
+        await subscription.aclose()
+        await broker.aclose()
+        return {delivery.envelope.id for delivery in found if delivery.envelope is not None}
+
+    return asyncio.run(receive())
+
+
+# A message that makes the server close the connection: larger than its limit only together with its headers; and headers
+# that are larger than a frame.
+POISON = {"nats_url": (b"x" * (1024 * 1024 - 100), 0), "rabbit_url": (b"", 100)}
+
+
+@pytest.mark.parametrize("server", POISON)
+def test_message_that_closes_the_connection_harms_no_other(
+    outbox: Outbox, server: str, request: pytest.FixtureRequest
+) -> None:
+    url = f"{request.getfixturevalue(server)}/t{secrets.token_hex(8)}?timeout=5"
+    body, headers = POISON[server]
+    ids = add(outbox, 10, body, headers)
+    drain(Relay(outbox, to=url, attempts=3, backoff=QUICK))
+    assert [letter.id for letter in outbox.dead()] == ["poison"]
+    assert received(connect(url), len(ids)) == set(ids)
+
+
+def test_broker_without_memory_makes_no_dead_letters(outbox: Outbox, own_valkey: ValkeyServer) -> None:
+    url = f"{own_valkey.url.replace('redis://', 'redis+stream://')}/payments"
+    ids = add(outbox, 5)
+    relay = Relay(outbox, to=url, attempts=2, backoff=QUICK)
+    with redis.Redis.from_url(own_valkey.url) as client:
+        client.config_set("maxmemory", 1)
+        for _ in range(5):
+            with pytest.raises(BrokerDown, match="memory"):
+                relay.run_once()
+        stats = outbox.stats()
+        assert (stats.pending, stats.dead) == (len(ids), 0)
+        client.config_set("maxmemory", 0)
+    assert relay.run_once() == len(ids)
+
+
+def test_error_of_each_message_is_found_by_halves(outbox: Outbox) -> None:
+    """A broker that refuses a batch as a whole, because of two messages in it."""
+    ids = add(outbox, 20)
+    guilty = {ids[3], ids[29]}
+    stored: list[str] = []
+
+    class Whole:
+        url, channel, group, window = "whole://", "whole", "", None
+
+        async def aopen(self) -> None: ...
+
+        async def aclose(self) -> None: ...
+
+        async def publish(self, envelopes: object) -> list[Exception | None]:
+            batch = [envelope.id for envelope in envelopes]  # type: ignore[attr-defined]
+            if guilty & set(batch):
+                return [BrokerError("refused")] * len(batch)
+            stored.extend(batch)
+            return [None] * len(batch)
+
+        def subscribe(self, group: str, *, prefetch: int = 1) -> object:
+            raise NotImplementedError
+
+    drain(Relay(outbox, to=Whole(), attempts=2, backoff=QUICK))  # type: ignore[arg-type]
+    assert sorted(stored) == sorted(set(ids) - guilty)
+    assert {letter.id for letter in outbox.dead()} == guilty

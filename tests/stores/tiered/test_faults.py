@@ -1,0 +1,266 @@
+"""Whatever happens to Redis, each operation happens once and everybody gets the same answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import psycopg
+import pytest
+import redis
+
+from oncemore import Guard, Operation, Policy
+from oncemore._runtime.plan import run
+from oncemore.stores import TieredStore, connect
+from tests.support.processes import separate_processes
+from tests.support.proxy import FaultProxy
+from tests.support.servers import PostgresServer, ValkeySentinel, ValkeyServer
+
+from ..parts import OPERATION, blocked, claimed, operation, settled
+from .children import ask_repeatedly
+from .conftest import tiered_url
+from .test_store import eventually, is_hit, warmed
+
+pytestmark = [pytest.mark.server, pytest.mark.chaos]
+
+LOAD_SECONDS = 60.0 if os.environ.get("FULL") else 12.0
+PROCESSES, KEYS = 6, 3000
+
+
+def freeze(server: ValkeyServer) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(server.pid, signal.SIGCONT)
+
+
+def crash(server: ValkeyServer) -> None:
+    server.crash()
+    time.sleep(0.3)
+    server.start()  # empty: it keeps nothing on disk
+
+
+def poison(server: ValkeyServer) -> None:
+    """Put nonsense, another record's copy, and another type under the names of copies."""
+    names = server.ask("KEYS", "*:copy:*")[:50]
+    for name in names:
+        value = random.choice(["nonsense", ""])
+        server.ask("SET", name, value, "KEEPTTL")
+    for name in names[:5]:
+        server.ask("DEL", name)
+        server.ask("RPUSH", name, "a list")
+
+
+def fill(server: ValkeyServer) -> None:
+    """Let it evict and refuse for a while."""
+    server.ask("CONFIG", "SET", "maxmemory-policy", random.choice(["allkeys-random", "noeviction"]))
+    server.ask("CONFIG", "SET", "maxmemory", "1mb")
+    time.sleep(0.3)
+    server.ask("CONFIG", "SET", "maxmemory", "0")
+
+
+def make_read_only(server: ValkeyServer) -> None:
+    server.ask("REPLICAOF", "127.0.0.1", "1")
+    time.sleep(0.3)
+    server.ask("REPLICAOF", "NO", "ONE")
+
+
+FAULTS: list[Callable[[ValkeyServer], Any]] = [
+    lambda server: server.ask("FLUSHALL"),
+    freeze,
+    crash,
+    poison,
+    fill,
+    make_read_only,
+]
+
+
+def test_faults_of_redis_under_load_leave_one_effect_each(tmp_path: Path) -> None:
+    with PostgresServer() as postgres, ValkeyServer(fsync=False) as valkey:
+        with psycopg.connect(postgres.url, autocommit=True) as connection:
+            connection.execute("CREATE TABLE effects (key text, process int)")
+        url = tiered_url(postgres.url, valkey.url)
+        connect(url).close()
+        run(connect(url).stats())  # the tables are there
+        context = separate_processes()
+        children = [
+            context.Process(
+                target=ask_repeatedly,
+                args=(url, postgres.url, "public", KEYS, LOAD_SECONDS, str(tmp_path), number),
+                daemon=True,
+            )
+            for number in range(PROCESSES)
+        ]
+        for child in children:
+            child.start()
+        ends = time.monotonic() + LOAD_SECONDS
+        while time.monotonic() < ends:
+            random.choice(FAULTS)(valkey)
+            time.sleep(random.uniform(0.1, 0.6))
+        for child in children:
+            child.join(120)
+            assert child.exitcode == 0
+        with psycopg.connect(postgres.url) as connection:
+            effects = Counter(key for (key,) in connection.execute("SELECT key FROM effects"))
+    answers: dict[str, set[str]] = defaultdict(set)
+    hows: Counter[str] = Counter()
+    hits = 0
+    for number in range(PROCESSES):
+        for line in (tmp_path / f"answers-{number}").read_text().splitlines():
+            key, body, how = json.loads(line)
+            if not key:
+                hits += int(how)
+            elif body is None:
+                hows[how] += 1
+            else:
+                answers[key].add(body)
+                hows[how] += 1
+    assert {key: count for key, count in effects.items() if count != 1} == {}
+    assert {key: bodies for key, bodies in answers.items() if len(bodies) != 1} == {}
+    assert answers.keys() == effects.keys()
+    assert set(hows) == {"stored", "replayed"}, hows  # nobody noticed
+    assert hits, "Redis has answered nothing, so nothing was tested"
+
+
+def test_frozen_redis_is_left_alone_and_used_again(
+    postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = warmed(connect(tiered_url(postgres_url, own_valkey.url, postgres_schema)))  # type: ignore[arg-type]
+    settled(store)
+    eventually(lambda: is_hit(store))
+    os.kill(own_valkey.pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: is_hit(store) or store.tiers.open)
+        assert blocked(store).tier == "database"
+    finally:
+        os.kill(own_valkey.pid, signal.SIGCONT)
+    eventually(lambda: is_hit(store))
+    assert not store.tiers.open
+    said = [record.getMessage() for record in caplog.records if "Redis" in record.getMessage()]
+    assert [message.split(",")[0] for message in said] == ["Redis is left alone", "Redis answers again"]
+    store.close()
+
+
+def test_refused_login_to_redis_is_not_noticed(
+    postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its password was changed, and its connections were cut; the operations extend their retention at each repeat."""
+    guard = Guard(tiered_url(postgres_url, own_valkey.url, postgres_schema), policy=Policy(ttl_from="access"), cache=0)
+    store = warmed(cast("TieredStore", guard.store))
+    guard.run(operation("old"), lambda op: "done")
+    with redis.Redis.from_url(own_valkey.url) as server:
+        server.config_set("requirepass", "new")
+        server.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        for number in range(20):
+            guard.run(operation(f"new {number}"), lambda op: "done")
+            assert guard.run(operation("old"), lambda op: "again").value == "done"
+        eventually(lambda: store.tiers.open or guard.run(operation(f"{time.monotonic()}"), lambda op: 1) is None)
+        server.config_set("requirepass", "")
+    settled(store)
+    eventually(lambda: is_hit(store))
+    assert not [record for record in caplog.records if "no messages arrive" in record.getMessage()]
+    guard.close()
+
+
+def test_partition_from_redis_is_not_noticed(postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer) -> None:
+    with FaultProxy.before(own_valkey.url) as proxy:
+        store = warmed(connect(tiered_url(postgres_url, proxy.url(own_valkey.url), postgres_schema)))  # type: ignore[arg-type]
+        settled(store)
+        eventually(lambda: is_hit(store))
+        proxy.stall()
+        for number in range(20):
+            settled(store, f"new {number}")
+        eventually(lambda: store.tiers.open or settled(store, f"later {time.monotonic()}") is None)
+        proxy.heal()
+        eventually(lambda: is_hit(store))
+        store.close()
+
+
+def test_primary_down_is_an_error_and_copies_are_unused(own_postgres: PostgresServer, own_valkey: ValkeyServer) -> None:
+    store = warmed(connect(tiered_url(own_postgres.url, own_valkey.url, timeout="1s")))  # type: ignore[arg-type]
+    settled(store)
+    eventually(lambda: is_hit(store))
+    own_postgres.crash()
+    eventually(lambda: store._copies.watch.namespace() is None)
+    guard = Guard(store, cache=0)
+    with pytest.raises(Exception, match="PostgreSQL cannot be reached"):
+        guard.run(OPERATION, lambda op: 1)
+    own_postgres.start()
+    eventually(lambda: is_hit(store))
+    store.close()
+
+
+def test_outcomes_that_a_restored_primary_lost_are_not_replayed(own_valkey: ValkeyServer) -> None:
+    with PostgresServer(restore_command="false", archive_mode="off") as postgres:
+        store = warmed(connect(tiered_url(postgres.url, own_valkey.url)))  # type: ignore[arg-type]
+        settled(store, "before")
+        data, backup = postgres.folder / "data", postgres.folder / "backup"
+        postgres._end(postgres.polite_signal)
+        shutil.copytree(data, backup)
+        for path in (backup, *backup.rglob("*")):
+            if postgres.user:
+                shutil.chown(path, postgres.user)
+        postgres.start()
+        settled(store)  # it will be lost
+        eventually(lambda: is_hit(store))
+        postgres._end(postgres.polite_signal)
+        shutil.rmtree(data)
+        backup.rename(data)
+        data.chmod(0o700)
+        (data / "recovery.signal").touch()
+        postgres.start()
+        with psycopg.connect(postgres.url, autocommit=True) as connection:
+            in_recovery = "SELECT pg_is_in_recovery()"
+            eventually(lambda: connection.execute(in_recovery).fetchone() == (False,))
+            row = connection.execute("SELECT left(pg_walfile_name(pg_current_wal_lsn()), 8)").fetchone()
+        assert row == ("00000002",), "the timeline has not changed, so nothing is tested"
+        assert copies_of(own_valkey), "the copy is gone, so nothing is tested"
+        eventually(lambda: store._copies.watch.namespace())
+        claimed(store)  # it runs again
+        assert blocked(store, "before").outcome is not None
+        store.close()
+
+
+def copies_of(server: ValkeyServer) -> list[str]:
+    return [name for name in server.ask("KEYS", "*:copy:*") if server.ask("GET", name)]
+
+
+def test_redis_that_is_missing_at_the_start_is_warned_of(
+    postgres_url: str, postgres_schema: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = connect(tiered_url(postgres_url, "redis://127.0.0.1:1/0", postgres_schema))
+    assert isinstance(store, TieredStore)
+    settled(store)
+    eventually(lambda: isinstance(run(store.claim(Operation("s", "k"), lease=0.0)), object) and store.tiers.open)
+    assert "Redis is left alone, and every request asks PostgreSQL" in caplog.text
+    store.close()
+
+
+def test_copies_follow_the_primary_of_redis(
+    postgres_url: str, postgres_schema: str, own_sentinel: ValkeySentinel
+) -> None:
+    store = warmed(connect(tiered_url(postgres_url, own_sentinel.url, postgres_schema)))  # type: ignore[arg-type]
+    settled(store)
+    eventually(lambda: is_hit(store))
+    own_sentinel.failover()
+    settled(store, "after")
+    eventually(lambda: is_hit(store))
+    store.close()
+
+
+def test_copies_lie_on_the_nodes_of_a_cluster(postgres_url: str, postgres_schema: str, cluster_url: str) -> None:
+    store = warmed(connect(tiered_url(postgres_url, cluster_url, postgres_schema, postgres_schema)))  # type: ignore[arg-type]
+    for number in range(20):
+        settled(store, f"{number}")
+    for number in range(20):
+        eventually(lambda number=number: is_hit(store, operation(f"{number}")))
+    assert run(store.delete("scope", "7"))
+    claimed(store, "7")
+    store.close()

@@ -1,0 +1,150 @@
+"""A shop with an HTTP door: the same handlers in Starlette and Flask, on real sockets, by whatever driver."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import flask
+import httpx
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from oncemore import Contract, Guard, Rule
+from oncemore._ledger.context import Op
+from oncemore._ledger.transactions import Do
+from oncemore._runtime.plan import arun, run
+from oncemore.errors import TransactionEnded
+from oncemore.web import asgi, wsgi
+from tests.doors.live import live
+from tests.doors.served import under_waitress
+
+from .shops import Shop
+
+CONTRACT = Contract(
+    Rule("POST /{what}", key="required", effect="transaction"),
+    Rule("POST /attempt", key="required", effect="transaction", on_refusal="commit"),
+)
+Working = Generator[Any, Any, Any]
+
+
+class Refused(Exception):
+    """What a driver raises when the database refuses a transaction for what others did."""
+
+    sqlstate = "40001"
+    sqlite_errorcode = 5
+
+
+class Work:
+    """What the handlers do on the borrowed connection, and what is remembered of it here."""
+
+    def __init__(self, shop: Shop) -> None:
+        self.shop = shop
+        self.bodies: list[Any] = []  # what each run was asked
+        self.told: list[str] = []  # what background tasks say
+        self.meeting = threading.Barrier(2)
+
+    def refund(self, op: Op, body: dict[str, Any]) -> Working:
+        """Insert a row, and answer with the status that the body asks for; refused by the database so many times."""
+        self.bodies.append(body)
+        yield self.shop.insert(op, f"{body['id']}, run {len(self.bodies)}")
+        if len(self.bodies) <= body.get("refused", 0):
+            raise Refused
+        return body.get("status", 201)
+
+    def meet(self) -> None:
+        """Wait for the other one, which never comes if the database has refused it before."""
+        with suppress(threading.BrokenBarrierError):
+            self.meeting.wait(5)
+
+    def leave(self, op: Op, body: dict[str, Any]) -> Working:
+        """Go off call if the other stays: a write skew, where two do it at once and nobody serializes them."""
+        self.bodies.append(body)
+        there = yield self.shop.ask(op, "SELECT count(*) FROM doctors WHERE on_call")
+        if len(self.bodies) <= 2:
+            yield Do(self.meet, None)  # both have read before either writes
+        if there > 1:
+            yield self.shop.sql(op, f"UPDATE doctors SET on_call = false WHERE name = '{body['id']}'")
+        return 200 if there > 1 else 409
+
+
+@contextmanager
+def behind_asgi(work: Work, guard: Guard, *, outermost: bool = False) -> Iterator[httpx.Client]:
+    """In Starlette; *outermost* puts the door around the whole app, its error pages too."""
+
+    def handler(what: Any) -> Any:
+        async def handle(request: Request) -> JSONResponse:
+            op, body = asgi.current_operation(), await request.json()
+            status = await arun(what(op, body))
+            if "abort" in body:
+                raise HTTPException(body["abort"], "as it was asked to")
+            task = BackgroundTask(work.told.append, body["id"])
+            return JSONResponse({"run": len(work.bodies)}, status, {"x-id": body["id"]}, background=task)
+
+        return handle
+
+    async def stream(request: Request) -> StreamingResponse:
+        op, body = asgi.current_operation(), await request.json()
+        status = await arun(work.refund(op, body))
+
+        async def chunks() -> AsyncIterator[str]:
+            yield "begun "
+            yield f"{len(work.shop.refunds())} "
+            yield late(op)
+
+        return StreamingResponse(chunks(), status)
+
+    routes = {
+        "/refund": handler(work.refund),
+        "/attempt": handler(work.refund),
+        "/leave": handler(work.leave),
+        "/stream": stream,
+    }
+    app: Any = Starlette(routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in routes.items()])
+    if outermost:
+        app = asgi.IdempotencyMiddleware(app, guard=guard, contract=CONTRACT)
+    else:
+        app.add_middleware(asgi.IdempotencyMiddleware, guard=guard, contract=CONTRACT)
+    with live(app) as client:
+        yield client
+
+
+@contextmanager
+def behind_wsgi(work: Work, guard: Guard) -> Iterator[httpx.Client]:
+    """In Flask."""
+    app = flask.Flask(__name__)
+
+    def handle(what: str) -> Any:
+        op, body = wsgi.current_operation(), flask.request.get_json()
+        status = run((work.leave if what == "leave" else work.refund)(op, body))
+        if "abort" in body:
+            flask.abort(body["abort"])
+        if what != "stream":
+            return {"run": len(work.bodies)}, status, {"x-id": body["id"]}
+
+        def chunks() -> Iterator[str]:
+            yield "begun "
+            yield f"{len(work.shop.refunds())} "
+            yield late(op)
+
+        return chunks(), status
+
+    app.post("/<what>")(handle)
+    app.wsgi_app = wsgi.IdempotencyMiddleware(app.wsgi_app, guard=guard, contract=CONTRACT)  # type: ignore[method-assign]
+    with under_waitress(app) as url:
+        with httpx.Client(base_url=url, timeout=20, headers={"Authorization": "Bearer alice"}) as client:
+            yield client
+
+
+def late(op: Op) -> str:
+    """What comes of asking for the connection when the response is on its way."""
+    try:
+        return repr(op.connection)
+    except TransactionEnded as error:
+        return error.detail

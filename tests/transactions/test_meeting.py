@@ -1,0 +1,80 @@
+"""A claim within a transaction that meets a record: what it takes over, what it leaves, and that the borrower notices nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from oncemore import Guard, Operation, Record
+from oncemore._ledger.context import Op
+from oncemore._runtime.plan import run
+from oncemore.errors import InvalidKey
+
+from .conftest import emptied
+from .shops import POLICY
+
+pytestmark = pytest.mark.server
+
+ASKED = Operation("customer-1", "k", "same", "refunds.create")
+
+
+@pytest.fixture
+def guard(shops_url: str) -> Iterator[Guard]:
+    guard = Guard(emptied(shops_url), policy=POLICY)
+    yield guard
+    guard.close()
+
+
+def failing(op: Op) -> None:
+    raise RuntimeError("no luck")
+
+
+def limit(op: Op) -> Any:
+    return op.connection.execute("SELECT current_setting('lock_timeout')").fetchone()[0]
+
+
+def test_the_borrowers_own_limit_holds_again_after_the_claim(guard: Guard) -> None:
+    assert guard.run(ASKED, limit).value == "0"
+
+
+def test_lock_timeout_is_restored_after_taking_over_a_failure(guard: Guard) -> None:
+    with pytest.raises(RuntimeError):
+        guard.run(ASKED, failing)
+    answer = guard.run(ASKED, limit)
+    assert (answer.value, answer.attempt) == ("0", 2)
+
+
+@pytest.mark.parametrize("suspect", ["log", "flag"])
+def test_lock_timeout_is_restored_after_meeting_a_twin(guard: Guard, suspect: Any) -> None:
+    """The mark of the twin is in the way, and the performer goes on: not with the claim's patience, of a millisecond."""
+    policy = dataclasses.replace(POLICY, suspect=suspect, in_flight="conflict")
+    for key in ("k1", "k2"):
+        assert guard.run(Operation("customer-1", key, "same"), limit, policy=policy).value == "0"
+
+
+def test_too_long_name_is_refused_before_anything_happens(guard: Guard) -> None:
+    with pytest.raises(InvalidKey, match="room for"):
+        guard.run(Operation("customer-1", secrets.token_hex(2000)), limit)
+
+
+def test_what_another_takes_over_in_between_is_that_ones(guard: Guard) -> None:
+    """Of two that find a failed attempt, one performs, and the other meets its outcome."""
+    with pytest.raises(RuntimeError):
+        guard.run(ASKED, failing)
+    assert guard.store.lender is not None
+    transaction = run(guard.store.lender.open())
+    plan = transaction.begin(ASKED, lease=30.0, wait=1.0)
+    taking = next(plan)
+    for _ in ("connect", "begin and claim", "find"):  # a record is in the way, it was read, and it is free
+        taking = plan.send(taking.run())
+    assert guard.run(ASKED, lambda op: "other").how == "stored"
+    looking = plan.send(taking.run())
+    with pytest.raises(StopIteration) as end:
+        plan.send(looking.run())
+    run(transaction.abort())
+    assert isinstance(end.value.value, Record)
+    assert end.value.value.state == "settled"

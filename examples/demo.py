@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -31,12 +32,17 @@ TIMEOUT = "1"  # seconds that the service waits for its provider; short, so that
 
 def main() -> int:
     """Run the stories, and return 0 if every effect happened once."""
+    return run_until_interrupted(demo, read_numbers(sys.argv[1:], len(STORIES)))
+
+
+def run_until_interrupted(demo: Callable[[Display, ExitStack, list[int]], int], numbers: list[int]) -> int:
+    """Run a demo, and return its exit code; at Ctrl-C or SIGTERM, all that it has started is stopped."""
     display = Display()
     for name in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, interrupt)
     try:
         with ExitStack() as stack:
-            return demo(display, stack, read_numbers(sys.argv[1:]))
+            return demo(display, stack, numbers)
     except KeyboardInterrupt:
         display.say("\nInterrupted; the services and the providers are stopped.", style="dim")
         return 130
@@ -46,11 +52,11 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def read_numbers(words: list[str]) -> list[int]:
-    """Return the numbers of the stories to run; all of them if none are named."""
-    known = {str(number): number for number in range(1, len(STORIES) + 1)}
+def read_numbers(words: list[str], count: int) -> list[int]:
+    """Return the numbers of the stories to run; all *count* of them if none are named."""
+    known = {str(number): number for number in range(1, count + 1)}
     if unknown := [word for word in words if word not in known]:
-        sys.exit(f"There is no story {unknown[0]}: name one by its number, from 1 to {len(STORIES)}")
+        sys.exit(f"There is no story {unknown[0]}: name one by its number, from 1 to {count}")
     return [known[word] for word in dict.fromkeys(words)] or list(known.values())
 
 
@@ -60,6 +66,10 @@ def demo(display: Display, stack: ExitStack, numbers: list[int]) -> int:
     display.say("A caller that got no answer asks again. What a payments service then does, over real HTTP:")
     with display.doing("starting two services and their providers"):
         plain, guarded = start_both(display, stack)
+    for number in numbers.copy():
+        if reason := STORIES[number - 1].left_out():
+            display.say(f"Story {number}, {STORIES[number - 1].title}, is left out: {reason}", style="yellow")
+            numbers.remove(number)
     played = [play(display, number, STORIES[number - 1], plain, guarded) for number in numbers]
     plain.stop()
     display.table(played)
@@ -77,13 +87,22 @@ def demo(display: Display, stack: ExitStack, numbers: list[int]) -> int:
     )
     if not holds:
         return 1
-    if os.environ.get("ONCE", "0") in ("", "0"):
+    if stays_up():
         display.curls(guarded.service.url, guarded.captured("yours"))
-        sys.stdout.flush()
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
-        display.say("\nEnded; the service and the provider are stopped.", style="dim")
+        wait_for_interrupt(display)
     return 0
+
+
+def stays_up() -> bool:
+    """Whether the service stays up after the stories: unless ONCE is set."""
+    return os.environ.get("ONCE", "0") in ("", "0")
+
+
+def wait_for_interrupt(display: Display) -> None:
+    sys.stdout.flush()
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
+    display.say("\nEnded; all processes are stopped.", style="dim")
 
 
 def is_free(port: int) -> bool:

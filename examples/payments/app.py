@@ -13,27 +13,29 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from oncemore import Completer, Contract, Guard, Inbox
+from examples.sql import Row, create_tables, read_connection, rows
+from oncemore import Completer, Contract, Guard, Inbox, Outbox
 from oncemore.errors import OncemoreError
 from oncemore.observe.logging import log_events
 from oncemore.transitions import Transitions
 from oncemore.web.fastapi import IdempotencyMiddleware, Op, current_operation
 from oncemore.web.redrive import RedriveAsgi
-from oncemore.webhooks.signature import Signing
 
 from . import ledger
-from .database import Row, create_tables, read_connection, rows
+from .database import TABLES, TABLES_LOCK
 from .observability import CorrelationMiddleware, Counters
 from .problems import Invalid, Problem
 from .provider_client import ProviderClient
+from .relay import SOURCE
 from .settings import Settings
-from .unguarded import Unguarded, new_key
-from .webhooks import receive
+from .unguarded import Unguarded
+from .webhooks import make_receiver
 
 CONTRACT = Path(__file__).with_name("oncemore.toml")
 Running = Annotated[Op, Depends(current_operation)]
@@ -68,12 +70,13 @@ def create(settings: Settings | None = None) -> FastAPI:
     counters = Counters()
     guard = Guard(settings.database, observers=[log_events(), counters])
     provider = ProviderClient(settings.provider, settings.provider_timeout)
-    inbox, signing = Inbox(guard), Signing(settings.webhook_secret)
+    outbox = Outbox(guard, source=SOURCE)
+    receiver = make_receiver(Inbox(guard), settings.webhook_secret, guarded=settings.guarded)
     read = partial(read_connection, settings.database)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await create_tables(settings.database)
+        await create_tables(settings.database, TABLES, TABLES_LOCK)
         completing = (
             asyncio.create_task(completer(guard, app).arun()) if settings.completes and settings.guarded else None
         )
@@ -107,7 +110,13 @@ def create(settings: Settings | None = None) -> FastAPI:
     async def create_refund(body: NewRefund, op: Running) -> Any:
         refund = await op.step("begin", partial(ledger.begin_refund, **body.model_dump()), undo=ledger.cancel_refund)
         payout = await op.step("pay out", partial(provider.pay_out, **order(refund)), retry=1)
-        return await op.step("book", partial(ledger.refunded, id=refund["id"], payout_id=payout))
+        return await op.step("book", partial(finish_refund, id=refund["id"], payout_id=payout))
+
+    async def finish_refund(connection: Any, id: str, payout_id: str) -> Row:
+        """Book the refund, and tell other services of it: the message commits with the entry."""
+        refund = await ledger.refunded(connection, id=id, payout_id=payout_id)
+        await outbox.aadd(connection, "refund.succeeded", refund, subject=id, id=f"{id}.succeeded")
+        return refund
 
     # Read
 
@@ -126,6 +135,10 @@ def create(settings: Settings | None = None) -> FastAPI:
         async with read() as connection:
             entries = await rows(connection, "SELECT * FROM entries ORDER BY number")
             return {"entries": entries, "balances": await ledger.balances(connection)}
+
+    @app.get("/outbox")
+    async def show_outbox() -> Row:
+        return msgspec.structs.asdict(await outbox.astats())
 
     @app.get("/health")
     async def show_health() -> Row:
@@ -148,12 +161,7 @@ def create(settings: Settings | None = None) -> FastAPI:
     async def change_customer(id: str, body: Customer, response: Response, op: Running) -> Row:
         return with_etag(await ledger.change_customer(op.connection, id, **body.model_dump()), response)
 
-    # Webhooks of the provider
-
-    @app.post("/webhooks/provider")
-    async def receive_webhook(request: Request) -> Row:
-        return await receive(request, inbox, signing, name=new_key if not settings.guarded else None)
-
+    app.include_router(receiver.fastapi("/webhooks/provider"))
     app.add_exception_handler(Problem, problem_response)
     app.add_exception_handler(OncemoreError, problem_response)
     app.add_exception_handler(RequestValidationError, invalid_response)

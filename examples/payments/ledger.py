@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from .database import Row, rows
+from examples.sql import Row, rows
+
 from .problems import NotFound, OrderPaid, TooMuch, WrongStatus
 
 # The accounts: the provider's debt to us, our earnings, and our debt to customers until their money is paid out.

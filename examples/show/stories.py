@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import httpx
 
-from examples.payments.processes import PaymentSystem
+from examples.payments.processes import Nats, PaymentSystem
 
 REFUND = 1_000  # 10.00, of the 100.00 that each story's order has paid
 TIMEOUT = 20.0  # seconds to wait for an effect
@@ -40,6 +40,7 @@ class Story:
     title: str
     effect: str  # the effect that is counted, in the singular
     play: Callable[[PaymentSystem, str], Ending]
+    left_out: Callable[[], str] = str  # why it cannot be played here; empty if it can
 
 
 class Played(NamedTuple):
@@ -158,6 +159,37 @@ def duplicate_webhook(system: PaymentSystem, name: str) -> Ending:
     return Ending(6, effects, answers == [200] * 5, how, made)
 
 
+def killed_relay(system: PaymentSystem, name: str) -> Ending:
+    """The relay dies between the broker's confirmation of the message and the note that it was sent."""
+    messages = system.messages
+    messages.start()
+    made = ids([refund(system, system.captured(name), name)])
+
+    def entries() -> int:
+        return sum(entry["reference"] == made[0] for entry in messages.books.get("/entries")["entries"])
+
+    def deliveries() -> int:
+        count: int = messages.books.get("/entries")["deliveries"].get(f"{made[0]}.succeeded", 0)
+        return count
+
+    messages.relay.pause = 60.0
+    messages.relay.start()
+    until(lambda: entries() > 0)  # so the broker has stored the message, and the outbox has it still
+    messages.relay.crash()
+    messages.relay.pause = 0.0
+    messages.relay.start()
+    until(lambda: system.service.get("/outbox")["pending"] == 0 and deliveries() > 1)
+    effects, sent = entries(), deliveries()
+    how = "the books knew the message" if effects == 1 else "the books booked it each time"
+    return Ending(sent, effects, sent == 2, f"sent {sent} times: {how}", made)
+
+
+def without_broker() -> str:
+    """Return why there is no broker in this environment; empty if there is one."""
+    missing = Nats.missing()
+    return f"it needs a message broker: pip install {missing}" if missing else ""
+
+
 STORIES = (
     Story("a double click", "payout", double_click),
     Story("ten at once", "payout", ten_at_once),
@@ -165,4 +197,5 @@ STORIES = (
     Story("gateway timeout, then a retry", "payout", gateway_timeout),
     Story("kill -9 before the answer", "payout", killed),
     Story("a webhook, delivered six times", "booking", duplicate_webhook),
+    Story("kill -9 of the message relay", "booking", killed_relay, without_broker),
 )

@@ -13,12 +13,15 @@ ALL = (
     "sqlite",
     "postgres",
     "redis",
+    "tiered",
+    "outbox",
     "transaction",
     "scale",
     "storage",
     "spread",
     "retry",
     "web",
+    "webhooks",
     "memory",
 )
 ARGUMENTS = {"web": ["--plot", "docs/bench-web.svg"]}

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+from oncemore._contract.contract import Undeclared
 from oncemore._contract.keysource import MEMBERS
-from oncemore._contract.loading import Undeclared
 from oncemore._contract.settings import SETTINGS, Setting
 
 PAGE = Path(__file__).parents[1] / "reference" / "contract.md"
@@ -73,6 +73,7 @@ READ_BY = {
     "positive_span": "duration",
     "size": "size",
     "count": "number",
+    "doubt": "list of statuses and exceptions",
     "function": "function",
     "status_header": "header name",
     "optional_header_name": "header name",
@@ -83,10 +84,10 @@ KEYS = {
     "name": "the header",
     "required": "without a key: refused with 400, or passed through unguarded",
     "strict": "only a quoted structured-field string, as in the IETF draft",
-    "format": "`any`, `uuid`, `uuid4`, `uuid7`, or `regex:...`",
+    "format": "`any`, `uuid`, `uuid4`, `uuid7` (with hyphens, or 32 hexadecimal digits), or `regex:...`",
     "max_length": "longer keys are refused; a longer name from a template is cut, and ends in its digest",
     "at": "a JSON pointer into the body",
-    "template": "made of `{principal}`, `{tenant}`, `{path.id}`, `{query.x}`, `{header.x}`, `{body.a.b}`, `{body:/a/b}`, `{window:1h}`, `{date:Europe/Berlin}`",
+    "template": "made of `{principal}`, `{tenant}`, `{path.id}`, `{query.x}`, `{header.x}`, `{body.a.b}`, `{body.items.0.id}`, `{body:/a/b}`, `{window:1h}`, `{date:Europe/Berlin}`",
 }
 
 BELOW = """

@@ -1,6 +1,6 @@
 """Makes docs/explain/crashes.md of what the crash tests have left behind: `crashes.py FOLDER`, or `--check FOLDER`.
 
-ONCEMORE_MATRIX=.matrix pytest tests/effects && python docs/_generate/crashes.py .matrix
+ONCEMORE_MATRIX=.matrix pytest tests/chaos && python docs/_generate/crashes.py .matrix
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POINTS = (
     "during response",
 )
 HEAD = """\
-# Killed at every point
+# Crash tests
 
 Each row below is a test.
 It kills a real process with SIGKILL at that point (or cuts the connection before the server's answer), lets another process take over, and has the client retry.

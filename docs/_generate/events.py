@@ -54,6 +54,7 @@ MEANING = {
     "code": "of the error, for refusals and failures: see [Errors](../errors/index.md)",
     "detail": "its sentence",
     "duration": "seconds that the transition took",
+    "tier": "where a replayed outcome was found",
 }
 
 

@@ -244,10 +244,23 @@ async def answers(questions: dict[str, Question]) -> dict[str, dict[str, str]]:
 INTRODUCTION = """\
 # Profiles
 
-A profile is a complete set of settings, named in the contract (`profile = "ietf"` under `[defaults]`) or, where there is
-no contract, on the door (`profile="ietf"`). Rules and `[defaults]` override it one setting at a time.
+A profile is a complete set of settings.
+Name it in the contract (`profile = "ietf"` under `[defaults]`) or, without a contract, on the middleware (`profile="ietf"`).
+Rules and `[defaults]` override it one setting at a time.
 
-The tables say what a guarded app answers. They were made by asking one, under each profile:
+| profile | for |
+| --- | --- |
+| `default` | most services: the rules of the idempotency playbook, which `Retry.playbook()` follows on the client's side |
+| `ietf` | the draft of the `Idempotency-Key` header, to the letter |
+| `stripe`, `stripe-v2` | clients written for Stripe's APIs |
+| `azure` | clients that send `Repeatability-Request-ID` (OASIS Repeatable Requests) |
+| `zalando` | Zalando's REST guidelines, rule 230 |
+| `matchmaking` | an app in which every write must carry a UUID: messages, matches, reports |
+| `patterns` | payments that also want to see the same request under another key (it is logged) |
+| `knowledge` | long work: a duplicate gets 202 with a status URL instead of waiting |
+| `spring` | clients of Spring services: a required key of at most 100 characters, and failures that are kept |
+
+The tables below say what a guarded app answers. They were made by asking one, under each profile:
 `python docs/_generate/profiles.py`.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,15 @@ import pytest
 from tests.support.brokers import RabbitServer
 from tests.support.servers import ValkeyServer
 from tests.workers.stage import ROOT
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """A worker that runs in this process takes over its signals, and does not give them back."""
+    found = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
+    yield
+    for each, handler in found.items():
+        signal.signal(each, handler)
 
 
 @pytest.fixture

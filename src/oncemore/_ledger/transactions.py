@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
+from .._runtime.loops import keep_task, to_the_end
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError, TransactionEnded
 from .model import Lease, Operation, Outcome, Record
@@ -243,44 +244,23 @@ def no_session() -> ConfigurationError:
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call *function* in a thread, and return its result."""
+    """Call *function* in a thread, and return its result.  A caller that is cancelled waits: the connection is in use."""
     context = contextvars.copy_context()
     return await to_the_end(asyncio.get_running_loop().run_in_executor(threads(), context.run, function))
 
 
-async def to_the_end(work: asyncio.Future[T]) -> T:
-    """Await *work*.  A caller that is cancelled still waits for its end, because the connection is in use until then."""
-    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs it as never retrieved
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return work.result()
-
-
 def at_once(effect: Do[None]) -> None:
     """Carry *effect* out though nobody can wait for it: by a task if a loop runs here, else on this thread if it can be."""
-    try:
-        task = asyncio.get_running_loop().create_task(quietly(effect))
-    except RuntimeError:
-        if effect.plain is not None:
-            with suppress(Exception):
-                effect.plain()
-        return
-    TASKS.add(task)
-    task.add_done_callback(TASKS.discard)
 
+    async def quietly() -> None:
+        with suppress(Exception):
+            await effect.arun()
 
-async def quietly(effect: Do[None]) -> None:
-    with suppress(Exception):
-        await effect.arun()
-
-
-TASKS: set[asyncio.Task[None]] = set()  # the loop's own references to tasks are weak
+    if asyncio._get_running_loop() is not None:  # get_running_loop() raises instead
+        keep_task(quietly())
+    elif effect.plain is not None:
+        with suppress(Exception):
+            effect.plain()
 
 
 # One for each piece of work: a caller that waits for a row must not keep the row's owner from the thread it commits on.

@@ -7,7 +7,6 @@ where the ORM's own async methods do their work, on the request's thread (`sync_
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -20,7 +19,8 @@ from .._ledger.connect import DJANGO
 from .._ledger.events import log
 from .._ledger.store import Store
 from .._ledger.tables import not_in_transaction
-from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session, to_the_end
+from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session
+from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError, TransactionEnded
 
@@ -217,6 +217,6 @@ def on_orm_thread(work: Callable[[], T]) -> Do[T]:
     """Effect: *work* on this thread; or, from an event loop, on the thread that Django's ORM uses there."""
 
     async def awaited() -> T:
-        return await to_the_end(asyncio.ensure_future(sync_to_async(work, thread_sensitive=True)()))
+        return await finish_despite_cancel(sync_to_async(work, thread_sensitive=True)())
 
     return Do(work, awaited)

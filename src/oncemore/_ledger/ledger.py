@@ -192,9 +192,13 @@ class Ledger:
         self.emit("held", lease.operation, token=lease.token, detail=note)
 
     def lapse(self, lease: Lease) -> Plan[None]:
-        """End the lease now, without saying how the operation ended."""
-        yield from self.store.renew(lease, lease=0.0)
-        self.store.wakeups.notify(lease.operation.id)
+        """End the lease now, without saying how the operation ended.  If that fails, the lease lapses later."""
+        try:
+            yield from self.store.renew(lease, lease=0.0)
+        except (Fenced, *STORE_FAILURES) as error:
+            self.emit("failed", lease.operation, token=lease.token, code=error.code)
+        else:
+            self.store.wakeups.notify(lease.operation.id)
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
         lease: Lease = renewal.lease

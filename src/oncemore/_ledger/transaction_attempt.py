@@ -14,13 +14,13 @@ import msgspec
 from .._contract.policy import Policy
 from .._runtime.plan import Plan, Sleep
 from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable
-from .attempt import LeaseAttempt, Performer, is_final
+from .attempt import LeaseAttempt, Performer
 from .context import Op
 from .decisions import Answer, check, in_progress, is_over, unknown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .transactions import Again, Lender, Stale, Transaction
-from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, unique_unknown
+from .uniqueness import done_before, end_unique, inner_operation, inner_policy, screen, unique_unknown
 
 # The pause before a transaction that the database refused is run again: up to so long, twice as much each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
@@ -238,7 +238,7 @@ class TransactionAttempt(LeaseAttempt):
             yield from self._remember()
             return msgspec.structs.replace(answer, how="released")
         if self.unique_lease is not None:
-            yield from self._settle_unique(transaction, self.unique_lease, outcome)
+            yield from end_unique(transaction, self.unique_lease, inner_policy(policy), outcome, self.operation.scope)
         audit = policy.expired == "keep"
         yield from transaction.settle(self.lease, outcome, retention=policy.ttl, audit=audit, note=note or self.op.note)
         yield from transaction.commit()
@@ -246,14 +246,6 @@ class TransactionAttempt(LeaseAttempt):
         self.ended = True
         self.ledger.store.wakeups.notify(self.operation.id)
         return self.settled(answer)
-
-    def _settle_unique(self, transaction: Transaction, lease: Lease, outcome: Outcome) -> Plan[None]:
-        """A success answers every other key; anything else leaves the way free."""
-        under = inner_policy(self.policy)
-        if is_final(outcome, under):
-            yield from transaction.settle(lease, tag(outcome, self.operation.scope), retention=under.ttl)
-        else:
-            yield from transaction.release(lease, retention=0.0)
 
     def fail(self, error: BaseException) -> Plan[Answer | None]:
         if not self.ended:

@@ -18,7 +18,7 @@ from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .store import STORE_FAILURES
 from .transactions import unawaited
-from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, trust_only_yes, untagged
+from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, untagged
 from .values import error_outcome, value_outcome
 
 Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a coroutine of it
@@ -54,6 +54,9 @@ class LeaseAttempt:
     unique: LeaseAttempt | None = None  # the second attempt, at what must happen once whatever the key
     request = b""  # what the claim keeps of the request, if the operation may have to be finished without its caller
     in_doubt = False  # an earlier attempt has crashed, and it is not known yet whether it took effect
+    # Whether a resolver is believed if it says that nothing happened.  It is not, if it is asked about a unique part after the
+    # attempt of another key: that has asked the provider under a key derived from its own, which is not known here.
+    trusts_no = True
     ended = False
     reports = True  # whether observers are told of its refusals
 
@@ -168,7 +171,7 @@ class LeaseAttempt:
         cause: Exception | None = None
         try:
             resolution: Resolution = yield Call(self.policy.resolver, self.op)
-            if resolution.verdict != "unknown":
+            if resolution.verdict == "settled" or (resolution.verdict == "released" and self.trusts_no):
                 return resolution
         except Exception as error:
             cause = error
@@ -191,9 +194,9 @@ class LeaseAttempt:
         found = yield from ledger.claim(inner, under, self.policy.lease / 2)
         if isinstance(found, Record):
             return done_before(found, self.op, self.policy)
-        if found.lapsed and not self.lease.lapsed:  # it was another key that vanished
-            under = trust_only_yes(under)
-        return (yield from self._take_unique(found, under).start())
+        unique = self._take_unique(found, under)
+        unique.trusts_no = self.lease.lapsed  # else it was another key that vanished
+        return (yield from unique.start())
 
     def _take_unique(self, lease: Lease, policy: Policy) -> LeaseAttempt:
         self.unique = LeaseAttempt(self.ledger, lease.operation, policy)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 
@@ -13,7 +11,7 @@ from .._contract.policy import Policy
 from .._runtime.plan import Plan
 from ..errors import Duplicate, KeyExpired, Suspected, UnknownOutcome
 from .context import Op, derive
-from .decisions import Answer, Resolution, is_final, shown
+from .decisions import Answer, is_final, shown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .store import Store
@@ -59,32 +57,6 @@ def _suspect(ledger: Ledger, records: Store | Transaction, op: Op, policy: Polic
     raise Suspected("The same request was made a moment ago under another key; retry with that key, or wait")
 
 
-@lru_cache(maxsize=256)
-def trust_only_yes(policy: Policy) -> Policy:
-    """The policy with a resolver that is trusted only if it says that the operation happened.
-
-    The resolver is asked under the name of what must be unique, but the crashed attempt has asked the provider under a key
-    derived from its own.  So that the provider knows nothing under this name does not tell that nothing happened.
-    """
-    resolver = policy.resolver
-    if resolver is None:
-        return policy
-
-    def ask(op: Op) -> Any:
-        found = resolver(op)
-        return only_yes_awaited(found) if hasattr(found, "__await__") else only_yes(found)
-
-    return dataclasses.replace(policy, resolver=ask)
-
-
-async def only_yes_awaited(found: Awaitable[Resolution]) -> Resolution:
-    return only_yes(await found)
-
-
-def only_yes(found: Resolution) -> Resolution:
-    return Resolution.unknown() if found.verdict == "released" else found
-
-
 def done_before(record: Record, op: Op, policy: Policy) -> Answer:
     """The answer to a second key, from the settled *record* of what must happen once."""
     owner, outcome = untagged(record.outcome)
@@ -109,8 +81,8 @@ def inner_operation(operation: Operation, policy: Policy) -> Operation:
     kind = "serial" if policy.on_unique == "serialize" else f"unique|{operation.name}"
     if policy.effect != "steps":
         return Operation(kind, operation.unique or "", name=operation.name)
-    whose = "" if policy.on_unique == "serialize" else derive(operation, "unique")
-    return Operation(kind, operation.unique or "", whose, f"{operation.name}/unique", matches=lambda stored: True)
+    by = "" if policy.on_unique == "serialize" else derive(operation, "unique")
+    return Operation(kind, operation.unique or "", by, f"{operation.name}/unique", matches=lambda stored: True)
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from .._runtime.wakeups import Wakeups
 from ..errors import ConfigurationError, StoreError
 from .model import Claim, Lease, Operation, Outcome, Record
 from .states import State
-from .transactions import Lender
+from .transactions import TransactionSource
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,9 +100,7 @@ class Store(Protocol):
     shift: float  # added to the store's clock: 0, except in tests that let time pass
 
     @property
-    def lender(
-        self,
-    ) -> Lender | None: ...  # of transactions that the effect may join; None if the store has none
+    def lender(self) -> TransactionSource | None: ...  # for effects that join a transaction; None if the store has none
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]: ...
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]: ...

@@ -19,7 +19,7 @@ from .context import Op
 from .decisions import Answer, check, in_progress, is_over, unknown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
-from .transactions import Again, Lender, Stale, Transaction
+from .transactions import Again, Stale, Transaction
 from .uniqueness import done_before, end_unique, inner_operation, inner_policy, screen, unique_unknown
 
 # The pause before a transaction that the database refused is run again: up to so long, twice as much each time.
@@ -57,7 +57,7 @@ class TransactionAttempt(LeaseAttempt):
 
     def __init__(self, ledger: Ledger, operation: Operation, policy: Policy) -> None:
         super().__init__(ledger, operation, policy)
-        self.lender: Lender | None = ledger.store.lender
+        self.lender = ledger.store.lender
         self.stale = MOST_STALE
         self.runs = 0  # how often the database has refused
 

@@ -185,9 +185,6 @@ class TransactionSource(Protocol):
     async def aclose(self) -> None: ...
 
 
-Lender = TransactionSource
-
-
 class Do(Generic[T]):
     """Effect: *plain* if run; *awaited* if awaited, or else *plain* in a thread.  One of the two may be missing."""
 

@@ -37,11 +37,13 @@ class Wrapper:
 class StoreWrapper(Wrapper):
     """A store around another one."""
 
+    inner: Store
+
     # Defined here because __getattr__ does not see assignments: the inner store's clock must be shifted, not this one's.
 
     @property
     def shift(self) -> float:
-        return cast("float", self.inner.shift)
+        return self.inner.shift
 
     @shift.setter
     def shift(self, seconds: float) -> None:

@@ -88,13 +88,11 @@ class TransactionAdapter(Protocol):
 
 
 class Transaction(Protocol):
-    """One open transaction.  `begin` comes first; `settle` and `release` are written with the commit."""
+    """One open transaction: the ledger's verbs, which each database writes, over the adapter of any driver.
 
-    @property
-    def connection(self) -> Any: ...  # lent to the performer
-    @property
-    def awaited(self) -> bool: ...  # whether the performer must await what it does with the connection
-    def session(self, **options: Any) -> Any: ...
+    `begin` comes first; `settle` and `release` are written with the commit.
+    """
+
     def begin(
         self, operation: Operation, *, lease: float, wait: float, request: bytes = b""
     ) -> Plan[Lease | Record]: ...
@@ -105,59 +103,55 @@ class Transaction(Protocol):
     def release(self, held: Lease, *, retention: float) -> Plan[None]: ...
     def find(self, scope: str, key: str) -> Plan[Record | None]: ...
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]: ...  # the user's own SQL, with $1, on any driver
-    def execute(self, *queries: Query) -> Plan[Rows]: ...  # the database's own kind of parameters; rows of the last one
-    def on_commit(self, callback: Callable[[], object]) -> None: ...  # call it once, after the commit
-    def can_defer(self) -> bool: ...  # whether `deferred` is as good as `execute`: no savepoint can be rolled back
+    def commit(self) -> Plan[None]: ...
 
+    _adapter: TransactionAdapter
+    _open: bool
+    _callbacks: list[Callable[[], object]]
     deferred: list[Query]  # sent with the commit
 
-    def commit(self) -> Plan[None]: ...
-    def abort(self) -> Plan[None]: ...  # roll back and give the connection back; never fails
-    def drop(self) -> None: ...  # close the connection at once, without a word to the server
-
-
-class AdapterTransaction:
-    """The part of a Transaction that is the same on every database: the connection, and the end without a commit."""
-
     def __init__(self, adapter: TransactionAdapter) -> None:
-        self._adapter = adapter
-        self._open = True
-        self._callbacks: list[Callable[[], object]] = []
-        self.deferred: list[Query] = []
+        self._adapter, self._open, self._callbacks, self.deferred = adapter, True, [], []
 
     @property
     def connection(self) -> Any:
-        if not self._open:
-            raise transaction_over()
-        return self._adapter.connection
+        """The connection that is lent to the performer."""
+        return self._opened.connection
 
     @property
     def awaited(self) -> bool:
+        """Whether the performer must await what it does with the connection."""
         return self._adapter.awaited
 
     def session(self, **options: Any) -> Any:
-        if not self._open:
-            raise transaction_over()
-        return self._adapter.session(**options)
+        return self._opened.session(**options)
 
     def execute(self, *queries: Query) -> Plan[Rows]:
+        """Run *queries*, with the database's own kind of parameters, and return the rows of the last one."""
+        return self._opened.execute(*queries)
+
+    @property
+    def _opened(self) -> TransactionAdapter:
         if not self._open:
             raise transaction_over()
-        return (yield from self._adapter.execute(*queries))
+        return self._adapter
 
     def can_defer(self) -> bool:
+        """Whether `deferred` is as good as `execute`: no savepoint can be rolled back."""
         return False
 
     def on_commit(self, callback: Callable[[], object]) -> None:
+        """Call *callback* once, after the commit."""
         if callback not in self._callbacks:
             self._callbacks.append(callback)
 
-    def _call_back(self) -> None:
-        """After the commit: call what was registered with `on_commit`."""
+    def _committed(self) -> None:
+        self._end()
         for callback in self._callbacks:
             callback()
 
     def abort(self) -> Plan[None]:
+        """Roll back and give the connection back; never fails."""
         if not self._open:
             return
         try:
@@ -168,6 +162,7 @@ class AdapterTransaction:
         self._end()
 
     def drop(self) -> None:
+        """Close the connection at once, without a word to the server."""
         if self._open:
             self._adapter.discard()
             self._end()

@@ -20,7 +20,6 @@ from typing import Any, Protocol, TypeVar
 
 from ..._ledger.model import Holder, Lease, Operation, Outcome, Record
 from ..._ledger.transactions import (
-    AdapterTransaction,
     Again,
     Do,
     Query,
@@ -76,7 +75,7 @@ class LedgerFile(Protocol):
     def ready(self) -> Plan[None]: ...
 
 
-class SqliteTransaction(AdapterTransaction):
+class SqliteTransaction(Transaction):
     """The ledger's verbs in one transaction.  *writer* is the queue that it waits in for its turn to write the file."""
 
     def __init__(self, store: LedgerFile, writer: Writer, adapter: TransactionAdapter) -> None:
@@ -181,9 +180,7 @@ class SqliteTransaction(AdapterTransaction):
             if code(cause) in UNWRITTEN:
                 yield from self._overwrite()
             raise as_store_error(cause, self._store.path) from error
-        self._end()
-        if self._callbacks:
-            self._call_back()
+        self._committed()
 
     def _overwrite(self) -> Plan[None]:
         """Write over the log after a failed commit, with a small commit of another kind.

@@ -77,9 +77,7 @@ def sqlite_store(alias: str, said: Mapping[str, Any], options: Mapping[str, str]
 class Driver(Protocol):
     """The driver's own connection below Django's, by which the ledger's statements are sent."""
 
-    def begin(
-        self, raw: Any, queries: Sequence[Query]
-    ) -> Rows: ...  # with the BEGIN that Django has left to the driver
+    def begin(self, raw: Any, queries: Sequence[Query]) -> Rows: ...  # with the BEGIN that Django leaves to the driver
     def execute(self, raw: Any, queries: Sequence[Query]) -> Rows: ...
     def commit(self, raw: Any, queries: Sequence[Query]) -> None: ...
     def rollback(self, raw: Any) -> None: ...

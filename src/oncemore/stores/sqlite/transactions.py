@@ -140,9 +140,8 @@ class SqliteTransaction(Transaction):
         columns, lease = taken_over(record, claim, token)
         archive: Query = (Statement(self._sql.archive), (record.token,))
         change: Query = (Statement(self._sql.change(columns)), (*columns.values(), record.token))
-        yield from self._adapter.execute(
-            *([archive] if lease.attempt == 1 else []), change
-        )  # 1: the record has expired
+        queries = [archive, change] if lease.attempt == 1 else [change]  # 1: the record has expired
+        yield from self._adapter.execute(*queries)
         return lease
 
     def settle(

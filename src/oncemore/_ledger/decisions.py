@@ -83,9 +83,7 @@ def check(operation: Operation, fingerprint: str) -> None:
     """Refuse the operation unless the stored *fingerprint* is of the same request."""
     if operation.same(fingerprint):
         return
-    if (
-        operation.scope == f"once:{operation.name}"
-    ):  # a function's own caller is told which; an HTTP client knows its key
+    if operation.scope == f"once:{operation.name}":  # a function's caller is told the key; an HTTP client knows it
         raise PayloadMismatch(
             f"{operation.name} was called before under the key {operation.key!r}, with other arguments: name what differs in "
             "the key, or leave it out of the comparison by ignore="
@@ -145,11 +143,6 @@ def in_progress(record: Record) -> InProgress:
     return InProgress(
         "The first request with this key is still running; retry later", retry_after=min(1.0, left) or 1.0
     )
-
-
-def unknown(record: Record) -> UnknownOutcome:
-    """The refusal for a held operation."""
-    return outcome_unknown(record.key, record.note)
 
 
 def outcome_unknown(key: str, note: str = "") -> UnknownOutcome:

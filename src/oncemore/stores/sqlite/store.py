@@ -60,8 +60,7 @@ SLICE_SECONDS, REST = 0.005, 0.5
 
 def connect(url: str) -> SqliteStore:
     """The ledger in the file that *url* names; the file is opened, or made, on first use."""
-    path, options = read_url(url)
-    return SqliteStore(path, url=url, **options)
+    return SqliteStore(url)
 
 
 def url_of(path: str, options: Mapping[str, str]) -> str:
@@ -117,32 +116,22 @@ class SqliteStore:
 
     poll = 0.25  # other processes send no notifications; looking again writes nothing, so it costs no sync
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        url: str = "",
-        create: bool = True,
-        foreign_keys: bool = False,
-        prefix: str = "oncemore_",
-        synchronous: str = "full",
-        thread: str = "auto",
-        timeout: float = 5.0,
-    ) -> None:
-        self.url = url or f"sqlite:///{path}"
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.wakeups = Wakeups()
         self.shift = 0.0
         self.holder = Holder()
-        self.path = path
-        self.timeout = timeout
-        self.sql = SqliteStatements(prefix)
-        pragmas: dict[str, object] = {"synchronous": synchronous}
-        if foreign_keys:  # else as SQLite was built: off, mostly
+        self.path, options = read_url(url)
+        self.timeout: float = options["timeout"]
+        self.sql = SqliteStatements(options["prefix"])
+        pragmas: dict[str, object] = {"synchronous": options["synchronous"]}
+        if options["foreign_keys"]:  # else as SQLite was built: off, mostly
             pragmas["foreign_keys"] = True
-        prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=path)
-        open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
-        self._writer = open_file(threaded=thread == "always")
-        self._reader = self._writer if path == MEMORY else open_file()
+        create: bool = options["create"]
+        prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=self.path)
+        open_file = partial(Connection, self.path, prepare, overwrite=self.sql.overwrite, timeout=self.timeout)
+        self._writer = open_file(threaded=options["thread"] == "always")
+        self._reader = self._writer if self.path == MEMORY else open_file()
         # One batcher for all, so that claims and outcomes share a commit.
         self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self._undo_claims, can_undo=attrgetter("can_undo"))
         self._own = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))

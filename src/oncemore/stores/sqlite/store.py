@@ -133,7 +133,7 @@ class SqliteStore:
         self._writer = open_file(threaded=options["thread"] == "always")
         self._reader = self._writer if self.path == MEMORY else open_file()
         # One batcher for all, so that claims and outcomes share a commit.
-        self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self._undo_claims, can_undo=attrgetter("can_undo"))
+        self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self.unclaim, can_undo=attrgetter("can_undo"))
         self._own = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self.lender: TransactionSource = self._own
         self.tables = SqliteTables(self, self._writer, self._reader, self._own, create=create)
@@ -168,16 +168,12 @@ class SqliteStore:
         found: Lease | Record = yield Submit(self._batcher, item)
         return found
 
-    def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
-        yield from self._undo([(claim.operation.id, claim.holder) for claim in claims])
-
-    def _undo_claims(self, items: list[Item]) -> Plan[None]:
-        return self._undo([(item.id, item.holder) for item in items if isinstance(item, ClaimItem)])
-
-    def _undo(self, claims: list[tuple[Id, str]]) -> Plan[None]:
+    def unclaim(self, claims: Sequence[Claim | Item]) -> Plan[None]:
         """Undo claims, behind a batch of theirs that may still be under way on the writer's thread."""
         items: list[Item] = [
-            ChangeItem(id, partial(SqliteBatch.unclaim, id=id, holder=holder)) for id, holder in claims
+            ChangeItem(claim.operation.id, partial(SqliteBatch.unclaim, id=claim.operation.id, holder=claim.holder))
+            for claim in claims
+            if isinstance(claim, Claim | ClaimItem)
         ]
         if items:
             yield Use(self._writer, partial(run_batch, sql=self.sql, shift=self.shift, items=items))

@@ -89,17 +89,11 @@ class PostgresTables:
         if isinstance(place, psycopg.Connection | psycopg.AsyncConnection):
             return join_psycopg(place)
         if isinstance(place, str):
-            join_django = adapter_module("django").join
-
-            return (yield from join_django(place, "postgresql", JoinedBelowDjango()))  # type: ignore[no-any-return]
+            return (yield from adapter_module("django").join(place, "postgresql", JoinedBelowDjango()))  # type: ignore[no-any-return]
         if belongs_to(place, "asyncpg"):
-            join_asyncpg = adapter_module("asyncpg").join
-
-            return join_asyncpg(place)  # type: ignore[no-any-return]
+            return adapter_module("asyncpg").join(place)  # type: ignore[no-any-return]
         if belongs_to(place, "sqlalchemy"):
-            join_sqlalchemy = adapter_module("sqlalchemy").join
-
-            return (yield from join_sqlalchemy(place, "postgresql"))  # type: ignore[no-any-return]
+            return (yield from adapter_module("sqlalchemy").join(place, "postgresql"))  # type: ignore[no-any-return]
         raise not_a_place(place)
 
     @property

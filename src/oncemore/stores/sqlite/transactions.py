@@ -182,11 +182,7 @@ class SqliteTransaction(Transaction):
         self._committed()
 
     def _overwrite(self) -> Plan[None]:
-        """Write over the log after a failed commit, with a small commit of another kind.
-
-        If only the sync failed, the log holds the whole transaction.  Nobody sees it now, but a recovery after a crash
-        would take it for committed, though its caller was told that it failed.
-        """
+        """Write over what a failed commit has left in the log, as `disown` does."""
         try:
             yield from self._adapter.begin((Statement(self._sql.overwrite), ()))
             yield from self._adapter.commit()

@@ -169,7 +169,7 @@ class AsyncNotingCursor(psycopg.AsyncCursor[Any]):
         return await super().execute(query, *args, **settings)
 
 
-class NoCommitConnection(psycopg.Connection[Any]):
+class NoCommit:
     """A connection of the ledger's own.  While it is lent, the performer can neither commit nor roll back by mistake."""
 
     lent = False
@@ -177,38 +177,25 @@ class NoCommitConnection(psycopg.Connection[Any]):
 
     def transaction(self, *args: Any, **settings: Any) -> Any:
         self.nested = True
-        return super().transaction(*args, **settings)
+        return super().transaction(*args, **settings)  # type: ignore[misc]
 
-    def commit(self) -> None:
+    def commit(self) -> Any:
         if self.lent:
             raise commit_forbidden()
-        super().commit()
+        return super().commit()  # type: ignore[misc]
 
-    def rollback(self) -> None:
+    def rollback(self) -> Any:
         if self.lent:
             raise commit_forbidden()
-        super().rollback()
+        return super().rollback()  # type: ignore[misc]
 
 
-class AsyncNoCommitConnection(psycopg.AsyncConnection[Any]):
-    """The same for event loops."""
+class NoCommitConnection(NoCommit, psycopg.Connection[Any]):
+    """The one for threads."""
 
-    lent = False
-    nested = False
 
-    def transaction(self, *args: Any, **settings: Any) -> Any:
-        self.nested = True
-        return super().transaction(*args, **settings)
-
-    async def commit(self) -> None:
-        if self.lent:
-            raise commit_forbidden()
-        await super().commit()
-
-    async def rollback(self) -> None:
-        if self.lent:
-            raise commit_forbidden()
-        await super().rollback()
+class AsyncNoCommitConnection(NoCommit, psycopg.AsyncConnection[Any]):
+    """The one for event loops.  Its `commit` and `rollback` return coroutines."""
 
 
 class OwnSource(PostgresSource):

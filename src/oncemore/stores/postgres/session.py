@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import psycopg
 
+from ..._ledger.transactions import Do
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
 from ...errors import ConfigurationError, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from . import tables
-from .connection import Connections, TakeConnection
+from .connection import Connections
 from .pipeline import ALREADY_PREPARED, CHANGED_COLUMNS, NOT_PREPARED, AnswerTimeout, Pipeline, state_of
 from .statements import Query, Rows, Statement, Statements
 
@@ -86,7 +88,8 @@ class Database:
                 yield Sleep(random.uniform(pause / 2, pause))
             connection: Any = None
             try:
-                connection = yield TakeConnection(connections, deadline - SYSTEM.monotonic())
+                left = deadline - SYSTEM.monotonic()
+                connection = yield Do(partial(connections.take, left), partial(connections.atake, left))
                 if not state_of(connection).configured:
                     yield from self._configure(connections, connection, deadline)
                 sent = queries

@@ -44,21 +44,16 @@ def settings_of(pool: Any, options: Mapping[str, str]) -> dict[str, Any]:
     said: dict[str, Any] = {}
     dsn, known, connect = asyncpg_address(pool)
     if dsn is not None:
-        said = {name: value for name, value in conninfo_to_dict(address(dsn)).items() if value is not None}
+        if not isinstance(dsn, str):
+            raise ConfigurationError(f"The pool makes up its address as it goes; {HOW}")
+        said = {name: value for name, value in conninfo_to_dict(dsn).items() if value is not None}
     for name in PLACES:
         value = known.get(name)
         if value is not None and NAMES.get(name, name) not in options:
             said[NAMES.get(name, name)] = setting(name, value)
     if connect not in (asyncpg.connect, asyncpg.connection.connect):
-        raise ConfigurationError(f"The pool connects by a function of its own, whose address is not known; {HOW}")
+        raise ConfigurationError(f"The pool connects by a function of its own, to an address that is not known; {HOW}")
     return said
-
-
-def address(dsn: Any) -> str:
-    """The DSN, without what only asyncpg's kind of URL can say: `postgres://` is libpq's too."""
-    if not isinstance(dsn, str):
-        raise ConfigurationError(f"The pool makes up its address as it goes; {HOW}")
-    return dsn
 
 
 def setting(name: str, value: Any) -> str:

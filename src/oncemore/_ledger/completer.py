@@ -227,5 +227,5 @@ class SideBySide:
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(plan)) for plan in self.plans]
-        # Were it we who are cancelled, we would not have come here.
+        # If this caller were cancelled, it would not come here.
         return ["failing" if task.cancelled() else task.result() for task in tasks]

@@ -162,10 +162,10 @@ def fenced(lease: Lease) -> Fenced:
 def not_resolvable(state: str) -> Refusal:
     """The refusal to resolve a record that is not in doubt."""
     if state == "running":
-        return InProgress("It is running; only an operation whose outcome is unknown can be resolved", retry_after=1.0)
+        return InProgress("It is running; only an operation with an unknown outcome can be resolved", retry_after=1.0)
     if state == "absent":
         return NotFound("There is no such record")
-    return NotResolvable(f"It is {state}; only an operation whose outcome is unknown can be resolved")
+    return NotResolvable(f"It is {state}; only an operation with an unknown outcome can be resolved")
 
 
 def not_deletable() -> InProgress:

@@ -86,7 +86,7 @@ class Store(Protocol):
     `claim` answers with a Lease (the caller's own) or with the Record that prevents it.  It also writes *request*, what
     was asked; an empty one leaves the stored one as it is.  `settle` and a resolution with an outcome drop the request.
 
-    `unclaim` undoes claims whose callers are gone: they were cancelled, or the answer was lost.  A record that is still
+    `unclaim` undoes claims of callers that are gone: they were cancelled, or the answer was lost.  A record that is still
     running under the claim's holder goes back to what it was: in doubt, if the claim took over a lapsed lease (it is
     running, and its lease ends now); absent, if this was the first attempt; otherwise released, and remembered for a day.
     Every other record stays as it is, so that `unclaim` may be sent twice, and late.

@@ -307,7 +307,7 @@ class LoopBatcher(Generic[Item]):
             await asyncio.wait([self.task])
 
     def unanswered(self) -> list[Item]:
-        """The items under way, except those whose callers have a result: what they go on to do may not be undone."""
+        """The items under way that have no result yet.  A caller with a result acts on it, so its item may not be undone."""
         return [item for item, future in self.batch if not has_result(future)]
 
     def _start(self) -> None:

@@ -62,7 +62,7 @@ class PsycopgAdapter:
         return getattr(self.connection, "nested", True) is False
 
     def _take(self) -> Do[None]:
-        """Effect: take a connection.  It is stored at once, so that a caller who is cancelled meanwhile gives it back."""
+        """Effect: take a connection.  It is stored at once, so that a caller that is cancelled meanwhile gives it back."""
 
         def plain() -> None:
             connection = self.connection = self._connections.take(self._timeout)

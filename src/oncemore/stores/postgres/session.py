@@ -37,7 +37,7 @@ NO_RIGHT = "42501"
 
 
 class Database:
-    """The server at *conninfo*: connections for claims and writes, and others for operators, who may take their time."""
+    """The server at *conninfo*: connections for claims and writes, and others for operators, which may take longer."""
 
     def __init__(self, conninfo: str, names: dict[str, str], *, create: bool, timeout: float, idle: float) -> None:
         self.conninfo = conninfo

@@ -280,7 +280,7 @@ SELECT set_config(ours.name, ours.value, false) FROM (VALUES
     ('synchronous_commit', replace(current_setting('synchronous_commit'), 'off', 'on'))
 ) AS ours (name, value) WHERE pg_backend_pid() = $1::int"""
 
-# The same for the transactions of performers, who wait as long as they like, except between two statements.
+# The same for the transactions of performers.  They wait as long as they like, except between two statements.
 # $1: the server process that we think we talk to, $2: milliseconds
 CONFIGURE_TRANSACTIONS = f"""
 SELECT set_config(ours.name, ours.value, false) FROM (VALUES

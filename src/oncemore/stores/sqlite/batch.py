@@ -323,7 +323,7 @@ class SqliteBatch:
         self.execute(self.sql.touch, (self.shift, retention, record.token, *record.id))
 
     def resolve(self, id: Id, outcome: Outcome | None, retention: float, note: str) -> Record | None:
-        """The record as it was decided; its token grows, so that a holder who comes back after all is fenced."""
+        """The record as it was decided; its token grows, so that a holder that comes back after all is fenced."""
         record = self.find(id)
         state = state_of(record)
         if record is None or follows(state, "resolve" if outcome is None else "settle_as") is None:

@@ -27,17 +27,12 @@ def screen(ledger: Ledger, records: Store | Transaction, op: Op, policy: Policy)
     """
     if op.attempt > 1:
         return None
-    issued_at = op.operation.issued_at
+    operation, issued_at = op.operation, op.operation.issued_at
     if policy.late == "refuse" and issued_at is not None and ledger.clock.time() - issued_at > policy.ttl:
         raise KeyExpired("This key is older than the time for which outcomes are kept; look up the result instead")
     if policy.suspect == "off":
         return None
-    return (yield from _suspect(ledger, records, op, policy))
-
-
-def _suspect(ledger: Ledger, records: Store | Transaction, op: Op, policy: Policy) -> Plan[Answer | None]:
-    """Has the same principal just asked for the same thing under another key?  A small record remembers, for a while."""
-    operation = op.operation
+    # Has the same principal just asked for the same thing under another key?  A small record remembers, for a while.
     mark = Operation(f"suspect|{operation.scope}", operation.fingerprint, operation.key, name="oncemore.suspect")
     found = yield from records.claim(mark, lease=policy.suspect_window)
     if isinstance(found, Lease):

@@ -61,7 +61,6 @@ class TransactionAdapter(Protocol):
     def connection(self) -> Any: ...  # lent to the performer; None before `begin` and after the end
     @property
     def awaited(self) -> bool: ...  # whether the performer must await what it does with the connection
-    def session(self, **options: Any) -> Any: ...  # an ORM session in the transaction
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         """Take a connection, start a transaction, run *queries*, and return the rows of the last one."""
@@ -124,7 +123,11 @@ class Transaction(Protocol):
         return self._adapter.awaited
 
     def session(self, **options: Any) -> Any:
-        return self._opened.session(**options)
+        """An ORM session in the transaction, if the adapter has sessions."""
+        make = getattr(self._opened, "session", None)
+        if make is None:
+            raise ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")
+        return make(**options)
 
     def execute(self, *queries: Query) -> Plan[Rows]:
         """Run *queries*, with the database's own kind of parameters, and return the rows of the last one."""
@@ -229,10 +232,6 @@ def unawaited(performer: object) -> ConfigurationError:
     return ConfigurationError(
         f"{performer!r} was lent a connection that must be awaited, and has awaited nothing; {ASYNC}"
     )
-
-
-def no_session() -> ConfigurationError:
-    return ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")
 
 
 async def in_thread(function: Callable[[], T]) -> T:

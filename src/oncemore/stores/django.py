@@ -19,7 +19,7 @@ from .._ledger.connect import DJANGO
 from .._ledger.events import log
 from .._ledger.store import Store
 from .._ledger.tables import not_in_transaction
-from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session
+from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError, TransactionEnded
@@ -113,9 +113,6 @@ class DjangoAdapter:
     def on_commit(self, callback: Callable[[], object]) -> None:
         """Call *callback* after the commit of the user's atomic block.  It is registered with the next statement."""
         self._hook = callback
-
-    def session(self, **options: Any) -> Any:
-        raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         return (yield on_orm_thread(lambda: self._begin(queries)))  # type: ignore[no-any-return]

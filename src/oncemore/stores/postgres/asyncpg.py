@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict
 from ..._ledger.events import log
 from ..._ledger.store import Store
 from ..._ledger.tables import not_a_place, not_in_transaction
-from ..._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session
+from ..._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, StoreTimeout
 from .._compat import asyncpg_address, asyncpg_connection
@@ -103,9 +103,6 @@ class AsyncpgAdapter:
 
     def on_commit(self, callback: Callable[[], object]) -> None:
         """Nothing: the driver does not tell of commits, so relays find the message when they look."""
-
-    def session(self, **options: Any) -> Any:
-        raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         return (yield Do(None, lambda: self._begin(queries)))  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from ..._ledger.transactions import Do, Query, Rows, Transaction, commit_forbidden, no_session
+from ..._ledger.transactions import Do, Query, Rows, Transaction, commit_forbidden
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Effect, Plan
 from .connection import Connections
@@ -43,9 +43,6 @@ class PsycopgAdapter:
     @property
     def awaited(self) -> bool:
         return isinstance(self.connection, psycopg.AsyncConnection)
-
-    def session(self, **options: Any) -> Any:
-        raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         yield self._take()

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ..._ledger.connect import adapter_module
 from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, not_a_place, not_in_transaction
-from ..._ledger.transactions import Query, Rows, Statement, TransactionAdapter, no_session
+from ..._ledger.transactions import Query, Rows, Statement, TransactionAdapter
 from ..._runtime.plan import Call, Effect, Plan
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError
@@ -198,9 +198,6 @@ class OwnSqliteTransaction:
     @property
     def connection(self) -> Any:
         return self._transaction.connection
-
-    def session(self, **options: Any) -> Any:
-        raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         transaction: Any = yield from self._source.open()

@@ -28,7 +28,6 @@ from ..._ledger.transactions import (
     Transaction,
     TransactionAdapter,
     commit_forbidden,
-    no_session,
     threads,
 )
 from ..._runtime.clock import SYSTEM
@@ -403,9 +402,6 @@ class SqliteAdapter:
     @property
     def awaited(self) -> bool:
         return not isinstance(self._writer.connection, sqlite3.Connection)
-
-    def session(self, **options: Any) -> Any:
-        raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         if self._writer.connection is None:

@@ -116,7 +116,7 @@ class Database:
         """The statement that sets up the session of a new connection; a row comes back unless a pooler is in between."""
         is_admin = connections is not self.connections
         seconds = (self.timeout / 5, ADMIN_PATIENCE) if is_admin else (LOCK_WAIT, self.timeout)
-        values = [connection.pgconn.backend_pid, *map(milliseconds, seconds), str(int(1000 * self.idle))]
+        values = [connection.pgconn.backend_pid, str(int(1000 * self.idle)), *map(milliseconds, seconds)]
         return self.sql.configure_admin if is_admin else self.sql.configure, values
 
     def _configure(self, connections: Connections, connection: Any, deadline: float) -> Plan[None]:

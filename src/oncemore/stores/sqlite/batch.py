@@ -420,8 +420,12 @@ def taken_over(record: Record, claim: ClaimItem, token: int) -> tuple[dict[str, 
 def bad_value_error(item: Item, error: Exception) -> OncemoreError:
     """The error of an item that has values which SQLite cannot take."""
     if isinstance(item, ClaimItem) and isinstance(error, UnicodeError):
-        return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
+        return invalid_names()
     return as_store_error(error, "SQLite")
+
+
+def invalid_names() -> InvalidKey:
+    return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
 
 
 def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:

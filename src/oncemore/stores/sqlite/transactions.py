@@ -35,9 +35,9 @@ from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
 from ..._runtime.loops import PerLoop
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
-from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
+from ...errors import ConfigurationError, InProgress, OncemoreError, StoreTimeout
 from .._compat import check_aiosqlite, open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
-from .batch import ClaimItem, as_record, claim_values, claimable, settle_row, state_of, taken_over
+from .batch import ClaimItem, as_record, claim_values, claimable, invalid_names, settle_row, state_of, taken_over
 from .statements import NOW, SqliteStatements
 from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
 
@@ -519,10 +519,6 @@ def is_over(error: BaseException) -> bool:
     """Whether a commit failed because the performer has ended the transaction, closed the connection or changed the record."""
     text = str(error)
     return isinstance(error, sqlite3.ProgrammingError) or MARK in text or "integer overflow" in text
-
-
-def invalid_names() -> InvalidKey:
-    return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
 
 
 class SqliteBelowDjango:

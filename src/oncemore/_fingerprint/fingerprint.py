@@ -32,14 +32,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigurationError, InvalidPayload
-from .canonical import MAX_DEPTH, exact_value, read_json, write_json
+from .canonical import exact_value, read_json, write_json
 from .pointer import parse_pointer, value_at
 
 Mode = Literal["canonical", "unordered", "raw", "none"]
 Pointer = tuple[str, ...]
 
-# A body within this is read again for as long as its record lives, also when max_depth has been lowered since.
-DEEPEST = 200
 SHORTEST_SECRET = 16
 
 ALGORITHMS = {"application/json": "c1", "application/x-www-form-urlencoded": "f1"}
@@ -60,7 +58,6 @@ class Fingerprinter:
     exclude: Sequence[str] = ()
     mode: Mode = "canonical"
     secrets: Sequence[bytes] = field(default=(), repr=False)
-    max_depth: int = MAX_DEPTH
     _include: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
     _exclude: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
     _keys: dict[str, bytes] = field(init=False, repr=False, compare=False)
@@ -72,8 +69,6 @@ class Fingerprinter:
             )
         if self.mode in ("raw", "none") and (self.include or self.exclude):
             raise ConfigurationError(f"mode = {self.mode!r} compares no fields: drop include and exclude, or the mode")
-        if type(self.max_depth) is not int or not 1 <= self.max_depth <= DEEPEST:
-            raise ConfigurationError(f"max_depth = {self.max_depth!r} is out of range: choose one from 1 to {DEEPEST}")
         include, exclude = parse_fields("include", self.include), parse_fields("exclude", self.exclude)
         check_selection(include, exclude)
         self._set(_include=include, _exclude=exclude, _keys=keys_by_id(self.secrets))
@@ -92,7 +87,7 @@ class Fingerprinter:
         if algorithm == "f1" and self.mode == "unordered":
             algorithm = "f2"
         try:
-            content = self._read(algorithm, content_type, body, self.max_depth)
+            content = self._read(algorithm, content_type, body)
         except InvalidPayload:
             algorithm, content = "r1", body
         key_id = next(iter(self._keys))
@@ -109,7 +104,7 @@ class Fingerprinter:
         if key_id not in self._keys:
             return False
         try:
-            content = self._read(algorithm, content_type, body, DEEPEST)
+            content = self._read(algorithm, content_type, body)
         except InvalidPayload:
             return False
         expected = sign(
@@ -117,14 +112,13 @@ class Fingerprinter:
         )
         return hmac.compare_digest(expected.encode(), stored.encode("utf-8", "surrogatepass"))
 
-    def _read(self, algorithm: str, content_type: str, body: bytes, max_depth: int) -> bytes:
+    def _read(self, algorithm: str, content_type: str, body: bytes) -> bytes:
         """Return the bytes of *body* that the *algorithm* digests; raises InvalidPayload if it cannot read the body."""
         match algorithm:
             case "c1":
-                value, text = read_json(body, max_depth=max_depth)
-                return (
-                    write_json(select(value, self._include, self._exclude)) if self._include or self._exclude else text
-                )
+                value, text = read_json(body)
+                whole = not self._include and not self._exclude
+                return text if whole else write_json(select(value, self._include, self._exclude))
             case "f1":
                 return read_urlencoded(body)
             case "f2":

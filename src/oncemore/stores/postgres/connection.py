@@ -122,17 +122,17 @@ class Connections:
     def _settings(self) -> dict[str, Any]:
         return {"autocommit": self.autocommit, "prepare_threshold": PREPARE_THRESHOLD if self.prepares else None}
 
-    def give_back(self, connection: Any, *, healthy: bool = True) -> None:
+    def give_back(self, connection: Any) -> None:
         """Let another caller take *connection*; on the thread or loop that took it.  Never waits and never fails.
 
-        It is closed instead if it is not *healthy*, is in a transaction or in the middle of an exchange, or if the list was
-        closed meanwhile.  A second call does nothing.
+        It is closed instead if it is in a transaction or in the middle of an exchange, or if the list was closed meanwhile.  A
+        second call does nothing.
         """
         state = state_of(connection)
         free, state.free_list = state.free_list, None
         if free is None:
             return
-        if healthy and not free.closed and connection.pgconn.transaction_status == IDLE:
+        if not free.closed and connection.pgconn.transaction_status == IDLE:
             free.connections.append(connection)
         else:
             connection.pgconn.finish()

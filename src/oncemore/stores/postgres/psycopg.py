@@ -109,9 +109,7 @@ class PsycopgAdapter:
 
     def discard(self) -> None:
         if self.connection is not None:
-            if self.connection.pgconn.transaction_status != IDLE:
-                self.connection.pgconn.finish()
-            self._connections.give_back(self.connection)
+            self._connections.give_back(self.connection)  # closes it, if it is in a transaction
             self.connection = None
 
     def _give_back(self) -> Plan[None]:
@@ -148,22 +146,23 @@ def is_savepoint(query: Any) -> bool:
     return "SAVEPOINT" in text.upper()
 
 
-class NotingCursor(psycopg.Cursor[Any]):
+class Noting:
     """A cursor that notes if the performer sets a savepoint by itself."""
+
+    connection: Any
 
     def execute(self, query: Any, *args: Any, **settings: Any) -> Any:
         if is_savepoint(query):
-            self.connection.nested = True  # type: ignore[attr-defined]
-        return super().execute(query, *args, **settings)
+            self.connection.nested = True
+        return super().execute(query, *args, **settings)  # type: ignore[misc]
 
 
-class AsyncNotingCursor(psycopg.AsyncCursor[Any]):
-    """The same for event loops."""
+class NotingCursor(Noting, psycopg.Cursor[Any]):
+    """The one for threads."""
 
-    async def execute(self, query: Any, *args: Any, **settings: Any) -> Any:
-        if is_savepoint(query):
-            self.connection.nested = True  # type: ignore[attr-defined]
-        return await super().execute(query, *args, **settings)
+
+class AsyncNotingCursor(Noting, psycopg.AsyncCursor[Any]):
+    """The one for event loops.  Its `execute` returns a coroutine."""
 
 
 class NoCommit:

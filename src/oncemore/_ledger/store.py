@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol, get_args
 
@@ -9,7 +10,7 @@ import msgspec
 
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Wakeups
-from ..errors import ConfigurationError, StoreError
+from ..errors import ConfigurationError, InvalidPayload, StoreError
 from .model import Claim, Lease, Operation, Outcome, Record
 from .states import State
 from .transactions import TransactionSource
@@ -48,6 +49,13 @@ class Page(msgspec.Struct, frozen=True):
 
     records: tuple[Record, ...]
     cursor: str | None
+
+
+def token_of(cursor: str | None) -> int:
+    """The token of the last record of a page, if records are listed by their tokens; 0 for the first page."""
+    if cursor and not re.fullmatch("[0-9]{1,18}", cursor):
+        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
+    return int(cursor or 0)
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

@@ -200,7 +200,7 @@ class SqlalchemyAdapter:
             )
         kind: Any = NoCommitAsyncSession if self.awaited else NoCommitSession
         session: Session | AsyncSession = kind(bind=self.connection, join_transaction_mode=JOIN, **options)
-        self._sessions.append(getattr(session, "sync_session", session))
+        self._sessions.append(getattr(session, "sync_session", session))  # type: ignore[arg-type]
         return session
 
     def _do(self, work: Callable[[Connection], T], *, limit: float | None = None) -> Do[T]:

@@ -13,9 +13,9 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from ..._ledger.connect import hide_password, take_options
-from ..._ledger.decisions import not_deletable, not_resolvable
+from ..._ledger.decisions import not_deletable, not_resolvable, state_of
 from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, encode_outcome
-from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State, read
+from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State
 from ..._ledger.store import Filter, Page, Stats, Store
 from ..._ledger.tables import features
 from ..._ledger.transactions import TransactionSource
@@ -40,7 +40,6 @@ from .rows import (
     check_length,
     encode_rows,
     escape_text,
-    is_expired,
     read_record,
 )
 from .session import Database
@@ -371,10 +370,3 @@ def read_cursor(cursor: str) -> Sequence[str]:
         return msgspec.json.decode(cursor, type=tuple[str, str])
     except (msgspec.MsgspecError, ValueError) as error:
         raise InvalidPayload(f"{cursor!r} is not a cursor that list() has given") from error
-
-
-def state_of(record: Record | None) -> str:
-    """The record's state by the store's clock."""
-    if record is None:
-        return "absent"
-    return read(record.state, expired=is_expired(record), lapsed=record.lease_until <= record.now)

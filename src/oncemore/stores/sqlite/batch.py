@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from ..._ledger.decisions import fenced, not_deletable, not_resolvable
+from ..._ledger.decisions import fenced, not_deletable, not_resolvable, state_of
 from ..._ledger.model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
-from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
+from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey, OncemoreError
@@ -388,14 +388,6 @@ def as_record(row: Row) -> Record:
             outcome, note = Outcome("tombstone"), "unreadable record"
     fields: Row = (*row[:OUTCOME], outcome, row[HASH], note, row[REQUEST] or b"")
     return Record(*fields)
-
-
-def state_of(record: Record | None) -> str:
-    """The state as the store's clock sees it."""
-    if record is None:
-        return "absent"
-    expired = record.expires_at is not None and record.expires_at <= record.now
-    return read(record.state, expired=expired, lapsed=record.lease_until <= record.now)
 
 
 def claimable(operation: Operation, record: Record) -> bool:

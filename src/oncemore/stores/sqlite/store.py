@@ -17,12 +17,12 @@ import msgspec
 
 from ..._ledger.connect import take_options, with_options
 from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record
-from ..._ledger.store import Filter, Page, Stats
+from ..._ledger.store import Filter, Page, Stats, token_of
 from ..._ledger.transactions import TransactionSource
 from ..._runtime.batching import Batcher, Submit, own_error
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id, Wakeups
-from ...errors import ConfigurationError, InvalidPayload, StoreError
+from ...errors import ConfigurationError, StoreError
 from .batch import (
     NO_RECORD,
     ChangeItem,
@@ -50,7 +50,6 @@ OPTIONS = {
     "timeout": 5.0,
 }
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
-CURSOR = re.compile("[0-9]{1,18}")
 
 # A purge goes in slices of about SLICE_SECONDS, so that a claim never waits long for the commit that it shares.  While the
 # store is busy, a slice takes longer, and the next one is smaller.  After each, it rests for so many times as long.
@@ -97,13 +96,6 @@ def read_url(url: str) -> tuple[str, dict[str, Any]]:
         raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 or newer is needed")
     path = unquote(place.removeprefix("sqlite://")[1:])
     return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
-
-
-def read_cursor(cursor: str) -> int:
-    """The token that a page ended with."""
-    if not CURSOR.fullmatch(cursor):
-        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
-    return int(cursor)
 
 
 def empty_log(connection: sqlite3.Connection) -> None:
@@ -212,7 +204,7 @@ class SqliteStore:
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
         text, values = self.sql.page(where)
-        parameters = (self.shift, read_cursor(cursor or "0"), limit + 1, *values)
+        parameters = (self.shift, token_of(cursor), limit + 1, *values)
         rows = yield Use(self._reader, lambda connection: connection.execute(text, parameters).fetchall())
         records = tuple(as_record(row) for row in rows[:limit])
         return Page(records, str(records[-1].token) if records and len(rows) > limit else None)

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from ..._ledger.decisions import state_of
 from ..._ledger.model import Holder, Lease, Operation, Outcome, Record
 from ..._ledger.transactions import (
     Again,
@@ -37,7 +38,7 @@ from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, InProgress, OncemoreError, StoreTimeout
 from .._compat import check_aiosqlite, open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
-from .batch import ClaimItem, as_record, claim_values, claimable, invalid_names, settle_row, state_of, taken_over
+from .batch import ClaimItem, as_record, claim_values, claimable, invalid_names, settle_row, taken_over
 from .statements import NOW, SqliteStatements
 from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
 

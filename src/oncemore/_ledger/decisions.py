@@ -21,7 +21,6 @@ from ..errors import (
 )
 from .events import log
 from .model import Lease, Operation, Outcome, Record
-from .states import read
 from .values import NOTHING, value_outcome
 
 if TYPE_CHECKING:
@@ -112,15 +111,6 @@ def shown(outcome: Outcome) -> Outcome:
             "look up its result"
         )
     return outcome
-
-
-def state_of(record: Record | None, now: float | None = None) -> str:
-    """The record's state by the store's clock, as it was when the record was read, or at *now*."""
-    if record is None:
-        return "absent"
-    now = record.now if now is None else now
-    expired = record.expires_at is not None and record.expires_at <= now
-    return read(record.state, expired=expired, lapsed=record.lease_until <= now)
 
 
 def is_over(record: Record) -> bool:

@@ -14,8 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 
 from .._ledger.connect import take_options
-from .._ledger.decisions import fenced, not_deletable, not_resolvable, state_of
-from .._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record
+from .._ledger.decisions import fenced, not_deletable, not_resolvable
+from .._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, state_of
 from .._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows
 from .._ledger.store import Filter, Page, Stats, token_of
 from .._runtime.clock import SYSTEM

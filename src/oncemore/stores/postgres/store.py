@@ -13,8 +13,8 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from ..._ledger.connect import hide_password, take_options
-from ..._ledger.decisions import not_deletable, not_resolvable, state_of
-from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, encode_outcome
+from ..._ledger.decisions import not_deletable, not_resolvable
+from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, encode_outcome, state_of
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State
 from ..._ledger.store import Filter, Page, Stats, Store
 from ..._ledger.tables import features

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ..._ledger.decisions import fenced, not_deletable, not_resolvable, state_of
-from ..._ledger.model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
+from ..._ledger.decisions import fenced, not_deletable, not_resolvable
+from ..._ledger.model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome, state_of
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id

@@ -18,8 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from ..._ledger.decisions import state_of
-from ..._ledger.model import Holder, Lease, Operation, Outcome, Record
+from ..._ledger.model import Holder, Lease, Operation, Outcome, Record, state_of
 from ..._ledger.transactions import (
     Again,
     Do,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from oncemore._contract.policy import Policy, check_choice, duration
 from oncemore._contract.rule import Rule
-from oncemore._ledger.decisions import is_final
+from oncemore._ledger.attempt import is_final
 from oncemore._ledger.model import Outcome
 from oncemore.errors import ConfigurationError
 

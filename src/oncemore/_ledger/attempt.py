@@ -13,15 +13,45 @@ from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Call, Plan
 from ..errors import Fenced, OncemoreError, ProviderDuplicate, UnknownOutcome
 from .context import Op
-from .decisions import Answer, How, Resolution, check, fenced, is_final, outcome_unknown, replay
+from .decisions import Answer, How, Resolution, check, fenced, outcome_unknown, replay
+from .events import log
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
-from .store import STORE_FAILURES
-from .transactions import unawaited
+from .store import STORE_FAILURES, Store
+from .transactions import Transaction, unawaited
 from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, untagged
 from .values import error_outcome, value_outcome
 
 Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a coroutine of it
+
+
+# Not final: the caller can remove the cause without changing the request, or the server may answer otherwise soon.
+UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
+
+
+def is_final(outcome: Outcome, policy: Policy) -> bool:
+    """Whether *outcome* is kept and replayed, rather than released for another attempt."""
+    if callable(policy.keep):
+        try:
+            return policy.keep(outcome)
+        except Exception:  # it happened, so it must not happen again
+            log.exception("The rule's keep function failed; the outcome is kept")
+            return True
+    if outcome.status == 0:  # of a function: its errors are failures, its values are not
+        return policy.keep != "success" or outcome.kind != "error"
+    if policy.keep == "success":
+        return 200 <= outcome.status < 300
+    return outcome.status not in UNSETTLED_STATUSES and (outcome.status < 500 or policy.keep == "all")
+
+
+def end_unique(
+    records: Store | Transaction, lease: Lease, policy: Policy, outcome: Outcome | None, owner: str
+) -> Plan[None]:
+    """End the claim of a unique record: a success answers every other key; anything else leaves the way free."""
+    if outcome is not None and is_final(outcome, policy):
+        yield from records.settle(lease, tag(outcome, owner), retention=policy.ttl)
+    else:
+        yield from records.release(lease, retention=0.0)
 
 
 class LeaseAttempt:

@@ -19,7 +19,6 @@ from ..errors import (
     Refusal,
     UnknownOutcome,
 )
-from .events import log
 from .model import Lease, Operation, Outcome, Record
 from .values import NOTHING, value_outcome
 
@@ -116,25 +115,6 @@ def shown(outcome: Outcome) -> Outcome:
 def is_over(record: Record) -> bool:
     """Whether the same request may claim the record: it was released, or its lease has ended."""
     return record.state == "released" or (record.state == "running" and record.lease_until <= record.now)
-
-
-# Not final: the caller can remove the cause without changing the request, or the server may answer otherwise soon.
-UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
-
-
-def is_final(outcome: Outcome, policy: Policy) -> bool:
-    """Whether *outcome* is kept and replayed, rather than released for another attempt."""
-    if callable(policy.keep):
-        try:
-            return policy.keep(outcome)
-        except Exception:  # it happened, so it must not happen again
-            log.exception("The rule's keep function failed; the outcome is kept")
-            return True
-    if outcome.status == 0:  # of a function: its errors are failures, its values are not
-        return policy.keep != "success" or outcome.kind != "error"
-    if policy.keep == "success":
-        return 200 <= outcome.status < 300
-    return outcome.status not in UNSETTLED_STATUSES and (outcome.status < 500 or policy.keep == "all")
 
 
 def in_progress(record: Record) -> InProgress:

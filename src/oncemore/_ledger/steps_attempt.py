@@ -14,13 +14,13 @@ from .._contract.policy import Policy
 from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Plan
 from ..errors import Fenced, InProgress, OncemoreError, ProviderDuplicate, Refusal, StoreError, UnknownOutcome
-from .attempt import LeaseAttempt
+from .attempt import LeaseAttempt, end_unique
 from .context import Op
 from .decisions import Answer, fenced
 from .model import Lease, Outcome, Record
 from .steps import Steps, pack_request
 from .store import STORE_FAILURES
-from .uniqueness import done_before, end_unique, inner_operation, inner_policy, screen, unique_unknown, untagged
+from .uniqueness import done_before, inner_operation, inner_policy, screen, unique_unknown, untagged
 from .values import decode, encode
 
 

@@ -14,13 +14,13 @@ import msgspec
 from .._contract.policy import Policy
 from .._runtime.plan import Plan, Sleep
 from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable
-from .attempt import LeaseAttempt, Performer
+from .attempt import LeaseAttempt, Performer, end_unique
 from .context import Op
 from .decisions import Answer, check, in_progress, is_over, outcome_unknown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .transactions import Again, Stale, Transaction
-from .uniqueness import done_before, end_unique, inner_operation, inner_policy, screen, unique_unknown
+from .uniqueness import done_before, inner_operation, inner_policy, screen, unique_unknown
 
 # The pause before a transaction that the database refused is run again: up to so long, twice as much each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5

@@ -11,7 +11,7 @@ from .._contract.policy import Policy
 from .._runtime.plan import Plan
 from ..errors import Duplicate, KeyExpired, Suspected, UnknownOutcome
 from .context import Op, derive
-from .decisions import Answer, is_final, shown
+from .decisions import Answer, shown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .store import Store
@@ -92,16 +92,6 @@ def inner_policy(policy: Policy) -> Policy:
 
 def never(outcome: Outcome) -> bool:
     return False
-
-
-def end_unique(
-    records: Store | Transaction, lease: Lease, policy: Policy, outcome: Outcome | None, owner: str
-) -> Plan[None]:
-    """End the claim of a unique record: a success answers every other key; anything else leaves the way free."""
-    if outcome is not None and is_final(outcome, policy):
-        yield from records.settle(lease, tag(outcome, owner), retention=policy.ttl)
-    else:
-        yield from records.release(lease, retention=0.0)
 
 
 def tag(outcome: Outcome, owner: str) -> Outcome:

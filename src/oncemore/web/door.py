@@ -18,10 +18,10 @@ from .._contract.keys import join, uuid7_time
 from .._contract.policy import Policy, duration
 from .._contract.rule import Rule
 from .._contract.templates import Field
-from .._ledger.attempt import LeaseAttempt
+from .._ledger.attempt import LeaseAttempt, is_final
 from .._ledger.connect import hide_password
 from .._ledger.context import Op
-from .._ledger.decisions import Answer, is_final
+from .._ledger.decisions import Answer
 from .._ledger.guard import ATTEMPTS, Guard, check_guard
 from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
 from .._ledger.transaction_attempt import NO_LENDER, TransactionAttempt

@@ -148,11 +148,6 @@ class Transaction(Protocol):
         if callback not in self._callbacks:
             self._callbacks.append(callback)
 
-    def _committed(self) -> None:
-        self._end()
-        for callback in self._callbacks:
-            callback()
-
     def abort(self) -> Plan[None]:
         """Roll back and give the connection back; never fails."""
         if not self._open:

@@ -165,7 +165,9 @@ class PostgresTransaction(Transaction):
             yield from self._adapter.commit(*self.deferred, *self._writes)
         except Exception as error:
             raise_translated(error, committing=True)
-        self._committed()
+        self._end()
+        for callback in self._callbacks:
+            callback()
 
     def _execute(self, query: Query) -> Plan[Rows]:
         try:

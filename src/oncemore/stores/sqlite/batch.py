@@ -149,7 +149,7 @@ def run_batch(
 def find_record(connection: sqlite3.Connection, sql: SqliteStatements, shift: float, id: Id) -> Record | None:
     """The record, unless it has expired."""
     record = SqliteBatch(connection, sql, shift).find(id)
-    return record if state_of(record) != "absent" else None
+    return record if record is not None and state_of(record) != "absent" else None
 
 
 def split_duplicates(items: list[Item]) -> Sequence[list[Item]]:

@@ -160,7 +160,7 @@ class SqliteTransaction(Transaction):
     def find(self, scope: str, key: str) -> Plan[Record | None]:
         rows = yield from self._adapter.execute(self._find_query((scope, key)))
         record = as_record(tuple(rows[0])) if rows else None
-        return record if state_of(record) != "absent" else None
+        return record if record is not None and state_of(record) != "absent" else None
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         return (yield from self._adapter.execute((Statement(PARAMETER.sub(r"?\1", text)), values)))
@@ -178,7 +178,9 @@ class SqliteTransaction(Transaction):
             if code(cause) in UNWRITTEN:
                 yield from self._overwrite()
             raise as_store_error(cause, self._store.path) from error
-        self._committed()
+        self._end()
+        for callback in self._callbacks:
+            callback()
 
     def _overwrite(self) -> Plan[None]:
         """Write over what a failed commit has left in the log, as `disown` does."""

@@ -24,7 +24,6 @@ from .values import error_outcome, value_outcome
 
 Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a coroutine of it
 
-
 # Not final: the caller can remove the cause without changing the request, or the server may answer otherwise soon.
 UNSETTLED_STATUSES = frozenset({401, 403, 408, 425, 429})
 

@@ -244,7 +244,7 @@ async def test_cancel_in_later_attempt_leaves_entry_open(tmp_path: Path) -> None
 @pytest.mark.parametrize("ring", ["sqlite:///{0}/keys.db", "ledger"])
 def test_what_had_credentials_is_not_resumed_without(library: Any, tmp_path: Path, ring: str) -> None:
     """To a server that knows callers by their credentials, the key would be a stranger's, and new."""
-    store = SqliteStore(str(tmp_path / "ledger.db"))
+    store = SqliteStore(f"sqlite:///{tmp_path}/ledger.db")
     client = library(RETRY, store if ring == "ledger" else ring.format(tmp_path))
     with no_sleeping(), Server(*[then(effect, reset)] * 5) as server:
         with pytest.raises(RetriesExhausted):

@@ -140,7 +140,7 @@ def test_resolve_of_settled_or_running_is_refused(filled: Guard, store_url: str)
     for key in ("settled-1", "running-1"):
         ran = oncemore("keys", "resolve", key, "--released", "--yes", "--store", store_url)
         assert ran.code == 1
-        assert "only an operation whose outcome is unknown" in ran.err
+        assert "only an operation with an unknown outcome" in ran.err
 
 
 def test_delete_makes_the_key_new_unless_it_is_running(filled: Guard, store_url: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncemore._fingerprint.forms import MAX_PARTS, boundary_of, read_multipart, read_urlencoded, respell
+from oncemore._fingerprint.fingerprint import MAX_PARTS, boundary_of, read_multipart, read_urlencoded, respell
 from oncemore.errors import InvalidPayload
 
 fields = st.lists(st.tuples(st.text(), st.text()))

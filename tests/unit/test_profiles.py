@@ -32,7 +32,7 @@ def test_every_profile_is_complete_and_valid(profile):
 
 def test_rule_alone_is_under_the_default_profile():
     assert Rule() == default_of("default")
-    assert PROFILES["default"] is DEFAULT
+    assert PROFILES["default"] == DEFAULT
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def vanished(guard: Guard, call: Caller, **options: Any) -> Any:
     attempt.drop()  # as its process does when it dies: nothing is renewed any more
     op = attempt.op
     assert op.steps is not None
-    step = op.steps.step("charge", hangs, None, None, None, "retry", None, None)
+    step = op.steps.step("charge", hangs, None)
     effect = next(step)
     while not isinstance(effect, Perform):
         effect = step.send(effect.run())

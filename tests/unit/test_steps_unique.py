@@ -229,3 +229,25 @@ def test_order_deleted_while_another_key_looks_is_refused(guard: Guard, call: Ca
 
     with pytest.raises(Fenced):
         call(Guard(Deleting(store)), Shop().pay, order("k2"))
+
+
+def test_attempt_without_a_step_fails_as_itself_though_the_store_is_down(guard: Guard, call: Caller) -> None:
+    """The turn of its key then lapses by itself, and the same key goes on."""
+
+    class Failing(StoreWrapper):
+        def release(self, held: Any, *, retention: float) -> Any:
+            if held.operation.scope.startswith("unique|"):
+                raise StoreUnavailable("down")
+            return self.inner.release(held, retention=retention)
+
+    def fails(op: Op) -> Performing:
+        raise RuntimeError("before the first step")
+        yield
+
+    events: list[str] = []
+    observed = Guard(Failing(guard.store), observers=[lambda event: events.append(event.kind)])
+    with pytest.raises(RuntimeError):
+        call(observed, fails, order("k1"))
+    assert events[-2:] == ["released", "failed"]
+    guard.store.shift += 31
+    assert call(guard, Shop().pay, order("k1")).value == DONE

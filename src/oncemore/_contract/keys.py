@@ -96,9 +96,9 @@ DIGEST_LENGTH = 64
 SHORTEST_LIMIT = DIGEST_LENGTH + 1
 
 
-def join(first: str, *rest: str, limit: int = MAX_LENGTH) -> str:
+def join(first: str, *rest: str) -> str:
     """Return one name for a list of names: `a:b` if they are simple.  Different lists never give the same name."""
-    return bounded(":".join(map(escaped, (first, *rest))), limit)
+    return bounded(":".join(map(escaped, (first, *rest))))
 
 
 def escaped(part: str) -> str:

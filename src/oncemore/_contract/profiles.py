@@ -14,12 +14,12 @@ DEFAULT: dict[str, Any] = {
     **{name: setting.default for name, setting in SETTINGS.items() if setting.default is not None},
 }
 
-PROFILES: Mapping[str, Mapping[str, Any]] = {
-    "default": DEFAULT,
+# What each profile changes.
+CHANGES: dict[str, dict[str, Any]] = {
+    "default": {},
     # draft-ietf-httpapi-idempotency-key-header-07: the key is a structured-field string; 400 when a required one is
     # missing, 422 when it comes with another payload, 409 while the first is running; success and error are repeated.
     "ietf": {
-        **DEFAULT,
         "key": {**DEFAULT["key"], "strict": True},
         "in_flight": "conflict",
         "on_mismatch": 422,
@@ -28,7 +28,6 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     # (400) with other parameters or on another endpoint; `Idempotent-Replayed: true` on replays, nothing on the first.
     # Parameters are forms, in any order.  `oncemore.web.stripe` adds Stripe's error bodies, and the connected account.
     "stripe": {
-        **DEFAULT,
         "match": "POST *",
         "across_routes": "conflict",
         "fingerprint": "unordered",
@@ -40,7 +39,6 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     # Stripe API v2: POST and DELETE; 30 days; a key belongs to one API of one account; what succeeded is not repeated,
     # what failed is executed again and its new response returned.
     "stripe-v2": {
-        **DEFAULT,
         "match": "POST|DELETE *",
         "ttl": "30d",
         "in_flight": "conflict",
@@ -51,7 +49,6 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     # OASIS Repeatable Requests 1.0 as Azure applies it: a GUID and the time of the first sending; 5 minutes are tracked,
     # older is 412; 400 on another payload, 409 while running; 2xx and 4xx repeated, 5xx executed again.
     "azure": {
-        **DEFAULT,
         "match": "POST|PUT|PATCH|DELETE *",
         "key": {**DEFAULT["key"], "name": "Repeatability-Request-ID", "format": "uuid"},
         "ttl": "5m",
@@ -69,37 +66,23 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
     },
     # Zalando RESTful guidelines, rule 230: an optional key, 24 h; the response is kept whether it succeeded or failed;
     # a changed request is rejected with 400.
-    "zalando": {
-        **DEFAULT,
-        "on_mismatch": 400,
-        "keep": "all",
-    },
+    "zalando": {"on_mismatch": 400, "keep": "all"},
     # The matchmaking contract: every operation that is not a read carries a UUID v4, for 24 h; same key with another
     # endpoint or payload is 409; ten at once, one runs and nine get its response.
     "matchmaking": {
-        **DEFAULT,
         "match": "POST|PUT|PATCH|DELETE *",
         "key": {**DEFAULT["key"], "required": True, "format": "uuid4"},
         "across_routes": "conflict",
     },
     # The patterns: 24 h for payments; changed parameters are 400; concurrent retries wait for the first; the same request
     # by the same user under another key within 30 s is suspicious, and logged.
-    "patterns": {
-        **DEFAULT,
-        "on_mismatch": 400,
-        "suspect": {"action": "log", "window": "30s"},
-    },
+    "patterns": {"on_mismatch": 400, "suspect": {"action": "log", "window": "30s"}},
     # The knowledge contract: 202 with a status URL while running (or 409), 409 on a collision, the same key may be
     # retried after a failure, whether it was permanent or an interruption.
-    "knowledge": {
-        **DEFAULT,
-        "in_flight": "accepted",
-        "keep": "success",
-    },
+    "knowledge": {"in_flight": "accepted", "keep": "success"},
     # The Spring pattern: a required key of at most 100 characters, 3 days; 409 with `Retry-After: 3` while running; a
     # failure is kept, and repeated until the caller changes the key.
     "spring": {
-        **DEFAULT,
         "key": {**DEFAULT["key"], "required": True, "max_length": 100},
         "ttl": "72h",
         "in_flight": "conflict",
@@ -107,3 +90,5 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "keep": "all",
     },
 }
+
+PROFILES: Mapping[str, Mapping[str, Any]] = {name: {**DEFAULT, **changes} for name, changes in CHANGES.items()}

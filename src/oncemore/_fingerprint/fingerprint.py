@@ -26,20 +26,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from ..errors import ConfigurationError, InvalidPayload
-from .canonical import MAX_DEPTH, exact_value, read_json, write_json
-from .forms import in_any_order, read_multipart, read_urlencoded, respell
+from .canonical import exact_value, read_json, write_json
 from .pointer import parse_pointer, value_at
 
 Mode = Literal["canonical", "unordered", "raw", "none"]
 Pointer = tuple[str, ...]
 
-# A body within this is read again for as long as its record lives, also when max_depth has been lowered since.
-DEEPEST = 200
 SHORTEST_SECRET = 16
 
 ALGORITHMS = {"application/json": "c1", "application/x-www-form-urlencoded": "f1"}
@@ -60,7 +58,6 @@ class Fingerprinter:
     exclude: Sequence[str] = ()
     mode: Mode = "canonical"
     secrets: Sequence[bytes] = field(default=(), repr=False)
-    max_depth: int = MAX_DEPTH
     _include: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
     _exclude: tuple[Pointer, ...] = field(init=False, repr=False, compare=False)
     _keys: dict[str, bytes] = field(init=False, repr=False, compare=False)
@@ -72,8 +69,6 @@ class Fingerprinter:
             )
         if self.mode in ("raw", "none") and (self.include or self.exclude):
             raise ConfigurationError(f"mode = {self.mode!r} compares no fields: drop include and exclude, or the mode")
-        if type(self.max_depth) is not int or not 1 <= self.max_depth <= DEEPEST:
-            raise ConfigurationError(f"max_depth = {self.max_depth!r} is out of range: choose one from 1 to {DEEPEST}")
         include, exclude = parse_fields("include", self.include), parse_fields("exclude", self.exclude)
         check_selection(include, exclude)
         self._set(_include=include, _exclude=exclude, _keys=keys_by_id(self.secrets))
@@ -92,7 +87,7 @@ class Fingerprinter:
         if algorithm == "f1" and self.mode == "unordered":
             algorithm = "f2"
         try:
-            content = self._read(algorithm, content_type, body, self.max_depth)
+            content = self._read(algorithm, content_type, body)
         except InvalidPayload:
             algorithm, content = "r1", body
         key_id = next(iter(self._keys))
@@ -109,7 +104,7 @@ class Fingerprinter:
         if key_id not in self._keys:
             return False
         try:
-            content = self._read(algorithm, content_type, body, DEEPEST)
+            content = self._read(algorithm, content_type, body)
         except InvalidPayload:
             return False
         expected = sign(
@@ -117,14 +112,13 @@ class Fingerprinter:
         )
         return hmac.compare_digest(expected.encode(), stored.encode("utf-8", "surrogatepass"))
 
-    def _read(self, algorithm: str, content_type: str, body: bytes, max_depth: int) -> bytes:
+    def _read(self, algorithm: str, content_type: str, body: bytes) -> bytes:
         """Return the bytes of *body* that the *algorithm* digests; raises InvalidPayload if it cannot read the body."""
         match algorithm:
             case "c1":
-                value, text = read_json(body, max_depth=max_depth)
-                return (
-                    write_json(select(value, self._include, self._exclude)) if self._include or self._exclude else text
-                )
+                value, text = read_json(body)
+                whole = not self._include and not self._exclude
+                return text if whole else write_json(select(value, self._include, self._exclude))
             case "f1":
                 return read_urlencoded(body)
             case "f2":
@@ -232,3 +226,73 @@ def _leave_out(value: Any, pointer: Pointer) -> None:
         parent.pop(last, None)
     elif isinstance(parent, list) and value_at(parent, (last,), ABSENT) is not ABSENT:
         parent[int(last)] = None
+
+
+# ── Forms in one spelling: without differences of percent-encoding or boundary ────────────────────────────────────────
+
+# Characters that clients may percent-encode without a change of meaning: not the separators & ; = and +.
+PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~!*'(),/:@?$[]")
+ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
+URLENCODED = re.compile(rb"(?:[A-Za-z0-9\-._~!*'(),/:@?$\[\]&;=+]|%[0-9A-Fa-f]{2})*+")
+
+PARAMETER = re.compile(r""";[ \t]*+([^\s;="]++)=(?:"((?:[^"\\]|\\.)*+)"|([^\s;"]*+))[ \t]*+""")
+BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046
+
+MAX_PARTS = 10_000
+
+
+def respell(text: str) -> str:
+    """Return a query or form in one spelling: escaped only if it must be, in upper case, and a space as `%20`."""
+    if "%" not in text and "+" not in text:
+        return text
+    return ESCAPE.sub(_respell, text.replace("+", "%20"))
+
+
+def _respell(match: re.Match[str]) -> str:
+    character = chr(int(match[1], 16))
+    return character if character in PLAIN else match[0].upper()
+
+
+def read_urlencoded(body: bytes) -> bytes:
+    """Return the fields in their order and one spelling; raises InvalidPayload if it is no form, such as JSON."""
+    if not URLENCODED.fullmatch(body):
+        raise InvalidPayload("The body is not an URL-encoded form")
+    return respell(body.decode("ascii")).encode("ascii")
+
+
+def in_any_order(form: bytes) -> bytes:
+    """Return the fields of a form sorted by their names; several of one name, as in a list, keep their order."""
+    fields = form.decode("ascii").split("&")
+    return "&".join(sorted(fields, key=lambda field: field.partition("=")[0])).encode("ascii")
+
+
+def read_multipart(content_type: str, body: bytes) -> bytes:
+    """Return the parts in their order, each with its headers; raises InvalidPayload if it is not clearly multipart."""
+    delimiter = b"--" + boundary_of(content_type)
+    if not body.startswith(delimiter):
+        raise InvalidPayload("The multipart body does not begin with its boundary")
+    *parts, end = body.removeprefix(delimiter).split(b"\r\n" + delimiter, MAX_PARTS)
+    if end.strip(b" \t\r\n") != b"--":
+        raise InvalidPayload(f"The multipart body does not end with its boundary, or has more than {MAX_PARTS} parts")
+    return b"".join(_part(part) for part in parts)
+
+
+def _part(part: bytes) -> bytes:
+    """Return headers and content, each after its length, so that neither can be taken for the other."""
+    padding, _, rest = part.partition(b"\r\n")
+    headers, blank, content = (b"\r\n" + rest).partition(b"\r\n\r\n")
+    if padding.strip(b" \t") or not blank:
+        raise InvalidPayload("The multipart body has a part without an end to its headers")
+    return b"%d:%b%d:%b" % (len(headers), headers, len(content), content)
+
+
+def boundary_of(content_type: str) -> bytes:
+    """Return the boundary that the Content-Type names; raises InvalidPayload unless it names exactly one."""
+    media_type, semicolon, parameters = content_type.partition(";")
+    pairs: list[tuple[str, str]] = [
+        (name.lower(), quoted or token) for name, quoted, token in PARAMETER.findall(semicolon + parameters)
+    ]
+    found = [value for name, value in pairs if name == "boundary"]
+    if len(found) != 1 or not BOUNDARY.fullmatch(found[0]):
+        raise InvalidPayload(f"The {media_type.strip()} body has no proper boundary")
+    return found[0].encode("ascii")

@@ -17,9 +17,9 @@ from .decisions import Answer, How, Resolution, check, fenced, outcome_unknown, 
 from .events import log
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
-from .store import STORE_FAILURES
-from .transactions import unawaited
-from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, trust_only_yes, untagged
+from .store import STORE_FAILURES, Store
+from .transactions import Transaction, unawaited
+from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, untagged
 from .values import error_outcome, value_outcome
 
 Performer = Callable[[Op], Any]  # gives an Outcome or any other value, or a coroutine of it
@@ -41,6 +41,16 @@ def is_final(outcome: Outcome, policy: Policy) -> bool:
     if policy.keep == "success":
         return 200 <= outcome.status < 300
     return outcome.status not in UNSETTLED_STATUSES and (outcome.status < 500 or policy.keep == "all")
+
+
+def end_unique(
+    records: Store | Transaction, lease: Lease, policy: Policy, outcome: Outcome | None, owner: str
+) -> Plan[None]:
+    """End the claim of a unique record: a success answers every other key; anything else leaves the way free."""
+    if outcome is not None and is_final(outcome, policy):
+        yield from records.settle(lease, tag(outcome, owner), retention=policy.ttl)
+    else:
+        yield from records.release(lease, retention=0.0)
 
 
 class LeaseAttempt:
@@ -73,6 +83,9 @@ class LeaseAttempt:
     unique: LeaseAttempt | None = None  # the second attempt, at what must happen once whatever the key
     request = b""  # what the claim keeps of the request, if the operation may have to be finished without its caller
     in_doubt = False  # an earlier attempt has crashed, and it is not known yet whether it took effect
+    # Whether a resolver is believed if it says that nothing happened.  It is not, if it is asked about a unique part after the
+    # attempt of another key: that has asked the provider under a key derived from its own, which is not known here.
+    trusts_no = True
     ended = False
     reports = True  # whether observers are told of its refusals
 
@@ -160,14 +173,42 @@ class LeaseAttempt:
         return known
 
     def _resolve_unknown(self) -> Plan[Answer | None]:
-        """Decide about the earlier attempt; raises UnknownOutcome if nobody can tell."""
-        try:
-            known = yield from resolve_unknown(self.ledger, self.op, self.policy)
-        except UnknownOutcome:  # the record is held, or its lease has been ended
+        """Find out about the earlier attempt: its answer, or None if this attempt may perform.
+
+        Raises UnknownOutcome if nobody can tell.  The lease is renewed meanwhile: a provider may take longer to answer than
+        the lease lasts, and no other caller is to ask, and perform, at the same time.
+        """
+        ledger, lease, policy = self.ledger, self.lease, self.policy
+        ledger.emit("lapsed", lease.operation, token=lease.token, attempt=lease.attempt)
+        if policy.on_unknown == "hold":
+            yield from ledger.hold(lease, "its holder vanished")
             self.stop()
-            raise
-        self.in_doubt = known is not None  # until that is recorded
-        return known
+            raise outcome_unknown(lease.operation.key)
+        if policy.on_unknown == "resolve":
+            resolution = yield from self._ask()
+            ledger.emit("resolved", lease.operation, token=lease.token, detail=resolution.verdict)
+            if resolution.outcome is not None:  # and this attempt is in doubt until that is recorded
+                self.op.note = "resolved: it had happened"
+                return Answer(resolution.outcome, "replayed", attempt=lease.attempt)
+            yield from ledger.store.renew(lease, lease=policy.lease)  # raises Fenced if the lease was lost meanwhile
+        self.in_doubt = False
+        return None
+
+    def _ask(self) -> Plan[Resolution]:
+        """The resolver's decision.  If it has none, the lease lapses at once, so that the next caller asks anew."""
+        assert self.policy.resolver is not None, "a policy with on_unknown = 'resolve' has a resolver"
+        cause: Exception | None = None
+        try:
+            resolution: Resolution = yield Call(self.policy.resolver, self.op)
+            if resolution.verdict == "settled" or (resolution.verdict == "released" and self.trusts_no):
+                return resolution
+        except Exception as error:
+            cause = error
+        self.stop()
+        yield from self.ledger.lapse(self.lease)
+        raise UnknownOutcome(
+            "Whether a former attempt took effect is not known yet; retry later", retry_after=5
+        ) from cause
 
     # An effect that must happen once whatever the key
 
@@ -182,9 +223,9 @@ class LeaseAttempt:
         found = yield from ledger.claim(inner, under, self.policy.lease / 2)
         if isinstance(found, Record):
             return done_before(found, self.op, self.policy)
-        if found.lapsed and not self.lease.lapsed:  # it was another key that vanished
-            under = trust_only_yes(under)
-        return (yield from self._take_unique(found, under).start())
+        unique = self._take_unique(found, under)
+        unique.trusts_no = self.lease.lapsed  # else it was another key that vanished
+        return (yield from unique.start())
 
     def _take_unique(self, lease: Lease, policy: Policy) -> LeaseAttempt:
         self.unique = LeaseAttempt(self.ledger, lease.operation, policy)
@@ -244,12 +285,22 @@ class LeaseAttempt:
         return msgspec.structs.replace(answer, how="released" if self.policy.on_unknown == "retry" else "unknown")
 
     def _mark_unknown(self, why: str) -> Plan[None]:
-        """Record that nobody knows whether it took effect, first for what is unique: on_unknown decides, as after a crash."""
+        """Nobody knows whether it took effect: on_unknown decides, as after a crash, but at once.  First for what is unique."""
+        ledger, lease, policy = self.ledger, self.lease, self.policy
         self.stop()
         if self.unique is not None:
             yield from self.unique._mark_unknown(why)
-        if not self.renewal.lost:
-            yield from mark_unknown(self.ledger, self.lease, self.policy, why)
+        if self.renewal.lost:
+            return
+        if policy.on_unknown == "retry":
+            yield from ledger.release(lease, retention=policy.ttl)
+        elif policy.on_unknown == "resolve":
+            yield from ledger.lapse(lease)
+        else:
+            try:
+                yield from ledger.hold(lease, why)
+            except (Fenced, *STORE_FAILURES) as failure:  # then the lease lapses by itself
+                ledger.emit("failed", lease.operation, token=lease.token, code=failure.code)
 
     def end(self, answer: Answer) -> Plan[Answer]:
         """Record an answer: the performer's, a resolver's, or that of another key."""
@@ -318,8 +369,8 @@ class LeaseAttempt:
         if self.unique is not None:
             yield from self.unique.withdraw()
         self.stop()
-        if self.in_doubt:
-            yield from leave_in_doubt(self.ledger, self.lease)
+        if self.in_doubt:  # it did not come to a decision: the next caller asks anew, without waiting
+            yield from self.ledger.lapse(self.lease)
         else:
             yield from self.ledger.release(self.lease, retention=0.0 if self.lease.attempt == 1 else self.policy.ttl)
         if error is not None:
@@ -398,63 +449,3 @@ class Perform(Call):
         if op.lent:  # the performer awaited nothing, so its statements were never sent
             raise unawaited(self.function)
         return result
-
-
-# After a crash or a time-out, nobody knows whether the effect happened: the policy's on_unknown says what to do.
-
-
-def resolve_unknown(ledger: Ledger, op: Op, policy: Policy) -> Plan[Answer | None]:
-    """Find out about the earlier attempt, because its lease has lapsed: its answer, or None if this attempt may perform.
-
-    Refuses with UnknownOutcome if nobody can tell.  The lease must be renewed meanwhile: a provider may take longer to
-    answer than the lease lasts, and no other caller is to ask, and perform, at the same time.
-    """
-    lease = op.lease
-    ledger.emit("lapsed", op.operation, token=lease.token, attempt=lease.attempt)
-    if policy.on_unknown == "retry":
-        return None
-    if policy.on_unknown == "hold":
-        yield from ledger.hold(lease, "its holder vanished")
-        raise outcome_unknown(op.key)
-    resolution = yield from _ask(ledger, op, policy)
-    ledger.emit("resolved", op.operation, token=lease.token, detail=resolution.verdict)
-    if resolution.outcome is not None:
-        op.note = "resolved: it had happened"
-        return Answer(resolution.outcome, "replayed", attempt=op.attempt)
-    yield from ledger.store.renew(lease, lease=policy.lease)  # raises Fenced if the lease was lost meanwhile
-    return None
-
-
-def _ask(ledger: Ledger, op: Op, policy: Policy) -> Plan[Resolution]:
-    """The resolver's decision.  If it has none, the lease lapses again at once, so that the next caller asks anew."""
-    assert policy.resolver is not None, "a policy with on_unknown = 'resolve' has a resolver"
-    cause: Exception | None = None
-    try:
-        resolution: Resolution = yield Call(policy.resolver, op)
-        if resolution.verdict != "unknown":
-            return resolution
-    except Exception as error:
-        cause = error
-    yield from ledger.lapse(op.lease)
-    raise UnknownOutcome("Whether a former attempt took effect is not known yet; retry later", retry_after=5) from cause
-
-
-def mark_unknown(ledger: Ledger, lease: Lease, policy: Policy, why: str) -> Plan[None]:
-    """Record at once that the attempt was cut off, or is in doubt: the next caller need not wait for the lease to end."""
-    try:
-        if policy.on_unknown == "retry":
-            yield from ledger.release(lease, retention=policy.ttl)
-        elif policy.on_unknown == "hold":
-            yield from ledger.hold(lease, why)
-        else:
-            yield from ledger.lapse(lease)
-    except (Fenced, *STORE_FAILURES) as failure:  # then the lease lapses by itself
-        ledger.emit("failed", lease.operation, token=lease.token, code=failure.code)
-
-
-def leave_in_doubt(ledger: Ledger, lease: Lease) -> Plan[None]:
-    """End the lease of an attempt that did not come to a decision: the next caller asks anew, without waiting."""
-    try:
-        yield from ledger.lapse(lease)
-    except (Fenced, *STORE_FAILURES) as failure:
-        ledger.emit("failed", lease.operation, token=lease.token, code=failure.code)

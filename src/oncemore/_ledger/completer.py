@@ -16,10 +16,9 @@ import msgspec
 
 from .._contract.policy import Policy
 from .._runtime.backoff import Backoff
-from .._runtime.plan import Plan, Sleep, arun, run
+from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError, OncemoreError
 from .context import Op
-from .decisions import Answer
 from .events import log
 from .guard import Guard
 from .model import Operation, Record
@@ -119,7 +118,7 @@ class Completer:
         """Go on until cancelled."""
         while True:
             await arun(self._survived())
-            await arun(pause(self.every))
+            await asyncio.sleep(self.every)
 
     def _survived(self) -> Plan[None]:
         """One round; if the store is down, the next round tries again."""
@@ -179,12 +178,8 @@ class Completer:
         performer, request = self.performers[record.name], kept["request"]
         giving_up = record.attempts >= self.attempts
         operation = msgspec.structs.replace(identity(record), unique=kept["unique"], giving_up=giving_up)
-        drive = getattr(performer, "drive", None)
-        if drive is not None:
-            return (yield from drive(operation, request))
-        return (yield from self._performed(operation, request, performer))
-
-    def _performed(self, operation: Operation, request: Any, performer: Any) -> Plan[Answer]:
+        if hasattr(performer, "drive"):
+            return performer.drive(operation, request)
         return self.guard.guarded(operation, lambda op: performer(op, request), self.policy)
 
 
@@ -201,10 +196,6 @@ def check_performer(name: str, performer: Any, policy: Policy) -> None:
 def identity(record: Record) -> Operation:
     """The operation that the record is of."""
     return Operation(record.scope, record.key, record.fingerprint, record.name)
-
-
-def pause(seconds: float) -> Plan[None]:
-    yield Sleep(seconds)
 
 
 class SideBySide:
@@ -236,5 +227,5 @@ class SideBySide:
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(plan)) for plan in self.plans]
-        # Were it we who are cancelled, we would not have come here.
+        # If this caller were cancelled, it would not come here.
         return ["failing" if task.cancelled() else task.result() for task in tasks]

@@ -124,7 +124,8 @@ def store_module(url: str) -> ModuleType:
     scheme, mark, _ = url.partition("://")
     scheme = scheme.lower()
     if mark and scheme in SCHEMES:
-        return _our_module(scheme)
+        with naming_extras(f"{scheme}://"):
+            return importlib.import_module(SCHEMES[scheme])
     others = entry_points(group=GROUP)
     for point in others.select(name=scheme):
         module: ModuleType = point.load()
@@ -133,11 +134,6 @@ def store_module(url: str) -> ModuleType:
     plain, driver, _ = scheme.partition("+")
     hint = f"; write {plain}://, without a driver" if driver and plain in WITH_DRIVERS else ""
     raise ConfigurationError(f"{hide_password(url)!r} names no store{hint}; known are {known}")
-
-
-def _our_module(scheme: str) -> ModuleType:
-    with naming_extras(f"{scheme}://"):
-        return importlib.import_module(SCHEMES[scheme])
 
 
 @contextmanager

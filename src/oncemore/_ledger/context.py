@@ -30,15 +30,7 @@ class StepPlans(Protocol):
     """The plans behind `Op.step` and `Op.sleep`."""
 
     def step(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        undo: Callable[..., Any] | None,
-        retry: Retrying | int | None,
-        effect: StepEffect | None,
-        on_unknown: OnUnknownStep,
-        resolver: Callable[..., Any] | None,
-        doubt: tuple[type[Exception], ...] | None,
+        self, name: str, function: Callable[..., Any], undo: Callable[..., Any] | None, **settings: Any
     ) -> Plan[Any]: ...
     def sleep(self, name: str, seconds: float | str) -> Plan[None]: ...
 
@@ -123,9 +115,9 @@ class Op:
             doubt: The exceptions after which nobody knows whether it took effect, such as time-outs; those of the policy
                 unless given.
         """
+        settings = {"on_unknown": "resolve" if resolver else on_unknown, "resolver": resolver, "doubt": doubt}
         steps = self._stepping("op.step()")
-        decided = "resolve" if resolver else on_unknown
-        return run_here(steps.step(name, function, undo, retry, effect, decided, resolver, doubt))
+        return run_here(steps.step(name, function, undo, retry=retry, effect=effect, **settings))
 
     def sleep(self, name: str, seconds: float) -> Any:
         """Let *seconds* pass, as a step: a later attempt waits for the rest of them.  Await it on an event loop."""

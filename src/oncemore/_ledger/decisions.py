@@ -82,9 +82,7 @@ def check(operation: Operation, fingerprint: str) -> None:
     """Refuse the operation unless the stored *fingerprint* is of the same request."""
     if operation.same(fingerprint):
         return
-    if (
-        operation.scope == f"once:{operation.name}"
-    ):  # a function's own caller is told which; an HTTP client knows its key
+    if operation.scope == f"once:{operation.name}":  # a function's caller is told the key; an HTTP client knows it
         raise PayloadMismatch(
             f"{operation.name} was called before under the key {operation.key!r}, with other arguments: name what differs in "
             "the key, or leave it out of the comparison by ignore="
@@ -127,11 +125,6 @@ def in_progress(record: Record) -> InProgress:
     )
 
 
-def unknown(record: Record) -> UnknownOutcome:
-    """The refusal for a held operation."""
-    return outcome_unknown(record.key, record.note)
-
-
 def outcome_unknown(key: str, note: str = "") -> UnknownOutcome:
     """The refusal for an operation with an earlier attempt that crashed, or was left in doubt for the reason in *note*."""
     end = f"broke off ({note})" if note else "crashed"
@@ -149,10 +142,10 @@ def fenced(lease: Lease) -> Fenced:
 def not_resolvable(state: str) -> Refusal:
     """The refusal to resolve a record that is not in doubt."""
     if state == "running":
-        return InProgress("It is running; only an operation whose outcome is unknown can be resolved", retry_after=1.0)
+        return InProgress("It is running; only an operation with an unknown outcome can be resolved", retry_after=1.0)
     if state == "absent":
         return NotFound("There is no such record")
-    return NotResolvable(f"It is {state}; only an operation whose outcome is unknown can be resolved")
+    return NotResolvable(f"It is {state}; only an operation with an unknown outcome can be resolved")
 
 
 def not_deletable() -> InProgress:

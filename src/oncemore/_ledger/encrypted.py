@@ -11,7 +11,7 @@ from .._runtime.wakeups import Id
 from ..errors import ConfigurationError
 from .model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
 from .store import Store
-from .transactions import Lender, Transaction
+from .transactions import Transaction, TransactionSource
 
 
 class Sealing(Protocol):
@@ -24,14 +24,20 @@ class Sealing(Protocol):
     def open(self, id: Id, outcome: Outcome) -> Outcome: ...
 
 
-class StoreWrapper:
-    """A store around another one: what a subclass does not define, the *inner* store does."""
+class Wrapper:
+    """A thing around another one: what a subclass does not define, *inner* does."""
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: Any) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+class StoreWrapper(Wrapper):
+    """A store around another one."""
+
+    inner: Store
 
     # Defined here because __getattr__ does not see assignments: the inner store's clock must be shifted, not this one's.
 
@@ -44,90 +50,68 @@ class StoreWrapper:
         self.inner.shift = seconds
 
 
-class SealedStore(StoreWrapper):
+class Sealed(Wrapper):
+    """The verbs that a store and a transaction share, with outcomes and requests sealed in *inner*."""
+
+    def __init__(self, inner: Any, seal: Sealing) -> None:
+        super().__init__(inner)
+        self._seal = seal
+
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+        sealed = seal_request(self._seal, operation.id, request)
+        found = yield from self.inner.claim(operation, lease=lease, request=sealed)
+        return found if isinstance(found, Lease) else opened(self._seal, found)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        sealed = self._seal.seal(held.operation.id, outcome)
+        return cast("Plan[None]", self.inner.settle(held, sealed, retention=retention, audit=audit, note=note))
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        found = yield from self.inner.find(scope, key)
+        return None if found is None else opened(self._seal, found)
+
+
+class SealedStore(Sealed, StoreWrapper):
     """The *inner* store, with every outcome and request sealed in it.
 
     Pages of many records are left sealed: look one up to read it.
     """
 
     def __init__(self, inner: Store, seal: Sealing) -> None:
-        super().__init__(inner)
+        super().__init__(inner, seal)
         if not hasattr(seal, "seal"):  # it could only fail after the effect; and it may be a key, so it is not shown
             raise ConfigurationError(f"seal is a {type(seal).__name__}: write Seal(key), from oncemore.encryption")
-        self._seal = seal
-
-    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        sealed = seal_request(self._seal, operation.id, request)
-        found = yield from self.inner.claim(operation, lease=lease, request=sealed)
-        return found if isinstance(found, Lease) else self._opened(found)
-
-    def settle(
-        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
-    ) -> Plan[None]:
-        sealed = self._seal.seal(held.operation.id, outcome)
-        return self.inner.settle(held, sealed, retention=retention, audit=audit, note=note)
-
-    def find(self, scope: str, key: str) -> Plan[Record | None]:
-        found = yield from self.inner.find(scope, key)
-        return None if found is None else self._opened(found)
 
     def resolve(
         self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
     ) -> Plan[Record]:
         sealed = None if outcome is None else self._seal.seal((scope, key), outcome)
         found = yield from self.inner.resolve(scope, key, sealed, retention=retention, note=note)
-        return self._opened(found)
+        return opened(self._seal, found)
 
     @property
-    def lender(self) -> Lender | None:
-        return None if self.inner.lender is None else cast("Lender", SealedLender(self.inner.lender, self._seal))
-
-    def _opened(self, record: Record) -> Record:
-        return opened(self._seal, record)
+    def lender(self) -> TransactionSource | None:
+        inner = self.inner.lender
+        return None if inner is None else cast("TransactionSource", SealedSource(inner, self._seal))
 
 
-class SealedLender:
+class SealedSource(Sealed):
     """A source of transactions that seal outcomes too."""
-
-    def __init__(self, inner: Lender, seal: Sealing) -> None:
-        self.inner = inner
-        self._seal = seal
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def open(self) -> Plan[Transaction]:
         transaction = yield from self.inner.open()
         return cast("Transaction", SealedTransaction(transaction, self._seal))
 
 
-class SealedTransaction:
-    def __init__(self, inner: Transaction, seal: Sealing) -> None:
-        self.inner = inner
-        self._seal = seal
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+class SealedTransaction(Sealed):
+    """The *inner* transaction, with every outcome and request sealed in it."""
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
         sealed = seal_request(self._seal, operation.id, request)
         found = yield from self.inner.begin(operation, lease=lease, wait=wait, request=sealed)
         return found if isinstance(found, Lease) else opened(self._seal, found)
-
-    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        sealed = seal_request(self._seal, operation.id, request)
-        found = yield from self.inner.claim(operation, lease=lease, request=sealed)
-        return found if isinstance(found, Lease) else opened(self._seal, found)
-
-    def settle(
-        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
-    ) -> Plan[None]:
-        sealed = self._seal.seal(held.operation.id, outcome)
-        return self.inner.settle(held, sealed, retention=retention, audit=audit, note=note)
-
-    def find(self, scope: str, key: str) -> Plan[Record | None]:
-        found = yield from self.inner.find(scope, key)
-        return None if found is None else opened(self._seal, found)
 
 
 def opened(seal: Sealing, record: Record) -> Record:

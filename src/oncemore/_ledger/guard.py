@@ -42,7 +42,7 @@ class Guard(Ledger):
     """Lets each operation happen once.
 
     *store* is a URL, a store, or the user's own pool or engine; effects can then join its transactions.  *policy* is
-    for callers who bring none.  With a *seal*, outcomes are encrypted in the store: see `oncemore.encryption`.
+    for callers that bring none.  With a *seal*, outcomes are encrypted in the store: see `oncemore.encryption`.
     """
 
     def __init__(

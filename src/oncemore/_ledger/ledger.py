@@ -16,7 +16,7 @@ from .._runtime.heartbeat import Heartbeat, Renewal
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Id
 from ..errors import ConfigurationError, CorruptRecord, Fenced, OncemoreError, StoreError
-from .decisions import Answer, check, in_progress, is_over, replay, unknown
+from .decisions import Answer, check, in_progress, is_over, outcome_unknown, replay
 from .events import Event, EventKind, Observer, log, tell_all
 from .model import Lease, Operation, Outcome, Record
 from .store import STORE_FAILURES, Store
@@ -56,7 +56,10 @@ class Ledger:
     def wait_for(
         self, record: Record, operation: Operation, policy: Policy, wait: float | None, request: bytes = b""
     ) -> Plan[Lease | Record]:
-        """Wait, as far as the policy allows, for the running attempt that *record* belongs to."""
+        """Wait, as far as the policy allows, for the end of the running attempt that *record* belongs to.
+
+        Returns its settled record, or the lease if it has failed.
+        """
         found = yield from self._judge(record, operation, policy)
         if isinstance(found, Lease) or found.state == "settled":
             return found
@@ -64,11 +67,7 @@ class Ledger:
         if policy.in_flight != "wait" or limit <= 0:
             raise in_progress(found)
         self.emit("waiting", operation, token=found.token)
-        return (yield from self._wait(operation, policy, self.clock.monotonic() + limit, request))
-
-    def _wait(self, operation: Operation, policy: Policy, ends: float, request: bytes) -> Plan[Lease | Record]:
-        """Wait for the running attempt to end; if it fails, this caller gets the lease."""
-        delay = FIRST_POLL
+        ends, delay = self.clock.monotonic() + limit, FIRST_POLL
         with self.store.wakeups.waiting(operation.id) as waiter:
             while True:  # the store is asked after the waiter is registered, so that no wake-up is missed
                 found = yield from self.store.claim(operation, lease=policy.lease, request=request)
@@ -91,7 +90,7 @@ class Ledger:
             again = yield from self.store.claim(former, lease=policy.lease)
             return again if isinstance(again, Lease) else (yield from self._judge(again, operation, policy))
         if found.state == "held":
-            raise unknown(found)
+            raise outcome_unknown(found.key, found.note)
         return found
 
     # Replaying
@@ -192,9 +191,13 @@ class Ledger:
         self.emit("held", lease.operation, token=lease.token, detail=note)
 
     def lapse(self, lease: Lease) -> Plan[None]:
-        """End the lease now, without saying how the operation ended."""
-        yield from self.store.renew(lease, lease=0.0)
-        self.store.wakeups.notify(lease.operation.id)
+        """End the lease now, without saying how the operation ended.  If that fails, the lease lapses later."""
+        try:
+            yield from self.store.renew(lease, lease=0.0)
+        except (Fenced, *STORE_FAILURES) as error:
+            self.emit("failed", lease.operation, token=lease.token, code=error.code)
+        else:
+            self.store.wakeups.notify(lease.operation.id)
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
         lease: Lease = renewal.lease

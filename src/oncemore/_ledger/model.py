@@ -14,7 +14,7 @@ import msgspec
 
 from .._runtime.forks import reset_in_child
 from ..errors import InvalidKey
-from .states import State
+from .states import HELD, RUNNING, State
 
 Kind = Literal["response", "value", "error", "tombstone"]
 Tier = Literal["process", "redis", "database"]  # where a stored outcome was found
@@ -146,6 +146,20 @@ class Record(msgspec.Struct, frozen=True, gc=False):
     def remaining(self) -> float:
         """Seconds of retention left when it was read."""
         return (self.expires_at or self.now) - self.now
+
+
+def state_of(record: Record | None, now: float | None = None) -> str:
+    """The state as the store's clock sees it, when the record was read or at *now*.
+
+    Only settled and released records expire; only running ones lapse.
+    """
+    if record is None:
+        return "absent"
+    now = record.now if now is None else now
+    if record.state == RUNNING:
+        return "lapsed" if record.lease_until <= now else RUNNING
+    expired = record.expires_at is not None and record.expires_at <= now
+    return "absent" if expired and record.state != HELD else record.state
 
 
 encode_outcome = msgspec.msgpack.Encoder().encode

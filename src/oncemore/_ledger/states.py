@@ -1,7 +1,7 @@
-"""The states of a record and what may follow each: one table, and everything about states is here.
+"""The states of a record and what may follow each, in one table.
 
-A record is stored as `running`, `settled`, `released` or `held`.  Two more states are read off the store's clock:
-`absent` (no record, or its retention is over), and `lapsed` (running, but its lease is over).
+A record is stored as `running`, `settled`, `released` or `held`.  Two more states are read off the store's clock
+(`model.state_of`): `absent` (no record, or its retention is over), and `lapsed` (running, but its lease is over).
 """
 
 from __future__ import annotations
@@ -43,13 +43,6 @@ TRANSITIONS: dict[tuple[str, Verb], str] = {
     ("lapsed", "delete"): "absent",
     ("absent", "purge"): "absent",  # housekeeping removes what has expired, and nothing else
 }
-
-
-def read(state: str, *, expired: bool, lapsed: bool) -> str:
-    """The state as the store's clock sees it.  Only settled and released records expire; only running ones lapse."""
-    if state == RUNNING:
-        return "lapsed" if lapsed else RUNNING
-    return "absent" if expired and state != HELD else state
 
 
 def follows(state: str, verb: Verb) -> str | None:

@@ -11,10 +11,11 @@ import dataclasses
 import inspect
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 from .._contract.keys import join
 from .._contract.policy import Policy, duration
@@ -37,9 +38,7 @@ from .decisions import Answer, fenced
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
 from .transaction_attempt import TransactionAttempt
-from .values import Types, replayed, value_outcome
-
-__all__ = ["OnUnknownStep", "Retrying", "StepRetry", "Steps", "Undone"]
+from .values import Types, replayed, value_or_error, value_outcome
 
 
 class Undone(Exception):
@@ -55,7 +54,7 @@ class Steps:
         self.operation = lease.operation
         self.policy = policy
         self.renewal = renewal
-        self.epoch = ""  # tells the steps of this record from those of an earlier one under the same key
+        self.epoch = ""  # when the record began, by the store's clock: another one under the same key has other steps
         self.begun = 0  # the number of the last step that was asked for
         self.names: set[str] = set()  # of all that were
         self.done = 0  # how many are checkpointed; always the first ones
@@ -75,34 +74,28 @@ class Steps:
         record = yield from self.ledger.store.find(self.operation.scope, self.operation.key)
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
-        self.epoch = record_epoch(record)
+        self.epoch = f"{record.created_at:.6f}"
         if self.lease.attempt == 1:
             return None
-        if self.lease.lapsed or (yield from self.any_taken()):
-            check_age(record)
+        is_old = record.now - record.created_at > UNFINISHED
+        if is_old and (self.lease.lapsed or (yield from self.any_taken())):  # a missing step would be taken again
+            raise UnknownOutcome("It was left unfinished for so long that its checkpoints may be gone; resolve it")
         deadline: float | None = unpack_request(record.request, self.policy.types)["deadline"]
         return deadline
 
     def named(self, number: int | str, name: str) -> Operation:
         """The operation of step *number*."""
-        return step_operation(self.operation, self.epoch, number, name)
+        key = join(self.operation.key, self.epoch, str(number))
+        return Operation(f"step|{self.operation.scope}", key, name, f"{self.operation.name}/{name}")
 
     # A step
 
     def step(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        undo: Callable[..., Any] | None,
-        retry: Retrying | int | None,
-        effect: StepEffect | None,
-        on_unknown: OnUnknownStep,
-        resolver: Callable[..., Any] | None,
-        doubt: tuple[type[Exception], ...] | None,
+        self, name: str, function: Callable[..., Any], undo: Callable[..., Any] | None, **settings: Any
     ) -> Plan[Any]:
-        """The plan of the next step.  Its number is taken now, even if the plan is awaited later."""
+        """The plan of the next step, with the settings of `Op.step`.  Its number is taken now, also if it is awaited later."""
         again = name in self.names
-        step = Step(self._next(name), name, function, retry, effect, on_unknown, resolver, doubt, again=again)
+        step = Step(self._next(name), name, function, **settings, again=again)
         back = None if undo is None else Step(f"{step.number}u", f"undo:{name}", undo, again=again, undoes=True)
         return self._take(step, back)
 
@@ -124,20 +117,30 @@ class Steps:
         return self.begun
 
     def _take(self, step: Step, back: Step | None) -> Plan[Any]:
-        try:
+        with self._running(step):
             yield from self._stop_if_given_up(step)
             answer = yield from self.perform(step)
             self._stop_if_closed(answer.outcome)
+        value, policy = answer.value, step.naming(self.policy)
+        if answer.how != "stored":
+            value = value_or_error(answer.outcome, policy.errors, policy.types)
+        if answer.outcome.kind == "error":
+            raise value
+        if back is not None:
+            self.undos.append((back, value))
+        return value
+
+    @contextmanager
+    def _running(self, step: Step) -> Iterator[None]:
+        """Take the step.  If it ends without a checkpoint, no other step may follow it."""
+        try:
+            yield
         except BaseException:
             self.failed = step.name
             raise
         finally:
             self.under_way = ""
         self.done += 1
-        value = result(answer, step.naming(self.policy))
-        if back is not None:
-            self.undos.append((back, value))
-        return value
 
     def perform(self, step: Step, value: Any = None) -> Plan[Answer]:
         """The step's answer: from its checkpoint, or by performing it as often as its retry allows."""
@@ -186,16 +189,10 @@ class Steps:
         return self._sleep(Step(self._next(name), name, lambda: None), length)
 
     def _sleep(self, step: Step, length: float) -> Plan[None]:
-        try:
+        with self._running(step):
             yield from self._stop_if_given_up(step)
             yield from self.check_owner()
             left = yield from self._time_left(step, length)
-        except BaseException:
-            self.failed = step.name
-            raise
-        finally:
-            self.under_way = ""
-        self.done += 1
         if left > 0:
             yield Sleep(left)
 
@@ -283,7 +280,8 @@ class Steps:
         yield from self.check_owner()
         found = yield from self.ledger.claim(self.named(self.done + 1, ""), step_policy(self.policy, "lease"))
         if isinstance(found, Lease):
-            yield from self._settle(found, closing(failure, self.doubt))
+            body = b"" if failure is None else encode_outcome(failure)
+            yield from self._settle(found, Outcome("value", headers=(CLOSED, (DOUBT, self.doubt)), body=body))
             self.closed, self.failure = True, failure
         elif is_closed(found.outcome):
             self._close(found.outcome)
@@ -296,8 +294,10 @@ class Steps:
     def _settle(self, lease: Lease, outcome: Outcome) -> Plan[None]:
         yield from self.ledger.store.settle(lease, outcome, retention=step_policy(self.policy, "lease").ttl)
 
-    def _close(self, outcome: Outcome | None) -> None:
-        self.closed, self.failure, self.doubt = True, closed_with(outcome), doubt_of(outcome)
+    def _close(self, mark: Outcome) -> None:
+        self.closed = True
+        self.failure = decode_outcome(mark.body) if mark.body else None
+        self.doubt = dict(mark.headers).get(DOUBT, "")
 
     def _stop_if_closed(self, outcome: Outcome) -> None:
         if is_closed(outcome):
@@ -355,12 +355,12 @@ class Step:
         number: int | str,
         name: str,
         function: Callable[..., Any],
+        *,
         retry: Retrying | int | None = None,
         effect: StepEffect | None = None,
         on_unknown: OnUnknownStep = "retry",
         resolver: Callable[..., Any] | None = None,
         doubt: tuple[type[Exception], ...] | None = None,
-        *,
         again: bool = False,
         undoes: bool = False,
     ) -> None:
@@ -485,18 +485,8 @@ def wants(retry: Retrying, error: Exception) -> bool:
 UNFINISHED = 30 * 86400.0
 # A larger request is not kept: then only the caller can finish the operation, by a retry.
 LARGEST = 1024 * 1024
-DOUBT = "oncemore-doubt"
 CLOSED = ("oncemore-closed", "")  # marks the step at which an operation has failed for good
-
-
-def step_operation(operation: Operation, epoch: str, number: int | str, name: str) -> Operation:
-    key = join(operation.key, epoch, str(number))
-    return Operation(f"step|{operation.scope}", key, name, f"{operation.name}/{name}")
-
-
-def record_epoch(record: Record) -> str:
-    """When the record began, by the store's clock.  After its deletion, the same key has another epoch, and new steps."""
-    return f"{record.created_at:.6f}"
+DOUBT = "oncemore-doubt"  # names, in such a mark, the step in its place that was begun, and may have taken effect
 
 
 @lru_cache(maxsize=256)
@@ -528,40 +518,14 @@ def kept(answer: Answer, name: str) -> Answer:
     return answer
 
 
-def result(answer: Answer, policy: Policy) -> Any:
-    """The value of the step; raises the error that its outcome is."""
-    if answer.how != "stored":
-        return replayed(answer.outcome, policy.errors, policy.types)
-    if answer.outcome.kind == "error":
-        raise answer.value
-    return answer.value
-
-
-def is_closed(outcome: Outcome | None) -> bool:
+def is_closed(outcome: Outcome | None) -> TypeGuard[Outcome]:
+    """Whether the outcome is the mark of a final failure.  Its body is the failure, empty if the operation was given up."""
     return outcome is not None and outcome.headers[:1] == (CLOSED,)
 
 
 def is_unset_mark(record: Record) -> bool:
     """Whether a process died between the claim and the settling of the mark of a final failure: no step was begun here."""
     return record.state != "settled" and not record.fingerprint
-
-
-def closing(failure: Outcome | None, doubt: str) -> Outcome:
-    """The mark that no further step is taken, with the outcome, or None if the operation was given up.
-
-    *doubt* names the step in the place of the mark, if it was begun: nobody knows whether it took effect.
-    """
-    return Outcome("value", headers=(CLOSED, (DOUBT, doubt)), body=b"" if failure is None else encode_outcome(failure))
-
-
-def doubt_of(outcome: Outcome | None) -> str:
-    """The step that a mark has doubts about."""
-    return "" if outcome is None else dict(outcome.headers).get(DOUBT, "")
-
-
-def closed_with(outcome: Outcome | None) -> Outcome | None:
-    """The failure that a mark remembers."""
-    return decode_outcome(outcome.body) if outcome is not None and outcome.body else None
 
 
 def pack_request(operation: Operation, deadline: float | None, types: Types) -> bytes:
@@ -580,9 +544,3 @@ def unpack_request(data: bytes, types: Types) -> dict[str, Any]:
         return {"deadline": None, "request": None, "unique": None}
     kept: dict[str, Any] = replayed(Outcome("value", body=data), types=types)
     return kept
-
-
-def check_age(record: Record) -> None:
-    """Refuse to continue after so long a time that a checkpoint may be missing: its step would be taken again."""
-    if record.now - record.created_at > UNFINISHED:
-        raise UnknownOutcome("It was left unfinished for so long that its checkpoints may be gone; resolve it")

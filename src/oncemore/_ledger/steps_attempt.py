@@ -14,13 +14,13 @@ from .._contract.policy import Policy
 from .._runtime.heartbeat import Renewal
 from .._runtime.plan import Plan
 from ..errors import Fenced, InProgress, OncemoreError, ProviderDuplicate, Refusal, StoreError, UnknownOutcome
-from .attempt import LeaseAttempt, is_final
+from .attempt import LeaseAttempt, end_unique
 from .context import Op
 from .decisions import Answer, fenced
 from .model import Lease, Outcome, Record
 from .steps import Steps, pack_request
 from .store import STORE_FAILURES
-from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, unique_unknown, untagged
+from .uniqueness import done_before, inner_operation, inner_policy, screen, unique_unknown, untagged
 from .values import decode, encode
 
 
@@ -112,11 +112,7 @@ class StepsAttempt(LeaseAttempt):
         scope, key = decode(record.request)
         other = yield from store.find(scope, key)
         if other is None or other.state in ("settled", "released"):
-            outcome = None if other is None else other.outcome
-            if outcome is not None and is_final(outcome, policy):
-                yield from store.settle(lease, tag(outcome, scope), retention=policy.ttl)
-            else:
-                yield from store.release(lease, retention=0.0)
+            yield from end_unique(store, lease, policy, None if other is None else other.outcome, scope)
             return
         yield from self.ledger.lapse(lease)
         if other.state == "held":
@@ -210,25 +206,17 @@ class StepsAttempt(LeaseAttempt):
     def _settle_both(self, answer: Answer) -> Plan[Answer]:
         """Settle what is unique, then the operation itself."""
         self.stop()
-        if self.unique is not None:
-            try:
-                yield from self._end_unique_claim(answer.outcome)
-            except (Fenced, *STORE_FAILURES):
-                yield from self._leave()
-                raise
+        try:
+            yield from self._end_unique_claim(answer.outcome)
+        except (Fenced, *STORE_FAILURES):
+            yield from self._leave()
+            raise
         return (yield from self.record(answer))
 
     def _end_unique_claim(self, outcome: Outcome | None) -> Plan[None]:
-        """A success answers every other key; anything else leaves the way free."""
-        if self.unique is None:
-            return
-        store = self.ledger.store
-        if outcome is None or not self.unique.keeps(outcome):
-            yield from store.release(self.unique.lease, retention=0.0)
-        else:
-            yield from store.settle(
-                self.unique.lease, tag(outcome, self.operation.scope), retention=self.unique.policy.ttl
-            )
+        if self.unique is not None:
+            unique = self.unique
+            yield from end_unique(self.ledger.store, unique.lease, unique.policy, outcome, self.operation.scope)
 
     def _leave(self, *, forget: bool = False) -> Plan[None]:
         """Leave the operation unfinished: the next attempt continues.  If no step was begun, it begins anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol, get_args
 
@@ -9,10 +10,10 @@ import msgspec
 
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Wakeups
-from ..errors import ConfigurationError, StoreError
+from ..errors import ConfigurationError, InvalidPayload, StoreError
 from .model import Claim, Lease, Operation, Outcome, Record
 from .states import State
-from .transactions import Lender
+from .transactions import TransactionSource
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +49,13 @@ class Page(msgspec.Struct, frozen=True):
 
     records: tuple[Record, ...]
     cursor: str | None
+
+
+def token_of(cursor: str | None) -> int:
+    """The token of the last record of a page, if records are listed by their tokens; 0 for the first page."""
+    if cursor and not re.fullmatch("[0-9]{1,18}", cursor):
+        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
+    return int(cursor or 0)
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +94,7 @@ class Store(Protocol):
     `claim` answers with a Lease (the caller's own) or with the Record that prevents it.  It also writes *request*, what
     was asked; an empty one leaves the stored one as it is.  `settle` and a resolution with an outcome drop the request.
 
-    `unclaim` undoes claims whose callers are gone: they were cancelled, or the answer was lost.  A record that is still
+    `unclaim` undoes claims of callers that are gone: they were cancelled, or the answer was lost.  A record that is still
     running under the claim's holder goes back to what it was: in doubt, if the claim took over a lapsed lease (it is
     running, and its lease ends now); absent, if this was the first attempt; otherwise released, and remembered for a day.
     Every other record stays as it is, so that `unclaim` may be sent twice, and late.
@@ -100,9 +108,7 @@ class Store(Protocol):
     shift: float  # added to the store's clock: 0, except in tests that let time pass
 
     @property
-    def lender(
-        self,
-    ) -> Lender | None: ...  # of transactions that the effect may join; None if the store has none
+    def lender(self) -> TransactionSource | None: ...  # for effects that join a transaction; None if the store has none
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]: ...
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]: ...

@@ -14,13 +14,13 @@ import msgspec
 from .._contract.policy import Policy
 from .._runtime.plan import Plan, Sleep
 from ..errors import ConfigurationError, OncemoreError, ProviderDuplicate, StoreUnavailable
-from .attempt import LeaseAttempt, Performer, is_final
+from .attempt import LeaseAttempt, Performer, end_unique
 from .context import Op
-from .decisions import Answer, check, in_progress, is_over, unknown
+from .decisions import Answer, check, in_progress, is_over, outcome_unknown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
-from .transactions import Again, Lender, Stale, Transaction
-from .uniqueness import done_before, inner_operation, inner_policy, screen, tag, unique_unknown
+from .transactions import Again, Stale, Transaction
+from .uniqueness import done_before, inner_operation, inner_policy, screen, unique_unknown
 
 # The pause before a transaction that the database refused is run again: up to so long, twice as much each time.
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
@@ -57,7 +57,7 @@ class TransactionAttempt(LeaseAttempt):
 
     def __init__(self, ledger: Ledger, operation: Operation, policy: Policy) -> None:
         super().__init__(ledger, operation, policy)
-        self.lender: Lender | None = ledger.store.lender
+        self.lender = ledger.store.lender
         self.stale = MOST_STALE
         self.runs = 0  # how often the database has refused
 
@@ -80,7 +80,7 @@ class TransactionAttempt(LeaseAttempt):
         while True:
             try:
                 found = yield from self._open(max(0.0, self.ends - self.ledger.clock.monotonic()))
-                if isinstance(found, Lease) and not self._is_in_doubt(found):
+                if isinstance(found, Lease) and not (found.lapsed and self.policy.on_unknown != "retry"):
                     self.lease = found
                     self.op = Op(found, transaction=self.transaction, deadline=self.deadline)
                     known = (yield from self.prepare()) if prepare else None
@@ -146,7 +146,7 @@ class TransactionAttempt(LeaseAttempt):
             self.operation = msgspec.structs.replace(self.operation, fingerprint=record.fingerprint)
             return None
         if record.state == "held":
-            raise unknown(record)
+            raise outcome_unknown(record.key, record.note)
         if record.state == "running":  # under a lease, by a rule of another level
             left = self.ends - self.ledger.clock.monotonic()
             if left <= 0:
@@ -154,9 +154,6 @@ class TransactionAttempt(LeaseAttempt):
             yield Sleep(min(POLL, left))
             return None
         return (yield from self.ledger.replay(record, self.operation, self.policy))
-
-    def _is_in_doubt(self, lease: Lease) -> bool:
-        return lease.lapsed and self.policy.on_unknown != "retry"
 
     def _resolve_doubt(self) -> Plan[Answer | None]:
         """An attempt under a lease has crashed here: decide about it as a lease does, then claim again."""
@@ -184,7 +181,7 @@ class TransactionAttempt(LeaseAttempt):
         found = yield from self.transaction.claim(inner_operation(self.operation, policy), lease=policy.lease)
         if isinstance(found, Record):
             if found.state == "held":
-                raise unknown(found)
+                raise outcome_unknown(found.key, found.note)
             if found.state != "settled":
                 raise in_progress(found)
             return done_before(found, self.op, policy)
@@ -199,13 +196,11 @@ class TransactionAttempt(LeaseAttempt):
         answer = Answer(outcome, "stored", None, self.lease.attempt, value)
         self.ended = self.performed = True
         try:
-            if outcome.kind == "error" and isinstance(value, Exception):
-                if self.is_retryable(value):
-                    raise value
-                return (yield from self._settle_apart(answer))
-            if self._is_refusal(outcome):
-                return (yield from self._settle_apart(answer))
-            return (yield from self._commit(answer))
+            raised = outcome.kind == "error" and isinstance(value, Exception)
+            if raised and self.is_retryable(value):
+                raise value
+            apart = raised or self._is_refusal(outcome)
+            return (yield from self._settle_apart(answer) if apart else self._commit(answer))
         except GeneratorExit:
             self.drop()
             raise
@@ -238,7 +233,7 @@ class TransactionAttempt(LeaseAttempt):
             yield from self._remember()
             return msgspec.structs.replace(answer, how="released")
         if self.unique_lease is not None:
-            yield from self._settle_unique(transaction, self.unique_lease, outcome)
+            yield from end_unique(transaction, self.unique_lease, inner_policy(policy), outcome, self.operation.scope)
         audit = policy.expired == "keep"
         yield from transaction.settle(self.lease, outcome, retention=policy.ttl, audit=audit, note=note or self.op.note)
         yield from transaction.commit()
@@ -246,14 +241,6 @@ class TransactionAttempt(LeaseAttempt):
         self.ended = True
         self.ledger.store.wakeups.notify(self.operation.id)
         return self.settled(answer)
-
-    def _settle_unique(self, transaction: Transaction, lease: Lease, outcome: Outcome) -> Plan[None]:
-        """A success answers every other key; anything else leaves the way free."""
-        under = inner_policy(self.policy)
-        if is_final(outcome, under):
-            yield from transaction.settle(lease, tag(outcome, self.operation.scope), retention=under.ttl)
-        else:
-            yield from transaction.release(lease, retention=0.0)
 
     def fail(self, error: BaseException) -> Plan[Answer | None]:
         if not self.ended:
@@ -310,9 +297,7 @@ class TransactionAttempt(LeaseAttempt):
                 yield from self._abort()
                 if isinstance(error, Again):
                     continue
-                if not isinstance(
-                    error, OncemoreError
-                ):  # such an error: another caller has the key, or the store is down
+                if not isinstance(error, OncemoreError):  # else another caller has the key, or the store is down
                     raise
             return
 

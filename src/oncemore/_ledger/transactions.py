@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
+from .._runtime.loops import keep_task, to_the_end
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError, TransactionEnded
 from .model import Lease, Operation, Outcome, Record
@@ -60,7 +61,6 @@ class TransactionAdapter(Protocol):
     def connection(self) -> Any: ...  # lent to the performer; None before `begin` and after the end
     @property
     def awaited(self) -> bool: ...  # whether the performer must await what it does with the connection
-    def session(self, **options: Any) -> Any: ...  # an ORM session in the transaction
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         """Take a connection, start a transaction, run *queries*, and return the rows of the last one."""
@@ -87,13 +87,11 @@ class TransactionAdapter(Protocol):
 
 
 class Transaction(Protocol):
-    """One open transaction.  `begin` comes first; `settle` and `release` are written with the commit."""
+    """One open transaction: the ledger's verbs, which each database writes, over the adapter of any driver.
 
-    @property
-    def connection(self) -> Any: ...  # lent to the performer
-    @property
-    def awaited(self) -> bool: ...  # whether the performer must await what it does with the connection
-    def session(self, **options: Any) -> Any: ...
+    `begin` comes first; `settle` and `release` are written with the commit.
+    """
+
     def begin(
         self, operation: Operation, *, lease: float, wait: float, request: bytes = b""
     ) -> Plan[Lease | Record]: ...
@@ -104,59 +102,54 @@ class Transaction(Protocol):
     def release(self, held: Lease, *, retention: float) -> Plan[None]: ...
     def find(self, scope: str, key: str) -> Plan[Record | None]: ...
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]: ...  # the user's own SQL, with $1, on any driver
-    def execute(self, *queries: Query) -> Plan[Rows]: ...  # the database's own kind of parameters; rows of the last one
-    def on_commit(self, callback: Callable[[], object]) -> None: ...  # call it once, after the commit
-    def can_defer(self) -> bool: ...  # whether `deferred` is as good as `execute`: no savepoint can be rolled back
+    def commit(self) -> Plan[None]: ...
 
+    _adapter: TransactionAdapter
+    _open: bool
+    _callbacks: list[Callable[[], object]]
     deferred: list[Query]  # sent with the commit
 
-    def commit(self) -> Plan[None]: ...
-    def abort(self) -> Plan[None]: ...  # roll back and give the connection back; never fails
-    def drop(self) -> None: ...  # close the connection at once, without a word to the server
-
-
-class AdapterTransaction:
-    """The part of a Transaction that is the same on every database: the connection, and the end without a commit."""
-
     def __init__(self, adapter: TransactionAdapter) -> None:
-        self._adapter = adapter
-        self._open = True
-        self._callbacks: list[Callable[[], object]] = []
-        self.deferred: list[Query] = []
+        self._adapter, self._open, self._callbacks, self.deferred = adapter, True, [], []
 
     @property
     def connection(self) -> Any:
-        if not self._open:
-            raise transaction_over()
-        return self._adapter.connection
+        """The connection that is lent to the performer."""
+        return self._opened.connection
 
     @property
     def awaited(self) -> bool:
+        """Whether the performer must await what it does with the connection."""
         return self._adapter.awaited
 
     def session(self, **options: Any) -> Any:
-        if not self._open:
-            raise transaction_over()
-        return self._adapter.session(**options)
+        """An ORM session in the transaction, if the adapter has sessions."""
+        make = getattr(self._opened, "session", None)
+        if make is None:
+            raise ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")
+        return make(**options)
 
     def execute(self, *queries: Query) -> Plan[Rows]:
+        """Run *queries*, with the database's own kind of parameters, and return the rows of the last one."""
+        return self._opened.execute(*queries)
+
+    @property
+    def _opened(self) -> TransactionAdapter:
         if not self._open:
             raise transaction_over()
-        return (yield from self._adapter.execute(*queries))
+        return self._adapter
 
     def can_defer(self) -> bool:
+        """Whether `deferred` is as good as `execute`: no savepoint can be rolled back."""
         return False
 
     def on_commit(self, callback: Callable[[], object]) -> None:
+        """Call *callback* once, after the commit."""
         if callback not in self._callbacks:
             self._callbacks.append(callback)
 
-    def _call_back(self) -> None:
-        """After the commit: call what was registered with `on_commit`."""
-        for callback in self._callbacks:
-            callback()
-
     def abort(self) -> Plan[None]:
+        """Roll back and give the connection back; never fails."""
         if not self._open:
             return
         try:
@@ -167,6 +160,7 @@ class AdapterTransaction:
         self._end()
 
     def drop(self) -> None:
+        """Close the connection at once, without a word to the server."""
         if self._open:
             self._adapter.discard()
             self._end()
@@ -182,9 +176,6 @@ class TransactionSource(Protocol):
     def again(self, error: BaseException) -> bool: ...  # whether the same transaction may work next time
     def close(self) -> None: ...
     async def aclose(self) -> None: ...
-
-
-Lender = TransactionSource
 
 
 class Do(Generic[T]):
@@ -238,49 +229,24 @@ def unawaited(performer: object) -> ConfigurationError:
     )
 
 
-def no_session() -> ConfigurationError:
-    return ConfigurationError("op.session() needs SQLAlchemy: hand the guard an Engine, as in Guard(engine)")
-
-
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call *function* in a thread, and return its result."""
+    """Call *function* in a thread, and return its result.  A caller that is cancelled waits: the connection is in use."""
     context = contextvars.copy_context()
     return await to_the_end(asyncio.get_running_loop().run_in_executor(threads(), context.run, function))
 
 
-async def to_the_end(work: asyncio.Future[T]) -> T:
-    """Await *work*.  A caller that is cancelled still waits for its end, because the connection is in use until then."""
-    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio logs it as never retrieved
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return work.result()
-
-
 def at_once(effect: Do[None]) -> None:
     """Carry *effect* out though nobody can wait for it: by a task if a loop runs here, else on this thread if it can be."""
-    try:
-        task = asyncio.get_running_loop().create_task(quietly(effect))
-    except RuntimeError:
-        if effect.plain is not None:
-            with suppress(Exception):
-                effect.plain()
-        return
-    TASKS.add(task)
-    task.add_done_callback(TASKS.discard)
 
+    async def quietly() -> None:
+        with suppress(Exception):
+            await effect.arun()
 
-async def quietly(effect: Do[None]) -> None:
-    with suppress(Exception):
-        await effect.arun()
-
-
-TASKS: set[asyncio.Task[None]] = set()  # the loop's own references to tasks are weak
+    if asyncio._get_running_loop() is not None:  # get_running_loop() raises instead
+        keep_task(quietly())
+    elif effect.plain is not None:
+        with suppress(Exception):
+            effect.plain()
 
 
 # One for each piece of work: a caller that waits for a row must not keep the row's owner from the thread it commits on.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 
@@ -13,7 +11,7 @@ from .._contract.policy import Policy
 from .._runtime.plan import Plan
 from ..errors import Duplicate, KeyExpired, Suspected, UnknownOutcome
 from .context import Op, derive
-from .decisions import Answer, Resolution, shown
+from .decisions import Answer, shown
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record
 from .store import Store
@@ -29,17 +27,12 @@ def screen(ledger: Ledger, records: Store | Transaction, op: Op, policy: Policy)
     """
     if op.attempt > 1:
         return None
-    issued_at = op.operation.issued_at
+    operation, issued_at = op.operation, op.operation.issued_at
     if policy.late == "refuse" and issued_at is not None and ledger.clock.time() - issued_at > policy.ttl:
         raise KeyExpired("This key is older than the time for which outcomes are kept; look up the result instead")
     if policy.suspect == "off":
         return None
-    return (yield from _suspect(ledger, records, op, policy))
-
-
-def _suspect(ledger: Ledger, records: Store | Transaction, op: Op, policy: Policy) -> Plan[Answer | None]:
-    """Has the same principal just asked for the same thing under another key?  A small record remembers, for a while."""
-    operation = op.operation
+    # Has the same principal just asked for the same thing under another key?  A small record remembers, for a while.
     mark = Operation(f"suspect|{operation.scope}", operation.fingerprint, operation.key, name="oncemore.suspect")
     found = yield from records.claim(mark, lease=policy.suspect_window)
     if isinstance(found, Lease):
@@ -57,32 +50,6 @@ def _suspect(ledger: Ledger, records: Store | Transaction, op: Op, policy: Polic
     if policy.suspect == "replay" and twin is not None and twin.outcome is not None:
         return Answer(shown(twin.outcome), "replayed", attempt=op.attempt)
     raise Suspected("The same request was made a moment ago under another key; retry with that key, or wait")
-
-
-@lru_cache(maxsize=256)
-def trust_only_yes(policy: Policy) -> Policy:
-    """The policy with a resolver that is trusted only if it says that the operation happened.
-
-    The resolver is asked under the name of what must be unique, but the crashed attempt has asked the provider under a key
-    derived from its own.  So that the provider knows nothing under this name does not tell that nothing happened.
-    """
-    resolver = policy.resolver
-    if resolver is None:
-        return policy
-
-    def ask(op: Op) -> Any:
-        found = resolver(op)
-        return only_yes_awaited(found) if hasattr(found, "__await__") else only_yes(found)
-
-    return dataclasses.replace(policy, resolver=ask)
-
-
-async def only_yes_awaited(found: Awaitable[Resolution]) -> Resolution:
-    return only_yes(await found)
-
-
-def only_yes(found: Resolution) -> Resolution:
-    return Resolution.unknown() if found.verdict == "released" else found
 
 
 def done_before(record: Record, op: Op, policy: Policy) -> Answer:
@@ -109,8 +76,8 @@ def inner_operation(operation: Operation, policy: Policy) -> Operation:
     kind = "serial" if policy.on_unique == "serialize" else f"unique|{operation.name}"
     if policy.effect != "steps":
         return Operation(kind, operation.unique or "", name=operation.name)
-    whose = "" if policy.on_unique == "serialize" else derive(operation, "unique")
-    return Operation(kind, operation.unique or "", whose, f"{operation.name}/unique", matches=lambda stored: True)
+    by = "" if policy.on_unique == "serialize" else derive(operation, "unique")
+    return Operation(kind, operation.unique or "", by, f"{operation.name}/unique", matches=lambda stored: True)
 
 
 @lru_cache(maxsize=256)

@@ -296,9 +296,7 @@ def value_or_error(outcome: Outcome, errors: Errors = (), types: Types | None = 
         )
     try:
         plain = decode(outcome.body)
-        if (
-            outcome.kind == "value" and MARK.encode() not in outcome.body
-        ):  # no part of it is tagged: it is the value itself
+        if outcome.kind == "value" and MARK.encode() not in outcome.body:  # nothing is tagged: it is the value itself
             return plain
         classes = None if types is None else classes_by_name(types)
         if outcome.kind == "value":

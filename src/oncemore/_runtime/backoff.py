@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,7 +12,7 @@ Jitter = Literal["full", "equal", "zero", "decorrelated", "additive", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
-    """Delays in seconds.  The step before retry *n* is `base · factor ** (n - 1)`, never above *cap*; see JITTERS."""
+    """Delays in seconds.  The step before retry *n* is `base · factor ** (n - 1)`, never above *cap*; `delay` adds the jitter."""
 
     base: float = 0.1
     factor: float = 2.0
@@ -28,8 +27,10 @@ class Backoff:
             raise ConfigurationError(f"backoff: factor ({self.factor}) must be at least 1, or the steps would shrink")
         if not 0 <= self.spread < float("inf"):
             raise ConfigurationError(f"backoff: spread ({self.spread}) must not be negative")
-        if self.jitter not in JITTERS:
-            raise ConfigurationError(f"jitter = {self.jitter!r} is unknown: choose one of {', '.join(JITTERS)}")
+        if self.jitter not in get_args(Jitter):
+            raise ConfigurationError(
+                f"jitter = {self.jitter!r} is unknown: choose one of {', '.join(get_args(Jitter))}"
+            )
 
     def step(self, retry: int) -> float:
         """The delay before retry number *retry* (from 1), before any jitter."""
@@ -40,43 +41,19 @@ class Backoff:
 
     def delay(self, retry: int, chance: float, previous: float = 0.0) -> float:
         """Seconds to wait before retry number *retry*; *chance* is a uniform number in [0, 1)."""
-        return JITTERS[self.jitter](self, retry, chance, previous)
-
-
-def _full(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
-    # At the cap the band keeps its width, or all callers would come back together.
-    top = min(backoff.cap, 2 * backoff.step(retry))
-    return top / 2 + chance * top / 2
-
-
-def _equal(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
-    step = backoff.step(retry)
-    return step / 2 + chance * step / 2
-
-
-def _zero(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
-    return chance * backoff.step(retry)
-
-
-def _decorrelated(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
-    top = max(3 * previous, backoff.base)
-    return min(backoff.cap, backoff.base + chance * (top - backoff.base))
-
-
-def _additive(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
-    return min(backoff.cap, backoff.step(retry) + chance * backoff.spread)
-
-
-def _none(backoff: Backoff, retry: int, chance: float, previous: float) -> float:
-    return backoff.step(retry)
-
-
-JITTERS: dict[str, Callable[[Backoff, int, float, float], float]] = {
-    "full": _full,  # anywhere in the step's own band: from the step to twice the step
-    "equal": _equal,  # half of the step is certain, half is chance
-    "zero": _zero,  # from nothing to the step (what AWS calls full jitter)
-    "decorrelated": _decorrelated,  # from the base to three times the previous delay
-    "additive": _additive,  # the step plus up to *spread*
-    "none": _none,  # the step itself
-}
-assert set(JITTERS) == set(get_args(Jitter))
+        step = self.step(retry)
+        match self.jitter:
+            case "full":  # anywhere in the step's own band: from the step to twice the step
+                # At the cap the band keeps its width, or all callers would come back together.
+                top = min(self.cap, 2 * step)
+                return top / 2 + chance * top / 2
+            case "equal":  # half of the step is certain, half is chance
+                return step / 2 + chance * step / 2
+            case "zero":  # from nothing to the step (what AWS calls full jitter)
+                return chance * step
+            case "decorrelated":  # from the base to three times the previous delay
+                top = max(3 * previous, self.base)
+                return min(self.cap, self.base + chance * (top - self.base))
+            case "additive":  # the step plus up to *spread*
+                return min(self.cap, step + chance * self.spread)
+        return step

@@ -307,8 +307,9 @@ class LoopBatcher(Generic[Item]):
             await asyncio.wait([self.task])
 
     def unanswered(self) -> list[Item]:
-        """The items under way, except those whose callers have a result: what they go on to do may not be undone."""
-        return [item for item, future in self.batch if not has_result(future)]
+        """The items under way that have no result yet.  A caller with a result acts on it, so its item may not be undone."""
+        futures = self.batch
+        return [item for item, each in futures if not each.done() or each.cancelled() or each.exception() is not None]
 
     def _start(self) -> None:
         try:
@@ -373,16 +374,16 @@ class LoopBatcher(Generic[Item]):
             return
         items = [item for item, _ in batch]
         plans = chain([batcher.execute], repeat(batcher.execute_again))
+        failed, lost = False, []
         try:
             results = await self._complete(lambda: next(plans)(items))
             check_count(results, batch)
         except Exception as error:
-            results = [own_error(error) for _ in batch]
-            lost = [item for item in items if batcher.can_undo(item)]
-        else:
-            lost = [item for (item, future), result in zip(batch, results, strict=True) if is_lost(future, result)]
-            lost = [item for item in lost if batcher.can_undo(item)]
-        for (_, future), result in zip(batch, results, strict=True):
+            failed, results = True, [own_error(error) for _ in batch]
+        for (item, future), result in zip(batch, results, strict=True):
+            # Nobody may know of its effect: the batch has failed, its result is lost, or its caller has gone.
+            if failed or result is LOST or (future.cancelled() and not isinstance(result, BaseException)):
+                lost += [item] if batcher.can_undo(item) else []
             set_result(future, result)
         self.last_size, self.last_end = len(batch), asyncio.get_running_loop().time()
         if lost and not self.gave_up:
@@ -446,16 +447,6 @@ def set_result(future: asyncio.Future[Any], result: Any) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
-
-
-def has_result(future: asyncio.Future[Any]) -> bool:
-    """Whether the caller was given a result, and may act on it."""
-    return future.done() and not future.cancelled() and future.exception() is None
-
-
-def is_lost(future: asyncio.Future[Any], result: Any) -> bool:
-    """Whether a call may have had an effect that nobody knows of: its result is lost, or its caller has gone."""
-    return result is LOST or (future.cancelled() and not isinstance(result, BaseException))
 
 
 def interrupted() -> StoreError:

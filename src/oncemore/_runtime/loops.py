@@ -72,15 +72,17 @@ async def finish_despite_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
 
     If `asyncio.run` ends meanwhile, it cancels that task too.
     """
-    task = keep_task(coroutine)
-    cancelled = False
-    while not task.done():
+    return await to_the_end(keep_task(coroutine))
+
+
+async def to_the_end(work: asyncio.Future[T]) -> T:
+    """Return the result of *work*.  A caller that is cancelled waits for the end all the same."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
         try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        if not task.cancelled() and task.exception() is not None:
-            raise asyncio.CancelledError from task.exception()
-        raise asyncio.CancelledError
-    return task.result()
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from None if work.cancelled() else work.exception()
+    return work.result()

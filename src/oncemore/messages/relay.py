@@ -20,9 +20,10 @@ from .._contract.policy import duration
 from .._ledger.guard import check_positive
 from .._ledger.model import Operation
 from .._ledger.tables import Sql
-from .._ledger.transactions import TransactionAdapter, to_the_end
+from .._ledger.transactions import TransactionAdapter
 from .._runtime.backoff import Backoff
 from .._runtime.clock import SYSTEM
+from .._runtime.loops import to_the_end
 from .._runtime.plan import arun
 from .._runtime.wakeups import Wait
 from ..errors import BrokerError, ConfigurationError, OncemoreError

@@ -7,7 +7,6 @@ where the ORM's own async methods do their work, on the request's thread (`sync_
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -20,7 +19,8 @@ from .._ledger.connect import DJANGO
 from .._ledger.events import log
 from .._ledger.store import Store
 from .._ledger.tables import not_in_transaction
-from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session, to_the_end
+from .._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden
+from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError, TransactionEnded
 
@@ -77,9 +77,7 @@ def sqlite_store(alias: str, said: Mapping[str, Any], options: Mapping[str, str]
 class Driver(Protocol):
     """The driver's own connection below Django's, by which the ledger's statements are sent."""
 
-    def begin(
-        self, raw: Any, queries: Sequence[Query]
-    ) -> Rows: ...  # with the BEGIN that Django has left to the driver
+    def begin(self, raw: Any, queries: Sequence[Query]) -> Rows: ...  # with the BEGIN that Django leaves to the driver
     def execute(self, raw: Any, queries: Sequence[Query]) -> Rows: ...
     def commit(self, raw: Any, queries: Sequence[Query]) -> None: ...
     def rollback(self, raw: Any) -> None: ...
@@ -115,9 +113,6 @@ class DjangoAdapter:
     def on_commit(self, callback: Callable[[], object]) -> None:
         """Call *callback* after the commit of the user's atomic block.  It is registered with the next statement."""
         self._hook = callback
-
-    def session(self, **options: Any) -> Any:
-        raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         return (yield on_orm_thread(lambda: self._begin(queries)))  # type: ignore[no-any-return]
@@ -217,6 +212,6 @@ def on_orm_thread(work: Callable[[], T]) -> Do[T]:
     """Effect: *work* on this thread; or, from an event loop, on the thread that Django's ORM uses there."""
 
     async def awaited() -> T:
-        return await to_the_end(asyncio.ensure_future(sync_to_async(work, thread_sensitive=True)()))
+        return await finish_despite_cancel(sync_to_async(work, thread_sensitive=True)())
 
     return Do(work, awaited)

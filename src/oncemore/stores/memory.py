@@ -6,7 +6,6 @@ It is also the model that the other stores are compared with: every verb asks th
 from __future__ import annotations
 
 import itertools
-import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,14 +15,13 @@ import msgspec
 
 from .._ledger.connect import take_options
 from .._ledger.decisions import fenced, not_deletable, not_resolvable
-from .._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record
-from .._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
-from .._ledger.store import Filter, Page, Stats
+from .._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, state_of
+from .._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows
+from .._ledger.store import Filter, Page, Stats, token_of
 from .._runtime.clock import SYSTEM
 from .._runtime.forks import reset_in_child
 from .._runtime.plan import Plan
 from .._runtime.wakeups import Id, Wakeups
-from ..errors import InvalidPayload
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,10 +81,7 @@ class MemoryStore:
 
     def _state(self, id: Id, now: float) -> tuple[Record | None, str]:
         record = self._records.get(id)
-        if record is None:
-            return None, "absent"
-        expired = record.expires_at is not None and record.expires_at <= now
-        return record, read(record.state, expired=expired, lapsed=record.lease_until <= now)
+        return record, state_of(record, now)
 
     # Every operation is claimed and settled, so these two are plans as they stand: each wrapper costs them dearly.
 
@@ -209,7 +204,7 @@ class MemoryStore:
 
     @at_once
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Page:
-        after = read_cursor(cursor)
+        after = token_of(cursor)
         with self._lock:
             now = self._now()
             records = [
@@ -276,13 +271,6 @@ class MemoryStore:
 
     async def aclose(self) -> None:
         """Nothing to end."""
-
-
-def read_cursor(cursor: str | None) -> int:
-    """The token of the last record that was listed."""
-    if cursor and not re.fullmatch("[0-9]{1,20}", cursor):
-        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
-    return int(cursor or 0)
 
 
 def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:

@@ -198,12 +198,9 @@ class SqlalchemyAdapter:
             raise ConfigurationError(
                 f"op.session({name}=...): the session is in the operation's transaction; drop {name}"
             )
-        if self.awaited:
-            asynchronous = NoCommitAsyncSession(bind=self.connection, join_transaction_mode=JOIN, **options)
-            self._sessions.append(asynchronous.sync_session)
-            return asynchronous
-        session = NoCommitSession(bind=self.connection, join_transaction_mode=JOIN, **options)
-        self._sessions.append(session)
+        kind: Any = NoCommitAsyncSession if self.awaited else NoCommitSession
+        session: Session | AsyncSession = kind(bind=self.connection, join_transaction_mode=JOIN, **options)
+        self._sessions.append(getattr(session, "sync_session", session))  # type: ignore[arg-type]
         return session
 
     def _do(self, work: Callable[[Connection], T], *, limit: float | None = None) -> Do[T]:

@@ -15,7 +15,7 @@ from typing import Any
 from .._ledger.encrypted import StoreWrapper
 from .._ledger.model import Lease, Operation, Outcome, Record
 from .._ledger.store import Store
-from .._ledger.transactions import Lender, Transaction
+from .._ledger.transactions import Transaction, TransactionSource
 from .._runtime.plan import Plan
 
 POINTS = ("before claim", "after claim", "after effect", "before commit", "after commit")
@@ -58,7 +58,7 @@ class Crashing(StoreWrapper):
 
 
 class CrashingLender:
-    def __init__(self, points: Crashing, inner: Lender) -> None:
+    def __init__(self, points: Crashing, inner: TransactionSource) -> None:
         self.points = points
         self.inner = inner
 

@@ -19,9 +19,9 @@ import aiohttp
 
 from .._contract.policy import duration
 from .._ledger.guard import check_positive
-from .._ledger.transactions import to_the_end
 from .._runtime.backoff import Backoff
 from .._runtime.clock import SYSTEM
+from .._runtime.loops import to_the_end
 from .._runtime.plan import arun
 from .._runtime.wakeups import Waiter
 from ..errors import ConfigurationError, OncemoreError

@@ -35,12 +35,12 @@ class Taker:
             return connections.take(timeout)
         return self.runner.run(connections.atake(timeout))
 
-    def give_back(self, connections: Connections, connection: Any, *, healthy: bool = True) -> None:
+    def give_back(self, connections: Connections, connection: Any) -> None:
         async def on_loop() -> None:
-            connections.give_back(connection, healthy=healthy)
+            connections.give_back(connection)
 
         if self.runner is None:
-            connections.give_back(connection, healthy=healthy)
+            connections.give_back(connection)
         else:
             self.runner.run(on_loop())
 
@@ -84,15 +84,15 @@ def test_connection_given_back_twice_is_free_once(postgres_url: str, taker: Take
     taker.close(connections)
 
 
-@pytest.mark.parametrize("state", ["in a transaction", "unhealthy", "closed meanwhile"])
+@pytest.mark.parametrize("state", ["in a transaction", "closed meanwhile"])
 def test_connection_that_cannot_be_reused_is_closed(postgres_url: str, taker: Taker, state: str) -> None:
     connections = Connections(postgres_url)
     connection = taker.take(connections)
     if state == "in a transaction":
         taker.execute(connection, "BEGIN")
-    elif state == "closed meanwhile":
+    else:
         taker.close(connections)
-    taker.give_back(connections, connection, healthy=state != "unhealthy")
+    taker.give_back(connections, connection)
     assert connection.pgconn.status == psycopg.pq.ConnStatus.BAD
     fresh = taker.take(connections)
     assert fresh is not connection
@@ -102,13 +102,15 @@ def test_connection_that_cannot_be_reused_is_closed(postgres_url: str, taker: Ta
 
 def test_connection_limit_is_kept_and_slots_come_back(postgres_url: str, taker: Taker) -> None:
     connections = Connections(postgres_url, limit=1)
-    for healthy in (True, False, True):
+    for closed in (False, True, False):
         connection = taker.take(connections)
         begun = time.monotonic()
         with pytest.raises(StoreTimeout, match="pool="):
             taker.take(connections, 0.1)
         assert time.monotonic() - begun < 5
-        taker.give_back(connections, connection, healthy=healthy)
+        if closed:
+            connection.pgconn.finish()
+        taker.give_back(connections, connection)
     taker.close(connections)
 
 

@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict
 from ..._ledger.events import log
 from ..._ledger.store import Store
 from ..._ledger.tables import not_a_place, not_in_transaction
-from ..._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden, no_session
+from ..._ledger.transactions import Do, Query, Rows, at_once, commit_forbidden
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, StoreTimeout
 from .._compat import asyncpg_address, asyncpg_connection
@@ -44,21 +44,16 @@ def settings_of(pool: Any, options: Mapping[str, str]) -> dict[str, Any]:
     said: dict[str, Any] = {}
     dsn, known, connect = asyncpg_address(pool)
     if dsn is not None:
-        said = {name: value for name, value in conninfo_to_dict(address(dsn)).items() if value is not None}
+        if not isinstance(dsn, str):
+            raise ConfigurationError(f"The pool makes up its address as it goes; {HOW}")
+        said = {name: value for name, value in conninfo_to_dict(dsn).items() if value is not None}
     for name in PLACES:
         value = known.get(name)
         if value is not None and NAMES.get(name, name) not in options:
             said[NAMES.get(name, name)] = setting(name, value)
     if connect not in (asyncpg.connect, asyncpg.connection.connect):
-        raise ConfigurationError(f"The pool connects by a function of its own, whose address is not known; {HOW}")
+        raise ConfigurationError(f"The pool connects by a function of its own, to an address that is not known; {HOW}")
     return said
-
-
-def address(dsn: Any) -> str:
-    """The DSN, without what only asyncpg's kind of URL can say: `postgres://` is libpq's too."""
-    if not isinstance(dsn, str):
-        raise ConfigurationError(f"The pool makes up its address as it goes; {HOW}")
-    return dsn
 
 
 def setting(name: str, value: Any) -> str:
@@ -108,9 +103,6 @@ class AsyncpgAdapter:
 
     def on_commit(self, callback: Callable[[], object]) -> None:
         """Nothing: the driver does not tell of commits, so relays find the message when they look."""
-
-    def session(self, **options: Any) -> Any:
-        raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         return (yield Do(None, lambda: self._begin(queries)))  # type: ignore[no-any-return]

@@ -106,7 +106,7 @@ class Batches:
             raise translate_error(error) from error
         for n, _ in rows:
             self.wakeups.notify(items[n].subject.operation.id)
-        yield from self._notify([items[n].subject.operation.id for n, watched in rows if watched], deadline)
+        yield from self.notify([items[n].subject.operation.id for n, watched in rows if watched], deadline)
 
     def run_writes(self, items: list[Item]) -> Plan[list[Any]]:
         """For each item the answer to its kind of row; items of one kind are one statement."""
@@ -233,7 +233,7 @@ class Batches:
         for item, answer in answers.items():
             if item.row.wakes and not isinstance(answer, Exception):
                 self.wakeups.notify(item.subject.operation.id)
-        yield from self._notify(watched, deadline)
+        yield from self.notify(watched, deadline)
         return answers
 
     def _already_applied(self, missed: list[Item], deadline: float) -> Plan[Answers]:
@@ -264,8 +264,9 @@ class Batches:
         answers.update((group[n], True) for (n,) in rows)
         return answers
 
-    def _notify(self, ids: Iterable[Id], deadline: float) -> Plan[None]:
+    def notify(self, ids: Iterable[Id], deadline: float | None = None) -> Plan[None]:
         """Send a message to the other processes.  If that fails, their waiters look for themselves after a while."""
+        deadline = SYSTEM.monotonic() + self.database.timeout if deadline is None else deadline
         for message in self.listener.messages(ids):
             try:
                 yield from self.database.rows(self.sql.notify, [self.listener.channel, message], deadline)

@@ -85,12 +85,7 @@ class Connections:
             if connection is None:
                 left = max(SHORTEST_CONNECT, int(ends - SYSTEM.monotonic()))
                 with refusals_explained():
-                    connection = self.sync_class.connect(
-                        self.conninfo,
-                        autocommit=self.autocommit,
-                        prepare_threshold=PREPARE_THRESHOLD if self.prepares else None,
-                        connect_timeout=left,
-                    )
+                    connection = self.sync_class.connect(self.conninfo, **self._settings(), connect_timeout=left)
             state_of(connection).free_list = free
         except BaseException:
             free.release_slot()
@@ -120,25 +115,24 @@ class Connections:
         try:
             async with asyncio.timeout(max(0.0, timeout)):
                 with refusals_explained():
-                    return await self.async_class.connect(
-                        self.conninfo,
-                        autocommit=self.autocommit,
-                        prepare_threshold=PREPARE_THRESHOLD if self.prepares else None,
-                    )
+                    return await self.async_class.connect(self.conninfo, **self._settings())
         except TimeoutError as error:
             raise AnswerTimeout("connecting took too long") from error
 
-    def give_back(self, connection: Any, *, healthy: bool = True) -> None:
+    def _settings(self) -> dict[str, Any]:
+        return {"autocommit": self.autocommit, "prepare_threshold": PREPARE_THRESHOLD if self.prepares else None}
+
+    def give_back(self, connection: Any) -> None:
         """Let another caller take *connection*; on the thread or loop that took it.  Never waits and never fails.
 
-        It is closed instead if it is not *healthy*, is in a transaction or in the middle of an exchange, or if the list was
-        closed meanwhile.  A second call does nothing.
+        It is closed instead if it is in a transaction or in the middle of an exchange, or if the list was closed meanwhile.  A
+        second call does nothing.
         """
         state = state_of(connection)
         free, state.free_list = state.free_list, None
         if free is None:
             return
-        if healthy and not free.closed and connection.pgconn.transaction_status == IDLE:
+        if not free.closed and connection.pgconn.transaction_status == IDLE:
             free.connections.append(connection)
         else:
             connection.pgconn.finish()
@@ -212,22 +206,6 @@ def refusals_explained() -> Iterator[None]:
                 f"PostgreSQL refuses to connect: {message}; correct the user, password or database in the store's URL"
             ) from error
         raise
-
-
-class TakeConnection:
-    """Effect: take a connection within *timeout* seconds."""
-
-    __slots__ = ("connections", "timeout")
-
-    def __init__(self, connections: Connections, timeout: float) -> None:
-        self.connections = connections
-        self.timeout = timeout
-
-    def run(self) -> Any:
-        return self.connections.take(self.timeout)
-
-    async def arun(self) -> Any:
-        return await self.connections.atake(self.timeout)
 
 
 def is_alive(connection: Any) -> bool:

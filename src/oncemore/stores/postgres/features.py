@@ -10,15 +10,14 @@ import psycopg
 from psycopg.pq import PipelineStatus
 
 from ..._ledger.connect import adapter_module
-from ..._ledger.events import log
 from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, not_a_place, not_in_transaction
 from ..._ledger.transactions import Do, Query, Rows, Statement, TransactionAdapter
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Id
-from ...errors import ConfigurationError, OncemoreError, StoreUnavailable
+from ...errors import ConfigurationError, StoreUnavailable
 from . import tables
-from .listener import PostgresListener
+from .batch import Batches
 from .pipeline import Pipeline, begin_statement
 from .psycopg import IDLE, BelowDjango, PsycopgAdapter
 from .session import HOW_TO_CREATE, SERIALIZATION_FAILURES, is_lost, message_of, translate_error
@@ -34,10 +33,10 @@ class PostgresTables:
 
     dialect: Dialect = "postgres"
 
-    def __init__(self, store: LedgerStore, listener: PostgresListener) -> None:
+    def __init__(self, store: LedgerStore, batches: Batches) -> None:
         self.store = store
         self.database = store.database
-        self.listener = listener
+        self.batches = batches
         self._ready: set[str] = set()
 
     def statement(self, text: str) -> Statement:
@@ -89,17 +88,11 @@ class PostgresTables:
         if isinstance(place, psycopg.Connection | psycopg.AsyncConnection):
             return join_psycopg(place)
         if isinstance(place, str):
-            join_django = adapter_module("django").join
-
-            return (yield from join_django(place, "postgresql", JoinedBelowDjango()))  # type: ignore[no-any-return]
+            return (yield from adapter_module("django").join(place, "postgresql", JoinedBelowDjango()))  # type: ignore[no-any-return]
         if belongs_to(place, "asyncpg"):
-            join_asyncpg = adapter_module("asyncpg").join
-
-            return join_asyncpg(place)  # type: ignore[no-any-return]
+            return adapter_module("asyncpg").join(place)  # type: ignore[no-any-return]
         if belongs_to(place, "sqlalchemy"):
-            join_sqlalchemy = adapter_module("sqlalchemy").join
-
-            return (yield from join_sqlalchemy(place, "postgresql"))  # type: ignore[no-any-return]
+            return (yield from adapter_module("sqlalchemy").join(place, "postgresql"))  # type: ignore[no-any-return]
         raise not_a_place(place)
 
     @property
@@ -110,14 +103,10 @@ class PostgresTables:
         await self.database.aclose()
 
     def notify(self, id: Id) -> Plan[None]:
-        for message in self.listener.messages([id]):
-            try:
-                yield from self.database.admin_rows(self.database.sql.notify, [self.listener.channel, message])
-            except OncemoreError as error:  # the others look for themselves after a while
-                log.info("No message about a change could be sent: %s", error)
+        return self.batches.notify([id])
 
     def listen(self) -> None:
-        self.listener.listen()
+        self.batches.listener.listen()
 
 
 def join_psycopg(connection: Any) -> Executes:

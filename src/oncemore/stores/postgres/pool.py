@@ -49,7 +49,7 @@ class PoolAdapter(PsycopgAdapter):
         yield self._put()
 
     def _put(self) -> Do[None]:
-        """Effect: give the connection back.  It is forgotten last, so that a caller who is cancelled meanwhile discards it."""
+        """Effect: give the connection back.  It is forgotten last, so that a caller that is cancelled meanwhile discards it."""
 
         def plain() -> None:
             vars(self.connection).pop("close", None)

@@ -9,7 +9,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from ..._ledger.transactions import Do, Query, Rows, Transaction, commit_forbidden, no_session
+from ..._ledger.transactions import Do, Query, Rows, Transaction, commit_forbidden
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Effect, Plan
 from .connection import Connections
@@ -44,9 +44,6 @@ class PsycopgAdapter:
     def awaited(self) -> bool:
         return isinstance(self.connection, psycopg.AsyncConnection)
 
-    def session(self, **options: Any) -> Any:
-        raise no_session()
-
     def begin(self, *queries: Query) -> Plan[Rows]:
         yield self._take()
         rows = yield from self._send((begin_statement(self.connection), ()), *queries)
@@ -62,7 +59,7 @@ class PsycopgAdapter:
         return getattr(self.connection, "nested", True) is False
 
     def _take(self) -> Do[None]:
-        """Effect: take a connection.  It is stored at once, so that a caller who is cancelled meanwhile gives it back."""
+        """Effect: take a connection.  It is stored at once, so that a caller that is cancelled meanwhile gives it back."""
 
         def plain() -> None:
             connection = self.connection = self._connections.take(self._timeout)
@@ -112,9 +109,7 @@ class PsycopgAdapter:
 
     def discard(self) -> None:
         if self.connection is not None:
-            if self.connection.pgconn.transaction_status != IDLE:
-                self.connection.pgconn.finish()
-            self._connections.give_back(self.connection)
+            self._connections.give_back(self.connection)  # closes it, if it is in a transaction
             self.connection = None
 
     def _give_back(self) -> Plan[None]:
@@ -151,25 +146,26 @@ def is_savepoint(query: Any) -> bool:
     return "SAVEPOINT" in text.upper()
 
 
-class NotingCursor(psycopg.Cursor[Any]):
+class Noting:
     """A cursor that notes if the performer sets a savepoint by itself."""
+
+    connection: Any
 
     def execute(self, query: Any, *args: Any, **settings: Any) -> Any:
         if is_savepoint(query):
-            self.connection.nested = True  # type: ignore[attr-defined]
-        return super().execute(query, *args, **settings)
+            self.connection.nested = True
+        return super().execute(query, *args, **settings)  # type: ignore[misc]
 
 
-class AsyncNotingCursor(psycopg.AsyncCursor[Any]):
-    """The same for event loops."""
-
-    async def execute(self, query: Any, *args: Any, **settings: Any) -> Any:
-        if is_savepoint(query):
-            self.connection.nested = True  # type: ignore[attr-defined]
-        return await super().execute(query, *args, **settings)
+class NotingCursor(Noting, psycopg.Cursor[Any]):
+    """The one for threads."""
 
 
-class NoCommitConnection(psycopg.Connection[Any]):
+class AsyncNotingCursor(Noting, psycopg.AsyncCursor[Any]):
+    """The one for event loops.  Its `execute` returns a coroutine."""
+
+
+class NoCommit:
     """A connection of the ledger's own.  While it is lent, the performer can neither commit nor roll back by mistake."""
 
     lent = False
@@ -177,38 +173,25 @@ class NoCommitConnection(psycopg.Connection[Any]):
 
     def transaction(self, *args: Any, **settings: Any) -> Any:
         self.nested = True
-        return super().transaction(*args, **settings)
+        return super().transaction(*args, **settings)  # type: ignore[misc]
 
-    def commit(self) -> None:
+    def commit(self) -> Any:
         if self.lent:
             raise commit_forbidden()
-        super().commit()
+        return super().commit()  # type: ignore[misc]
 
-    def rollback(self) -> None:
+    def rollback(self) -> Any:
         if self.lent:
             raise commit_forbidden()
-        super().rollback()
+        return super().rollback()  # type: ignore[misc]
 
 
-class AsyncNoCommitConnection(psycopg.AsyncConnection[Any]):
-    """The same for event loops."""
+class NoCommitConnection(NoCommit, psycopg.Connection[Any]):
+    """The one for threads."""
 
-    lent = False
-    nested = False
 
-    def transaction(self, *args: Any, **settings: Any) -> Any:
-        self.nested = True
-        return super().transaction(*args, **settings)
-
-    async def commit(self) -> None:
-        if self.lent:
-            raise commit_forbidden()
-        await super().commit()
-
-    async def rollback(self) -> None:
-        if self.lent:
-            raise commit_forbidden()
-        await super().rollback()
+class AsyncNoCommitConnection(NoCommit, psycopg.AsyncConnection[Any]):
+    """The one for event loops.  Its `commit` and `rollback` return coroutines."""
 
 
 class OwnSource(PostgresSource):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import psycopg
 
+from ..._ledger.transactions import Do
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
 from ...errors import ConfigurationError, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
 from . import tables
-from .connection import Connections, TakeConnection
+from .connection import Connections
 from .pipeline import ALREADY_PREPARED, CHANGED_COLUMNS, NOT_PREPARED, AnswerTimeout, Pipeline, state_of
 from .statements import Query, Rows, Statement, Statements
 
@@ -35,7 +37,7 @@ NO_RIGHT = "42501"
 
 
 class Database:
-    """The server at *conninfo*: connections for claims and writes, and others for operators, who may take their time."""
+    """The server at *conninfo*: connections for claims and writes, and others for operators, which may take longer."""
 
     def __init__(self, conninfo: str, names: dict[str, str], *, create: bool, timeout: float, idle: float) -> None:
         self.conninfo = conninfo
@@ -86,7 +88,8 @@ class Database:
                 yield Sleep(random.uniform(pause / 2, pause))
             connection: Any = None
             try:
-                connection = yield TakeConnection(connections, deadline - SYSTEM.monotonic())
+                left = deadline - SYSTEM.monotonic()
+                connection = yield Do(partial(connections.take, left), partial(connections.atake, left))
                 if not state_of(connection).configured:
                     yield from self._configure(connections, connection, deadline)
                 sent = queries
@@ -113,7 +116,7 @@ class Database:
         """The statement that sets up the session of a new connection; a row comes back unless a pooler is in between."""
         is_admin = connections is not self.connections
         seconds = (self.timeout / 5, ADMIN_PATIENCE) if is_admin else (LOCK_WAIT, self.timeout)
-        values = [connection.pgconn.backend_pid, *map(milliseconds, seconds), str(int(1000 * self.idle))]
+        values = [connection.pgconn.backend_pid, str(int(1000 * self.idle)), *map(milliseconds, seconds)]
         return self.sql.configure_admin if is_admin else self.sql.configure, values
 
     def _configure(self, connections: Connections, connection: Any, deadline: float) -> Plan[None]:

@@ -271,21 +271,17 @@ NETWORK = """('tcp_keepalives_idle', '30'), ('tcp_keepalives_interval', '10'), (
     ('tcp_user_timeout', '60000')"""
 
 # Set up the session of a connection that is ours alone.  No row comes back if a pooler is in between, because the settings
-# would then be other clients', too.  $1: the server process that we think we talk to, $2: milliseconds to wait for a lock,
-# $3: milliseconds for a statement, $4: milliseconds that a transaction may be idle
+# would then be other clients', too.  $1: the server process that we think we talk to, $2: milliseconds that a transaction may
+# be idle.  That is all for the transactions of performers, which wait as long as they like for locks and statements.
 CONFIGURE = f"""
 SELECT set_config(ours.name, ours.value, false) FROM (VALUES
-    {NETWORK}, ('lock_timeout', $2), ('statement_timeout', $3), ('idle_in_transaction_session_timeout', $4){{settings}},
-    -- if the server forgot a claim in a crash, the operation would be performed twice
-    ('synchronous_commit', replace(current_setting('synchronous_commit'), 'off', 'on'))
+    {NETWORK}, ('idle_in_transaction_session_timeout', $2){{more}}
 ) AS ours (name, value) WHERE pg_backend_pid() = $1::int"""
 
-# The same for the transactions of performers, who wait as long as they like, except between two statements.
-# $1: the server process that we think we talk to, $2: milliseconds
-CONFIGURE_TRANSACTIONS = f"""
-SELECT set_config(ours.name, ours.value, false) FROM (VALUES
-    {NETWORK}, ('idle_in_transaction_session_timeout', $2)
-) AS ours (name, value) WHERE pg_backend_pid() = $1::int"""
+# For the ledger's own statements.  $3: milliseconds to wait for a lock, $4: milliseconds for a statement
+LIMITS = """, ('lock_timeout', $3), ('statement_timeout', $4),
+    -- if the server forgot a claim in a crash, the operation would be performed twice
+    ('synchronous_commit', replace(current_setting('synchronous_commit'), 'off', 'on'))"""
 
 # Statements for batches are planned once, perhaps while the table is nearly empty, and the plan is kept while it grows.  So
 # every way to read a whole table is forbidden; what remains is a look-up by key, by a bitmap.
@@ -329,9 +325,9 @@ class Statements:
         self.lock_wait = self._prepared(LOCK_WAIT)
         self.known = self._plain(KNOWN)
         self.version = self._plain(VERSION)
-        self.configure = Statement(CONFIGURE.format(settings=LOOK_UP))
-        self.configure_transactions = Statement(CONFIGURE_TRANSACTIONS)
-        self.configure_admin = Statement(CONFIGURE.format(settings=""))
+        self.configure = Statement(CONFIGURE.format(more=LIMITS + LOOK_UP))
+        self.configure_admin = Statement(CONFIGURE.format(more=LIMITS))
+        self.configure_transactions = Statement(CONFIGURE.format(more=""))
 
     def _plain(self, template: str) -> Statement:
         return Statement(template.format(**self.names))

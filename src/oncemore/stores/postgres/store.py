@@ -14,9 +14,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from ..._ledger.connect import hide_password, take_options
 from ..._ledger.decisions import not_deletable, not_resolvable
-from ..._ledger.events import log
-from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, encode_outcome
-from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State, read
+from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, encode_outcome, state_of
+from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State
 from ..._ledger.store import Filter, Page, Stats, Store
 from ..._ledger.tables import features
 from ..._ledger.transactions import TransactionSource
@@ -24,7 +23,7 @@ from ..._runtime.batching import Batcher, Submit
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Id, Wakeups
-from ...errors import ConfigurationError, InvalidPayload, OncemoreError, StoreError, StoreTimeout
+from ...errors import ConfigurationError, InvalidPayload, StoreError, StoreTimeout
 from . import tables
 from .batch import LOCKED, Batches
 from .features import PostgresTables
@@ -41,7 +40,6 @@ from .rows import (
     check_length,
     encode_rows,
     escape_text,
-    is_expired,
     read_record,
 )
 from .session import Database
@@ -147,7 +145,7 @@ class PostgresStore:
             can_undo=lambda item: type(item.row) is ClaimRow,
         )
         self.lender: TransactionSource = OwnSource(self, conninfo, limit=options["pool"])
-        self.tables = PostgresTables(self, self._listener)
+        self.tables = PostgresTables(self, self._batches)
         weakref.finalize(self, self._listener.close)  # or its thread would outlive a store that nobody closed
 
     @property
@@ -339,11 +337,7 @@ class PostgresStore:
 
     def _notify(self, id: Id) -> Plan[None]:
         self.wakeups.notify(id)
-        for message in self._listener.messages([id]):
-            try:
-                yield from self.database.admin_rows(self._sql.notify, [self._listener.channel, message])
-            except OncemoreError as error:  # the waiters and caches of other processes look for themselves in a minute
-                log.info("No message about a change could be sent: %s", error)
+        yield from self._batches.notify([id])
 
     def close(self) -> None:
         """Close the connections of this process's threads, and end the listener's thread; they come back when needed."""
@@ -376,10 +370,3 @@ def read_cursor(cursor: str) -> Sequence[str]:
         return msgspec.json.decode(cursor, type=tuple[str, str])
     except (msgspec.MsgspecError, ValueError) as error:
         raise InvalidPayload(f"{cursor!r} is not a cursor that list() has given") from error
-
-
-def state_of(record: Record | None) -> str:
-    """The record's state by the store's clock."""
-    if record is None:
-        return "absent"
-    return read(record.state, expired=is_expired(record), lapsed=record.lease_until <= record.now)

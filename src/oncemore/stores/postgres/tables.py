@@ -62,7 +62,7 @@ END IF; END $$;
 -- Tokens: never reset it, or a late owner of an earlier operation might pass for the current one.
 CREATE SEQUENCE IF NOT EXISTS {tokens} AS bigint CACHE 1 NO CYCLE;
 
--- Expired records of operations whose rule keeps them for the audit.  Nothing here is ever read or deleted by oncemore.
+-- Expired records that their rule keeps for the audit.  Nothing here is ever read or deleted by oncemore.
 CREATE TABLE IF NOT EXISTS {archive} (
     scope          text COLLATE "C" NOT NULL,
     key            text COLLATE "C" NOT NULL,

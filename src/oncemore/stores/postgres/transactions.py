@@ -12,7 +12,6 @@ from typing import Any, NoReturn, Protocol
 from ..._ledger.decisions import is_over
 from ..._ledger.model import Holder, Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.transactions import (
-    AdapterTransaction,
     Again,
     Query,
     Rows,
@@ -68,7 +67,7 @@ class PostgresSource:
         """The user's connections are not ours to close."""
 
 
-class PostgresTransaction(AdapterTransaction):
+class PostgresTransaction(Transaction):
     """The ledger's verbs in one transaction."""
 
     def __init__(self, store: LedgerStore, adapter: TransactionAdapter) -> None:
@@ -167,8 +166,8 @@ class PostgresTransaction(AdapterTransaction):
         except Exception as error:
             raise_translated(error, committing=True)
         self._end()
-        if self._callbacks:
-            self._call_back()
+        for callback in self._callbacks:
+            callback()
 
     def _execute(self, query: Query) -> Plan[Rows]:
         try:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from ..._ledger.decisions import fenced, not_deletable, not_resolvable
-from ..._ledger.model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
-from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows, read
+from ..._ledger.model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome, state_of
+from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey, OncemoreError
@@ -149,7 +149,7 @@ def run_batch(
 def find_record(connection: sqlite3.Connection, sql: SqliteStatements, shift: float, id: Id) -> Record | None:
     """The record, unless it has expired."""
     record = SqliteBatch(connection, sql, shift).find(id)
-    return record if state_of(record) != "absent" else None
+    return record if record is not None and state_of(record) != "absent" else None
 
 
 def split_duplicates(items: list[Item]) -> Sequence[list[Item]]:
@@ -323,7 +323,7 @@ class SqliteBatch:
         self.execute(self.sql.touch, (self.shift, retention, record.token, *record.id))
 
     def resolve(self, id: Id, outcome: Outcome | None, retention: float, note: str) -> Record | None:
-        """The record as it was decided; its token grows, so that a holder who comes back after all is fenced."""
+        """The record as it was decided; its token grows, so that a holder that comes back after all is fenced."""
         record = self.find(id)
         state = state_of(record)
         if record is None or follows(state, "resolve" if outcome is None else "settle_as") is None:
@@ -390,14 +390,6 @@ def as_record(row: Row) -> Record:
     return Record(*fields)
 
 
-def state_of(record: Record | None) -> str:
-    """The state as the store's clock sees it."""
-    if record is None:
-        return "absent"
-    expired = record.expires_at is not None and record.expires_at <= record.now
-    return read(record.state, expired=expired, lapsed=record.lease_until <= record.now)
-
-
 def claimable(operation: Operation, record: Record) -> bool:
     """Whether the record may be claimed: it is as good as none, or it is free and of the same request."""
     state = state_of(record)
@@ -420,8 +412,12 @@ def taken_over(record: Record, claim: ClaimItem, token: int) -> tuple[dict[str, 
 def bad_value_error(item: Item, error: Exception) -> OncemoreError:
     """The error of an item that has values which SQLite cannot take."""
     if isinstance(item, ClaimItem) and isinstance(error, UnicodeError):
-        return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
+        return invalid_names()
     return as_store_error(error, "SQLite")
+
+
+def invalid_names() -> InvalidKey:
+    return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
 
 
 def settled(outcome: Outcome, now: float, retention: float) -> dict[str, Any]:

@@ -6,20 +6,18 @@ import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 from ..._ledger.connect import adapter_module
 from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, not_a_place, not_in_transaction
-from ..._ledger.transactions import Query, Rows, Statement, TransactionAdapter, no_session
-from ..._runtime.plan import Effect, Plan
+from ..._ledger.transactions import Query, Rows, Statement, TransactionAdapter
+from ..._runtime.plan import Call, Effect, Plan
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError
 from .statements import NOW
 from .tables import feature_statements
 from .transactions import SET_MARK, LedgerFile, SqliteAdapter, SqliteBelowDjango, SqliteSource, run_queries
 from .writer import MEMORY, Connection, Use, Write
-
-T = TypeVar("T")
 
 NO_OPERATION: Id = ("", "")
 FILES = (Statement("PRAGMA database_list"), ())
@@ -116,13 +114,9 @@ class SqliteTables:
         if isinstance(place, sqlite3.Connection) or belongs_to(place, "aiosqlite"):
             adapter = join_sqlite(place)
         elif isinstance(place, str):
-            join_django = adapter_module("django").join
-
-            adapter = yield from join_django(place, "sqlite", SqliteBelowDjango(self.store.sql))
+            adapter = yield from adapter_module("django").join(place, "sqlite", SqliteBelowDjango(self.store.sql))
         elif belongs_to(place, "sqlalchemy"):
-            join_sqlalchemy = adapter_module("sqlalchemy").join
-
-            adapter = yield from join_sqlalchemy(place, "sqlite")
+            adapter = yield from adapter_module("sqlalchemy").join(place, "sqlite")
         else:
             raise not_a_place(place)
         yield from self._check_file(place, adapter)
@@ -184,25 +178,12 @@ class JoinedSqlite(SqliteAdapter):
     def execute(self, *queries: Query) -> Plan[Rows]:
         if not self.connection.in_transaction:  # sqlite3 itself begins before an INSERT, but not before a CREATE TABLE
             queries = ((Statement(f"BEGIN {self.connection.isolation_level}"), ()), *queries)
-        effect: Effect[Rows] = (
-            self._do(lambda connection: run_queries(connection, queries))
-            if self.awaited
-            else Inline(lambda: run_queries(self.connection, queries))
-        )
+        effect: Effect[Rows]
+        if self.awaited:
+            effect = self._do(lambda connection: run_queries(connection, queries))
+        else:  # on this very thread also under an event loop, because a sqlite3 connection belongs to its thread
+            effect = Call(run_queries, self.connection, queries)
         return (yield effect)  # type: ignore[no-any-return]
-
-
-class Inline(Generic[T]):
-    """Effect: *work*, on this very thread also under an event loop: a sqlite3 connection belongs to its thread."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self.work = work
-
-    def run(self) -> T:
-        return self.work()
-
-    async def arun(self) -> T:
-        return self.work()
 
 
 class OwnSqliteTransaction:
@@ -217,9 +198,6 @@ class OwnSqliteTransaction:
     @property
     def connection(self) -> Any:
         return self._transaction.connection
-
-    def session(self, **options: Any) -> Any:
-        raise no_session()
 
     def begin(self, *queries: Query) -> Plan[Rows]:
         transaction: Any = yield from self._source.open()

@@ -17,12 +17,12 @@ import msgspec
 
 from ..._ledger.connect import take_options, with_options
 from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record
-from ..._ledger.store import Filter, Page, Stats
+from ..._ledger.store import Filter, Page, Stats, token_of
 from ..._ledger.transactions import TransactionSource
 from ..._runtime.batching import Batcher, Submit, own_error
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id, Wakeups
-from ...errors import ConfigurationError, InvalidPayload, StoreError
+from ...errors import ConfigurationError, StoreError
 from .batch import (
     NO_RECORD,
     ChangeItem,
@@ -50,7 +50,6 @@ OPTIONS = {
     "timeout": 5.0,
 }
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
-CURSOR = re.compile("[0-9]{1,18}")
 
 # A purge goes in slices of about SLICE_SECONDS, so that a claim never waits long for the commit that it shares.  While the
 # store is busy, a slice takes longer, and the next one is smaller.  After each, it rests for so many times as long.
@@ -60,8 +59,7 @@ SLICE_SECONDS, REST = 0.005, 0.5
 
 def connect(url: str) -> SqliteStore:
     """The ledger in the file that *url* names; the file is opened, or made, on first use."""
-    path, options = read_url(url)
-    return SqliteStore(path, url=url, **options)
+    return SqliteStore(url)
 
 
 def url_of(path: str, options: Mapping[str, str]) -> str:
@@ -100,13 +98,6 @@ def read_url(url: str) -> tuple[str, dict[str, Any]]:
     return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
 
 
-def read_cursor(cursor: str) -> int:
-    """The token that a page ended with."""
-    if not CURSOR.fullmatch(cursor):
-        raise InvalidPayload(f"{cursor[:40]!r} is not a cursor that list() has given")
-    return int(cursor)
-
-
 def empty_log(connection: sqlite3.Connection) -> None:
     """Move the log into the file, as a commit does that finds the log long.  Writers do not wait for this."""
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
@@ -117,34 +108,24 @@ class SqliteStore:
 
     poll = 0.25  # other processes send no notifications; looking again writes nothing, so it costs no sync
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        url: str = "",
-        create: bool = True,
-        foreign_keys: bool = False,
-        prefix: str = "oncemore_",
-        synchronous: str = "full",
-        thread: str = "auto",
-        timeout: float = 5.0,
-    ) -> None:
-        self.url = url or f"sqlite:///{path}"
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.wakeups = Wakeups()
         self.shift = 0.0
         self.holder = Holder()
-        self.path = path
-        self.timeout = timeout
-        self.sql = SqliteStatements(prefix)
-        pragmas: dict[str, object] = {"synchronous": synchronous}
-        if foreign_keys:  # else as SQLite was built: off, mostly
+        self.path, options = read_url(url)
+        self.timeout: float = options["timeout"]
+        self.sql = SqliteStatements(options["prefix"])
+        pragmas: dict[str, object] = {"synchronous": options["synchronous"]}
+        if options["foreign_keys"]:  # else as SQLite was built: off, mostly
             pragmas["foreign_keys"] = True
-        prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=path)
-        open_file = partial(Connection, path, prepare, overwrite=self.sql.overwrite, timeout=timeout)
-        self._writer = open_file(threaded=thread == "always")
-        self._reader = self._writer if path == MEMORY else open_file()
+        create: bool = options["create"]
+        prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=self.path)
+        open_file = partial(Connection, self.path, prepare, overwrite=self.sql.overwrite, timeout=self.timeout)
+        self._writer = open_file(threaded=options["thread"] == "always")
+        self._reader = self._writer if self.path == MEMORY else open_file()
         # One batcher for all, so that claims and outcomes share a commit.
-        self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self._undo_claims, can_undo=attrgetter("can_undo"))
+        self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self.unclaim, can_undo=attrgetter("can_undo"))
         self._own = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self.lender: TransactionSource = self._own
         self.tables = SqliteTables(self, self._writer, self._reader, self._own, create=create)
@@ -179,16 +160,12 @@ class SqliteStore:
         found: Lease | Record = yield Submit(self._batcher, item)
         return found
 
-    def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
-        yield from self._undo([(claim.operation.id, claim.holder) for claim in claims])
-
-    def _undo_claims(self, items: list[Item]) -> Plan[None]:
-        return self._undo([(item.id, item.holder) for item in items if isinstance(item, ClaimItem)])
-
-    def _undo(self, claims: list[tuple[Id, str]]) -> Plan[None]:
+    def unclaim(self, claims: Sequence[Claim | Item]) -> Plan[None]:
         """Undo claims, behind a batch of theirs that may still be under way on the writer's thread."""
         items: list[Item] = [
-            ChangeItem(id, partial(SqliteBatch.unclaim, id=id, holder=holder)) for id, holder in claims
+            ChangeItem(claim.operation.id, partial(SqliteBatch.unclaim, id=claim.operation.id, holder=claim.holder))
+            for claim in claims
+            if isinstance(claim, Claim | ClaimItem)
         ]
         if items:
             yield Use(self._writer, partial(run_batch, sql=self.sql, shift=self.shift, items=items))
@@ -227,7 +204,7 @@ class SqliteStore:
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
         text, values = self.sql.page(where)
-        parameters = (self.shift, read_cursor(cursor or "0"), limit + 1, *values)
+        parameters = (self.shift, token_of(cursor), limit + 1, *values)
         rows = yield Use(self._reader, lambda connection: connection.execute(text, parameters).fetchall())
         records = tuple(as_record(row) for row in rows[:limit])
         return Page(records, str(records[-1].token) if records and len(rows) > limit else None)

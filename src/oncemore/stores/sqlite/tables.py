@@ -39,12 +39,12 @@ CREATE TABLE {p}records (
     settled_at    REAL,
     expires_at    REAL,                      -- only settled and released records expire
     accessed_at   REAL,
-    status        INTEGER,                   -- of the HTTP response, for those who look
+    status        INTEGER,                   -- of the HTTP response
     outcome       BLOB,                      -- MessagePack: kind, status, headers, body
     response_hash TEXT    NOT NULL DEFAULT '',
     note          TEXT    NOT NULL DEFAULT '',
     audit         INTEGER NOT NULL DEFAULT 0, -- 1: archived when it expires, rather than lost
-    lapsed        INTEGER NOT NULL DEFAULT 0, -- 1: the claim took over a lapsed lease, whose effect is in doubt
+    lapsed        INTEGER NOT NULL DEFAULT 0, -- 1: the claim took over a lapsed lease, so the effect is in doubt
     request       BLOB,                      -- what was asked, if it may have to be finished without its caller
     UNIQUE (key, scope)                      -- keys that grow with time then fill the index from one end
 )""",
@@ -54,7 +54,7 @@ CREATE TRIGGER {p}records_deleted AFTER DELETE ON {p}records WHEN OLD.token > (S
 BEGIN
     UPDATE {p}meta SET token = OLD.token;
 END""",
-        "-- For the purge, for whoever looks for running and held records (which have no expires_at), and to count.\n"
+        "-- For the purge, for lists of running and held records (which have no expires_at), and to count.\n"
         "CREATE INDEX {p}records_expiry ON {p}records (expires_at, state)",
         """\
 -- Expired records of rules that keep them for the audit.
@@ -83,7 +83,7 @@ CREATE TABLE {p}archive (
 
 
 def script(prefix: str) -> str:
-    """The whole schema, for users who create it themselves."""
+    """The whole schema, for users that create it themselves."""
     statements = [statement.format(p=prefix) for migration in MIGRATIONS for statement in migration]
     version = f"UPDATE {prefix}meta SET version = {len(MIGRATIONS)}"
     more = [statement for feature in features() for statement in feature_statements(prefix, feature)]

@@ -18,9 +18,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from ..._ledger.model import Holder, Lease, Operation, Outcome, Record
+from ..._ledger.model import Holder, Lease, Operation, Outcome, Record, state_of
 from ..._ledger.transactions import (
-    AdapterTransaction,
     Again,
     Do,
     Query,
@@ -29,7 +28,6 @@ from ..._ledger.transactions import (
     Transaction,
     TransactionAdapter,
     commit_forbidden,
-    no_session,
     threads,
 )
 from ..._runtime.clock import SYSTEM
@@ -37,9 +35,9 @@ from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
 from ..._runtime.loops import PerLoop
 from ..._runtime.plan import Plan, Sleep
 from ..._runtime.wakeups import Id
-from ...errors import ConfigurationError, InProgress, InvalidKey, OncemoreError, StoreTimeout
+from ...errors import ConfigurationError, InProgress, OncemoreError, StoreTimeout
 from .._compat import check_aiosqlite, open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
-from .batch import ClaimItem, as_record, claim_values, claimable, settle_row, state_of, taken_over
+from .batch import ClaimItem, as_record, claim_values, claimable, invalid_names, settle_row, taken_over
 from .statements import NOW, SqliteStatements
 from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
 
@@ -76,7 +74,7 @@ class LedgerFile(Protocol):
     def ready(self) -> Plan[None]: ...
 
 
-class SqliteTransaction(AdapterTransaction):
+class SqliteTransaction(Transaction):
     """The ledger's verbs in one transaction.  *writer* is the queue that it waits in for its turn to write the file."""
 
     def __init__(self, store: LedgerFile, writer: Writer, adapter: TransactionAdapter) -> None:
@@ -141,9 +139,8 @@ class SqliteTransaction(AdapterTransaction):
         columns, lease = taken_over(record, claim, token)
         archive: Query = (Statement(self._sql.archive), (record.token,))
         change: Query = (Statement(self._sql.change(columns)), (*columns.values(), record.token))
-        yield from self._adapter.execute(
-            *([archive] if lease.attempt == 1 else []), change
-        )  # 1: the record has expired
+        queries = [archive, change] if lease.attempt == 1 else [change]  # 1: the record has expired
+        yield from self._adapter.execute(*queries)
         return lease
 
     def settle(
@@ -163,7 +160,7 @@ class SqliteTransaction(AdapterTransaction):
     def find(self, scope: str, key: str) -> Plan[Record | None]:
         rows = yield from self._adapter.execute(self._find_query((scope, key)))
         record = as_record(tuple(rows[0])) if rows else None
-        return record if state_of(record) != "absent" else None
+        return record if record is not None and state_of(record) != "absent" else None
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         return (yield from self._adapter.execute((Statement(PARAMETER.sub(r"?\1", text)), values)))
@@ -182,15 +179,11 @@ class SqliteTransaction(AdapterTransaction):
                 yield from self._overwrite()
             raise as_store_error(cause, self._store.path) from error
         self._end()
-        if self._callbacks:
-            self._call_back()
+        for callback in self._callbacks:
+            callback()
 
     def _overwrite(self) -> Plan[None]:
-        """Write over the log after a failed commit, with a small commit of another kind.
-
-        If only the sync failed, the log holds the whole transaction.  Nobody sees it now, but a recovery after a crash
-        would take it for committed, though its caller was told that it failed.
-        """
+        """Write over what a failed commit has left in the log, as `disown` does."""
         try:
             yield from self._adapter.begin((Statement(self._sql.overwrite), ()))
             yield from self._adapter.commit()
@@ -412,9 +405,6 @@ class SqliteAdapter:
     def awaited(self) -> bool:
         return not isinstance(self._writer.connection, sqlite3.Connection)
 
-    def session(self, **options: Any) -> Any:
-        raise no_session()
-
     def begin(self, *queries: Query) -> Plan[Rows]:
         if self._writer.connection is None:
             check_usable(self._writer.path)
@@ -531,10 +521,6 @@ def is_over(error: BaseException) -> bool:
     """Whether a commit failed because the performer has ended the transaction, closed the connection or changed the record."""
     text = str(error)
     return isinstance(error, sqlite3.ProgrammingError) or MARK in text or "integer overflow" in text
-
-
-def invalid_names() -> InvalidKey:
-    return InvalidKey("The operation's names cannot be stored: they have characters that are no Unicode text")
 
 
 class SqliteBelowDjango:

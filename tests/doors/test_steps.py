@@ -19,11 +19,11 @@ from starlette.routing import Route
 
 from oncemore import Contract, Guard, Operation, Rule
 from oncemore._ledger.completer import Completer, Tally
+from oncemore._ledger.context import CURRENT
 from oncemore._runtime.backoff import Backoff
 from oncemore._runtime.plan import arun
 from oncemore.web import asgi, fastapi, wsgi
 from oncemore.web.redrive import RedriveAsgi, RedriveWsgi, kept_request
-from oncemore.web.request import CURRENT
 from tests.support.processes import Program
 
 from .live import keyed, live

@@ -14,14 +14,14 @@ from typing import Any
 from .._contract.paths import SAFE_METHODS
 from .._contract.rule import idempotent
 from .._ledger.connect import naming_extras
-from .._ledger.context import running
+from .._ledger.context import current_operation, running
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import arun
 from ..errors import ConfigurationError, PayloadTooLarge
 from .discovery import rules_for, unsafe_methods
 from .etag import Etag
 from .http import Exchange, Idempotency, Response, Streamed
-from .request import NOT_OF_A_GET, Fields, Request, current_operation
+from .request import NOT_OF_A_GET, Fields, Request
 from .shadow import Shadow
 from .unserved import Route, route_at, warn_of_routes
 

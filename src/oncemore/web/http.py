@@ -22,14 +22,14 @@ import msgspec
 from .._contract.contract import Match
 from .._contract.paths import SAFE_METHODS
 from .._ledger.attempt import LeaseAttempt
-from .._ledger.context import running
+from .._ledger.context import current_operation, running
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import Call, Plan, arun, run
 from ..errors import ConfigurationError, OncemoreError, StoreError
 from .door import Door, wait_of
 from .etag import Etag
 from .problem import Response
-from .request import Headers, Request, check_length, current_operation
+from .request import Headers, Request, check_length
 from .shadow import Shadow
 from .status import status_plan
 

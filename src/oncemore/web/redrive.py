@@ -10,11 +10,12 @@ from typing import Any
 from urllib.parse import quote
 
 from .._contract.rule import Rule
+from .._ledger.context import CURRENT
 from .._ledger.model import Operation
 from .._ledger.transactions import Do
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError
-from .request import CURRENT, Headers, native_mapping
+from .request import Headers, native_mapping
 
 # In a scope or environ: the operation to be finished.  A client cannot set it, because all that it sends is text.
 REDRIVEN = "oncemore.redriven"

@@ -17,40 +17,9 @@ from .._contract.contract import Contract, Match
 from .._contract.rule import Rule
 from .._fingerprint.canonical import read_json
 from .._fingerprint.fingerprint import Fingerprinter
-from .._ledger.context import CURRENT, current_operation
+from .._ledger.context import CURRENT
 from .._ledger.model import Operation
 from ..errors import InvalidPayload, InvalidPrincipal, PayloadTooLarge, PrincipalFailed
-
-__all__ = [
-    "CREDENTIALS",
-    "CURRENT",
-    "GUARDED",
-    "MOST_FINGERPRINTS",
-    "NOT_OF_A_GET",
-    "AsyncPrincipal",
-    "Fields",
-    "Fingerprints",
-    "HeaderPrincipal",
-    "Headers",
-    "Parts",
-    "Principal",
-    "Request",
-    "anonymous",
-    "check_length",
-    "credentials_of",
-    "current_operation",
-    "is_async",
-    "is_current",
-    "is_sent",
-    "kept_headers",
-    "lines",
-    "match_mounted",
-    "mount_prefix",
-    "native_mapping",
-    "principal_of",
-    "remembered_digest",
-    "value_of",
-]
 
 log = logging.getLogger("oncemore.web")
 

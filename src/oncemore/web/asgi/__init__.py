@@ -10,6 +10,7 @@ import logging
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
+from ..._ledger.context import CURRENT, current_operation
 from ..._ledger.model import Operation
 from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import arun
@@ -18,7 +19,7 @@ from ..discovery import declare_starlette
 from ..door import Door, wait_of
 from ..openapi.app import document, outermost
 from ..redrive import check_passed
-from ..request import CURRENT, GUARDED, Fields, Request, check_length, current_operation, is_current, match_mounted
+from ..request import GUARDED, Fields, Request, check_length, is_current, match_mounted
 from ..shadow import Shadow
 from ..status import status_response
 from ..unserved import starlette_served, warn_of_routes

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..._contract.contract import Match
 from ..._ledger.attempt import LeaseAttempt
+from ..._ledger.context import CURRENT
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Outcome
 from ..._runtime.plan import Effect, Plan, arun
@@ -21,7 +22,7 @@ from ...errors import OncemoreError, StoreError
 from ..door import REPEATING_REDIRECTS, Door, unkept
 from ..etag import asgi_etag
 from ..problem import Response
-from ..request import CURRENT, GUARDED, Request, value_of
+from ..request import GUARDED, Request, value_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -17,14 +17,14 @@ from ..._contract.paths import SAFE_METHODS
 from ..._contract.profiles import DEFAULT
 from ..._contract.rule import idempotent, rule_of
 from ..._ledger.attempt import LeaseAttempt
-from ..._ledger.context import running
+from ..._ledger.context import current_operation, running
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call, Plan, run
 from ...errors import OncemoreError, StoreError
 from ..door import Door, wait_of
 from ..etag import Etag
 from ..problem import Response
-from ..request import Request, check_length, current_operation, match_mounted, mount_prefix, value_of
+from ..request import Request, check_length, match_mounted, mount_prefix, value_of
 from ..shadow import Shadow
 from ..status import status_plan
 from .batch import check_plain, each_message

@@ -19,13 +19,14 @@ from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.policy import Policy
 from ..._contract.rule import Rule
+from ..._ledger.context import current_operation
 from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import OncemoreError
 from ..door import Door, wait_of
 from ..problem import Response
 from ..redrive import check_passed
-from ..request import Request, current_operation, is_current, match_mounted, mount_prefix, native_mapping
+from ..request import Request, is_current, match_mounted, mount_prefix, native_mapping
 from ..shadow import Shadow
 from ..status import status_plan
 from ..wsgi.environ import can_be_observed

@@ -13,6 +13,7 @@ from typing import Any
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
+from ..._ledger.context import current_operation
 from ..._runtime.plan import run
 from ...errors import OncemoreError
 from ..discovery import declare_flask
@@ -20,7 +21,7 @@ from ..door import Door, wait_of
 from ..etag import wsgi_etag
 from ..problem import Response
 from ..redrive import check_passed
-from ..request import Request, current_operation, is_current, match_mounted
+from ..request import Request, is_current, match_mounted
 from ..shadow import Shadow
 from ..status import status_plan
 from ..unserved import flask_served, warn_of_routes

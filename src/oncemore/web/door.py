@@ -64,7 +64,6 @@ MOST_SCOPES = 4096
 LONGEST_REMEMBERED = 1024  # longer names would fill our memory
 # The client is to send the same request, with the same key, to another address: it has not been performed here.
 REPEATING_REDIRECTS = (307, 308)
-NO_PATH = "\0"  # no request has such a path
 LONGEST_TIMEOUT = 32  # a longer text is no duration, and would take long to read
 
 
@@ -142,7 +141,7 @@ class Door(Generic[App]):
         self.asks = isinstance(self.principal, AsyncPrincipal) or isinstance(self.tenant, AsyncPrincipal)
         self.redact = redact
         self.rates = rates or default_rates(self.contract)
-        self.status_path = (status_path or NO_PATH) if enforce else NO_PATH
+        self.status_path = status_path if enforce else None
         self.enforce = enforce
         self.problem_base = problem_base
         self.problem = problem
@@ -208,11 +207,6 @@ class Door(Generic[App]):
             raise Undeclared(f"No rule of the contract matches {method} {path}")
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
-
-    @property
-    def lookup_path(self) -> str:
-        """Where callers look an operation up; empty if that is switched off."""
-        return self.status_path if self.status_path != NO_PATH else ""
 
     @cached_property
     def quiet_guard(self) -> Guard:
@@ -481,7 +475,7 @@ class Door(Generic[App]):
     ) -> Response:
         """The problem document for an error; *mount* is the prefix that the app is mounted at."""
         return problem_response(
-            error, match, operation, self.problem_base, self.lookup_path, mount=mount, body=self.problem
+            error, match, operation, self.problem_base, self.status_path, mount=mount, body=self.problem
         )
 
 

@@ -48,7 +48,7 @@ def problem_response(
     match: Match | None,
     operation: Operation | None,
     base: str,
-    status_path: str,
+    status_path: str | None,
     mount: str = "",
     body: ProblemBody | None = None,
 ) -> Response:
@@ -59,7 +59,7 @@ def problem_response(
         match: The rule, if one was found.
         operation: The operation, if the request had a key.
         base: The text before the error's code in the `type` member.
-        status_path: Where an operation that is still running can be looked up.
+        status_path: Where an operation that is still running can be looked up, if that is possible.
         mount: The prefix that the app is mounted at.
         body: From the members of the problem document to the JSON that is sent instead.
     """

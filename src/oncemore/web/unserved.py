@@ -28,7 +28,7 @@ class UnknownRoutes(Exception):
     """The app has routes that cannot be listed, so nothing can be said about the rules."""
 
 
-def warn_of_routes(contract: Contract, routes: Iterable[Route], status_path: str, prefix: str = "") -> None:
+def warn_of_routes(contract: Contract, routes: Iterable[Route], status_path: str | None, prefix: str = "") -> None:
     """Log a warning for each rule that no route serves, and if the status lookup hides a route of the app."""
     try:
         known = list(routes)

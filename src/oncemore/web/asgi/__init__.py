@@ -46,7 +46,8 @@ class IdempotencyMiddleware(Door[App]):
         op = CURRENT.get()
         if op is not None and scope.get(GUARDED) is not op:
             return await self._apart(scope, receive, send)
-        if scope.get("method") in self._passed and not scope["path"].endswith(self.status_path):
+        lookup = self.status_path
+        if scope.get("method") in self._passed and not (lookup and scope["path"].endswith(lookup)):
             return await self.app(scope, receive, send)
         if not self._passed:  # not before: routes may be added after the middleware
             self._declare(scope)
@@ -54,7 +55,7 @@ class IdempotencyMiddleware(Door[App]):
             return await self.app(scope, receive, self._noticing_start(scope, send))
         method, path = scope["method"], scope["path"]
         inner = inner_path(scope) if scope.get("root_path") else path
-        if method in SAFE_METHODS and not (self.status_path in (path, inner) and method in ("GET", "HEAD")):
+        if method in SAFE_METHODS and not (lookup in (path, inner) and method in ("GET", "HEAD")):
             return await self.app(scope, receive, send)
         headers = Fields(scope["headers"])
         try:
@@ -85,7 +86,7 @@ class IdempotencyMiddleware(Door[App]):
         declare_starlette(self.contract, self.app)
         self.rules_declared()
         app = scope.get("app") or outermost(self.app) or self.app
-        document(app, self.contract, status_path=self.lookup_path, problem_base=self.problem_base)
+        document(app, self.contract, status_path=self.status_path, problem_base=self.problem_base)
         if scope["type"] == "http":  # the app's own start, or a websocket, may still add routes
             self._passed = SAFE_METHODS
             self._check_routes(scope)

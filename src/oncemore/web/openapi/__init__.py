@@ -18,7 +18,12 @@ PROBLEM_BASE = "urn:oncemore:error:"
 
 
 def enrich(
-    document: Json, contract: Contract, *, prefix: str = "", status_path: str = "", problem_base: str = PROBLEM_BASE
+    document: Json,
+    contract: Contract,
+    *,
+    prefix: str = "",
+    status_path: str | None = None,
+    problem_base: str = PROBLEM_BASE,
 ) -> Json:
     """A copy of the OpenAPI 3 *document* with the contract's rule on each operation; applying it twice changes nothing.
 

@@ -149,7 +149,6 @@ class Door(Generic[App]):
             self.tenant = self.tenant or StripeAccount()
             self.problem = problem or stripe_problem
         self._fingerprints = Fingerprints(tuple(secrets))
-        self._attempts: dict[int, tuple[type[LeaseAttempt], Policy, Rule]] = {}  # by the rule's id: it is slow to hash
         self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         self._warned: frozenset[str] = frozenset()
@@ -290,12 +289,8 @@ class Door(Generic[App]):
 
     def attempt(self, rule: Rule, operation: Operation) -> LeaseAttempt:
         """One try at the operation, under the rule's policy."""
-        found = self._attempts.get(id(rule))
-        if found is None:
-            policy = self.policy(rule)
-            found = self._attempts[id(rule)] = (ATTEMPTS[policy.effect], policy, rule)  # with the rule, to keep its id
-        kind, policy, _ = found
-        return kind(self.guard, operation, policy)
+        policy = self.policy(rule)
+        return ATTEMPTS[policy.effect](self.guard, operation, policy)
 
     def check_effects(self) -> None:
         """Raise a ConfigurationError if a rule wants transactions and the store cannot lend them, or its driver is missing."""

@@ -287,11 +287,6 @@ class Door(Generic[App]):
         """The rule's policy; with if_match, updates of one resource run one after the other."""
         return take_turns(rule.policy) if rule.if_match else rule.policy
 
-    def attempt(self, rule: Rule, operation: Operation) -> LeaseAttempt:
-        """One try at the operation, under the rule's policy."""
-        policy = self.policy(rule)
-        return ATTEMPTS[policy.effect](self.guard, operation, policy)
-
     def check_effects(self) -> None:
         """Raise a ConfigurationError if a rule wants transactions and the store cannot lend them, or its driver is missing."""
         for rule in self.contract.rules:
@@ -322,27 +317,31 @@ class Door(Generic[App]):
 
     def begin(
         self,
-        attempt: LeaseAttempt,
+        operation: Operation,
         match: Match,
         request: Request,
         current_etag: Plan[Etag],
         *,
         wait: float | None,
-        mount: str,
+        mount: str = "",
+        policy: Policy | None = None,
     ) -> Plan[Response | LeaseAttempt | None]:
         """Claim the operation: the response if the app is not to be called, else the attempt under which to call it.
 
-        None if the store is down and the rule says `store_down = "run"`: then the app is called unguarded.
+        None if the store is down and the rule says `store_down = "run"`: then the app is called unguarded.  *policy* is that
+        of the rule unless given, *mount* the prefix that the app is mounted at.
         """
+        policy = policy or self.policy(match.rule)
+        attempt = ATTEMPTS[policy.effect](self.guard, operation, policy)
         try:
             answer = yield from attempt.begin(wait)
         except OncemoreError as error:
             if not self.runs_unguarded(error, match.rule):
-                return self.refusal(error, match, attempt.operation, mount)
+                return self.refusal(error, match, operation, mount)
             log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
             return None
         if answer is not None:
-            return self.replay(answer, match.rule, attempt.operation)
+            return self.replay(answer, match.rule, operation)
         if match.rule.rate is None and not match.rule.if_match:
             return attempt
         try:
@@ -353,7 +352,7 @@ class Door(Generic[App]):
         except BaseException as error:
             yield from attempt.withdraw(error)
             if isinstance(error, OncemoreError):
-                return self.refusal(error, match, attempt.operation)
+                return self.refusal(error, match, operation)
             raise
         return attempt
 

@@ -141,10 +141,9 @@ class Idempotency(Door[Any]):
             return self.refusal(error, match)
         if operation is None:
             return None
-        attempt = self.attempt(match.rule, operation)
         current = current_etag(match, etag)
-        found = yield from self.begin(attempt, match, request, current, wait=wait_of(request.headers), mount="")
-        return Exchange(self, match, attempt) if isinstance(found, LeaseAttempt) else found
+        found = yield from self.begin(operation, match, request, current, wait=wait_of(request.headers))
+        return Exchange(self, match, found) if isinstance(found, LeaseAttempt) else found
 
 
 class Exchange:

@@ -5,19 +5,18 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 
 from __future__ import annotations
 
-import logging
-
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
 from ..._ledger.context import CURRENT, current_operation
-from ..._ledger.model import Operation
 from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import arun
 from ...errors import OncemoreError
 from ..discovery import declare_starlette
 from ..door import Door, wait_of
+from ..etag import asgi_etag
 from ..openapi.app import document, outermost
+from ..problem import Response
 from ..redrive import check_passed
 from ..request import GUARDED, Fields, Request, check_length, is_current, match_mounted
 from ..shadow import Shadow
@@ -26,8 +25,6 @@ from ..unserved import starlette_served, warn_of_routes
 from .response import App, GuardedResponse, Message, Receive, Scope, Send, respond
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
-
-log = logging.getLogger("oncemore.web")
 
 
 class IdempotencyMiddleware(Door[App]):
@@ -127,31 +124,14 @@ class IdempotencyMiddleware(Door[App]):
             return await respond(send, self.refusal(error, match))
         if operation is None or (GUARDED in scope and is_current(operation, scope)):
             return await self.app(scope, body_first(body, receive), send)
-        attempt = self.attempt(match.rule, operation)
-        try:
-            wait = wait_of(headers) if "x-request-timeout" in headers.first else None
-            answer = await arun(attempt.begin(wait))
-        except OncemoreError as error:
-            return await self._refuse(error, match, request, operation, receive, send)
-        if answer is not None:
-            return await respond(send, self.replay(answer, match.rule, operation))
-        response = GuardedResponse(self, match, attempt, request, receive, send)
-        try:
-            return await response.finish(self.app)  # the effect may happen from here on, so finish in any case
-        except OncemoreError as error:
-            if response.performed:  # it is the app's own
-                raise
-            return await self._refuse(error, match, request, operation, receive, response.client_send)
-
-    async def _refuse(
-        self, error: OncemoreError, match: Match, request: Request, operation: Operation, receive: Receive, send: Send
-    ) -> None:
-        """Send the refusal.  If the store is down and the rule says `store_down = "run"`, call the app unguarded instead."""
-        if not self.runs_unguarded(error, match.rule):
-            mount = request.native.get("root_path", "")
-            return await respond(send, self.refusal(error, match, operation, mount))
-        log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
-        return await self.app(request.native, body_first(request.body, receive), send)
+        wait = wait_of(headers) if "x-request-timeout" in headers.first else None
+        etag = asgi_etag(self.app, scope)
+        found = await arun(self.begin(operation, match, request, etag, wait=wait, mount=scope.get("root_path", "")))
+        if found is None:
+            return await self.app(scope, body_first(body, receive), send)
+        if isinstance(found, Response):
+            return await respond(send, found)
+        return await GuardedResponse(self, match, found, request, receive, send).finish(self.app)
 
 
 def inner_path(scope: Scope) -> str:

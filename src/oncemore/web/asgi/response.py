@@ -20,7 +20,6 @@ from ..._ledger.model import Outcome
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
 from ..door import REPEATING_REDIRECTS, Door, unkept
-from ..etag import asgi_etag
 from ..problem import Response
 from ..request import GUARDED, Request, value_of
 
@@ -49,7 +48,6 @@ class GuardedResponse:
     """
 
     begun = False  # the app's task has made its first step
-    performed = False  # the app was called
     passing = False  # a stream, or too large: each message goes straight to the client
     over = False  # the client's leaving can no longer change what is recorded
     is_refused = False  # the database refused the app's transaction at its commit
@@ -77,15 +75,12 @@ class GuardedResponse:
     async def run(self, app: App) -> None:
         """Call the app, and return when its response is complete.  Runs in a task of its own: see `finish`."""
         self.begun = True
-        scope, op = self.request.native, self.attempt.op
-        CURRENT.set(op)  # in this task, and those that it starts
+        scope = self.request.native
+        scope[GUARDED] = self.attempt.op
+        CURRENT.set(self.attempt.op)  # in this task, and those that it starts
+        if scope.get("extensions"):
+            scope["extensions"] = without_ways_around(scope["extensions"])
         try:
-            if self.rule.rate is not None or self.rule.if_match:
-                await arun(self.door.admit(self.rule, op, self.request, asgi_etag(app, scope)))
-            self.performed = True
-            scope[GUARDED] = op
-            if scope.get("extensions"):
-                scope["extensions"] = without_ways_around(scope["extensions"])
             await app(scope, self.receive, self.send)
             if self.failure is not None:
                 await self._send_failure(record=True)
@@ -100,12 +95,10 @@ class GuardedResponse:
     async def _fail(self, error: BaseException) -> bool:
         """Record that the app has failed; True if the client was told of it, and the error need not be raised."""
         try:
-            if not self.performed:
-                await arun(self.attempt.withdraw(error))
-            elif self.failure is not None and self._is_page_recorded(error):
+            if self.failure is not None and self._is_page_recorded(error):
                 await self._send_failure(record=True)
                 return False
-            elif self.passing and not self.attempt.doubts(None, error):
+            if self.passing and not self.attempt.doubts(None, error):
                 await arun(self.attempt.release())
             else:
                 await arun(self.attempt.fail(error))
@@ -299,9 +292,9 @@ class GuardedResponse:
             await arun(self.attempt.withdraw())
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Log a failure that no caller waits for any more; a refusal is none."""
+        """Log a failure that no caller waits for any more."""
         error = None if task.cancelled() else task.exception()
-        if error is not None and (self.performed or not isinstance(error, OncemoreError)):
+        if error is not None:
             log.error("A guarded request failed after it was abandoned", exc_info=error)
 
 

@@ -91,15 +91,15 @@ class IdempotencyMiddleware(Door[Handler]):
             return source.rendered(event, self.refusal(error, match))
         if operation is None or self._is_guarded(event, operation):
             return self.app(event, context)
-        attempt = self.guard.new_attempt(operation, within(self.policy(match.rule), left))
         wait, mount = longest_wait(wait_of(request.headers), left), mount_prefix(request.path, source.inner_path(event))
         etag = current_etag(self.app, source, event, context)
-        found = run(self.begin(attempt, match, request, etag, wait=wait, mount=mount))
+        policy = within(self.policy(match.rule), left)
+        found = run(self.begin(operation, match, request, etag, wait=wait, mount=mount, policy=policy))
         if found is None:
             return self.app(event, context)
         if isinstance(found, Response):
             return source.rendered(event, found)
-        return self._call_function(source, match, attempt, event, context)
+        return self._call_function(source, match, found, event, context)
 
     def _observe(self, source: RestApi, match: Match, request: Request, context: Any) -> Any:
         """Shadow mode: call the function as if there were no middleware, and note what would have been done."""

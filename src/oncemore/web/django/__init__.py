@@ -103,14 +103,13 @@ class IdempotencyMiddleware(Door[GetResponse]):
         if operation is None or is_current(operation, native_mapping(request)):
             return (yield Call(self.app, request))
         mount = mount_prefix(request.path, request.path_info)
-        attempt = self.attempt(match.rule, operation)
         etag, wait = current_etag(self.app, request), wait_of(asked.headers)
-        found = yield from self.begin(attempt, match, asked, etag, wait=wait, mount=mount)
+        found = yield from self.begin(operation, match, asked, etag, wait=wait, mount=mount)
         if found is None:
             return (yield Call(self.app, request))
         if isinstance(found, Response):
             return to_django(found)
-        return (yield from GuardedResponse(self, match, attempt, request).run())
+        return (yield from GuardedResponse(self, match, found, request).run())
 
     def _observe(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         """Shadow mode: call the view as if there were no middleware, and note what would have been done."""

@@ -95,14 +95,14 @@ class IdempotencyMiddleware(Door[App]):
         put_back(environ, body)
         if operation is None or is_current(operation, environ):
             return self.app(environ, start_response)
-        attempt, mount = self.attempt(match.rule, operation), decode_path(environ.get("SCRIPT_NAME", ""))
+        mount = decode_path(environ.get("SCRIPT_NAME", ""))
         etag, wait = wsgi_etag(self.app, environ), wait_of(request.headers)
-        found = run(self.begin(attempt, match, request, etag, wait=wait, mount=mount))
+        found = run(self.begin(operation, match, request, etag, wait=wait, mount=mount))
         if found is None:
             return self.app(environ, start_response)
         if isinstance(found, Response):
             return respond(start_response, found)
-        return GuardedResponse(self, match, attempt, environ, start_response).run()
+        return GuardedResponse(self, match, found, environ, start_response).run()
 
     def _observe(self, match: Match, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         """Shadow mode: call the app as if there were no middleware, and note what would have been done."""

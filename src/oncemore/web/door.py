@@ -394,18 +394,12 @@ class Door(Generic[App]):
         but a transaction is rolled back at once.
         """
         tombstone = unkept(rule, status, has_length=has_length)
-        if self.is_settled_first(attempt, rule, tombstone, has_length=has_length):
+        is_kept = (has_length or rule.streams != "release") and attempt.keeps(tombstone)
+        if is_kept or attempt.doubts(tombstone):
             return (yield from attempt.settle(tombstone))
         if attempt.policy.effect == "transaction":
             yield from attempt.release()
         return Answer(tombstone, "unstored")
-
-    def is_settled_first(
-        self, attempt: LeaseAttempt, rule: Rule, tombstone: Outcome, *, has_length: bool = False
-    ) -> bool:
-        """Whether a response that is not held back is recorded before its first byte, rather than released at its end."""
-        is_kept = (has_length or rule.streams != "release") and attempt.keeps(tombstone)
-        return is_kept or attempt.doubts(tombstone)
 
     def is_refused_transaction(self, attempt: LeaseAttempt, error: BaseException | None) -> bool:
         """Whether *error*, from behind a framework's error page, is the database's refusal of the transaction."""

@@ -181,7 +181,7 @@ class GuardedResponse:
             self._end()
             self.answer = Answer(outcome, "released")
         else:
-            await self._settle(outcome)
+            await self._settle(self.attempt.settle(outcome))
         await self._send(body)
 
     async def _send_failure(self, *, record: bool) -> None:
@@ -193,7 +193,7 @@ class GuardedResponse:
         assert self.failure is not None
         outcome, body = self.failure
         if record:
-            await self._settle(outcome)
+            await self._settle(self.attempt.settle(outcome))
         else:
             self.answer = Answer(outcome, "released")
         await self._send(body)
@@ -211,13 +211,9 @@ class GuardedResponse:
 
     async def _begin_passing(self) -> None:
         """From here on, chunk by chunk.  That it happened is recorded first; how it ended cannot be replayed."""
-        tombstone = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
-        if self.door.is_settled_first(self.attempt, self.rule, tombstone):
-            await self._settle(tombstone)
-        elif self.attempt.policy.effect == "transaction":  # rolled back before the client gets the first byte
-            await arun(self.attempt.release())
+        status, has_length = self.start["status"], bool(self._length())
+        await self._settle(self.door.settle_stream(self.attempt, self.rule, status, has_length=has_length))
         body, self.chunks = b"".join(self.chunks), []
-        self._end()
         if self.answer is not None and self.answer.how == "replayed":
             await respond(self.client_send, self.door.replay(self.answer, self.rule, self.attempt.operation))
             self.client_send = nowhere
@@ -238,9 +234,8 @@ class GuardedResponse:
 
     # The end
 
-    async def _settle(self, outcome: Outcome) -> None:
+    async def _settle(self, plan: Plan[Answer]) -> None:
         """Settle the attempt: when this returns, the outcome is durable, or the client has been told why it is not."""
-        plan = self.attempt.settle(outcome)
         try:
             # A transaction that is cut off is rolled back, so nothing lasts that would have to be recorded.
             self.answer = await (arun(plan) if self.attempt.policy.effect == "transaction" else arun_to_the_end(plan))

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from ..._contract.contract import Match
@@ -17,6 +17,7 @@ from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.context import CURRENT
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Outcome
+from ..._runtime.loops import keep_task
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
 from ..door import REPEATING_REDIRECTS, Door, unkept
@@ -30,6 +31,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
+
+ABANDONED: set[asyncio.Task[None]] = set()  # tasks that no caller waits for: the loop's own references are weak
 
 
 class TransactionLost(BaseException):
@@ -268,8 +271,7 @@ class GuardedResponse:
         loop = asyncio.get_running_loop()
         done = loop.create_future()  # as asyncio.shield does, with less work
         task = loop.create_task(self.run(app))
-        TASKS.add(task)
-        task.add_done_callback(partial(ended, done))
+        task.add_done_callback(lambda _: done.done() or done.set_result(None))
         try:
             await done
         except asyncio.CancelledError:
@@ -282,12 +284,14 @@ class GuardedResponse:
         self.client_send, self.abandoned = nowhere, True
         if self.over or not self.begun:  # nothing is left to be recorded, or nothing has happened yet
             task.cancel()
+        ABANDONED.add(task)
         task.add_done_callback(self._report)
         if not self.begun:
             await arun(self.attempt.withdraw())
 
     def _report(self, task: asyncio.Task[None]) -> None:
         """Log a failure that no caller waits for any more."""
+        ABANDONED.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("A guarded request failed after it was abandoned", exc_info=error)
@@ -324,9 +328,8 @@ async def arun_to_the_end(plan: Plan[Answer], effect: Effect[Any] | None = None)
             try:
                 result = await effect.arun()
             except asyncio.CancelledError:
-                task = asyncio.get_running_loop().create_task(arun_to_the_end(plan, effect))
                 with suppress(OncemoreError):
-                    await asyncio.shield(keep(task))
+                    await asyncio.shield(keep_task(arun_to_the_end(plan, effect)))
                 raise
             except Exception as error:
                 effect = plan.throw(error)
@@ -334,22 +337,6 @@ async def arun_to_the_end(plan: Plan[Answer], effect: Effect[Any] | None = None)
                 effect = plan.send(result)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
-
-
-TASKS: set[asyncio.Task[Any]] = set()  # the loop's own references to them are weak
-
-
-def keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
-    """Keep a reference to the task until it is done."""
-    TASKS.add(task)
-    task.add_done_callback(TASKS.discard)
-    return task
-
-
-def ended(done: asyncio.Future[None], task: asyncio.Task[None]) -> None:
-    TASKS.discard(task)
-    if not done.done():
-        done.set_result(None)
 
 
 async def respond(send: Send, response: Response) -> None:

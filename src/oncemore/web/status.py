@@ -10,16 +10,11 @@ from .._contract.contract import Contract
 from .._contract.keys import check_key
 from .._contract.rule import Rule
 from .._ledger.model import Outcome, Record
-from .._runtime.plan import Plan, arun
+from .._runtime.plan import Plan
 from ..errors import InvalidKey, NotFound
 from .door import Door
 from .problem import JSON, Response, encode_json
 from .request import Request, lines, principal_of
-
-
-async def status_response(door: Door[Any], request: Request) -> Response:
-    """The response to a lookup."""
-    return await arun(status_plan(door, request))
 
 
 def status_plan(door: Door[Any], request: Request) -> Plan[Response]:

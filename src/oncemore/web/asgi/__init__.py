@@ -20,7 +20,7 @@ from ..problem import Response
 from ..redrive import check_passed
 from ..request import GUARDED, Fields, Request, check_length, is_current, match_mounted
 from ..shadow import Shadow
-from ..status import status_response
+from ..status import status_plan
 from ..unserved import starlette_served, warn_of_routes
 from .response import App, GuardedResponse, Message, Receive, Scope, Send, respond
 
@@ -59,7 +59,7 @@ class IdempotencyMiddleware(Door[App]):
             if method in SAFE_METHODS:
                 if self.asks:
                     await self.ask(scope)
-                return await respond(send, await status_response(self, request_of(scope, headers)))
+                return await respond(send, await arun(status_plan(self, request_of(scope, headers))))
             found = match_mounted(self.contract, method, path, inner) if path != inner else None
             match = self.match(method, path, headers, found)
             if match is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import quote
 
@@ -91,14 +91,12 @@ class Redrive:
     server has mounted the app (root_path, SCRIPT_NAME), if any.
     """
 
-    def __init__(self, headers: Iterable[tuple[str, str]] = (), mount: str = "") -> None:
+    def __init__(self, app: Callable[..., Any], headers: Iterable[tuple[str, str]] = (), mount: str = "") -> None:
+        self.app = app
         self.headers = [(name.lower(), value) for name, value in headers]
         self.mount = mount.rstrip("/")
 
     def drive(self, operation: Operation, request: Any) -> Plan[None]:
-        yield self.call(operation, request)
-
-    def call(self, operation: Operation, request: Any) -> Do[None]:
         raise NotImplementedError
 
     def _headers(self, request: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -109,17 +107,8 @@ class Redrive:
 class RedriveAsgi(Redrive):
     """An ASGI app, called on the completer's own loop: use the awaited forms of the completer."""
 
-    def __init__(
-        self,
-        app: Callable[[Any, Any, Any], Awaitable[None]],
-        headers: Iterable[tuple[str, str]] = (),
-        mount: str = "",
-    ) -> None:
-        super().__init__(headers, mount)
-        self.app = app
-
-    def call(self, operation: Operation, request: Any) -> Do[None]:
-        return Do(needs_a_loop, lambda: self._call_app(operation, request))
+    def drive(self, operation: Operation, request: Any) -> Plan[None]:
+        yield Do(needs_a_loop, lambda: self._call_app(operation, request))
 
     async def _call_app(self, operation: Operation, request: Mapping[str, Any]) -> None:
         messages = [{"type": "http.request", "body": request["body"], "more_body": False}]
@@ -165,14 +154,8 @@ def needs_a_loop() -> None:
 class RedriveWsgi(Redrive):
     """A WSGI app, called on a thread of the completer's."""
 
-    def __init__(
-        self, app: Callable[[Any, Any], Iterable[bytes]], headers: Iterable[tuple[str, str]] = (), mount: str = ""
-    ) -> None:
-        super().__init__(headers, mount)
-        self.app = app
-
-    def call(self, operation: Operation, request: Any) -> Do[None]:
-        return Do(lambda: self._call_app(operation, request), None)
+    def drive(self, operation: Operation, request: Any) -> Plan[None]:
+        yield Do(lambda: self._call_app(operation, request), None)
 
     def _call_app(self, operation: Operation, request: Mapping[str, Any]) -> None:
         def start_response(status: str, headers: Any, exc_info: Any = None) -> Callable[[bytes], object]:

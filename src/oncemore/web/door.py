@@ -37,7 +37,7 @@ from ..errors import (
     Undeclared,
 )
 from .etag import Etag, check_if_match
-from .problem import ProblemBody, Response, problem_response, value_response
+from .problem import ProblemBody, Response, problem_response, stripe_problem, value_response
 from .rates import Admission, Rates, default_rates
 from .redrive import REDRIVEN, kept_request, redriven, resumed
 from .request import (
@@ -46,6 +46,7 @@ from .request import (
     Headers,
     Principal,
     Request,
+    StripeAccount,
     is_async,
     is_sent,
     kept_headers,
@@ -53,8 +54,6 @@ from .request import (
     principal_of,
     value_of,
 )
-from .stripe import PROFILES as STRIPE_PROFILES
-from .stripe import StripeAccount, stripe_problem
 
 log = logging.getLogger("oncemore.web")
 
@@ -145,7 +144,7 @@ class Door(Generic[App]):
         self.enforce = enforce
         self.problem_base = problem_base
         self.problem = problem
-        if self.contract.profile in STRIPE_PROFILES:
+        if self.contract.profile in ("stripe", "stripe-v2"):
             self.tenant = self.tenant or StripeAccount()
             self.problem = problem or stripe_problem
         self._fingerprints = Fingerprints(tuple(secrets))

@@ -89,6 +89,19 @@ def problem_response(
     return Response(status, [PROBLEM, *headers], encode_json(members))
 
 
+STRIPE_CODES = {"CONFLICT.idempotency.in_progress": "idempotency_key_in_use", "RATE_LIMIT.exceeded": "rate_limit"}
+
+
+def stripe_problem(problem: dict[str, Any]) -> dict[str, Any]:
+    """The error body that Stripe's SDKs read, for a problem document: they raise IdempotencyError or InvalidRequestError."""
+    code: str = problem["error_code"]
+    if code.startswith("CONFLICT.idempotency."):
+        kind = "idempotency_error"
+    else:
+        kind = "api_error" if problem["status"] >= 500 else "invalid_request_error"
+    return {"error": {"type": kind, "message": problem["detail"], "code": STRIPE_CODES.get(code, code)}}
+
+
 def retry_after(error: OncemoreError, match: Match | None) -> list[tuple[str, str]]:
     """When to retry, if the error may pass."""
     seconds = error.retry_after

@@ -197,6 +197,17 @@ class HeaderPrincipal:
         raise NotImplementedError
 
 
+class StripeAccount(HeaderPrincipal):
+    """The connected account that a platform calls for: the same key of another account is another operation."""
+
+    def __call__(self, headers: Headers) -> str:
+        for name in ("stripe-account", "stripe-context"):
+            account = value_of(headers, name)
+            if account:
+                return f"{name}:{account}"
+        return "platform"
+
+
 class AsyncPrincipal:
     """An async principal function: `ask` awaits it before the operation is named, and calling it returns that answer.
 

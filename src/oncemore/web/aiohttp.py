@@ -75,9 +75,8 @@ class IdempotencyMiddleware(Idempotency):
             return await handler(request)
         if (request.content_length or 0) > limit and request.method not in SAFE_METHODS:
             return to_aiohttp(self.refusal(PayloadTooLarge(f"The body may have {limit} bytes")))
-        as_get = (
-            request_as_get(request) if "if-match" in headers.first else None
-        )  # once it is read, it cannot be copied
+        # Copied now, because a request that has been read cannot be.
+        as_get = request_as_get(request) if "if-match" in headers.first else None
         query = request.rel_url.raw_query_string
         asked = Request(request.method, request.path, query, headers, await request.read(), request)
         if self.asks:
@@ -88,15 +87,13 @@ class IdempotencyMiddleware(Idempotency):
         self, asked: Request, request: web.Request, handler: Handler, as_get: web.Request | None
     ) -> web.StreamResponse:
         """Call the handler once for this key; every other request with the key gets the stored response."""
-        observed = self.observed(asked)
-        if observed is not None:
-            plan = Shadow(self, observed).around(asked, partial(handler, request), lambda response: response.status)
-            return await arun(plan)
         exchange = await arun(self.begin_exchange(asked, partial(current_etag, as_get)))
         if exchange is None:
             return await handler(request)
         if isinstance(exchange, Response):
             return to_aiohttp(exchange)
+        if isinstance(exchange, Shadow):
+            return await arun(exchange.around(asked, partial(handler, request), lambda response: response.status))
         request[EXCHANGE] = exchange
         raised: web.HTTPException | None = None
         try:

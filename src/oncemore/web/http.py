@@ -91,13 +91,11 @@ class Idempotency(Door[Any]):
         return await finish_despite_cancel(arun(self._respond(request, perform, etag)))
 
     def _respond(self, request: Request, perform: Callable[[], Any], etag: Callable[[], Any] | None) -> Plan[Answered]:
-        observed = self.observed(request)
-        if observed is not None:
-            shadow = Shadow(self, observed)
-            return (yield from shadow.around(request, perform, lambda response: response.status))  # type: ignore[no-any-return]
         found = yield from self.begin_exchange(request, etag)
         if isinstance(found, Response):
             return found
+        if isinstance(found, Shadow):
+            return (yield from found.around(request, perform, lambda response: response.status))  # type: ignore[no-any-return]
         if found is None:
             return (yield Call(perform))  # type: ignore[no-any-return]
         try:
@@ -113,20 +111,13 @@ class Idempotency(Door[Any]):
             return refused
         return (yield from found.finish(response))
 
-    def observed(self, request: Request) -> Match | None:
-        """The rule of a request that is only observed (`enforce = false`); None if it is guarded, or passes."""
-        if request.method in SAFE_METHODS:
-            return None
-        try:
-            match = self.match(request.method, request.path, request.headers)
-        except OncemoreError:
-            return None
-        return match if match is not None and not self.enforces(match.rule) else None
-
     def begin_exchange(
         self, request: Request, etag: Callable[[], Any] | None = None
-    ) -> Plan[Response | Exchange | None]:
-        """The response if nothing is to be performed; None if the request is not guarded; else the exchange that has begun."""
+    ) -> Plan[Response | Exchange | Shadow | None]:
+        """The response if nothing is to be performed; None if the request is not guarded; else the exchange that has begun.
+
+        In shadow mode, a `Shadow`, with which to perform.
+        """
         match = None
         try:
             if request.method in SAFE_METHODS:
@@ -135,6 +126,8 @@ class Idempotency(Door[Any]):
             match = self.match(request.method, request.path, request.headers)
             if match is None:
                 return None
+            if not self.enforces(match.rule):
+                return Shadow(self, match)
             check_length(match.rule, len(request.body))
             operation = self.operation(match, request)
         except OncemoreError as error:

@@ -59,9 +59,7 @@ class Batch:
     def __call__(self, event: Any, context: Any) -> dict[str, list[dict[str, str]]]:
         """Perform the messages of a batch; the answer has the ids of those that are to be delivered again."""
         failed: list[str] = []
-        behind: set[str] = (
-            set()
-        )  # the groups in which a message has failed: later ones of the group must not overtake it
+        behind: set[str] = set()  # groups with a failed message, which their later ones must not overtake
         slowest = SHORTEST
         for message in messages_of(event):
             began, left, group = time.monotonic(), time_left(context), group_of(message)
@@ -89,9 +87,7 @@ class Batch:
             return check_key(message["messageId"])
         if not isinstance(self.key, Template):
             return check_name(self.key(message), "What the key function gave")
-        sent = (
-            float(message["attributes"]["SentTimestamp"]) / 1000
-        )  # not the present time: it must be the same on every delivery
+        sent = float(message["attributes"]["SentTimestamp"]) / 1000  # the present differs on every delivery
         return self.key.render(headers=attributes_of(message), body=document_of(body), now=sent)
 
     def _perform(self, message: Message, left: float | None) -> bool:

@@ -216,7 +216,6 @@ class Door(Generic[App]):
     def operation(self, match: Match, request: Request) -> Operation | None:
         """The operation that the request asks for; None if the key is optional and was not sent."""
         rule, headers = match.rule, request.headers
-        steps = rule.policy.effect == "steps"
         if type(request.native) is not dict or REDRIVEN in request.native:
             unfinished = redriven(request.native)
             if unfinished is not None:
@@ -247,9 +246,7 @@ class Door(Generic[App]):
             partial(self._fingerprints.matches, rule, parts),
             issued_at(rule, headers, key) if rule.policy.late == "refuse" else None,
             path if rule.if_match else unique,
-            partial(kept_request, request.method, request.path, request.query, headers, request.body)
-            if steps
-            else None,
+            partial(kept_request, request) if rule.policy.effect == "steps" else None,
         )
 
     def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:

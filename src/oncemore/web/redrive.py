@@ -15,7 +15,7 @@ from .._ledger.model import Operation
 from .._ledger.transactions import Do
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError
-from .request import Headers, native_mapping
+from .request import Request, native_mapping
 
 # In a scope or environ: the operation to be finished.  A client cannot set it, because all that it sends is text.
 REDRIVEN = "oncemore.redriven"
@@ -78,10 +78,11 @@ def check_passed(native: Any) -> None:
         )
 
 
-def kept_request(method: str, path: str, query: str, headers: Headers, body: bytes) -> dict[str, Any]:
+def kept_request(request: Request) -> dict[str, Any]:
     """The part of a request that is stored, in plain values and without credentials."""
-    kept = [[name, value] for name, value in headers if name not in NOT_KEPT]
-    return {"method": method, "path": path, "query": query, "headers": kept, "body": body}
+    headers = [[name, value] for name, value in request.headers if name not in NOT_KEPT]
+    method, path, query = request.method, request.path, request.query
+    return {"method": method, "path": path, "query": query, "headers": headers, "body": request.body}
 
 
 class Redrive:

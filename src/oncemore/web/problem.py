@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -43,6 +44,14 @@ class Response(msgspec.Struct, frozen=True):
     body: bytes
 
 
+def status_line(status: int) -> str:
+    """The status with its phrase, as WSGI and load balancers want it."""
+    try:
+        return f"{status} {HTTPStatus(status).phrase}"
+    except ValueError:
+        return f"{status} Unknown"
+
+
 def problem_response(
     error: OncemoreError,
     match: Match | None,
@@ -63,13 +72,8 @@ def problem_response(
         mount: The prefix that the app is mounted at.
         body: From the members of the problem document to the JSON that is sent instead.
     """
-    if (
-        isinstance(error, InProgress)
-        and match
-        and operation
-        and match.rule.policy.in_flight == "accepted"
-        and status_path
-    ):
+    is_accepted = isinstance(error, InProgress) and match is not None and match.rule.policy.in_flight == "accepted"
+    if is_accepted and match and operation and status_path:
         return accepted(error, match, operation, status_path, mount.rstrip("/"))
     status = error.status
     if isinstance(error, PayloadMismatch) and match is not None:

@@ -7,7 +7,6 @@ response without a length that comes piece by piece is a stream, and is passed o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from http import HTTPStatus
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..._ledger.decisions import Answer
 from ..._runtime.plan import Plan, run
 from ...errors import Fenced, OncemoreError, StoreError
 from ..door import Door
-from ..problem import Response
+from ..problem import Response, status_line
 from ..request import GUARDED, Headers, value_of
 from .environ import FLASK_ERROR
 
@@ -251,13 +250,6 @@ def respond(start_response: StartResponse, response: Response, *, head: bool = F
         headers.append(("content-length", str(len(response.body))))
     start_response(status_line(response.status), headers)
     return [] if head or not response.body else [response.body]
-
-
-def status_line(status: int) -> str:
-    try:
-        return f"{status} {HTTPStatus(status).phrase}"
-    except ValueError:
-        return f"{status} Unknown"
 
 
 def lowered(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

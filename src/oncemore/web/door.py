@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, quote
 
@@ -206,13 +205,6 @@ class Door(Generic[App]):
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
 
-    @cached_property
-    def quiet_guard(self) -> Guard:
-        """The guard without its observers: in shadow mode, nothing happens that they should hear of."""
-        quiet = copy.copy(self.guard)
-        quiet.observers = ()
-        return quiet
-
     def operation(self, match: Match, request: Request) -> Operation | None:
         """The operation that the request asks for; None if the key is optional and was not sent."""
         rule, headers = match.rule, request.headers
@@ -332,7 +324,8 @@ class Door(Generic[App]):
         try:
             answer = yield from attempt.begin(wait)
         except OncemoreError as error:
-            if not self.runs_unguarded(error, match.rule):
+            is_down = isinstance(error, StoreError) and not isinstance(error, CorruptRecord)
+            if not is_down or match.rule.store_down != "run":
                 return self.refusal(error, match, operation, mount)
             log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
             return None
@@ -401,10 +394,6 @@ class Door(Generic[App]):
         """Whether *error*, from behind a framework's error page, is the database's refusal of the transaction."""
         return error is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(error)
 
-    def runs_unguarded(self, error: OncemoreError, rule: Rule) -> bool:
-        """Whether the rule lets a request run unguarded: if the store is down, but not if a record is unreadable."""
-        return rule.store_down == "run" and isinstance(error, StoreError) and not isinstance(error, CorruptRecord)
-
     # From an answer to a response
 
     def outcome(self, rule: Rule, status: int, headers: Headers, body: bytes) -> Outcome:
@@ -426,14 +415,13 @@ class Door(Generic[App]):
 
     def headers(self, rule: Rule, answer: Answer) -> list[tuple[str, str]]:
         """The headers that tell how the response came about: stored, replayed or unstored (and why); and its expiry."""
-        status = rule.status_header
-        is_kept = answer.how not in ("released", "unknown") and answer.outcome.kind != "tombstone"
-        how = answer.how if is_kept else "unstored"
+        status, is_tombstone = rule.status_header, answer.outcome.kind == "tombstone"
+        how = "unstored" if is_tombstone or answer.how in ("released", "unknown") else answer.how
         value = getattr(status, how)
         found = [(status.name.lower(), value)] if status.name and value else []
         if how == "unstored":
-            reason = reason_of(answer)
-            if found and reason:
+            reason = answer.outcome.body.decode() if is_tombstone else "store" if answer.how == "unstored" else ""
+            if found and reason:  # else it is the rule's own wish
                 found.append(("idempotency-reason", reason))
         elif answer.expires_at is not None and status.expires:
             found.append((status.expires.lower(), http_date(int(answer.expires_at))))
@@ -449,9 +437,8 @@ class Door(Generic[App]):
                 if operation is not None:
                     self.guard.refused(operation, error)
                 return self.refusal(error)
-        status = outcome.status if rule.replay_status == "same" else int(rule.replay_status)
-        if status == outcome.status or not 200 <= outcome.status < 300:
-            status = outcome.status
+        is_same = rule.replay_status == "same" or not 200 <= outcome.status < 300
+        status = outcome.status if is_same else int(rule.replay_status)
         return Response(status, [*outcome.headers, *self.headers(rule, answer)], outcome.body)
 
     def refusal(
@@ -466,13 +453,6 @@ class Door(Generic[App]):
 def unkept(rule: Rule, status: int, *, has_length: bool) -> Outcome:
     """The tombstone of a response that is not held back, with the reason: it is too long, or nobody knows how long it is."""
     return Outcome("tombstone", status, body=b"size" if has_length or rule.streams == "store" else b"streaming")
-
-
-def reason_of(answer: Answer) -> str:
-    """Why an outcome was not kept, if that is not the rule's own wish: `streaming`, `size` or `store`."""
-    if answer.outcome.kind == "tombstone":
-        return answer.outcome.body.decode()
-    return "store" if answer.how == "unstored" else ""
 
 
 def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import uuid
@@ -63,7 +64,9 @@ class Shadow:
     def _claim(self, operation: Operation) -> Plan[tuple[Verdict | None, str]]:
         rule = self.match.rule
         shadowed = msgspec.structs.replace(operation, scope=f"{SHADOW}|{operation.scope}", unique=None, request=None)
-        attempt = LeaseAttempt(self.door.quiet_guard, shadowed, shadow_policy(rule.policy))
+        quiet = copy.copy(self.door.guard)
+        quiet.observers = ()  # nothing happens that they should hear of
+        attempt = LeaseAttempt(quiet, shadowed, shadow_policy(rule.policy))
         try:
             answer = yield from attempt.begin(0.0)
         except InProgress as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -81,9 +81,10 @@ class GuardedResponse:
         scope = self.request.native
         scope[GUARDED] = self.attempt.op
         CURRENT.set(self.attempt.op)  # in this task, and those that it starts
-        if scope.get("extensions"):
-            scope["extensions"] = without_ways_around(scope["extensions"])
         try:
+            if extensions := scope.get("extensions"):  # without those by which a response would go around us
+                kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
+                scope["extensions"] = kept
             await app(scope, self.receive, self.send)
             if self.failure is not None:
                 await self._send_failure(record=True)
@@ -98,10 +99,11 @@ class GuardedResponse:
     async def _fail(self, error: BaseException) -> bool:
         """Record that the app has failed; True if the client was told of it, and the error need not be raised."""
         try:
-            if self.failure is not None and self._is_page_recorded(error):
+            is_doubtful, effect = self.attempt.doubts(None, error), self.attempt.policy.effect
+            if self.failure is not None and effect != "transaction" and not is_doubtful:  # the page is the outcome
                 await self._send_failure(record=True)
                 return False
-            if self.passing and not self.attempt.doubts(None, error):
+            if self.passing and not is_doubtful:
                 await arun(self.attempt.release())
             else:
                 await arun(self.attempt.fail(error))
@@ -113,10 +115,6 @@ class GuardedResponse:
         if self.failure is not None:
             await self._send_failure(record=False)
         return False
-
-    def _is_page_recorded(self, error: BaseException) -> bool:
-        """Whether the error page is the outcome, rather than *error*, which was raised behind it."""
-        return self.attempt.policy.effect != "transaction" and not self.attempt.doubts(None, error)
 
     # The app's receive and send
 
@@ -138,7 +136,9 @@ class GuardedResponse:
         if kind == "http.response.body":
             chunk, more = bytes(message.get("body", b"")), message.get("more_body", False)  # some send a memoryview
             if self.passing:
-                await self._pass(chunk, more=more)
+                if not more:
+                    await arun(self.attempt.release())  # does nothing if a tombstone was settled
+                await self.client_send({"type": "http.response.body", "body": chunk, "more_body": more})
             elif self.attempt.ended:  # the response was complete
                 return
             elif more or self.chunks:
@@ -230,11 +230,6 @@ class GuardedResponse:
         outcome = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
         await self.client_send(self._started(self.door.headers(self.rule, Answer(outcome, "unstored"))))
 
-    async def _pass(self, chunk: bytes, *, more: bool) -> None:
-        if not more:
-            await arun(self.attempt.release())  # does nothing if a tombstone was settled
-        await self.client_send({"type": "http.response.body", "body": chunk, "more_body": more})
-
     # The end
 
     async def _settle(self, plan: Plan[Answer]) -> None:
@@ -295,11 +290,6 @@ class GuardedResponse:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("A guarded request failed after it was abandoned", exc_info=error)
-
-
-def without_ways_around(extensions: Mapping[str, Any]) -> dict[str, Any]:
-    """The server's extensions without those by which a response would go around the middleware."""
-    return {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
 
 
 def decoded(start: Message) -> list[tuple[str, str]]:

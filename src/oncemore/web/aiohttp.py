@@ -23,7 +23,7 @@ from .etag import Etag
 from .http import Exchange, Idempotency, Response, Streamed
 from .request import NOT_OF_A_GET, Fields, Request
 from .shadow import Shadow
-from .unserved import Route, route_at, warn_of_routes
+from .unserved import route_at, warn_of_routes
 
 with naming_extras("oncemore.web.aiohttp"):
     from aiohttp import web
@@ -66,7 +66,8 @@ class IdempotencyMiddleware(Idempotency):
                 self.contract.add(rule.at(f"{'|'.join(served)} {path_of(route)}"))
         self.contract.check()
         self.rules_declared()
-        warn_of_routes(self.contract, map(served_route, app.router.routes()), self.status_path)
+        served = (route_at(path_of(route), {route.method}) for route in app.router.routes())
+        warn_of_routes(self.contract, served, self.status_path)
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = Fields([(name.lower(), value) for name, value in request.raw_headers])
@@ -234,7 +235,3 @@ def path_of(route: web.AbstractRoute) -> str:
     if brace and last.endswith("}") and (pattern is None or pattern.fullmatch(PARAMETER.sub("x", head) + "x/x")):
         return f"{path[:-1]}:path}}"
     return path
-
-
-def served_route(route: web.AbstractRoute) -> Route:
-    return route_at(path_of(route), {route.method})

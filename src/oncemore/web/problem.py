@@ -84,7 +84,10 @@ def problem_response(
         log.error("%s: %s", error.code, error.detail)
         members["detail"] = error.title
     members["detail"] = FOR_CLIENTS.get(error.code, members["detail"])
-    headers = [*retry_after(error, match), *refused_status(match)]
+    headers = retry_after(error, match)
+    marker = match.rule.status_header if match is not None else None
+    if marker and marker.name and marker.refused:
+        headers.append((marker.name.lower(), marker.refused))
     if body is not None:
         try:
             return Response(status, [JSON, *headers], encode_json(body(dict(members))))
@@ -114,11 +117,6 @@ def retry_after(error: OncemoreError, match: Match | None) -> list[tuple[str, st
     if seconds is None and isinstance(error, StoreError):
         seconds = 1.0
     return [] if seconds is None else [("retry-after", str(max(1, math.ceil(seconds))))]
-
-
-def refused_status(match: Match | None) -> list[tuple[str, str]]:
-    header = match.rule.status_header if match is not None else None
-    return [(header.name.lower(), header.refused)] if header and header.name and header.refused else []
 
 
 def accepted(error: OncemoreError, match: Match, operation: Operation, status_path: str, prefix: str) -> Response:

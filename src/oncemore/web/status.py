@@ -23,7 +23,10 @@ def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
     operation = query.get("operation", [""])[0]
     rule, route = rule_named(door.contract, operation)
     asked = query.get("key", [""])[0]
-    key = normal_key(rule, asked) if asked else rule.key.read(lines(request.headers, rule.key.name.lower()))
+    if asked:  # as it is in the record: a UUID in lower case
+        key = check_key(asked, max_length=rule.key.max_length, format=rule.key.format)
+    else:
+        key = rule.key.read(lines(request.headers, rule.key.name.lower())) or ""
     if not key or not operation:
         raise InvalidKey("Say which operation and which key: ?operation=refunds.create&key=...")
     principal = principal_of(door.principal, request)
@@ -51,11 +54,6 @@ def rule_named(contract: Contract, operation: str) -> tuple[Rule, str]:
     method, _, path = operation.partition(" ")
     match = contract.match(method, path)
     return (match.rule, match.route) if match is not None else (contract.default, operation)
-
-
-def normal_key(rule: Rule, key: str) -> str:
-    """The key as it is in the record: a UUID in lower case."""
-    return check_key(key, max_length=rule.key.max_length, format=rule.key.format)
 
 
 def render(record: Record, name: str) -> dict[str, Any]:

@@ -105,7 +105,9 @@ class Batch:
         except Exception as error:
             if isinstance(error, DONE_BEFORE) and not begun:
                 return True
-            log.log(*log_entry(error), message["messageId"], exc_info=error)
+            is_refusal = isinstance(error, OncemoreError)  # then nothing was done
+            level, end = (logging.WARNING, "was refused") if is_refusal else (logging.ERROR, "failed")
+            log.log(level, "The message %s %s", message["messageId"], end, exc_info=error)
             return False
         return answer.how != "released"  # if it was released, it counts as not performed
 
@@ -117,13 +119,6 @@ def check_plain(function: Function) -> Function:
             f"{function!r} is async, and Lambda calls plain functions: wrap it in one that calls asyncio.run(...)"
         )
     return function
-
-
-def log_entry(error: Exception) -> tuple[int, str]:
-    """Level and text of the log entry: the message was refused, and nothing was done; or it failed."""
-    if isinstance(error, OncemoreError):
-        return logging.WARNING, "The message %s was refused"
-    return logging.ERROR, "The message %s failed"
 
 
 def messages_of(event: Any) -> list[Message]:

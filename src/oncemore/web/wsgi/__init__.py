@@ -55,7 +55,8 @@ class IdempotencyMiddleware(Door[App]):
             self._declare(environ)
         method, inner = environ["REQUEST_METHOD"], decode_path(environ.get("PATH_INFO", ""))
         if method in SAFE_METHODS:
-            if self._is_status(environ, inner):
+            lookups = (inner, decode_path(environ.get("SCRIPT_NAME", "")) + inner)
+            if self.status_path in lookups and method in ("GET", "HEAD"):
                 return self._status(request_of(environ), start_response)
             return self.app(environ, start_response)
         request = request_of(environ)
@@ -132,11 +133,6 @@ class IdempotencyMiddleware(Door[App]):
             close(result)
         finally:
             run(shadow.end(statuses[-1] if statuses else None))
-
-    def _is_status(self, environ: Environ, inner: str) -> bool:
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return False
-        return self.status_path in (inner, decode_path(environ.get("SCRIPT_NAME", "")) + inner)
 
     def _status(self, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         try:

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from .._runtime.plan import Call, Effect, Plan, arun, run
 from ..errors import ConfigurationError, InvalidKey, OncemoreError
 from .attempts import Environment, send_with_retries
-from .effects import FinishDespiteCancel
 from .errors import AttemptTimeout, CredentialsMissing, OutcomeUnknown, RetriesExhausted
 from .keyring import KeyringPlace, open_keyring
 from .keyring.entry import (
     CREDENTIALS,
     FINGERPRINTS,
     Entry,
+    FinishDespiteCancel,
     Keyring,
     Resumed,
     fingerprinted_parts,

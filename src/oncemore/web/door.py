@@ -100,9 +100,9 @@ class Door(Generic[App]):
             guard: The ledger in which operations and their outcomes are kept.
             contract: The rules; without one, every POST and PATCH with an Idempotency-Key is guarded.
             profile: The defaults of the contract, if there is no contract to name them: `"stripe"`, `"ietf"`, and others.
-            principal: From the framework's request to the caller's name, who owns the key; ASGI and Django also take an
-                async function, and `oncemore.web.jwt` makes one that verifies tokens.  Without it, the owner is the
-                authenticated user, else the credentials in the headers.
+            principal: From the framework's request to the name of the caller that owns the key; ASGI and Django also take an
+                async function, and `oncemore.web.jwt` makes one that verifies tokens.  Without it, the owner is the authenticated
+                user, else the credentials in the headers.
             tenant: From the framework's request to the name of the tenant, if keys belong to tenants.
             secrets: Keys for fingerprints, the newest first; without one, fingerprints are plain digests.
             keep_headers: The names of the response headers that a replay repeats, instead of all that may be repeated.
@@ -212,8 +212,7 @@ class Door(Generic[App]):
             unfinished = redriven(request.native)
             if unfinished is not None:
                 return resumed(unfinished, rule)
-        principal = principal_of(self.principal, request)
-        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+        principal, tenant = self.caller(request)
         named = lines(headers, rule.key.name.lower())
         unique: str | None = None
         if rule.key.source == "header" and rule.unique_by is None:  # the common case names nothing else of the request
@@ -240,6 +239,11 @@ class Door(Generic[App]):
             path if rule.if_match else unique,
             partial(kept_request, request) if rule.policy.effect == "steps" else None,
         )
+
+    def caller(self, request: Request) -> tuple[str, str]:
+        """The names of the caller and of its tenant, which is empty if there are none."""
+        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+        return principal_of(self.principal, request), tenant
 
     def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:
         """The owner of the key, by the rule's scope."""
@@ -297,7 +301,7 @@ class Door(Generic[App]):
         """Warn, once for each rule, that principals share its keys."""
         unscoped = frozenset(self.contract.unscoped)
         for name in sorted(unscoped - self._warned):
-            text = f"The rule {name!r} has no principal: everyone who knows a key sees its outcome"
+            text = f"The rule {name!r} has no principal: all callers that know a key see its outcome"
             warnings.warn(text, stacklevel=stacklevel)
         self._warned = unscoped
 
@@ -350,8 +354,7 @@ class Door(Generic[App]):
         if rule.rate is not None and op.attempt == 1:
             if self.rates is None:
                 self.rules_declared()  # the rule was found later
-            principal = principal_of(self.principal, request)
-            tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+            principal, tenant = self.caller(request)
             assert self.rates is not None, "a rule with a rate has a counter"
             yield Admission(self.rates, rule, join(rule.name, tenant, principal))
         if rule.if_match:

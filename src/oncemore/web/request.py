@@ -305,8 +305,8 @@ remembered_digest = lru_cache(maxsize=4096)(digest)
 def warn_of_credentials() -> None:
     """Warn once that keys belong to credentials, which may be renewed between a request and its retry."""
     log.warning(
-        "No principal function is given, so keys belong to the credentials in the headers (Authorization, X-API-Key): a "
-        "client whose token is renewed before it retries is taken for another caller, and its operation runs again.  Give "
+        "No principal function is given, so keys belong to the credentials in the headers (Authorization, X-API-Key): if a "
+        "client's token is renewed before it retries, it is taken for another caller, and its operation runs again.  Give "
         "the middleware a principal, such as principal=jwt('sub', key=..., algorithms=[...]) of oncemore.web.jwt."
     )
 

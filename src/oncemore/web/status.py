@@ -14,7 +14,7 @@ from .._runtime.plan import Plan
 from ..errors import InvalidKey, NotFound
 from .door import Door
 from .problem import JSON, Response, encode_json
-from .request import Request, lines, principal_of
+from .request import Request, lines
 
 
 def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
@@ -29,9 +29,7 @@ def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
         key = rule.key.read(lines(request.headers, rule.key.name.lower())) or ""
     if not key or not operation:
         raise InvalidKey("Say which operation and which key: ?operation=refunds.create&key=...")
-    principal = principal_of(door.principal, request)
-    tenant = principal_of(door.tenant, request) if door.tenant is not None else ""
-    scope = door.scope(rule, route, request, principal, tenant)
+    scope = door.scope(rule, route, request, *door.caller(request))
     record = yield from door.guard.store.find(scope, key)
     if record is None and rule is door.contract.default and " /" not in operation:
         raise InvalidKey(

@@ -275,7 +275,7 @@ class GuardedResponse:
         task.result()
 
     async def _abandon(self, task: asyncio.Task[None]) -> None:
-        """Let the app finish without its caller, who may send other messages on the same channel from now on."""
+        """Let the app finish without its caller, which may send other messages on the same channel from now on."""
         self.client_send, self.abandoned = nowhere, True
         if self.over or not self.begun:  # nothing is left to be recorded, or nothing has happened yet
             task.cancel()

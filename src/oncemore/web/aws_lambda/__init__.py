@@ -44,7 +44,7 @@ class IdempotencyMiddleware(Door[Handler]):
     """Guards the HTTP requests that the contract names; all other events pass untouched.
 
     `@idempotent(...)` on the function itself is a rule for all its requests.  Without a principal function, the caller is
-    who API Gateway says it is.  Rules may name a path with or without its stage, or a custom domain's base path.
+    the one that API Gateway has authenticated.  Rules may name a path with or without its stage, or a custom domain's base path.
     """
 
     needs_app = True

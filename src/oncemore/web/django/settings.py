@@ -110,7 +110,7 @@ def asked_once(function: Principal) -> Principal:
 
 
 def check_place(middleware: type) -> None:
-    """Warn if *middleware* comes before the one that sets `request.user`, who owns the keys."""
+    """Warn if *middleware* comes before the one that sets `request.user`, the owner of the keys."""
     for path in settings.MIDDLEWARE:
         found = import_string(path)
         lineage = inspect.getmro(found) if inspect.isclass(found) else ()

@@ -201,7 +201,9 @@ class Door(Generic[App]):
     def check(self, match: Match, method: str, path: str, headers: Headers) -> None:
         """Raise what the contract refuses whatever the key."""
         if not match.declared and self.contract.undeclared == "refuse":
-            raise Undeclared(f"No rule of the contract matches {method} {path}")
+            raise Undeclared(
+                f"No rule of the contract matches {method} {path}, and others are not accepted: add a rule for it"
+            )
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
 

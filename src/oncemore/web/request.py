@@ -52,7 +52,9 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 def check_length(rule: Rule, length: int) -> None:
     """Raise PayloadTooLarge if the body is larger than the rule allows."""
     if length > rule.max_request:
-        raise PayloadTooLarge(f"The body may have {rule.max_request} bytes")
+        raise PayloadTooLarge(
+            f"The body is longer than the {rule.max_request} bytes that are accepted; nothing was done"
+        )
 
 
 def native_mapping(request: Any) -> Any:
@@ -248,7 +250,7 @@ def principal_of(function: Principal | None, request: Request) -> str:
         log.exception("The principal function failed")
         raise PrincipalFailed("The principal could not be determined; nothing was done") from error
     if found is None or found == "":
-        raise InvalidPrincipal("The caller is not known, and a key must belong to someone")
+        raise InvalidPrincipal("The caller is not known, and a key belongs to its caller: send your credentials")
     name = f"user:{found}"
     if isinstance(found, str):
         return name

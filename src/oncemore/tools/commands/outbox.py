@@ -148,8 +148,8 @@ def find_outbox(guard: Guard, source: str | None) -> Outbox:
     if source is None:
         known = sources_of(guard)
         if len(known) != 1:
-            names = ", ".join(map(repr, known)) or "none"
-            raise ConfigurationError(f"Say which outbox, with --source; the database has messages of {names}")
+            names = f"messages of {', '.join(map(repr, known))}" if known else "no messages"
+            raise ConfigurationError(f"Say which outbox, with --source: the database has {names}")
         (source,) = known
     return Outbox(guard, source=source)
 

@@ -225,7 +225,7 @@ class GuardedResponse:
 
     async def _start_passing(self) -> None:
         if self.abandoned:
-            raise OSError("Nobody is left to stream to")
+            raise OSError("The client has left, so the stream cannot be sent")
         self.passing = True
         outcome = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
         await self.client_send(self._started(self.door.headers(self.rule, Answer(outcome, "unstored"))))
@@ -289,7 +289,7 @@ class GuardedResponse:
         ABANDONED.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("A guarded request failed after it was abandoned", exc_info=error)
+            log.error("%s failed after its client had left", self.rule.name, exc_info=error)
 
 
 def decoded(start: Message) -> list[tuple[str, str]]:

@@ -124,7 +124,9 @@ def check_plain(function: Function) -> Function:
 def messages_of(event: Any) -> list[Message]:
     found = event.get("Records") if isinstance(event, dict) else None
     if not isinstance(found, list) or any(each.get("eventSource") != "aws:sqs" for each in found):
-        raise ConfigurationError("This function takes batches of messages from SQS, and was given another event")
+        raise ConfigurationError(
+            "This function takes messages from SQS, and was given another event: connect it to SQS queues only"
+        )
     return found
 
 

@@ -191,7 +191,7 @@ def request_body(event: Event) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except ValueError as error:
-        raise InvalidPayload("The body is said to be base64, and is not") from error
+        raise InvalidPayload("isBase64Encoded is true, and the body is not base64; nothing was done") from error
 
 
 def many(event: Mapping[str, Any], name: str) -> list[tuple[str, list[str]]]:

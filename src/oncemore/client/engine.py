@@ -292,8 +292,8 @@ class Engine:
         try:
             if entry.body is None:
                 raise OutcomeUnknown(
-                    f"{entry.scope}: the body under key {entry.key} is not stored (it was too long, or a stream), so it cannot be "
-                    "sent again: look up the result at the server, and then forget() the operation"
+                    f"{entry.scope}: the body under key {entry.key} is not stored (it was too long, or a stream), so it cannot "
+                    "be sent again: look up the result at the server, and then forget() the operation"
                 )
             return Resumed(entry, response=(yield Call(send, entry)))
         except Exception as error:

@@ -107,7 +107,7 @@ class IdempotencyMiddleware(Idempotency):
         except Answered as instead:
             return to_aiohttp(instead.response)
         except BaseException as error:
-            refused = await arun(exchange.fail(error))
+            refused = await arun(self.fail(exchange.attempt, exchange.match, error))
             if refused is None:
                 raise
             return to_aiohttp(refused)

@@ -362,7 +362,7 @@ class Door(Generic[App]):
         if rule.if_match:
             yield from check_if_match(request.headers, current_etag)
 
-    def settle(
+    def record(
         self,
         attempt: LeaseAttempt,
         rule: Rule,
@@ -373,15 +373,18 @@ class Door(Generic[App]):
     ) -> Plan[Answer]:
         """Record a complete response: when this returns, its outcome is durable, or the answer says that it is not.
 
-        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it.
+        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it, or it is the
+        database's refusal of the transaction.
         """
+        if cause is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(cause):
+            yield from attempt.fail(cause)  # raises what the client is to be told
         outcome = self.outcome(rule, status, headers, body)
         if status in REPEATING_REDIRECTS:
             yield from attempt.withdraw()
             return Answer(outcome, "released")
         return (yield from attempt.settle(outcome, cause))
 
-    def settle_stream(self, attempt: LeaseAttempt, rule: Rule, status: int, *, has_length: bool) -> Plan[Answer]:
+    def record_stream(self, attempt: LeaseAttempt, rule: Rule, status: int, *, has_length: bool) -> Plan[Answer]:
         """Record, before the first byte of a response that is not held back, that it happened.
 
         If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
@@ -395,9 +398,24 @@ class Door(Generic[App]):
             yield from attempt.release()
         return Answer(tombstone, "unstored")
 
-    def is_refused_transaction(self, attempt: LeaseAttempt, error: BaseException | None) -> bool:
-        """Whether *error*, from behind a framework's error page, is the database's refusal of the transaction."""
-        return error is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(error)
+    def finish(self, attempt: LeaseAttempt, match: Match, recording: Plan[Answer]) -> Plan[Answer | Response]:
+        """Carry out `record` or `record_stream`: the answer, or the response for the client, if it is not to get the app's own.
+
+        That is so if this attempt was too slow, and another's outcome counts; or if the database refused the transaction.
+        """
+        try:
+            answer = yield from recording
+        except OncemoreError as error:
+            return self.refusal(error, match, attempt.operation)
+        return self.replay(answer, match.rule, attempt.operation) if answer.how == "replayed" else answer
+
+    def fail(self, attempt: LeaseAttempt, match: Match, error: BaseException) -> Plan[Response | None]:
+        """Record that the app has raised *error*; the response, if the client gets that instead of the error."""
+        try:
+            yield from attempt.fail(error)
+        except StoreError as refused:  # the database refused the transaction: the client's retry is safe
+            return self.refusal(refused, match, attempt.operation)
+        return None
 
     # From an answer to a response
 

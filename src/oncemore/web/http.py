@@ -25,7 +25,7 @@ from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import current_operation, running
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import Call, Plan, arun, run
-from ..errors import ConfigurationError, OncemoreError, StoreError
+from ..errors import ConfigurationError, OncemoreError
 from .door import Door, wait_of
 from .etag import Etag
 from .problem import Response
@@ -105,7 +105,7 @@ class Idempotency(Door[Any]):
             found.attempt.drop()
             raise
         except BaseException as error:
-            refused = yield from found.fail(error)
+            refused = yield from self.fail(found.attempt, found.match, error)
             if refused is None:
                 raise
             return refused
@@ -140,7 +140,7 @@ class Idempotency(Door[Any]):
 
 
 class Exchange:
-    """A guarded request that is to be performed now: `finish` it with its response, or `fail` it with an error."""
+    """A guarded request that is to be performed now: `finish` it with its response, or let its door `fail` it."""
 
     def __init__(self, door: Door[Any], match: Match, attempt: LeaseAttempt) -> None:
         self.door = door
@@ -150,27 +150,17 @@ class Exchange:
     def finish(self, response: Answered) -> Plan[Answered]:
         """Record the outcome; return the response for the client, with our headers."""
         door, rule, attempt = self.door, self.match.rule, self.attempt
-        try:
-            if isinstance(response, Streamed):
-                has_length = any(name.lower() == "content-length" for name, _ in response.headers)
-                answer = yield from door.settle_stream(attempt, rule, response.status, has_length=has_length)
-                yield from attempt.release()  # does nothing if a tombstone was settled
-            else:
-                headers = [(name.lower(), value) for name, value in response.headers]
-                answer = yield from door.settle(attempt, rule, response.status, headers, response.body)
-        except OncemoreError as error:  # this attempt was too slow, or the database refused the transaction
-            return door.refusal(error, self.match, attempt.operation)
-        if answer.how == "replayed":
-            return door.replay(answer, rule)
-        return msgspec.structs.replace(response, headers=[*response.headers, *door.headers(rule, answer)])
-
-    def fail(self, error: BaseException) -> Plan[Response | None]:
-        """Record that performing has raised; a response if the client gets that instead of the error."""
-        try:
-            yield from self.attempt.fail(error)
-        except StoreError as refused:  # the database refused the transaction: the client's retry is safe
-            return self.door.refusal(refused, self.match, self.attempt.operation)
-        return None
+        headers = [(name.lower(), value) for name, value in response.headers]
+        if isinstance(response, Response):
+            recording = door.record(attempt, rule, response.status, headers, response.body)
+        else:
+            has_length = any(name == "content-length" for name, _ in headers)
+            recording = door.record_stream(attempt, rule, response.status, has_length=has_length)
+        found = yield from door.finish(attempt, self.match, recording)
+        yield from attempt.release()  # does nothing unless it is a stream that is not to be remembered
+        if isinstance(found, Response):
+            return found
+        return msgspec.structs.replace(response, headers=[*response.headers, *door.headers(rule, found)])
 
 
 def current_etag(match: Match, etag: Callable[[], Any] | None) -> Plan[Etag]:

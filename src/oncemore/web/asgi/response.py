@@ -215,7 +215,7 @@ class GuardedResponse:
     async def _begin_passing(self) -> None:
         """From here on, chunk by chunk.  That it happened is recorded first; how it ended cannot be replayed."""
         status, has_length = self.start["status"], bool(self._length())
-        await self._settle(self.door.settle_stream(self.attempt, self.rule, status, has_length=has_length))
+        await self._settle(self.door.record_stream(self.attempt, self.rule, status, has_length=has_length))
         body, self.chunks = b"".join(self.chunks), []
         if self.answer is not None and self.answer.how == "replayed":
             await respond(self.client_send, self.door.replay(self.answer, self.rule, self.attempt.operation))

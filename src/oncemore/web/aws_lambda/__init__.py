@@ -20,7 +20,7 @@ from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.context import current_operation, running
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call, Plan, run
-from ...errors import OncemoreError, StoreError
+from ...errors import OncemoreError
 from ..door import Door, wait_of
 from ..etag import Etag
 from ..problem import Response
@@ -114,26 +114,19 @@ class IdempotencyMiddleware(Door[Handler]):
     def _call_function(self, source: RestApi, match: Match, attempt: LeaseAttempt, event: Event, context: Any) -> Any:
         """Call the function, record the outcome, and return its answer."""
         rule, op = match.rule, attempt.op
-
-        def refuse(error: OncemoreError) -> Any:
-            return source.rendered(event, self.refusal(error, match, attempt.operation))
-
         try:
             with running(op), current_event(self, op.operation, event):
                 reply = source.reply(self.app(event, context))
         except BaseException as error:
-            try:
-                run(attempt.fail(error))
-            except StoreError as refused:  # the database refused the transaction: the caller's retry is safe
-                return refuse(refused)
-            raise
-        try:
-            answer = run(self.settle(attempt, rule, reply.status, reply.headers, reply.body))
-        except OncemoreError as error:
-            return refuse(error)
-        if answer.how == "replayed":  # this attempt was too slow, and its successor's outcome counts
-            return source.rendered(event, self.replay(answer, rule, attempt.operation))
-        return source.added(event, reply, self.headers(rule, answer))
+            refused = run(self.fail(attempt, match, error))
+            if refused is None:
+                raise
+            return source.rendered(event, refused)
+        recording = self.record(attempt, rule, reply.status, reply.headers, reply.body)
+        found = run(self.finish(attempt, match, recording))
+        if isinstance(found, Response):
+            return source.rendered(event, found)
+        return source.added(event, reply, self.headers(rule, found))
 
     def _is_guarded(self, event: Event, operation: Operation) -> bool:
         """Whether an outer middleware guards this operation of this event already: a second claim would wait for itself."""

@@ -40,13 +40,13 @@ from urllib.parse import parse_qs
 
 from oncemore._contract.contract import Contract
 from oncemore._ledger.connect import connect
+from oncemore._ledger.context import CURRENT
 from oncemore._ledger.events import Event
 from oncemore._ledger.guard import Guard
 from oncemore._ledger.store import Store
 from oncemore._runtime.plan import Plan, Sleep, arun, run
 from oncemore.errors import Duplicate, UnknownOutcome
 from oncemore.testing.faulty_store import FaultyStore
-from oncemore.web.request import CURRENT
 
 from .rules import RULES, NoAnswer
 

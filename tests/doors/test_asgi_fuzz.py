@@ -17,7 +17,7 @@ from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule
 from oncemore._runtime.plan import arun
 from oncemore.web.asgi import IdempotencyMiddleware, current_operation
-from oncemore.web.asgi.response import TASKS
+from oncemore.web.asgi.response import ABANDONED
 
 from .fuzz import PRINCIPALS, Request, requests
 
@@ -162,4 +162,4 @@ async def test_no_request_whatsoever_breaks_it(seed: int) -> None:
     assert {operation: count for operation, count in app.performed.items() if count > 1} == {}
     assert min(statuses[201], statuses[400], statuses[409], statuses[413]) > 50  # it got everywhere
     assert (await arun(app.guard.store.stats())).running == 0
-    assert not TASKS
+    assert not ABANDONED

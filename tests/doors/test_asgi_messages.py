@@ -442,3 +442,15 @@ async def test_corrupt_record_of_a_request_is_an_event() -> None:
     events.clear()
     assert (await Wire().through(IdempotencyMiddleware(app, guard=guard))).status == 503
     assert ("failed", CorruptRecord.code) in [(event.kind, event.code) for event in events]
+
+
+async def test_known_length_over_the_limit_is_no_stream_to_release(guard: Guard) -> None:
+    app = Counted(b"12345", b"67890")
+    door = IdempotencyMiddleware(
+        app, guard=guard, contract=Contract(Rule("POST /things", streams="release", max_response=8))
+    )
+    first = await Wire().through(door)
+    assert (first.status, first.body, first.headers["idempotency-reason"]) == (201, b"1234567890", "size")
+    second = await Wire().through(door)
+    assert (second.status, app.runs) == (409, 1)
+    assert b"outcome_not_kept" in second.body

@@ -70,6 +70,12 @@ def test_objects_may_be_given_by_their_dotted_paths(settings: SimpleNamespace) -
     assert door.principal(Somewhere()) == "somebody"
 
 
+def test_status_path_none_switches_the_lookup_off(settings: SimpleNamespace) -> None:
+    settings.ONCEMORE = {"guard": guard, "status_path": None, "principal": None}
+    door = door_from_settings()
+    assert (door.status_path, door.principal) == (None, None)
+
+
 async def test_async_principal_is_awaited_from_its_thread(settings: SimpleNamespace) -> None:
     async def who(request: Any) -> str:
         return "somebody"

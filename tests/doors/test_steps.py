@@ -19,11 +19,11 @@ from starlette.routing import Route
 
 from oncemore import Contract, Guard, Operation, Rule
 from oncemore._ledger.completer import Completer, Tally
+from oncemore._ledger.context import CURRENT
 from oncemore._runtime.backoff import Backoff
 from oncemore._runtime.plan import arun
-from oncemore.web import asgi, fastapi, wsgi
+from oncemore.web import asgi, fastapi, http, wsgi
 from oncemore.web.redrive import RedriveAsgi, RedriveWsgi, kept_request
-from oncemore.web.request import CURRENT
 from tests.support.processes import Program
 
 from .live import keyed, live
@@ -216,7 +216,7 @@ def test_resumed_request_has_no_disconnected_client(shop: Shop) -> None:
     "name", ["authorization", "cookie", "x-api-key", "x-forwarded-access-token", "x-goog-iap-jwt-assertion"]
 )
 def test_what_lets_its_bearer_in_is_not_kept(name: str) -> None:
-    kept = kept_request("POST", "/orders/7", "", [(name, "secret"), ("x-tenant", "t1")], b"{}")
+    kept = kept_request(http.Request("POST", "/orders/7", "", [(name, "secret"), ("x-tenant", "t1")], b"{}"))
     assert kept["headers"] == [["x-tenant", "t1"]]
 
 
@@ -232,7 +232,7 @@ async def test_after_its_response_a_redriven_request_is_over(shop: Shop) -> None
         await send({"type": "http.response.body", "body": b""})
         over.append((await receive())["type"])
 
-    request = kept_request("POST", "/orders/7", "", [], b"{}")
+    request = kept_request(http.Request("POST", "/orders/7", "", [], b"{}"))
     async with asyncio.timeout(10):
         await arun(RedriveAsgi(app).drive(Operation("s", "k"), request))
     assert over == ["http.disconnect"]

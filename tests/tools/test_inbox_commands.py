@@ -57,6 +57,19 @@ def test_csv_has_the_columns_of_the_consumer_inbox(url: str, capsys: pytest.Capt
     assert any(re.fullmatch(rf"ev_002,payments,{time},,dead", line) for line in lines)
 
 
+def test_csv_marks_an_event_id_that_looks_like_a_formula(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Guard(url) as guard:
+        Inbox(guard).handle("=HYPERLINK(1)", "payments", 1, lambda op, payload: "ok")
+    assert main(["inbox", "list", "--store", url, "--csv", "--source", "payments"]) == 0
+    assert "\n'=HYPERLINK(1)," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["list", "dead"])
+def test_unreadable_cursor_is_reported_as_such(url: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inbox", command, "--store", url, "--source", "payments", "--cursor", "nonsense"]) == 2
+    assert "copy it from the end of the previous list" in capsys.readouterr().err
+
+
 def test_requeued_letter_is_no_longer_listed_as_dead(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inbox", "dead", "--store", url, "--source", "payments", "--json"]) == 0
     [letter] = json.loads(capsys.readouterr().out)["events"]

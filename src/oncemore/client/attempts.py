@@ -123,7 +123,7 @@ class RetryRun:
         if self.policy.breaker is not None and (host := self.host) and (wait := host.closed_in(self.begun)):
             story = self.story()
             story.reason = "breaker"
-            raise CircuitOpen(f"{story} It closes in {wait:.1f} s.", story=story, retry_after=wait)
+            raise CircuitOpen(f"{story} Nothing is sent to this host for {wait:.1f} s.", story=story, retry_after=wait)
 
     def attempt_timeout(self) -> float:
         """Return the seconds that this attempt may take."""

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from .._runtime.plan import Call, Effect, Plan, arun, run
 from ..errors import ConfigurationError, InvalidKey, OncemoreError
 from .attempts import Environment, send_with_retries
-from .effects import FinishDespiteCancel
 from .errors import AttemptTimeout, CredentialsMissing, OutcomeUnknown, RetriesExhausted
 from .keyring import KeyringPlace, open_keyring
 from .keyring.entry import (
     CREDENTIALS,
     FINGERPRINTS,
     Entry,
+    FinishDespiteCancel,
     Keyring,
     Resumed,
     fingerprinted_parts,
@@ -291,7 +291,10 @@ class Engine:
         _resuming.set(entry)
         try:
             if entry.body is None:
-                raise OutcomeUnknown(f"{entry.scope}: the body under key {entry.key} was not stored")
+                raise OutcomeUnknown(
+                    f"{entry.scope}: the body under key {entry.key} is not stored (it was too long, or a stream), so it cannot "
+                    "be sent again: look up the result at the server, and then forget() the operation"
+                )
             return Resumed(entry, response=(yield Call(send, entry)))
         except Exception as error:
             return Resumed(entry, error=error)
@@ -301,7 +304,7 @@ class Engine:
     def require_keyring(self) -> Keyring:
         """Return the keyring; raise ConfigurationError if there is none."""
         if self.keyring is None:
-            raise ConfigurationError("there is no keyring: give one, such as keyring='sqlite:///keys.db'")
+            raise ConfigurationError("This client has no keyring: give it one, such as keyring='sqlite:///keys.db'")
         return self.keyring
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class Breaker(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.failures < 1 or not 0 < self.cooldown < float("inf"):
-            raise ConfigurationError("breaker: failures must be at least 1, and cooldown longer than nothing")
+            raise ConfigurationError("breaker: failures must be at least 1, and cooldown longer than 0 seconds")
 
 
 class Host:

@@ -12,11 +12,11 @@ from typing import Any
 import httpcore
 import httpx
 
+from .._ledger.transactions import Do
 from .._runtime.plan import Effect, Plan, arun, run
 from ._compat import wrap_network_backend
 from .bodies import MAX_BODY, READ_AHEAD, read_mode
 from .deadlines import Deadline, call_with_deadline, with_deadline
-from .effects import CallMethod
 from .engine import AsyncPendingOperations, Engine, LibraryErrors, PendingOperations, RetryableRequest
 from .errors import OutcomeUnknown, RetriesExhausted
 from .hosts import host_name
@@ -167,7 +167,7 @@ class HttpxRequest(RetryableRequest):
             return self.request.read()  # in memory already, for async clients too
         length = self.headers.get("Content-Length", "")
         if length.isdigit() and int(length) <= MAX_BODY:
-            content: bytes = yield CallMethod(self.request, "read", "aread")
+            content: bytes = yield Do(self.request.read, self.request.aread)
             return content
         self.request.stream = SingleUseBody(self.request.stream)
         return None
@@ -176,7 +176,7 @@ class HttpxRequest(RetryableRequest):
         return not (isinstance(self.request.stream, SingleUseBody) and self.request.stream.begun)
 
     def close(self, reply: HttpReply) -> Effect[None]:
-        return CallMethod(reply.response, "close", "aclose")
+        return Do(reply.response.close, reply.response.aclose)
 
     def fault(self, error: Exception) -> Fault:
         return find_fault(error, FAULTS)

@@ -110,20 +110,28 @@ class Retry:
 
     def _check(self) -> None:
         if isinstance(self.attempts, bool) or not isinstance(self.attempts, int) or self.attempts < 1:
-            raise ConfigurationError(f"attempts = {self.attempts!r}: there is at least the first one")
+            raise ConfigurationError(
+                f"attempts = {self.attempts!r}: write a whole number of 1 or more; the first attempt counts"
+            )
         kinds = self.errors if isinstance(self.errors, tuple) else ()
         if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
-            raise ConfigurationError(f"errors = {kinds!r}: name exceptions, or give a function that tells")
+            raise ConfigurationError(
+                f"errors = {kinds!r}: give exceptions, or a function that says whether to try again"
+            )
         if self.deadline <= 0 or self.attempt_timeout == 0 or self.key_lifetime <= 0:
-            raise ConfigurationError("deadline, attempt_timeout and key_lifetime must be longer than nothing")
+            raise ConfigurationError("deadline, attempt_timeout and key_lifetime must be longer than 0 seconds")
         if (self.attempt_timeout or self.deadline) >= self.key_lifetime:
             raise ConfigurationError(
                 "key_lifetime must be longer than one attempt can take (attempt_timeout, deadline)"
             )
         if list(self.schedule) != sorted(self.schedule):
-            raise ConfigurationError("schedule: each time counts from the first attempt, so they must grow")
+            raise ConfigurationError(
+                f"schedule = {self.schedule}: times count from the first attempt, so each must be later"
+            )
         if self.schedule and len(self.schedule) < self.attempts - 1:
-            raise ConfigurationError(f"schedule: {self.attempts} attempts need {self.attempts - 1} times")
+            raise ConfigurationError(
+                f"schedule = {self.schedule}: {self.attempts} attempts need {self.attempts - 1} times"
+            )
 
     def wants(self, error: Exception) -> bool:
         """Whether to call a function again after *error*."""

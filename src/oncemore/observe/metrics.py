@@ -53,7 +53,7 @@ RECEIVED = Metric(
 )
 
 DELIVERED = Metric("webhook.delivery_success", "Webhooks that their endpoints have accepted.", ())
-DELIVERIES = Metric("webhook.deliveries", "Webhooks whose delivery has ended: delivered or dead.", ("outcome",))
+DELIVERIES = Metric("webhook.deliveries", "Deliveries of webhooks that have ended: delivered or dead.", ("outcome",))
 WEBHOOK_ATTEMPTS = Metric(
     "webhook.attempts", "Requests to endpoints, by their status: 2xx to 5xx, or none.", ("code_class",)
 )
@@ -61,8 +61,6 @@ DELIVERY_AGE = Metric(
     "webhook.delivery_age", "From the sending of a webhook to its acceptance, in seconds.", (), DELAY_BOUNDS
 )
 
-WEBHOOK_METRICS = (DELIVERED, DELIVERIES, WEBHOOK_ATTEMPTS, DELIVERY_AGE)
-SLOT_METRICS = (JOB_CONFLICT, SLOTS, MISSED, SLOT_DELAY)
 GUARD_METRICS = (
     EVENTS,
     CREATED,
@@ -73,8 +71,14 @@ GUARD_METRICS = (
     SHADOWED,
     PUBLISHED,
     RECEIVED,
-    *SLOT_METRICS,
-    *WEBHOOK_METRICS,
+    JOB_CONFLICT,
+    SLOTS,
+    MISSED,
+    SLOT_DELAY,
+    DELIVERED,
+    DELIVERIES,
+    WEBHOOK_ATTEMPTS,
+    DELIVERY_AGE,
 )
 RETRY_METRICS = (RETRIES, EXHAUSTED, RECOVERED, DELAY)
 

@@ -14,16 +14,16 @@ from typing import Any
 from .._contract.paths import SAFE_METHODS
 from .._contract.rule import idempotent
 from .._ledger.connect import naming_extras
-from .._ledger.context import running
+from .._ledger.context import current_operation, running
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import arun
 from ..errors import ConfigurationError, PayloadTooLarge
 from .discovery import rules_for, unsafe_methods
 from .etag import Etag
 from .http import Exchange, Idempotency, Response, Streamed
-from .request import NOT_OF_A_GET, Fields, Request, current_operation
+from .request import NOT_OF_A_GET, Fields, Request
 from .shadow import Shadow
-from .unserved import Route, route_at, warn_of_routes
+from .unserved import route_at, warn_of_routes
 
 with naming_extras("oncemore.web.aiohttp"):
     from aiohttp import web
@@ -66,7 +66,8 @@ class IdempotencyMiddleware(Idempotency):
                 self.contract.add(rule.at(f"{'|'.join(served)} {path_of(route)}"))
         self.contract.check()
         self.rules_declared()
-        warn_of_routes(self.contract, map(served_route, app.router.routes()), self.status_path)
+        served = (route_at(path_of(route), {route.method}) for route in app.router.routes())
+        warn_of_routes(self.contract, served, self.status_path)
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = Fields([(name.lower(), value) for name, value in request.raw_headers])
@@ -75,9 +76,8 @@ class IdempotencyMiddleware(Idempotency):
             return await handler(request)
         if (request.content_length or 0) > limit and request.method not in SAFE_METHODS:
             return to_aiohttp(self.refusal(PayloadTooLarge(f"The body may have {limit} bytes")))
-        as_get = (
-            request_as_get(request) if "if-match" in headers.first else None
-        )  # once it is read, it cannot be copied
+        # Copied now, because a request that has been read cannot be.
+        as_get = request_as_get(request) if "if-match" in headers.first else None
         query = request.rel_url.raw_query_string
         asked = Request(request.method, request.path, query, headers, await request.read(), request)
         if self.asks:
@@ -88,15 +88,13 @@ class IdempotencyMiddleware(Idempotency):
         self, asked: Request, request: web.Request, handler: Handler, as_get: web.Request | None
     ) -> web.StreamResponse:
         """Call the handler once for this key; every other request with the key gets the stored response."""
-        observed = self.observed(asked)
-        if observed is not None:
-            plan = Shadow(self, observed).around(asked, partial(handler, request), lambda response: response.status)
-            return await arun(plan)
         exchange = await arun(self.begin_exchange(asked, partial(current_etag, as_get)))
         if exchange is None:
             return await handler(request)
         if isinstance(exchange, Response):
             return to_aiohttp(exchange)
+        if isinstance(exchange, Shadow):
+            return await arun(exchange.around(asked, partial(handler, request), lambda response: response.status))
         request[EXCHANGE] = exchange
         raised: web.HTTPException | None = None
         try:
@@ -109,7 +107,7 @@ class IdempotencyMiddleware(Idempotency):
         except Answered as instead:
             return to_aiohttp(instead.response)
         except BaseException as error:
-            refused = await arun(exchange.fail(error))
+            refused = await arun(self.fail(exchange.attempt, exchange.match, error))
             if refused is None:
                 raise
             return to_aiohttp(refused)
@@ -237,7 +235,3 @@ def path_of(route: web.AbstractRoute) -> str:
     if brace and last.endswith("}") and (pattern is None or pattern.fullmatch(PARAMETER.sub("x", head) + "x/x")):
         return f"{path[:-1]}:path}}"
     return path
-
-
-def served_route(route: web.AbstractRoute) -> Route:
-    return route_at(path_of(route), {route.method})

@@ -106,28 +106,38 @@ FLASK_PARAMETER = re.compile(r"<(?:(?P<converter>[A-Za-z_]\w*)(?:\([^>]*\))?:)?(
 
 def declare_flask(contract: Contract, app: Any) -> None:
     """Add to the contract every rule on a view of a Flask app, also below other middlewares and mounts."""
-    contract.add(*flask_rules(app, "", set()))
+    contract.add(*flask_rules(app))
     contract.check()
 
 
-def flask_rules(app: Any, prefix: str, seen: set[int]) -> Iterator[Rule]:
-    """The rules of a Flask app, given as itself, as its `wsgi_app`, or inside another middleware."""
-    app = getattr(app, "__self__", app)
-    if app is None or id(app) in seen:
-        return
-    seen.add(id(app))
-    if hasattr(app, "url_map") and hasattr(app, "view_functions"):
-        for route in app.url_map.iter_rules():
+def flask_rules(app: Any) -> Iterator[Rule]:
+    for found, prefix in flask_apps(app):
+        for route in found.url_map.iter_rules() if found is not None else ():
             methods = sorted(set(route.methods or ()) - SAFE_METHODS)
-            for rule, served in rules_for(app.view_functions.get(route.endpoint), methods):
-                yield at_flask_route(rule, f"{'|'.join(served)} {prefix}{flask_path(app, route.rule)}", route)
+            for rule, served in rules_for(found.view_functions.get(route.endpoint), methods):
+                yield at_flask_route(rule, f"{'|'.join(served)} {prefix}{flask_path(found, route.rule)}", route)
+
+
+def flask_apps(app: Any, prefix: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[Any, str]]:
+    """Each Flask app in *app*, with the path that it is mounted at; None in place of an app of another kind.
+
+    *app* is the Flask app itself, its `wsgi_app`, or another middleware around it.
+    """
+    app = getattr(app, "__self__", app)
+    if id(app) in seen:
+        return
+    seen = seen | {id(app)}
+    if hasattr(app, "url_map") and hasattr(app, "view_functions"):
+        yield app, prefix
         return
     mounts = getattr(app, "mounts", None)  # Werkzeug's DispatcherMiddleware
-    if isinstance(mounts, dict):
-        for mount, inner in mounts.items():
-            yield from flask_rules(inner, prefix + mount, seen)
-    for name in ("app", "application", "wsgi_app"):
-        yield from flask_rules(getattr(app, name, None), prefix, seen)
+    for mount, inner in mounts.items() if isinstance(mounts, dict) else ():
+        yield from flask_apps(inner, prefix + mount, seen)
+    inside = [inner for name in ("app", "application", "wsgi_app") if (inner := getattr(app, name, None)) is not None]
+    if not inside:
+        yield None, prefix
+    for inner in inside:
+        yield from flask_apps(inner, prefix, seen)
 
 
 def at_flask_route(rule: Rule, match: str, route: Any) -> Rule:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, quote
 
@@ -37,7 +36,7 @@ from ..errors import (
     Undeclared,
 )
 from .etag import Etag, check_if_match
-from .problem import ProblemBody, Response, problem_response, value_response
+from .problem import ProblemBody, Response, problem_response, stripe_problem, value_response
 from .rates import Admission, Rates, default_rates
 from .redrive import REDRIVEN, kept_request, redriven, resumed
 from .request import (
@@ -46,6 +45,7 @@ from .request import (
     Headers,
     Principal,
     Request,
+    StripeAccount,
     is_async,
     is_sent,
     kept_headers,
@@ -53,8 +53,6 @@ from .request import (
     principal_of,
     value_of,
 )
-from .stripe import PROFILES as STRIPE_PROFILES
-from .stripe import StripeAccount, stripe_problem
 
 log = logging.getLogger("oncemore.web")
 
@@ -64,7 +62,6 @@ MOST_SCOPES = 4096
 LONGEST_REMEMBERED = 1024  # longer names would fill our memory
 # The client is to send the same request, with the same key, to another address: it has not been performed here.
 REPEATING_REDIRECTS = (307, 308)
-NO_PATH = "\0"  # no request has such a path
 LONGEST_TIMEOUT = 32  # a longer text is no duration, and would take long to read
 
 
@@ -103,9 +100,9 @@ class Door(Generic[App]):
             guard: The ledger in which operations and their outcomes are kept.
             contract: The rules; without one, every POST and PATCH with an Idempotency-Key is guarded.
             profile: The defaults of the contract, if there is no contract to name them: `"stripe"`, `"ietf"`, and others.
-            principal: From the framework's request to the caller's name, who owns the key; ASGI and Django also take an
-                async function, and `oncemore.web.jwt` makes one that verifies tokens.  Without it, the owner is the
-                authenticated user, else the credentials in the headers.
+            principal: From the framework's request to the name of the caller that owns the key; ASGI and Django also take an
+                async function, and `oncemore.web.jwt` makes one that verifies tokens.  Without it, the owner is the authenticated
+                user, else the credentials in the headers.
             tenant: From the framework's request to the name of the tenant, if keys belong to tenants.
             secrets: Keys for fingerprints, the newest first; without one, fingerprints are plain digests.
             keep_headers: The names of the response headers that a replay repeats, instead of all that may be repeated.
@@ -142,15 +139,14 @@ class Door(Generic[App]):
         self.asks = isinstance(self.principal, AsyncPrincipal) or isinstance(self.tenant, AsyncPrincipal)
         self.redact = redact
         self.rates = rates or default_rates(self.contract)
-        self.status_path = (status_path or NO_PATH) if enforce else NO_PATH
+        self.status_path = status_path if enforce else None
         self.enforce = enforce
         self.problem_base = problem_base
         self.problem = problem
-        if self.contract.profile in STRIPE_PROFILES:
+        if self.contract.profile in ("stripe", "stripe-v2"):
             self.tenant = self.tenant or StripeAccount()
             self.problem = problem or stripe_problem
         self._fingerprints = Fingerprints(tuple(secrets))
-        self._attempts: dict[int, tuple[type[LeaseAttempt], Policy, Rule]] = {}  # by the rule's id: it is slow to hash
         self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         self._warned: frozenset[str] = frozenset()
@@ -205,32 +201,20 @@ class Door(Generic[App]):
     def check(self, match: Match, method: str, path: str, headers: Headers) -> None:
         """Raise what the contract refuses whatever the key."""
         if not match.declared and self.contract.undeclared == "refuse":
-            raise Undeclared(f"No rule of the contract matches {method} {path}")
+            raise Undeclared(
+                f"No rule of the contract matches {method} {path}, and others are not accepted: add a rule for it"
+            )
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
-
-    @property
-    def lookup_path(self) -> str:
-        """Where callers look an operation up; empty if that is switched off."""
-        return self.status_path if self.status_path != NO_PATH else ""
-
-    @cached_property
-    def quiet_guard(self) -> Guard:
-        """The guard without its observers: in shadow mode, nothing happens that they should hear of."""
-        quiet = copy.copy(self.guard)
-        quiet.observers = ()
-        return quiet
 
     def operation(self, match: Match, request: Request) -> Operation | None:
         """The operation that the request asks for; None if the key is optional and was not sent."""
         rule, headers = match.rule, request.headers
-        steps = rule.policy.effect == "steps"
         if type(request.native) is not dict or REDRIVEN in request.native:
             unfinished = redriven(request.native)
             if unfinished is not None:
                 return resumed(unfinished, rule)
-        principal = principal_of(self.principal, request)
-        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+        principal, tenant = self.caller(request)
         named = lines(headers, rule.key.name.lower())
         unique: str | None = None
         if rule.key.source == "header" and rule.unique_by is None:  # the common case names nothing else of the request
@@ -255,10 +239,13 @@ class Door(Generic[App]):
             partial(self._fingerprints.matches, rule, parts),
             issued_at(rule, headers, key) if rule.policy.late == "refuse" else None,
             path if rule.if_match else unique,
-            partial(kept_request, request.method, request.path, request.query, headers, request.body)
-            if steps
-            else None,
+            partial(kept_request, request) if rule.policy.effect == "steps" else None,
         )
+
+    def caller(self, request: Request) -> tuple[str, str]:
+        """The names of the caller and of its tenant, which is empty if there are none."""
+        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+        return principal_of(self.principal, request), tenant
 
     def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:
         """The owner of the key, by the rule's scope."""
@@ -294,15 +281,6 @@ class Door(Generic[App]):
         """The rule's policy; with if_match, updates of one resource run one after the other."""
         return take_turns(rule.policy) if rule.if_match else rule.policy
 
-    def attempt(self, rule: Rule, operation: Operation) -> LeaseAttempt:
-        """One try at the operation, under the rule's policy."""
-        found = self._attempts.get(id(rule))
-        if found is None:
-            policy = self.policy(rule)
-            found = self._attempts[id(rule)] = (ATTEMPTS[policy.effect], policy, rule)  # with the rule, to keep its id
-        kind, policy, _ = found
-        return kind(self.guard, operation, policy)
-
     def check_effects(self) -> None:
         """Raise a ConfigurationError if a rule wants transactions and the store cannot lend them, or its driver is missing."""
         for rule in self.contract.rules:
@@ -325,7 +303,7 @@ class Door(Generic[App]):
         """Warn, once for each rule, that principals share its keys."""
         unscoped = frozenset(self.contract.unscoped)
         for name in sorted(unscoped - self._warned):
-            text = f"The rule {name!r} has no principal: everyone who knows a key sees its outcome"
+            text = f"The rule {name!r} has no principal: all callers that know a key see its outcome"
             warnings.warn(text, stacklevel=stacklevel)
         self._warned = unscoped
 
@@ -333,27 +311,32 @@ class Door(Generic[App]):
 
     def begin(
         self,
-        attempt: LeaseAttempt,
+        operation: Operation,
         match: Match,
         request: Request,
         current_etag: Plan[Etag],
         *,
         wait: float | None,
-        mount: str,
+        mount: str = "",
+        policy: Policy | None = None,
     ) -> Plan[Response | LeaseAttempt | None]:
         """Claim the operation: the response if the app is not to be called, else the attempt under which to call it.
 
-        None if the store is down and the rule says `store_down = "run"`: then the app is called unguarded.
+        None if the store is down and the rule says `store_down = "run"`: then the app is called unguarded.  *policy* is that
+        of the rule unless given, *mount* the prefix that the app is mounted at.
         """
+        policy = policy or self.policy(match.rule)
+        attempt = ATTEMPTS[policy.effect](self.guard, operation, policy)
         try:
             answer = yield from attempt.begin(wait)
         except OncemoreError as error:
-            if not self.runs_unguarded(error, match.rule):
-                return self.refusal(error, match, attempt.operation, mount)
+            is_down = isinstance(error, StoreError) and not isinstance(error, CorruptRecord)
+            if not is_down or match.rule.store_down != "run":
+                return self.refusal(error, match, operation, mount)
             log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
             return None
         if answer is not None:
-            return self.replay(answer, match.rule, attempt.operation)
+            return self.replay(answer, match.rule, operation)
         if match.rule.rate is None and not match.rule.if_match:
             return attempt
         try:
@@ -364,7 +347,7 @@ class Door(Generic[App]):
         except BaseException as error:
             yield from attempt.withdraw(error)
             if isinstance(error, OncemoreError):
-                return self.refusal(error, match, attempt.operation)
+                return self.refusal(error, match, operation)
             raise
         return attempt
 
@@ -373,14 +356,13 @@ class Door(Generic[App]):
         if rule.rate is not None and op.attempt == 1:
             if self.rates is None:
                 self.rules_declared()  # the rule was found later
-            principal = principal_of(self.principal, request)
-            tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
+            principal, tenant = self.caller(request)
             assert self.rates is not None, "a rule with a rate has a counter"
             yield Admission(self.rates, rule, join(rule.name, tenant, principal))
         if rule.if_match:
             yield from check_if_match(request.headers, current_etag)
 
-    def settle(
+    def record(
         self,
         attempt: LeaseAttempt,
         rule: Rule,
@@ -391,41 +373,49 @@ class Door(Generic[App]):
     ) -> Plan[Answer]:
         """Record a complete response: when this returns, its outcome is durable, or the answer says that it is not.
 
-        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it.
+        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it, or it is the
+        database's refusal of the transaction.
         """
+        if cause is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(cause):
+            yield from attempt.fail(cause)  # raises what the client is to be told
         outcome = self.outcome(rule, status, headers, body)
         if status in REPEATING_REDIRECTS:
             yield from attempt.withdraw()
             return Answer(outcome, "released")
         return (yield from attempt.settle(outcome, cause))
 
-    def settle_stream(self, attempt: LeaseAttempt, rule: Rule, status: int, *, has_length: bool) -> Plan[Answer]:
+    def record_stream(self, attempt: LeaseAttempt, rule: Rule, status: int, *, has_length: bool) -> Plan[Answer]:
         """Record, before the first byte of a response that is not held back, that it happened.
 
         If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
         but a transaction is rolled back at once.
         """
         tombstone = unkept(rule, status, has_length=has_length)
-        if self.is_settled_first(attempt, rule, tombstone, has_length=has_length):
+        is_kept = (has_length or rule.streams != "release") and attempt.keeps(tombstone)
+        if is_kept or attempt.doubts(tombstone):
             return (yield from attempt.settle(tombstone))
         if attempt.policy.effect == "transaction":
             yield from attempt.release()
         return Answer(tombstone, "unstored")
 
-    def is_settled_first(
-        self, attempt: LeaseAttempt, rule: Rule, tombstone: Outcome, *, has_length: bool = False
-    ) -> bool:
-        """Whether a response that is not held back is recorded before its first byte, rather than released at its end."""
-        is_kept = (has_length or rule.streams != "release") and attempt.keeps(tombstone)
-        return is_kept or attempt.doubts(tombstone)
+    def finish(self, attempt: LeaseAttempt, match: Match, recording: Plan[Answer]) -> Plan[Answer | Response]:
+        """Carry out `record` or `record_stream`: the answer, or the response for the client, if it is not to get the app's own.
 
-    def is_refused_transaction(self, attempt: LeaseAttempt, error: BaseException | None) -> bool:
-        """Whether *error*, from behind a framework's error page, is the database's refusal of the transaction."""
-        return error is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(error)
+        That is so if this attempt was too slow, and another's outcome counts; or if the database refused the transaction.
+        """
+        try:
+            answer = yield from recording
+        except OncemoreError as error:
+            return self.refusal(error, match, attempt.operation)
+        return self.replay(answer, match.rule, attempt.operation) if answer.how == "replayed" else answer
 
-    def runs_unguarded(self, error: OncemoreError, rule: Rule) -> bool:
-        """Whether the rule lets a request run unguarded: if the store is down, but not if a record is unreadable."""
-        return rule.store_down == "run" and isinstance(error, StoreError) and not isinstance(error, CorruptRecord)
+    def fail(self, attempt: LeaseAttempt, match: Match, error: BaseException) -> Plan[Response | None]:
+        """Record that the app has raised *error*; the response, if the client gets that instead of the error."""
+        try:
+            yield from attempt.fail(error)
+        except StoreError as refused:  # the database refused the transaction: the client's retry is safe
+            return self.refusal(refused, match, attempt.operation)
+        return None
 
     # From an answer to a response
 
@@ -448,14 +438,13 @@ class Door(Generic[App]):
 
     def headers(self, rule: Rule, answer: Answer) -> list[tuple[str, str]]:
         """The headers that tell how the response came about: stored, replayed or unstored (and why); and its expiry."""
-        status = rule.status_header
-        is_kept = answer.how not in ("released", "unknown") and answer.outcome.kind != "tombstone"
-        how = answer.how if is_kept else "unstored"
+        status, is_tombstone = rule.status_header, answer.outcome.kind == "tombstone"
+        how = "unstored" if is_tombstone or answer.how in ("released", "unknown") else answer.how
         value = getattr(status, how)
         found = [(status.name.lower(), value)] if status.name and value else []
         if how == "unstored":
-            reason = reason_of(answer)
-            if found and reason:
+            reason = answer.outcome.body.decode() if is_tombstone else "store" if answer.how == "unstored" else ""
+            if found and reason:  # else it is the rule's own wish
                 found.append(("idempotency-reason", reason))
         elif answer.expires_at is not None and status.expires:
             found.append((status.expires.lower(), http_date(int(answer.expires_at))))
@@ -471,9 +460,8 @@ class Door(Generic[App]):
                 if operation is not None:
                     self.guard.refused(operation, error)
                 return self.refusal(error)
-        status = outcome.status if rule.replay_status == "same" else int(rule.replay_status)
-        if status == outcome.status or not 200 <= outcome.status < 300:
-            status = outcome.status
+        is_same = rule.replay_status == "same" or not 200 <= outcome.status < 300
+        status = outcome.status if is_same else int(rule.replay_status)
         return Response(status, [*outcome.headers, *self.headers(rule, answer)], outcome.body)
 
     def refusal(
@@ -481,20 +469,13 @@ class Door(Generic[App]):
     ) -> Response:
         """The problem document for an error; *mount* is the prefix that the app is mounted at."""
         return problem_response(
-            error, match, operation, self.problem_base, self.lookup_path, mount=mount, body=self.problem
+            error, match, operation, self.problem_base, self.status_path, mount=mount, body=self.problem
         )
 
 
 def unkept(rule: Rule, status: int, *, has_length: bool) -> Outcome:
     """The tombstone of a response that is not held back, with the reason: it is too long, or nobody knows how long it is."""
     return Outcome("tombstone", status, body=b"size" if has_length or rule.streams == "store" else b"streaming")
-
-
-def reason_of(answer: Answer) -> str:
-    """Why an outcome was not kept, if that is not the rule's own wish: `streaming`, `size` or `store`."""
-    if answer.outcome.kind == "tombstone":
-        return answer.outcome.body.decode()
-    return "store" if answer.how == "unstored" else ""
 
 
 def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:

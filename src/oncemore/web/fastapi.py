@@ -6,8 +6,8 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 from __future__ import annotations
 
 from .._contract.rule import idempotent
+from .._ledger import context
 from .._ledger.context import Op
-from . import request
 from .asgi import IdempotencyMiddleware
 from .openapi.app import document
 
@@ -16,4 +16,4 @@ __all__ = ["IdempotencyMiddleware", "Op", "current_operation", "document", "idem
 
 async def current_operation() -> Op:
     """The running operation, for `op: Annotated[Op, Depends(current_operation)]`."""
-    return request.current_operation()
+    return context.current_operation()

@@ -22,14 +22,14 @@ import msgspec
 from .._contract.contract import Match
 from .._contract.paths import SAFE_METHODS
 from .._ledger.attempt import LeaseAttempt
-from .._ledger.context import running
+from .._ledger.context import current_operation, running
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import Call, Plan, arun, run
-from ..errors import ConfigurationError, OncemoreError, StoreError
+from ..errors import ConfigurationError, OncemoreError
 from .door import Door, wait_of
 from .etag import Etag
 from .problem import Response
-from .request import Headers, Request, check_length, current_operation
+from .request import Headers, Request, check_length
 from .shadow import Shadow
 from .status import status_plan
 
@@ -91,13 +91,11 @@ class Idempotency(Door[Any]):
         return await finish_despite_cancel(arun(self._respond(request, perform, etag)))
 
     def _respond(self, request: Request, perform: Callable[[], Any], etag: Callable[[], Any] | None) -> Plan[Answered]:
-        observed = self.observed(request)
-        if observed is not None:
-            shadow = Shadow(self, observed)
-            return (yield from shadow.around(request, perform, lambda response: response.status))  # type: ignore[no-any-return]
         found = yield from self.begin_exchange(request, etag)
         if isinstance(found, Response):
             return found
+        if isinstance(found, Shadow):
+            return (yield from found.around(request, perform, lambda response: response.status))  # type: ignore[no-any-return]
         if found is None:
             return (yield Call(perform))  # type: ignore[no-any-return]
         try:
@@ -107,26 +105,19 @@ class Idempotency(Door[Any]):
             found.attempt.drop()
             raise
         except BaseException as error:
-            refused = yield from found.fail(error)
+            refused = yield from self.fail(found.attempt, found.match, error)
             if refused is None:
                 raise
             return refused
         return (yield from found.finish(response))
 
-    def observed(self, request: Request) -> Match | None:
-        """The rule of a request that is only observed (`enforce = false`); None if it is guarded, or passes."""
-        if request.method in SAFE_METHODS:
-            return None
-        try:
-            match = self.match(request.method, request.path, request.headers)
-        except OncemoreError:
-            return None
-        return match if match is not None and not self.enforces(match.rule) else None
-
     def begin_exchange(
         self, request: Request, etag: Callable[[], Any] | None = None
-    ) -> Plan[Response | Exchange | None]:
-        """The response if nothing is to be performed; None if the request is not guarded; else the exchange that has begun."""
+    ) -> Plan[Response | Exchange | Shadow | None]:
+        """The response if nothing is to be performed; None if the request is not guarded; else the exchange that has begun.
+
+        In shadow mode, a `Shadow`, with which to perform.
+        """
         match = None
         try:
             if request.method in SAFE_METHODS:
@@ -135,20 +126,21 @@ class Idempotency(Door[Any]):
             match = self.match(request.method, request.path, request.headers)
             if match is None:
                 return None
+            if not self.enforces(match.rule):
+                return Shadow(self, match)
             check_length(match.rule, len(request.body))
             operation = self.operation(match, request)
         except OncemoreError as error:
             return self.refusal(error, match)
         if operation is None:
             return None
-        attempt = self.attempt(match.rule, operation)
         current = current_etag(match, etag)
-        found = yield from self.begin(attempt, match, request, current, wait=wait_of(request.headers), mount="")
-        return Exchange(self, match, attempt) if isinstance(found, LeaseAttempt) else found
+        found = yield from self.begin(operation, match, request, current, wait=wait_of(request.headers))
+        return Exchange(self, match, found) if isinstance(found, LeaseAttempt) else found
 
 
 class Exchange:
-    """A guarded request that is to be performed now: `finish` it with its response, or `fail` it with an error."""
+    """A guarded request that is to be performed now: `finish` it with its response, or let its door `fail` it."""
 
     def __init__(self, door: Door[Any], match: Match, attempt: LeaseAttempt) -> None:
         self.door = door
@@ -158,27 +150,17 @@ class Exchange:
     def finish(self, response: Answered) -> Plan[Answered]:
         """Record the outcome; return the response for the client, with our headers."""
         door, rule, attempt = self.door, self.match.rule, self.attempt
-        try:
-            if isinstance(response, Streamed):
-                has_length = any(name.lower() == "content-length" for name, _ in response.headers)
-                answer = yield from door.settle_stream(attempt, rule, response.status, has_length=has_length)
-                yield from attempt.release()  # does nothing if a tombstone was settled
-            else:
-                headers = [(name.lower(), value) for name, value in response.headers]
-                answer = yield from door.settle(attempt, rule, response.status, headers, response.body)
-        except OncemoreError as error:  # this attempt was too slow, or the database refused the transaction
-            return door.refusal(error, self.match, attempt.operation)
-        if answer.how == "replayed":
-            return door.replay(answer, rule)
-        return msgspec.structs.replace(response, headers=[*response.headers, *door.headers(rule, answer)])
-
-    def fail(self, error: BaseException) -> Plan[Response | None]:
-        """Record that performing has raised; a response if the client gets that instead of the error."""
-        try:
-            yield from self.attempt.fail(error)
-        except StoreError as refused:  # the database refused the transaction: the client's retry is safe
-            return self.door.refusal(refused, self.match, self.attempt.operation)
-        return None
+        headers = [(name.lower(), value) for name, value in response.headers]
+        if isinstance(response, Response):
+            recording = door.record(attempt, rule, response.status, headers, response.body)
+        else:
+            has_length = any(name == "content-length" for name, _ in headers)
+            recording = door.record_stream(attempt, rule, response.status, has_length=has_length)
+        found = yield from door.finish(attempt, self.match, recording)
+        yield from attempt.release()  # does nothing unless it is a stream that is not to be remembered
+        if isinstance(found, Response):
+            return found
+        return msgspec.structs.replace(response, headers=[*response.headers, *door.headers(rule, found)])
 
 
 def current_etag(match: Match, etag: Callable[[], Any] | None) -> Plan[Etag]:

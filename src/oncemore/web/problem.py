@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -43,12 +44,20 @@ class Response(msgspec.Struct, frozen=True):
     body: bytes
 
 
+def status_line(status: int) -> str:
+    """The status with its phrase, as WSGI and load balancers want it."""
+    try:
+        return f"{status} {HTTPStatus(status).phrase}"
+    except ValueError:
+        return f"{status} Unknown"
+
+
 def problem_response(
     error: OncemoreError,
     match: Match | None,
     operation: Operation | None,
     base: str,
-    status_path: str,
+    status_path: str | None,
     mount: str = "",
     body: ProblemBody | None = None,
 ) -> Response:
@@ -59,17 +68,12 @@ def problem_response(
         match: The rule, if one was found.
         operation: The operation, if the request had a key.
         base: The text before the error's code in the `type` member.
-        status_path: Where an operation that is still running can be looked up.
+        status_path: Where an operation that is still running can be looked up, if that is possible.
         mount: The prefix that the app is mounted at.
         body: From the members of the problem document to the JSON that is sent instead.
     """
-    if (
-        isinstance(error, InProgress)
-        and match
-        and operation
-        and match.rule.policy.in_flight == "accepted"
-        and status_path
-    ):
+    is_accepted = isinstance(error, InProgress) and match is not None and match.rule.policy.in_flight == "accepted"
+    if is_accepted and match and operation and status_path:
         return accepted(error, match, operation, status_path, mount.rstrip("/"))
     status = error.status
     if isinstance(error, PayloadMismatch) and match is not None:
@@ -80,13 +84,29 @@ def problem_response(
         log.error("%s: %s", error.code, error.detail)
         members["detail"] = error.title
     members["detail"] = FOR_CLIENTS.get(error.code, members["detail"])
-    headers = [*retry_after(error, match), *refused_status(match)]
+    headers = retry_after(error, match)
+    marker = match.rule.status_header if match is not None else None
+    if marker and marker.name and marker.refused:
+        headers.append((marker.name.lower(), marker.refused))
     if body is not None:
         try:
             return Response(status, [JSON, *headers], encode_json(body(dict(members))))
         except Exception:  # the client is told of its own error, not of this one
             log.exception("The problem function failed; a problem document is sent instead")
     return Response(status, [PROBLEM, *headers], encode_json(members))
+
+
+STRIPE_CODES = {"CONFLICT.idempotency.in_progress": "idempotency_key_in_use", "RATE_LIMIT.exceeded": "rate_limit"}
+
+
+def stripe_problem(problem: dict[str, Any]) -> dict[str, Any]:
+    """The error body that Stripe's SDKs read, for a problem document: they raise IdempotencyError or InvalidRequestError."""
+    code: str = problem["error_code"]
+    if code.startswith("CONFLICT.idempotency."):
+        kind = "idempotency_error"
+    else:
+        kind = "api_error" if problem["status"] >= 500 else "invalid_request_error"
+    return {"error": {"type": kind, "message": problem["detail"], "code": STRIPE_CODES.get(code, code)}}
 
 
 def retry_after(error: OncemoreError, match: Match | None) -> list[tuple[str, str]]:
@@ -97,11 +117,6 @@ def retry_after(error: OncemoreError, match: Match | None) -> list[tuple[str, st
     if seconds is None and isinstance(error, StoreError):
         seconds = 1.0
     return [] if seconds is None else [("retry-after", str(max(1, math.ceil(seconds))))]
-
-
-def refused_status(match: Match | None) -> list[tuple[str, str]]:
-    header = match.rule.status_header if match is not None else None
-    return [(header.name.lower(), header.refused)] if header and header.name and header.refused else []
 
 
 def accepted(error: OncemoreError, match: Match, operation: Operation, status_path: str, prefix: str) -> Response:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import quote
 
 from .._contract.rule import Rule
+from .._ledger.context import CURRENT
 from .._ledger.model import Operation
 from .._ledger.transactions import Do
 from .._runtime.plan import Plan
 from ..errors import ConfigurationError
-from .request import CURRENT, Headers, native_mapping
+from .request import Request, native_mapping
 
 # In a scope or environ: the operation to be finished.  A client cannot set it, because all that it sends is text.
 REDRIVEN = "oncemore.redriven"
@@ -77,10 +78,11 @@ def check_passed(native: Any) -> None:
         )
 
 
-def kept_request(method: str, path: str, query: str, headers: Headers, body: bytes) -> dict[str, Any]:
+def kept_request(request: Request) -> dict[str, Any]:
     """The part of a request that is stored, in plain values and without credentials."""
-    kept = [[name, value] for name, value in headers if name not in NOT_KEPT]
-    return {"method": method, "path": path, "query": query, "headers": kept, "body": body}
+    headers = [[name, value] for name, value in request.headers if name not in NOT_KEPT]
+    method, path, query = request.method, request.path, request.query
+    return {"method": method, "path": path, "query": query, "headers": headers, "body": request.body}
 
 
 class Redrive:
@@ -90,14 +92,12 @@ class Redrive:
     server has mounted the app (root_path, SCRIPT_NAME), if any.
     """
 
-    def __init__(self, headers: Iterable[tuple[str, str]] = (), mount: str = "") -> None:
+    def __init__(self, app: Callable[..., Any], headers: Iterable[tuple[str, str]] = (), mount: str = "") -> None:
+        self.app = app
         self.headers = [(name.lower(), value) for name, value in headers]
         self.mount = mount.rstrip("/")
 
     def drive(self, operation: Operation, request: Any) -> Plan[None]:
-        yield self.call(operation, request)
-
-    def call(self, operation: Operation, request: Any) -> Do[None]:
         raise NotImplementedError
 
     def _headers(self, request: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -108,17 +108,8 @@ class Redrive:
 class RedriveAsgi(Redrive):
     """An ASGI app, called on the completer's own loop: use the awaited forms of the completer."""
 
-    def __init__(
-        self,
-        app: Callable[[Any, Any, Any], Awaitable[None]],
-        headers: Iterable[tuple[str, str]] = (),
-        mount: str = "",
-    ) -> None:
-        super().__init__(headers, mount)
-        self.app = app
-
-    def call(self, operation: Operation, request: Any) -> Do[None]:
-        return Do(needs_a_loop, lambda: self._call_app(operation, request))
+    def drive(self, operation: Operation, request: Any) -> Plan[None]:
+        yield Do(needs_a_loop, lambda: self._call_app(operation, request))
 
     async def _call_app(self, operation: Operation, request: Mapping[str, Any]) -> None:
         messages = [{"type": "http.request", "body": request["body"], "more_body": False}]
@@ -164,14 +155,8 @@ def needs_a_loop() -> None:
 class RedriveWsgi(Redrive):
     """A WSGI app, called on a thread of the completer's."""
 
-    def __init__(
-        self, app: Callable[[Any, Any], Iterable[bytes]], headers: Iterable[tuple[str, str]] = (), mount: str = ""
-    ) -> None:
-        super().__init__(headers, mount)
-        self.app = app
-
-    def call(self, operation: Operation, request: Any) -> Do[None]:
-        return Do(lambda: self._call_app(operation, request), None)
+    def drive(self, operation: Operation, request: Any) -> Plan[None]:
+        yield Do(lambda: self._call_app(operation, request), None)
 
     def _call_app(self, operation: Operation, request: Mapping[str, Any]) -> None:
         def start_response(status: str, headers: Any, exc_info: Any = None) -> Callable[[bytes], object]:

@@ -17,40 +17,9 @@ from .._contract.contract import Contract, Match
 from .._contract.rule import Rule
 from .._fingerprint.canonical import read_json
 from .._fingerprint.fingerprint import Fingerprinter
-from .._ledger.context import CURRENT, current_operation
+from .._ledger.context import CURRENT
 from .._ledger.model import Operation
 from ..errors import InvalidPayload, InvalidPrincipal, PayloadTooLarge, PrincipalFailed
-
-__all__ = [
-    "CREDENTIALS",
-    "CURRENT",
-    "GUARDED",
-    "MOST_FINGERPRINTS",
-    "NOT_OF_A_GET",
-    "AsyncPrincipal",
-    "Fields",
-    "Fingerprints",
-    "HeaderPrincipal",
-    "Headers",
-    "Parts",
-    "Principal",
-    "Request",
-    "anonymous",
-    "check_length",
-    "credentials_of",
-    "current_operation",
-    "is_async",
-    "is_current",
-    "is_sent",
-    "kept_headers",
-    "lines",
-    "match_mounted",
-    "mount_prefix",
-    "native_mapping",
-    "principal_of",
-    "remembered_digest",
-    "value_of",
-]
 
 log = logging.getLogger("oncemore.web")
 
@@ -83,7 +52,9 @@ class Request(msgspec.Struct, frozen=True, eq=False):
 def check_length(rule: Rule, length: int) -> None:
     """Raise PayloadTooLarge if the body is larger than the rule allows."""
     if length > rule.max_request:
-        raise PayloadTooLarge(f"The body may have {rule.max_request} bytes")
+        raise PayloadTooLarge(
+            f"The body is longer than the {rule.max_request} bytes that are accepted; nothing was done"
+        )
 
 
 def native_mapping(request: Any) -> Any:
@@ -228,6 +199,17 @@ class HeaderPrincipal:
         raise NotImplementedError
 
 
+class StripeAccount(HeaderPrincipal):
+    """The connected account that a platform calls for: the same key of another account is another operation."""
+
+    def __call__(self, headers: Headers) -> str:
+        for name in ("stripe-account", "stripe-context"):
+            account = value_of(headers, name)
+            if account:
+                return f"{name}:{account}"
+        return "platform"
+
+
 class AsyncPrincipal:
     """An async principal function: `ask` awaits it before the operation is named, and calling it returns that answer.
 
@@ -268,7 +250,7 @@ def principal_of(function: Principal | None, request: Request) -> str:
         log.exception("The principal function failed")
         raise PrincipalFailed("The principal could not be determined; nothing was done") from error
     if found is None or found == "":
-        raise InvalidPrincipal("The caller is not known, and a key must belong to someone")
+        raise InvalidPrincipal("The caller is not known, and a key belongs to its caller: send your credentials")
     name = f"user:{found}"
     if isinstance(found, str):
         return name
@@ -325,8 +307,8 @@ remembered_digest = lru_cache(maxsize=4096)(digest)
 def warn_of_credentials() -> None:
     """Warn once that keys belong to credentials, which may be renewed between a request and its retry."""
     log.warning(
-        "No principal function is given, so keys belong to the credentials in the headers (Authorization, X-API-Key): a "
-        "client whose token is renewed before it retries is taken for another caller, and its operation runs again.  Give "
+        "No principal function is given, so keys belong to the credentials in the headers (Authorization, X-API-Key): if a "
+        "client's token is renewed before it retries, it is taken for another caller, and its operation runs again.  Give "
         "the middleware a principal, such as principal=jwt('sub', key=..., algorithms=[...]) of oncemore.web.jwt."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import uuid
@@ -51,11 +52,13 @@ class Shadow:
             operation = found
             verdict, code = yield from self._claim(found)
         except StoreError as error:
-            log.warning("The ledger cannot say what would be done with %s: %s", rule.name, error)
+            log.warning(
+                "In shadow mode, the ledger could not be asked what would be done with %s: %s", rule.name, error
+            )
         except OncemoreError as error:
             yield from self._report(operation, "refused", error.code)
         except Exception:
-            log.exception("What would be done with %s could not be found out", rule.name)
+            log.exception("In shadow mode, it could not be found out what would be done with %s", rule.name)
         else:
             if verdict is not None:
                 yield from self._report(operation, verdict, code)
@@ -63,7 +66,9 @@ class Shadow:
     def _claim(self, operation: Operation) -> Plan[tuple[Verdict | None, str]]:
         rule = self.match.rule
         shadowed = msgspec.structs.replace(operation, scope=f"{SHADOW}|{operation.scope}", unique=None, request=None)
-        attempt = LeaseAttempt(self.door.quiet_guard, shadowed, shadow_policy(rule.policy))
+        quiet = copy.copy(self.door.guard)
+        quiet.observers = ()  # nothing happens that they should hear of
+        attempt = LeaseAttempt(quiet, shadowed, shadow_policy(rule.policy))
         try:
             answer = yield from attempt.begin(0.0)
         except InProgress as error:
@@ -86,7 +91,7 @@ class Shadow:
                 retention = self.match.rule.policy.ttl
                 yield from guard.store.settle(lease, Outcome("value"), retention=retention, audit=False, note=code)
         except OncemoreError as error:
-            log.warning("What would be done with %s could not be noted: %s", operation.name, error)
+            log.warning("In shadow mode, it could not be noted what would be done with %s: %s", operation.name, error)
 
     def around(self, request: Request, perform: Callable[[], Any], status_of: Callable[[Any], int]) -> Plan[Any]:
         """Return or raise the result of *perform*, with `begin` before it and `end` after it."""
@@ -125,7 +130,7 @@ class Shadow:
             self.attempt.drop()
             raise
         except Exception as error:
-            log.warning("The shadow of %s could not be recorded: %s", self.match.rule.name, error)
+            log.warning("In shadow mode, the end of %s could not be recorded: %s", self.match.rule.name, error)
 
 
 @lru_cache(maxsize=256)

@@ -10,16 +10,11 @@ from .._contract.contract import Contract
 from .._contract.keys import check_key
 from .._contract.rule import Rule
 from .._ledger.model import Outcome, Record
-from .._runtime.plan import Plan, arun
+from .._runtime.plan import Plan
 from ..errors import InvalidKey, NotFound
 from .door import Door
 from .problem import JSON, Response, encode_json
-from .request import Request, lines, principal_of
-
-
-async def status_response(door: Door[Any], request: Request) -> Response:
-    """The response to a lookup."""
-    return await arun(status_plan(door, request))
+from .request import Request, lines
 
 
 def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
@@ -28,12 +23,13 @@ def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
     operation = query.get("operation", [""])[0]
     rule, route = rule_named(door.contract, operation)
     asked = query.get("key", [""])[0]
-    key = normal_key(rule, asked) if asked else rule.key.read(lines(request.headers, rule.key.name.lower()))
+    if asked:  # as it is in the record: a UUID in lower case
+        key = check_key(asked, max_length=rule.key.max_length, format=rule.key.format)
+    else:
+        key = rule.key.read(lines(request.headers, rule.key.name.lower())) or ""
     if not key or not operation:
         raise InvalidKey("Say which operation and which key: ?operation=refunds.create&key=...")
-    principal = principal_of(door.principal, request)
-    tenant = principal_of(door.tenant, request) if door.tenant is not None else ""
-    scope = door.scope(rule, route, request, principal, tenant)
+    scope = door.scope(rule, route, request, *door.caller(request))
     record = yield from door.guard.store.find(scope, key)
     if record is None and rule is door.contract.default and " /" not in operation:
         raise InvalidKey(
@@ -56,11 +52,6 @@ def rule_named(contract: Contract, operation: str) -> tuple[Rule, str]:
     method, _, path = operation.partition(" ")
     match = contract.match(method, path)
     return (match.rule, match.route) if match is not None else (contract.default, operation)
-
-
-def normal_key(rule: Rule, key: str) -> str:
-    """The key as it is in the record: a UUID in lower case."""
-    return check_key(key, max_length=rule.key.max_length, format=rule.key.format)
 
 
 def render(record: Record, name: str) -> dict[str, Any]:

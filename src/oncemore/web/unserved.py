@@ -10,7 +10,7 @@ from .._contract.contract import Contract
 from .._contract.paths import ANY, Pattern, Segment
 from .._contract.problems import did_you_mean
 from ..errors import ConfigurationError
-from .discovery import each_route, flask_path, starlette_routes
+from .discovery import each_route, flask_apps, flask_path, starlette_routes
 
 log = logging.getLogger("oncemore.web")
 
@@ -28,7 +28,7 @@ class UnknownRoutes(Exception):
     """The app has routes that cannot be listed, so nothing can be said about the rules."""
 
 
-def warn_of_routes(contract: Contract, routes: Iterable[Route], status_path: str, prefix: str = "") -> None:
+def warn_of_routes(contract: Contract, routes: Iterable[Route], status_path: str | None, prefix: str = "") -> None:
     """Log a warning for each rule that no route serves, and if the status lookup hides a route of the app."""
     try:
         known = list(routes)
@@ -105,40 +105,25 @@ def route_at(path: str, methods: Iterable[str]) -> Route:
 # ── The routes of Starlette-like apps and of Flask; those of Django are in `oncemore.web.django.views` ────────────────
 
 
-def starlette_served(app: Any) -> Iterator[Route]:
+def starlette_served(app: Any, prefix: str = "") -> Iterator[Route]:
     """The routes of the Starlette-like app in *app*; none if there is no such app."""
-    return _starlette_served(starlette_routes(app), "")
-
-
-def _starlette_served(routes: Any, prefix: str) -> Iterator[Route]:
-    for route in each_route(routes):
+    for route in each_route(starlette_routes(app)):
         path = prefix + (getattr(route, "path", None) or "")
         inner = getattr(route, "routes", None)
         if getattr(route, "endpoint", None) is not None:
             yield route_at(path, getattr(route, "methods", None) or {ANY})
         elif isinstance(inner, list) and inner:
-            yield from _starlette_served(inner, path)
+            yield from starlette_served(route, path)
         elif getattr(route, "app", None) is not None:  # another kind of app is mounted here
             yield route_at(f"{path.rstrip('/')}/{{rest:path}}", {ANY})
         else:
             raise UnknownRoutes
 
 
-def flask_served(app: Any, prefix: str = "", seen: frozenset[int] = frozenset()) -> Iterator[Route]:
+def flask_served(app: Any) -> Iterator[Route]:
     """The routes of the Flask app in *app*, given as itself, as its `wsgi_app`, or inside another middleware."""
-    app = getattr(app, "__self__", app)
-    if id(app) in seen:
-        return
-    seen = seen | {id(app)}
-    if hasattr(app, "url_map") and hasattr(app, "view_functions"):
-        for rule in app.url_map.iter_rules():
-            yield route_at(prefix + flask_path(app, rule.rule), rule.methods or {ANY})
-        return
-    mounts = getattr(app, "mounts", None)  # Werkzeug's DispatcherMiddleware
-    for mount, inner in mounts.items() if isinstance(mounts, dict) else ():
-        yield from flask_served(inner, prefix + mount, seen)
-    inside = [inner for name in ("app", "application", "wsgi_app") if (inner := getattr(app, name, None)) is not None]
-    if not inside:
-        raise UnknownRoutes
-    for inner in inside:
-        yield from flask_served(inner, prefix, seen)
+    for found, prefix in flask_apps(app):
+        if found is None:
+            raise UnknownRoutes
+        for route in found.url_map.iter_rules():
+            yield route_at(prefix + flask_path(found, route.rule), route.methods or {ANY})

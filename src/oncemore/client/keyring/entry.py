@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
 from ..._fingerprint.fingerprint import Fingerprinter
-from ..._runtime.plan import Plan
+from ..._runtime.loops import keep_task
+from ..._runtime.plan import Plan, arun, run
 from ..errors import KeyReused
 
 State = Literal["sending", "open", "settled"]
@@ -110,6 +112,21 @@ class Keyring(Protocol):
     async def aclose(self) -> None:
         """Close the keyring, including its connections on the running event loop."""
         ...
+
+
+class FinishDespiteCancel:
+    """Effect: carry *plan* out to its end, in the background if the task that awaits it is cancelled meanwhile."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: Plan[Any]) -> None:
+        self.plan = plan
+
+    def run(self) -> Any:
+        return run(self.plan)
+
+    async def arun(self) -> Any:
+        return await asyncio.shield(keep_task(arun(self.plan)))
 
 
 def scope_of(method: str, url: str) -> str:

@@ -19,9 +19,8 @@ from msgspec.structs import replace
 from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
 from ..._runtime.plan import Plan
 from ...errors import OncemoreError
-from ..effects import FinishDespiteCancel
 from ..errors import KeyringError
-from .entry import RETENTION, Entry, check_reuse, is_sendable
+from .entry import RETENTION, Entry, FinishDespiteCancel, check_reuse, is_sendable
 
 try:
     import fcntl

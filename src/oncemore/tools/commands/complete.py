@@ -28,7 +28,7 @@ def complete(output: Output, completer: str, once: bool) -> int:
         click.echo(escape(line), err=output.json)  # with --json, standard output has the JSON only
 
     try:
-        tally = run_completer(load_completer(completer), once, report)
+        tally = run_completer(load_object(completer, "a completer", Completer), once, report)
     except KeyboardInterrupt:
         if once:
             raise
@@ -61,9 +61,3 @@ def run_completer(completer: Completer, once: bool, report: Callable[[str], obje
         return asyncio.run(completer.arun_once())
     finally:
         completer.progress = progress
-
-
-def load_completer(place: str) -> Completer:
-    """Import the completer that `module:name` names; the module may be in the working folder."""
-    found: Completer = load_object(place, "a completer", Completer)
-    return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,11 +10,19 @@ import click
 from ..._ledger.guard import Guard
 from ..._ledger.model import Record
 from ..._ledger.store import Filter, Page
-from ...errors import ConfigurationError, InvalidPayload
 from ...messages.consumer import Consumer
 from ...messages.inbox import DEAD, DEFAULT_NAME, Inbox
-from .options import json_option, load_object, open_ledger, read_text, store_option
-from .output import Output, escape, iso_date, print_table, shell_quote
+from .options import (
+    cursor_option,
+    json_option,
+    limit_option,
+    load_object,
+    open_ledger,
+    read_text,
+    reading_cursor,
+    store_option,
+)
+from .output import Output, escape, iso_date, print_csv, print_page
 
 COLUMNS = ("event_id", "source", "first_seen", "processed", "result")
 DEAD_COLUMNS = ("event_id", "source", "first_seen", "attempts", "reason")
@@ -31,10 +37,6 @@ name_option = click.option(
     callback=read_text,
     help="The inbox's name, as in Inbox(name=...).",
 )
-limit_option = click.option(
-    "--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="How many to show."
-)
-cursor_option = click.option("--cursor", help="Continue after the last list; it printed this.")
 
 
 @click.command()
@@ -75,16 +77,12 @@ def list_events(
     output: Output, url: str | None, source: str | None, as_csv: bool, name: str, limit: int, cursor: str | None
 ) -> None:
     """List the events that were received, with the time of the first delivery and the result."""
-    with open_ledger(url) as guard:
+    with open_ledger(url) as guard, reading_cursor(cursor):
         box = Inbox(guard, name=name, effect="lease")
         page = events_of(guard, None if source is None else box.scope(source), limit, cursor)
     events = [event_fields(record) for record in page.records]
     if as_csv:
-        written = io.StringIO()
-        table = csv.DictWriter(written, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        table.writeheader()
-        table.writerows(events)
-        click.echo(written.getvalue(), nl=False)
+        print_csv(COLUMNS, ([event[column] for column in COLUMNS] for event in events), page.cursor)
         return
     show_events(output, COLUMNS, events, page.cursor)
 
@@ -99,7 +97,7 @@ def list_events(
 @click.pass_obj
 def dead(output: Output, url: str | None, source: str, name: str, limit: int, cursor: str | None) -> None:
     """List the dead letters of a source: events that have failed too often, or cannot be read."""
-    with open_ledger(url) as guard:
+    with open_ledger(url) as guard, reading_cursor(cursor):
         page = Inbox(guard, name=name, effect="lease").dead(source, limit=limit, cursor=cursor)
     letters = [{**event_fields(record), "attempts": record.attempts, "reason": record.note} for record in page.records]
     show_events(output, DEAD_COLUMNS, letters, page.cursor)
@@ -126,12 +124,7 @@ def events_of(guard: Guard, scope: str | None, limit: int, cursor: str | None) -
     """One page of the inbox's records; without a *scope*, those of all sources and inboxes."""
     found: list[Record] = []
     while True:
-        try:
-            page = guard.list(Filter(scope=scope), limit=limit, cursor=cursor)
-        except (ValueError, InvalidPayload) as error:  # stores raise one or the other
-            raise ConfigurationError(
-                f"--cursor {cursor!r} is not a cursor: copy it from the end of the previous list"
-            ) from error
+        page = guard.list(Filter(scope=scope), limit=limit, cursor=cursor)
         found += [record for record in page.records if record.scope.startswith(PREFIX)]
         cursor = page.cursor
         if cursor is None or found:
@@ -157,9 +150,5 @@ def utc(seconds: float | None) -> str | None:
 
 
 def show_events(output: Output, columns: tuple[str, ...], events: list[dict[str, Any]], cursor: str | None) -> None:
-    def print_events() -> None:
-        print_table(columns, ([event[column] for column in columns] for event in events))
-        if cursor:
-            click.echo(f"\nThere are more: --cursor {shell_quote(cursor)}")
-
-    output.show({"events": events, "cursor": cursor}, print_events)
+    rows = [[event[column] for column in columns] for event in events]
+    output.show({"events": events, "cursor": cursor}, lambda: print_page(columns, rows, cursor))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import base64
-import csv
 import json
 import re
 import shlex
-import sys
-from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -19,9 +16,20 @@ from ..._ledger.decisions import Resolution
 from ..._ledger.guard import Guard
 from ..._ledger.model import Operation, Outcome, Record
 from ..._ledger.store import Filter
-from ...errors import ConfigurationError, InvalidPayload, NotFound, WrongState
-from .options import confirm, json_option, open_ledger, read_duration, read_text, store_option, yes_option
-from .output import Output, date, escape, iso_date, print_pairs, print_table, shell_quote
+from ...errors import ConfigurationError, NotFound, WrongState
+from .options import (
+    confirm,
+    cursor_option,
+    json_option,
+    limit_option,
+    open_ledger,
+    read_duration,
+    read_text,
+    reading_cursor,
+    store_option,
+    yes_option,
+)
+from .output import Output, date, escape, iso_date, print_csv, print_page, print_pairs
 
 STATES = ("running", "settled", "released", "held", "lapsed")
 CSV_COLUMNS = ("key", "payload_hash", "status", "http_code", "result_id", "notes")
@@ -30,7 +38,6 @@ COLUMNS = ("key", "scope", "state", "attempts", "created (UTC)", "expires (UTC)"
 HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 MOST_SCOPES = 20  # to list if a key exists in several
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # as spreadsheets take the beginning of a cell
 
 key_argument = click.argument("key", callback=read_text)
 scope_option = click.option(
@@ -47,12 +54,12 @@ def keys() -> None:
 
 @keys.command("list", short_help="list records, all or some")
 @click.option("--state", type=click.Choice(STATES), help="Only records in this state.")
-@click.option("--lapsed", is_flag=True, help="As --state lapsed: only running records whose process has crashed.")
+@click.option("--lapsed", is_flag=True, help="As --state lapsed: running records that a crashed process has left.")
 @click.option("--scope", callback=read_text, help="Only records of this scope.")
 @click.option("--key", callback=read_text, help="Only records with this key.")
 @click.option("--name", callback=read_text, help="Only records of the operation with this name.")
-@click.option("--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="How many to show.")
-@click.option("--cursor", help="Continue after the last list; it printed this.")
+@limit_option
+@cursor_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with the result's id if the response has one.")
 @store_option
 @json_option
@@ -72,26 +79,15 @@ def list_keys(
     """List records, without their outcomes: see keys show."""
     lapsed, state = lapsed or state == "lapsed", None if state == "lapsed" else state
     selected = Filter(state=state, scope=scope, key=key, name=name, lapsed=True if lapsed else None)
-    with open_ledger(url) as guard:
-        try:
-            page = guard.list(selected, limit=limit, cursor=cursor)
-        except (ValueError, InvalidPayload) as error:  # stores raise one or the other
-            raise ConfigurationError(
-                f"--cursor {cursor!r} is not a cursor: copy it from the end of the previous list"
-            ) from error
-
+    with open_ledger(url) as guard, reading_cursor(cursor):
+        page = guard.list(selected, limit=limit, cursor=cursor)
     if as_csv:
-        print_csv(page.records)
-        if page.cursor:
-            click.echo(f"There are more: --cursor {shell_quote(page.cursor)}", err=True)
+        print_csv(CSV_COLUMNS, map(csv_cells, page.records), page.cursor)
         return
-
-    def print_page() -> None:
-        print_table(COLUMNS, map(record_cells, page.records))
-        if page.cursor:
-            click.echo(f"\nThere are more: --cursor {shell_quote(page.cursor)}")
-
-    output.show({"records": [record_fields(record) for record in page.records], "cursor": page.cursor}, print_page)
+    output.show(
+        {"records": [record_fields(record) for record in page.records], "cursor": page.cursor},
+        lambda: print_page(COLUMNS, map(record_cells, page.records), page.cursor),
+    )
 
 
 @keys.command(short_help="show one record")
@@ -114,7 +110,7 @@ def show(output: Output, url: str | None, key: str, scope: str | None, outcome: 
     output.show(fields, lambda: print_pairs((name, one_line(value)) for name, value in fields.items()))
 
 
-@keys.command(short_help="decide one whose outcome is unknown")
+@keys.command(short_help="decide an unknown outcome")
 @key_argument
 @scope_option
 @click.option("--released", is_flag=True, help="It did not happen: the next request with this key performs it.")
@@ -280,14 +276,10 @@ def record_cells(record: Record) -> list[object]:
     ]
 
 
-def print_csv(records: Iterable[Record]) -> None:
-    """Print the records as CSV, for spreadsheets.  A cell that begins like a formula gets an apostrophe before it."""
-    written = csv.writer(sys.stdout, lineterminator="\n")
-    written.writerow(CSV_COLUMNS)
-    for record in records:
-        code = record.outcome.status or "" if record.outcome else ""
-        cells = (record.key, record.fingerprint, state_of(record), code, result_id(record.outcome), record.note)
-        written.writerow([f"'{cell}" if str(cell).startswith(FORMULA) else cell for cell in cells])
+def csv_cells(record: Record) -> list[object]:
+    """Return the cells of a record's line in the CSV."""
+    code = record.outcome.status or "" if record.outcome else ""
+    return [record.key, record.fingerprint, state_of(record), code, result_id(record.outcome), record.note]
 
 
 def result_id(outcome: Outcome | None) -> object:

@@ -18,7 +18,7 @@ from ..._contract.policy import duration
 from ..._ledger.connect import hide_password, store_module
 from ..._ledger.encrypted import Sealing
 from ..._ledger.guard import Guard
-from ...errors import ConfigurationError, MissingDriver, StoreTimeout, StoreUnavailable
+from ...errors import ConfigurationError, InvalidPayload, MissingDriver, StoreTimeout, StoreUnavailable
 
 SEAL_KEYS = "ONCEMORE_SEAL_KEYS"
 NO_STORE = (
@@ -39,6 +39,23 @@ yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for conf
 store_option = click.option(
     "--store", "url", envvar="ONCEMORE_STORE", show_envvar=True, metavar="URL", help="The URL of the ledger."
 )
+
+
+limit_option = click.option(
+    "--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="How many to show."
+)
+cursor_option = click.option("--cursor", help="Continue after the last list; it printed this.")
+
+
+@contextmanager
+def reading_cursor(cursor: str | None) -> Iterator[None]:
+    """Say that *cursor* is wrong if the store cannot read it."""
+    try:
+        yield
+    except (ValueError, InvalidPayload) as error:  # stores raise one or the other
+        raise ConfigurationError(
+            f"--cursor {cursor!r} is not a cursor: copy it from the end of the previous list"
+        ) from error
 
 
 def read_duration(ctx: click.Context, option: click.Parameter, value: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -13,7 +12,7 @@ from ...errors import ConfigurationError
 from ...messages.outbox import MessageState, Outbox, OutboxMessage, sources_of
 from ...messages.relay import Relay
 from .options import confirm, json_option, load_object, open_ledger, read_duration, store_option, yes_option
-from .output import Output, print_table
+from .output import Output, print_table, struct_fields
 
 source_option = click.option(
     "--source", metavar="NAME", help="The outbox's source; not needed if the database has messages of one source only."
@@ -149,8 +148,8 @@ def find_outbox(guard: Guard, source: str | None) -> Outbox:
     if source is None:
         known = sources_of(guard)
         if len(known) != 1:
-            names = ", ".join(map(repr, known)) or "none"
-            raise ConfigurationError(f"Say which outbox, with --source; the database has messages of {names}")
+            names = f"messages of {', '.join(map(repr, known))}" if known else "no messages"
+            raise ConfigurationError(f"Say which outbox, with --source: the database has {names}")
         (source,) = known
     return Outbox(guard, source=source)
 
@@ -167,8 +166,4 @@ def show_messages(output: Output, messages: list[OutboxMessage]) -> None:
 
 def shown(message: OutboxMessage) -> dict[str, Any]:
     """A message without its data, which may be secret."""
-    fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "envelope"}
-    for name in ("created_at", "due_at", "ended_at"):
-        if fields[name] is not None:
-            fields[name] = datetime.fromtimestamp(fields[name], UTC).isoformat(timespec="milliseconds")
-    return {**fields, "correlationid": message.envelope.correlationid}
+    return {**struct_fields(message, "envelope"), "correlationid": message.envelope.correlationid}

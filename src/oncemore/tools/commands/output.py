@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
 import sys
@@ -9,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from ...errors import OncemoreError
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 LAST_DATE = datetime.max.replace(tzinfo=UTC, microsecond=0).timestamp()
 WIDE = 1000  # columns, if the output is not a terminal: long lines are better than cut keys
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # as spreadsheets take the beginning of a cell
 STYLES = {"held": "bold red", "lapsed": "yellow", "running": "cyan", "settled": "green"}
 
 
@@ -93,6 +96,23 @@ def print_table(heads: Iterable[str], rows: Iterable[Iterable[object]], *, numbe
     print_trimmed(out, table)
 
 
+def print_page(heads: Iterable[str], rows: Iterable[Iterable[object]], cursor: str | None) -> None:
+    """Print one page of a list, and how to get the next."""
+    print_table(heads, rows)
+    if cursor:
+        click.echo(f"\nThere are more: --cursor {shell_quote(cursor)}")
+
+
+def print_csv(heads: Iterable[str], rows: Iterable[Iterable[object]], cursor: str | None) -> None:
+    """Print one page of a list for spreadsheets.  A cell that begins like a formula gets an apostrophe before it."""
+    written = csv.writer(sys.stdout, lineterminator="\n")
+    written.writerow(heads)
+    for row in rows:
+        written.writerow([f"'{cell}" if str(cell).startswith(FORMULA) else cell for cell in row])
+    if cursor:
+        click.echo(f"There are more: --cursor {shell_quote(cursor)}", err=True)
+
+
 def print_plain_table(rows: list[list[str]], *, numbers: bool) -> None:
     """Print the rows without colours or folding, for pipes.  Rich would take ten seconds for ten thousand rows."""
     from rich.cells import cell_len
@@ -129,6 +149,15 @@ def escape(text: str, *, keep_lines: bool = False) -> str:
     """Return *text* with control characters written out.  A key may contain terminal commands of an attacker."""
     kept = "\n\t" if keep_lines else ""
     return "".join(char if char.isprintable() or char in kept else ascii(char)[1:-1] for char in text)
+
+
+def struct_fields(row: msgspec.Struct, *hidden: str) -> dict[str, Any]:
+    """Return the fields of *row* but those that are *hidden*, with times as text."""
+    fields = {name: getattr(row, name) for name in row.__struct_fields__ if name not in hidden}
+    for name, value in fields.items():
+        if value is not None and (name in ("at", "failing_since") or name.endswith("_at")):
+            fields[name] = date(value).isoformat(timespec="milliseconds")
+    return fields
 
 
 def iso_date(seconds: float | None) -> str | None:

@@ -8,14 +8,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
-import msgspec
 
 from ...errors import ConfigurationError
 from ...webhooks.endpoints import State
 from ...webhooks.webhooks import STATES, DeliveryState, Only, Webhooks
 from .listen import listen
 from .options import json_option, load_object, open_ledger, read_duration, seal_from_environment, store_option
-from .output import Output, print_table
+from .output import Output, print_table, struct_fields
 
 tenant_option = click.option("--tenant", metavar="NAME", help="Only those of this tenant.")
 limit_option = click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="The most rows.")
@@ -67,7 +66,7 @@ def endpoints(output: Output, url: str | None, tenant: str | None, state: State 
     """List endpoints.  Secrets and the values of headers are never shown."""
     with opened_webhooks(url) as found:
         page = found.endpoints.list(tenant=tenant or "", state=state, limit=limit, after=after)
-    data = [shown(each, "secret", "headers") for each in page]
+    data = [struct_fields(each, "secret", "headers") for each in page]
     heads = ("id", "tenant", "url", "events", "state", "failing since", "reason")
     rows = [
         (each["id"], each["tenant"], each["url"], ", ".join(each["events"]), each["state"], each["failing_since"], each["reason"])
@@ -101,10 +100,10 @@ def deliveries(
         page = found.deliveries.list(
             endpoint=endpoint, tenant=tenant, state=state, type=type_, limit=limit, after=after
         )
-        data = [shown(each) for each in page]
+        data = [struct_fields(each) for each in page]
         if output.json:
             for each in data:
-                each["attempts"] = [shown(attempt) for attempt in found.deliveries.attempts(each["id"])]
+                each["attempts"] = [struct_fields(attempt) for attempt in found.deliveries.attempts(each["id"])]
     heads = ("id", "webhook-id", "type", "endpoint", "state", "attempts", "next", "status", "error")
     rows = [
         (each["id"], each["message_id"], each["type"], each["endpoint"], each["state"], each["attempts"], each["next_at"],
@@ -160,12 +159,3 @@ def recover(output: Output, url: str | None, endpoint: str, since: float, only: 
 def opened_webhooks(url: str | None) -> Iterator[Webhooks]:
     with open_ledger(url) as guard:
         yield Webhooks(guard, seal=seal_from_environment())
-
-
-def shown(row: msgspec.Struct, *hidden: str) -> dict[str, Any]:
-    """The fields of *row*, with times as text."""
-    fields = {name: getattr(row, name) for name in row.__struct_fields__ if name not in hidden}
-    for name, value in fields.items():
-        if value is not None and (name in ("at", "failing_since") or name.endswith("_at")):
-            fields[name] = datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds")
-    return fields

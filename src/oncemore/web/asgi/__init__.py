@@ -5,28 +5,26 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 
 from __future__ import annotations
 
-import logging
-
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
-from ..._ledger.model import Operation
+from ..._ledger.context import CURRENT, current_operation
 from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import arun
 from ...errors import OncemoreError
 from ..discovery import declare_starlette
 from ..door import Door, wait_of
+from ..etag import asgi_etag
 from ..openapi.app import document, outermost
+from ..problem import Response
 from ..redrive import check_passed
-from ..request import CURRENT, GUARDED, Fields, Request, check_length, current_operation, is_current, match_mounted
+from ..request import GUARDED, Fields, Request, check_length, is_current, match_mounted
 from ..shadow import Shadow
-from ..status import status_response
+from ..status import status_plan
 from ..unserved import starlette_served, warn_of_routes
 from .response import App, GuardedResponse, Message, Receive, Scope, Send, respond
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "idempotent"]
-
-log = logging.getLogger("oncemore.web")
 
 
 class IdempotencyMiddleware(Door[App]):
@@ -45,7 +43,8 @@ class IdempotencyMiddleware(Door[App]):
         op = CURRENT.get()
         if op is not None and scope.get(GUARDED) is not op:
             return await self._apart(scope, receive, send)
-        if scope.get("method") in self._passed and not scope["path"].endswith(self.status_path):
+        lookup = self.status_path
+        if scope.get("method") in self._passed and not (lookup and scope["path"].endswith(lookup)):
             return await self.app(scope, receive, send)
         if not self._passed:  # not before: routes may be added after the middleware
             self._declare(scope)
@@ -53,14 +52,14 @@ class IdempotencyMiddleware(Door[App]):
             return await self.app(scope, receive, self._noticing_start(scope, send))
         method, path = scope["method"], scope["path"]
         inner = inner_path(scope) if scope.get("root_path") else path
-        if method in SAFE_METHODS and not (self.status_path in (path, inner) and method in ("GET", "HEAD")):
+        if method in SAFE_METHODS and not (lookup in (path, inner) and method in ("GET", "HEAD")):
             return await self.app(scope, receive, send)
         headers = Fields(scope["headers"])
         try:
             if method in SAFE_METHODS:
                 if self.asks:
                     await self.ask(scope)
-                return await respond(send, await status_response(self, request_of(scope, headers)))
+                return await respond(send, await arun(status_plan(self, request_of(scope, headers))))
             found = match_mounted(self.contract, method, path, inner) if path != inner else None
             match = self.match(method, path, headers, found)
             if match is None:
@@ -84,7 +83,7 @@ class IdempotencyMiddleware(Door[App]):
         declare_starlette(self.contract, self.app)
         self.rules_declared()
         app = scope.get("app") or outermost(self.app) or self.app
-        document(app, self.contract, status_path=self.lookup_path, problem_base=self.problem_base)
+        document(app, self.contract, status_path=self.status_path, problem_base=self.problem_base)
         if scope["type"] == "http":  # the app's own start, or a websocket, may still add routes
             self._passed = SAFE_METHODS
             self._check_routes(scope)
@@ -125,31 +124,14 @@ class IdempotencyMiddleware(Door[App]):
             return await respond(send, self.refusal(error, match))
         if operation is None or (GUARDED in scope and is_current(operation, scope)):
             return await self.app(scope, body_first(body, receive), send)
-        attempt = self.attempt(match.rule, operation)
-        try:
-            wait = wait_of(headers) if "x-request-timeout" in headers.first else None
-            answer = await arun(attempt.begin(wait))
-        except OncemoreError as error:
-            return await self._refuse(error, match, request, operation, receive, send)
-        if answer is not None:
-            return await respond(send, self.replay(answer, match.rule, operation))
-        response = GuardedResponse(self, match, attempt, request, receive, send)
-        try:
-            return await response.finish(self.app)  # the effect may happen from here on, so finish in any case
-        except OncemoreError as error:
-            if response.performed:  # it is the app's own
-                raise
-            return await self._refuse(error, match, request, operation, receive, response.client_send)
-
-    async def _refuse(
-        self, error: OncemoreError, match: Match, request: Request, operation: Operation, receive: Receive, send: Send
-    ) -> None:
-        """Send the refusal.  If the store is down and the rule says `store_down = "run"`, call the app unguarded instead."""
-        if not self.runs_unguarded(error, match.rule):
-            mount = request.native.get("root_path", "")
-            return await respond(send, self.refusal(error, match, operation, mount))
-        log.error("The store is down, and %s runs unguarded: %s", match.rule.name, error)
-        return await self.app(request.native, body_first(request.body, receive), send)
+        wait = wait_of(headers) if "x-request-timeout" in headers.first else None
+        etag = asgi_etag(self.app, scope)
+        found = await arun(self.begin(operation, match, request, etag, wait=wait, mount=scope.get("root_path", "")))
+        if found is None:
+            return await self.app(scope, body_first(body, receive), send)
+        if isinstance(found, Response):
+            return await respond(send, found)
+        return await GuardedResponse(self, match, found, request, receive, send).finish(self.app)
 
 
 def inner_path(scope: Scope) -> str:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from ..._contract.contract import Match
 from ..._ledger.attempt import LeaseAttempt
+from ..._ledger.context import CURRENT
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Outcome
+from ..._runtime.loops import keep_task
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
 from ..door import REPEATING_REDIRECTS, Door, unkept
-from ..etag import asgi_etag
 from ..problem import Response
-from ..request import CURRENT, GUARDED, Request, value_of
+from ..request import GUARDED, Request, value_of
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -30,6 +31,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger("oncemore.web")
+
+ABANDONED: set[asyncio.Task[None]] = set()  # tasks that no caller waits for: the loop's own references are weak
 
 
 class TransactionLost(BaseException):
@@ -48,7 +51,6 @@ class GuardedResponse:
     """
 
     begun = False  # the app's task has made its first step
-    performed = False  # the app was called
     passing = False  # a stream, or too large: each message goes straight to the client
     over = False  # the client's leaving can no longer change what is recorded
     is_refused = False  # the database refused the app's transaction at its commit
@@ -76,15 +78,13 @@ class GuardedResponse:
     async def run(self, app: App) -> None:
         """Call the app, and return when its response is complete.  Runs in a task of its own: see `finish`."""
         self.begun = True
-        scope, op = self.request.native, self.attempt.op
-        CURRENT.set(op)  # in this task, and those that it starts
+        scope = self.request.native
+        scope[GUARDED] = self.attempt.op
+        CURRENT.set(self.attempt.op)  # in this task, and those that it starts
         try:
-            if self.rule.rate is not None or self.rule.if_match:
-                await arun(self.door.admit(self.rule, op, self.request, asgi_etag(app, scope)))
-            self.performed = True
-            scope[GUARDED] = op
-            if scope.get("extensions"):
-                scope["extensions"] = without_ways_around(scope["extensions"])
+            if extensions := scope.get("extensions"):  # without those by which a response would go around us
+                kept = {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
+                scope["extensions"] = kept
             await app(scope, self.receive, self.send)
             if self.failure is not None:
                 await self._send_failure(record=True)
@@ -99,12 +99,11 @@ class GuardedResponse:
     async def _fail(self, error: BaseException) -> bool:
         """Record that the app has failed; True if the client was told of it, and the error need not be raised."""
         try:
-            if not self.performed:
-                await arun(self.attempt.withdraw(error))
-            elif self.failure is not None and self._is_page_recorded(error):
+            is_doubtful, effect = self.attempt.doubts(None, error), self.attempt.policy.effect
+            if self.failure is not None and effect != "transaction" and not is_doubtful:  # the page is the outcome
                 await self._send_failure(record=True)
                 return False
-            elif self.passing and not self.attempt.doubts(None, error):
+            if self.passing and not is_doubtful:
                 await arun(self.attempt.release())
             else:
                 await arun(self.attempt.fail(error))
@@ -116,10 +115,6 @@ class GuardedResponse:
         if self.failure is not None:
             await self._send_failure(record=False)
         return False
-
-    def _is_page_recorded(self, error: BaseException) -> bool:
-        """Whether the error page is the outcome, rather than *error*, which was raised behind it."""
-        return self.attempt.policy.effect != "transaction" and not self.attempt.doubts(None, error)
 
     # The app's receive and send
 
@@ -141,7 +136,9 @@ class GuardedResponse:
         if kind == "http.response.body":
             chunk, more = bytes(message.get("body", b"")), message.get("more_body", False)  # some send a memoryview
             if self.passing:
-                await self._pass(chunk, more=more)
+                if not more:
+                    await arun(self.attempt.release())  # does nothing if a tombstone was settled
+                await self.client_send({"type": "http.response.body", "body": chunk, "more_body": more})
             elif self.attempt.ended:  # the response was complete
                 return
             elif more or self.chunks:
@@ -187,7 +184,7 @@ class GuardedResponse:
             self._end()
             self.answer = Answer(outcome, "released")
         else:
-            await self._settle(outcome)
+            await self._settle(self.attempt.settle(outcome))
         await self._send(body)
 
     async def _send_failure(self, *, record: bool) -> None:
@@ -199,7 +196,7 @@ class GuardedResponse:
         assert self.failure is not None
         outcome, body = self.failure
         if record:
-            await self._settle(outcome)
+            await self._settle(self.attempt.settle(outcome))
         else:
             self.answer = Answer(outcome, "released")
         await self._send(body)
@@ -217,13 +214,9 @@ class GuardedResponse:
 
     async def _begin_passing(self) -> None:
         """From here on, chunk by chunk.  That it happened is recorded first; how it ended cannot be replayed."""
-        tombstone = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
-        if self.door.is_settled_first(self.attempt, self.rule, tombstone):
-            await self._settle(tombstone)
-        elif self.attempt.policy.effect == "transaction":  # rolled back before the client gets the first byte
-            await arun(self.attempt.release())
+        status, has_length = self.start["status"], bool(self._length())
+        await self._settle(self.door.record_stream(self.attempt, self.rule, status, has_length=has_length))
         body, self.chunks = b"".join(self.chunks), []
-        self._end()
         if self.answer is not None and self.answer.how == "replayed":
             await respond(self.client_send, self.door.replay(self.answer, self.rule, self.attempt.operation))
             self.client_send = nowhere
@@ -232,21 +225,15 @@ class GuardedResponse:
 
     async def _start_passing(self) -> None:
         if self.abandoned:
-            raise OSError("Nobody is left to stream to")
+            raise OSError("The client has left, so the stream cannot be sent")
         self.passing = True
         outcome = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
         await self.client_send(self._started(self.door.headers(self.rule, Answer(outcome, "unstored"))))
 
-    async def _pass(self, chunk: bytes, *, more: bool) -> None:
-        if not more:
-            await arun(self.attempt.release())  # does nothing if a tombstone was settled
-        await self.client_send({"type": "http.response.body", "body": chunk, "more_body": more})
-
     # The end
 
-    async def _settle(self, outcome: Outcome) -> None:
+    async def _settle(self, plan: Plan[Answer]) -> None:
         """Settle the attempt: when this returns, the outcome is durable, or the client has been told why it is not."""
-        plan = self.attempt.settle(outcome)
         try:
             # A transaction that is cut off is rolled back, so nothing lasts that would have to be recorded.
             self.answer = await (arun(plan) if self.attempt.policy.effect == "transaction" else arun_to_the_end(plan))
@@ -279,8 +266,7 @@ class GuardedResponse:
         loop = asyncio.get_running_loop()
         done = loop.create_future()  # as asyncio.shield does, with less work
         task = loop.create_task(self.run(app))
-        TASKS.add(task)
-        task.add_done_callback(partial(ended, done))
+        task.add_done_callback(lambda _: done.done() or done.set_result(None))
         try:
             await done
         except asyncio.CancelledError:
@@ -289,24 +275,21 @@ class GuardedResponse:
         task.result()
 
     async def _abandon(self, task: asyncio.Task[None]) -> None:
-        """Let the app finish without its caller, who may send other messages on the same channel from now on."""
+        """Let the app finish without its caller, which may send other messages on the same channel from now on."""
         self.client_send, self.abandoned = nowhere, True
         if self.over or not self.begun:  # nothing is left to be recorded, or nothing has happened yet
             task.cancel()
+        ABANDONED.add(task)
         task.add_done_callback(self._report)
         if not self.begun:
             await arun(self.attempt.withdraw())
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Log a failure that no caller waits for any more; a refusal is none."""
+        """Log a failure that no caller waits for any more."""
+        ABANDONED.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and (self.performed or not isinstance(error, OncemoreError)):
-            log.error("A guarded request failed after it was abandoned", exc_info=error)
-
-
-def without_ways_around(extensions: Mapping[str, Any]) -> dict[str, Any]:
-    """The server's extensions without those by which a response would go around the middleware."""
-    return {name: value for name, value in extensions.items() if not name.startswith("http.response.")}
+        if error is not None:
+            log.error("%s failed after its client had left", self.rule.name, exc_info=error)
 
 
 def decoded(start: Message) -> list[tuple[str, str]]:
@@ -335,9 +318,8 @@ async def arun_to_the_end(plan: Plan[Answer], effect: Effect[Any] | None = None)
             try:
                 result = await effect.arun()
             except asyncio.CancelledError:
-                task = asyncio.get_running_loop().create_task(arun_to_the_end(plan, effect))
                 with suppress(OncemoreError):
-                    await asyncio.shield(keep(task))
+                    await asyncio.shield(keep_task(arun_to_the_end(plan, effect)))
                 raise
             except Exception as error:
                 effect = plan.throw(error)
@@ -345,22 +327,6 @@ async def arun_to_the_end(plan: Plan[Answer], effect: Effect[Any] | None = None)
                 effect = plan.send(result)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
-
-
-TASKS: set[asyncio.Task[Any]] = set()  # the loop's own references to them are weak
-
-
-def keep(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
-    """Keep a reference to the task until it is done."""
-    TASKS.add(task)
-    task.add_done_callback(TASKS.discard)
-    return task
-
-
-def ended(done: asyncio.Future[None], task: asyncio.Task[None]) -> None:
-    TASKS.discard(task)
-    if not done.done():
-        done.set_result(None)
 
 
 async def respond(send: Send, response: Response) -> None:

@@ -17,14 +17,14 @@ from ..._contract.paths import SAFE_METHODS
 from ..._contract.profiles import DEFAULT
 from ..._contract.rule import idempotent, rule_of
 from ..._ledger.attempt import LeaseAttempt
-from ..._ledger.context import running
+from ..._ledger.context import current_operation, running
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call, Plan, run
-from ...errors import OncemoreError, StoreError
+from ...errors import OncemoreError
 from ..door import Door, wait_of
 from ..etag import Etag
 from ..problem import Response
-from ..request import Request, check_length, current_operation, match_mounted, mount_prefix, value_of
+from ..request import Request, check_length, match_mounted, mount_prefix, value_of
 from ..shadow import Shadow
 from ..status import status_plan
 from .batch import check_plain, each_message
@@ -44,7 +44,7 @@ class IdempotencyMiddleware(Door[Handler]):
     """Guards the HTTP requests that the contract names; all other events pass untouched.
 
     `@idempotent(...)` on the function itself is a rule for all its requests.  Without a principal function, the caller is
-    who API Gateway says it is.  Rules may name a path with or without its stage, or a custom domain's base path.
+    the one that API Gateway has authenticated.  Rules may name a path with or without its stage, or a custom domain's base path.
     """
 
     needs_app = True
@@ -91,15 +91,15 @@ class IdempotencyMiddleware(Door[Handler]):
             return source.rendered(event, self.refusal(error, match))
         if operation is None or self._is_guarded(event, operation):
             return self.app(event, context)
-        attempt = self.guard.new_attempt(operation, within(self.policy(match.rule), left))
         wait, mount = longest_wait(wait_of(request.headers), left), mount_prefix(request.path, source.inner_path(event))
         etag = current_etag(self.app, source, event, context)
-        found = run(self.begin(attempt, match, request, etag, wait=wait, mount=mount))
+        policy = within(self.policy(match.rule), left)
+        found = run(self.begin(operation, match, request, etag, wait=wait, mount=mount, policy=policy))
         if found is None:
             return self.app(event, context)
         if isinstance(found, Response):
             return source.rendered(event, found)
-        return self._call_function(source, match, attempt, event, context)
+        return self._call_function(source, match, found, event, context)
 
     def _observe(self, source: RestApi, match: Match, request: Request, context: Any) -> Any:
         """Shadow mode: call the function as if there were no middleware, and note what would have been done."""
@@ -114,26 +114,19 @@ class IdempotencyMiddleware(Door[Handler]):
     def _call_function(self, source: RestApi, match: Match, attempt: LeaseAttempt, event: Event, context: Any) -> Any:
         """Call the function, record the outcome, and return its answer."""
         rule, op = match.rule, attempt.op
-
-        def refuse(error: OncemoreError) -> Any:
-            return source.rendered(event, self.refusal(error, match, attempt.operation))
-
         try:
             with running(op), current_event(self, op.operation, event):
                 reply = source.reply(self.app(event, context))
         except BaseException as error:
-            try:
-                run(attempt.fail(error))
-            except StoreError as refused:  # the database refused the transaction: the caller's retry is safe
-                return refuse(refused)
-            raise
-        try:
-            answer = run(self.settle(attempt, rule, reply.status, reply.headers, reply.body))
-        except OncemoreError as error:
-            return refuse(error)
-        if answer.how == "replayed":  # this attempt was too slow, and its successor's outcome counts
-            return source.rendered(event, self.replay(answer, rule, attempt.operation))
-        return source.added(event, reply, self.headers(rule, answer))
+            refused = run(self.fail(attempt, match, error))
+            if refused is None:
+                raise
+            return source.rendered(event, refused)
+        recording = self.record(attempt, rule, reply.status, reply.headers, reply.body)
+        found = run(self.finish(attempt, match, recording))
+        if isinstance(found, Response):
+            return source.rendered(event, found)
+        return source.added(event, reply, self.headers(rule, found))
 
     def _is_guarded(self, event: Event, operation: Operation) -> bool:
         """Whether an outer middleware guards this operation of this event already: a second claim would wait for itself."""

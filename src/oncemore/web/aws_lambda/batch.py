@@ -59,9 +59,7 @@ class Batch:
     def __call__(self, event: Any, context: Any) -> dict[str, list[dict[str, str]]]:
         """Perform the messages of a batch; the answer has the ids of those that are to be delivered again."""
         failed: list[str] = []
-        behind: set[str] = (
-            set()
-        )  # the groups in which a message has failed: later ones of the group must not overtake it
+        behind: set[str] = set()  # groups with a failed message, which their later ones must not overtake
         slowest = SHORTEST
         for message in messages_of(event):
             began, left, group = time.monotonic(), time_left(context), group_of(message)
@@ -89,9 +87,7 @@ class Batch:
             return check_key(message["messageId"])
         if not isinstance(self.key, Template):
             return check_name(self.key(message), "What the key function gave")
-        sent = (
-            float(message["attributes"]["SentTimestamp"]) / 1000
-        )  # not the present time: it must be the same on every delivery
+        sent = float(message["attributes"]["SentTimestamp"]) / 1000  # the present differs on every delivery
         return self.key.render(headers=attributes_of(message), body=document_of(body), now=sent)
 
     def _perform(self, message: Message, left: float | None) -> bool:
@@ -109,7 +105,9 @@ class Batch:
         except Exception as error:
             if isinstance(error, DONE_BEFORE) and not begun:
                 return True
-            log.log(*log_entry(error), message["messageId"], exc_info=error)
+            is_refusal = isinstance(error, OncemoreError)  # then nothing was done
+            level, end = (logging.WARNING, "was refused") if is_refusal else (logging.ERROR, "failed")
+            log.log(level, "The message %s %s", message["messageId"], end, exc_info=error)
             return False
         return answer.how != "released"  # if it was released, it counts as not performed
 
@@ -123,17 +121,12 @@ def check_plain(function: Function) -> Function:
     return function
 
 
-def log_entry(error: Exception) -> tuple[int, str]:
-    """Level and text of the log entry: the message was refused, and nothing was done; or it failed."""
-    if isinstance(error, OncemoreError):
-        return logging.WARNING, "The message %s was refused"
-    return logging.ERROR, "The message %s failed"
-
-
 def messages_of(event: Any) -> list[Message]:
     found = event.get("Records") if isinstance(event, dict) else None
     if not isinstance(found, list) or any(each.get("eventSource") != "aws:sqs" for each in found):
-        raise ConfigurationError("This function takes batches of messages from SQS, and was given another event")
+        raise ConfigurationError(
+            "This function takes messages from SQS, and was given another event: connect it to SQS queues only"
+        )
     return found
 
 

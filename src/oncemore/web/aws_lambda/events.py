@@ -7,13 +7,12 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlencode
 
 from ..._contract.policy import Policy
 from ...errors import InvalidPayload
-from ..problem import Response
+from ..problem import Response, status_line
 from ..request import NOT_OF_A_GET, Headers, anonymous, credentials_of
 
 Event = dict[str, Any]
@@ -120,7 +119,7 @@ class LoadBalancer(RestApi):
         }
 
     def rendered(self, event: Event, response: Response) -> Event:
-        found = {"statusDescription": described(response.status), **super().rendered(event, response)}
+        found = {"statusDescription": status_line(response.status), **super().rendered(event, response)}
         if "multiValueHeaders" not in event:
             found["headers"] = joined(found.pop("multiValueHeaders"))
         return found
@@ -192,7 +191,7 @@ def request_body(event: Event) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except ValueError as error:
-        raise InvalidPayload("The body is said to be base64, and is not") from error
+        raise InvalidPayload("isBase64Encoded is true, and the body is not base64; nothing was done") from error
 
 
 def many(event: Mapping[str, Any], name: str) -> list[tuple[str, list[str]]]:
@@ -235,13 +234,6 @@ def body_of(body: bytes) -> dict[str, Any]:
         return {"body": body.decode(), "isBase64Encoded": False}
     except UnicodeDecodeError:
         return {"body": base64.b64encode(body).decode(), "isBase64Encoded": True}
-
-
-def described(status: int) -> str:
-    try:
-        return f"{status} {HTTPStatus(status).phrase}"
-    except ValueError:
-        return f"{status} Unknown"
 
 
 def caller_of(event: Event) -> str:

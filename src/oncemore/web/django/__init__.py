@@ -19,13 +19,14 @@ from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.policy import Policy
 from ..._contract.rule import Rule
+from ..._ledger.context import current_operation
 from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import OncemoreError
 from ..door import Door, wait_of
 from ..problem import Response
 from ..redrive import check_passed
-from ..request import Request, current_operation, is_current, match_mounted, mount_prefix, native_mapping
+from ..request import Request, is_current, match_mounted, mount_prefix, native_mapping
 from ..shadow import Shadow
 from ..status import status_plan
 from ..wsgi.environ import can_be_observed
@@ -102,14 +103,13 @@ class IdempotencyMiddleware(Door[GetResponse]):
         if operation is None or is_current(operation, native_mapping(request)):
             return (yield Call(self.app, request))
         mount = mount_prefix(request.path, request.path_info)
-        attempt = self.attempt(match.rule, operation)
         etag, wait = current_etag(self.app, request), wait_of(asked.headers)
-        found = yield from self.begin(attempt, match, asked, etag, wait=wait, mount=mount)
+        found = yield from self.begin(operation, match, asked, etag, wait=wait, mount=mount)
         if found is None:
             return (yield Call(self.app, request))
         if isinstance(found, Response):
             return to_django(found)
-        return (yield from GuardedResponse(self, match, attempt, request).run())
+        return (yield from GuardedResponse(self, match, found, request).run())
 
     def _observe(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         """Shadow mode: call the view as if there were no middleware, and note what would have been done."""

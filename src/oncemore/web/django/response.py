@@ -15,7 +15,6 @@ from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.context import running
 from ..._ledger.decisions import Answer
 from ..._runtime.plan import Call, Plan, run
-from ...errors import OncemoreError, StoreError
 from ..door import Door
 from ..problem import Response
 from ..request import GUARDED, native_mapping
@@ -50,26 +49,20 @@ class GuardedResponse:
         except GeneratorExit:
             raise
         except BaseException as error:
-            try:
-                yield from self.attempt.fail(error)
-            except StoreError as refused:  # the database refused the transaction: the client's retry is safe
-                return self._refuse(refused)
-            raise
-        try:
-            cause: Any = getattr(native, ERROR, None) if response.status_code >= 500 else None
-            if self.door.is_refused_transaction(self.attempt, cause):
-                yield from self.attempt.fail(cause)
-            answer = yield from self._settle(response, body, cause)
-        except OncemoreError as error:  # this attempt was too slow, or the database refused the transaction
-            return replace_response(response, self.door.refusal(error, self.match, self.attempt.operation))
-        if answer.how == "replayed":
-            return replace_response(response, self.door.replay(answer, self.rule, self.attempt.operation))
-        for name, value in self.door.headers(self.rule, answer):
+            refused = yield from self.door.fail(self.attempt, self.match, error)
+            if refused is None:
+                raise
+            return to_django(refused)
+        found = yield from self.door.finish(self.attempt, self.match, self._record(response, body))
+        if isinstance(found, Response):
+            if response.streaming:
+                response.close()
+            return to_django(found)
+        if not self.attempt.ended:
+            response.close = releasing(response.close, self.attempt)
+        for name, value in self.door.headers(self.rule, found):
             response.headers[name] = value
         return response
-
-    def _refuse(self, error: OncemoreError) -> HttpResponse:
-        return to_django(self.door.refusal(error, self.match, self.attempt.operation))
 
     def _body(self, response: HttpResponseBase) -> Plan[bytes | None]:
         """The complete body of the response, or None if it is a stream, or too large to be read in advance."""
@@ -85,17 +78,15 @@ class GuardedResponse:
             response.close()
             raise
 
-    def _settle(self, response: HttpResponseBase, body: bytes | None, cause: BaseException | None) -> Plan[Answer]:
+    def _record(self, response: HttpResponseBase, body: bytes | None) -> Plan[Answer]:
         attempt, rule, status = self.attempt, self.rule, response.status_code
-        if body is not None:
-            # As plain texts: a subclass of str, as template engines use to mark safe texts, could not be stored.
-            headers = [(name.lower(), str.__str__(value)) for name, value in response.items()]
-            return (yield from self.door.settle(attempt, rule, status, headers, body, cause))
-        has_length = "Content-Length" in response.headers
-        answer = yield from self.door.settle_stream(attempt, rule, status, has_length=has_length)
-        if not attempt.ended:
-            response.close = releasing(response.close, attempt)
-        return answer
+        if body is None:
+            has_length = "Content-Length" in response.headers
+            return self.door.record_stream(attempt, rule, status, has_length=has_length)
+        # As plain texts: a subclass of str, as template engines use to mark safe texts, could not be stored.
+        headers = [(name.lower(), str.__str__(value)) for name, value in response.items()]
+        cause = getattr(self.request, ERROR, None) if status >= 500 else None
+        return self.door.record(attempt, rule, status, headers, body, cause)
 
 
 class Collect:
@@ -166,10 +157,3 @@ def to_django(response: Response) -> HttpResponse:
     for name, value in response.headers:
         answer.headers[name] = f"{answer.headers[name]}, {value}" if name in answer.headers else value
     return answer
-
-
-def replace_response(response: HttpResponseBase, ours: Response) -> HttpResponse:
-    """Our response in place of the view's, which is closed if it streams."""
-    if response.streaming:
-        response.close()
-    return to_django(ours)

@@ -36,7 +36,7 @@ def options_from_settings(middleware: Any) -> dict[str, Any]:
     for name in given:
         if name not in known:
             raise ConfigurationError(f"ONCEMORE: there is no setting {name!r}{did_you_mean(str(name), known)}")
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in given.items() if value is not None or name == "status_path"}
     for name in options.keys() & {*ASKED_ONCE, "redact", "rates"}:  # the rest are plain values
         options[name] = named(name, options[name])
     for name in options.keys() & set(ASKED_ONCE):
@@ -110,7 +110,7 @@ def asked_once(function: Principal) -> Principal:
 
 
 def check_place(middleware: type) -> None:
-    """Warn if *middleware* comes before the one that sets `request.user`, who owns the keys."""
+    """Warn if *middleware* comes before the one that sets `request.user`, the owner of the keys."""
     for path in settings.MIDDLEWARE:
         found = import_string(path)
         lineage = inspect.getmro(found) if inspect.isclass(found) else ()

@@ -63,7 +63,7 @@ REQUIRED, OPTIONAL, EXEMPT = Rule(key="required"), Rule(key="optional"), Rule(id
 class Views:
     """The rules on the views of a URL configuration, each found by resolving the request as Django does."""
 
-    def __init__(self, contract: Contract, status_path: str = "") -> None:
+    def __init__(self, contract: Contract, status_path: str | None = None) -> None:
         self.contract = contract
         self.status_path = status_path
         self._rules: dict[Any, Rules] = {}

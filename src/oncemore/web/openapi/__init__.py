@@ -18,7 +18,12 @@ PROBLEM_BASE = "urn:oncemore:error:"
 
 
 def enrich(
-    document: Json, contract: Contract, *, prefix: str = "", status_path: str = "", problem_base: str = PROBLEM_BASE
+    document: Json,
+    contract: Contract,
+    *,
+    prefix: str = "",
+    status_path: str | None = None,
+    problem_base: str = PROBLEM_BASE,
 ) -> Json:
     """A copy of the OpenAPI 3 *document* with the contract's rule on each operation; applying it twice changes nothing.
 
@@ -61,7 +66,9 @@ def describe(document: Json, rule: Rule, operation: Json, problem_base: str) -> 
         return False
     for parameter in parts.parameters(rule):
         add_parameter(document, operation, parameter)
-    add_sentence(operation, parts.sentence(rule))
+    said, sentence = operation.get("description", ""), parts.sentence(rule)
+    if sentence and sentence not in said:
+        operation["description"] = f"{said}\n\n{sentence}" if said else sentence
     operation["responses"] = {str(status): response for status, response in operation.get("responses", {}).items()}
     add_responses(document, rule, operation["responses"], problem_base)
     return True
@@ -77,12 +84,6 @@ def add_parameter(document: Json, operation: Json, parameter: Json) -> None:
             known[place] = {**parameter, **{word: found[word] for word in words if word in found}}
             return
     known.append(parameter)
-
-
-def add_sentence(operation: Json, sentence: str) -> None:
-    said = operation.get("description", "")
-    if sentence and sentence not in said:
-        operation["description"] = f"{said}\n\n{sentence}" if said else sentence
 
 
 def add_responses(document: Json, rule: Rule, responses: Json, problem_base: str) -> None:

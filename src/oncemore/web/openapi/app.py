@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ..._contract.contract import Contract
@@ -13,7 +14,7 @@ from .parts import Json
 
 
 def document(
-    app: Any, contract: Contract, *, prefix: str = "", status_path: str = "", problem_base: str = PROBLEM_BASE
+    app: Any, contract: Contract, *, prefix: str = "", status_path: str | None = None, problem_base: str = PROBLEM_BASE
 ) -> None:
     """Make `app.openapi()`, and that of each app mounted in it, show the contract.
 
@@ -21,8 +22,9 @@ def document(
     """
     for found, mounted in documented(app, prefix):
         plain = getattr(found.openapi, "plain", found.openapi)  # a second call replaces the first
-        lookup = status_path if mounted == prefix else ""  # it is the outer app's
-        found.openapi = Enriched(plain, found, contract, mounted, lookup, problem_base)
+        lookup = status_path if mounted == prefix else None  # it is the outer app's
+        options = {"prefix": mounted, "status_path": lookup, "problem_base": problem_base}
+        found.openapi = Enriched(plain, found, contract, mounted, partial(enrich, contract=contract, **options))
 
 
 def documented(app: Any, prefix: str) -> Iterator[tuple[Any, str]]:
@@ -52,26 +54,21 @@ class Enriched:
     """An app's `openapi`, made anew only when the app's own or the contract has changed."""
 
     def __init__(
-        self,
-        plain: Callable[[], Json],
-        app: Any,
-        contract: Contract,
-        prefix: str,
-        status_path: str,
-        problem_base: str,
+        self, plain: Callable[[], Json], app: Any, contract: Contract, prefix: str, enriched: Callable[[Json], Json]
     ) -> None:
         self.plain = plain
         self._app = app
         self._contract = contract
-        self._options = {"prefix": prefix, "status_path": status_path, "problem_base": problem_base}
+        self._prefix = prefix
+        self._enriched = enriched
         self._made: tuple[Json, tuple[Rule, ...], Json] | None = None
 
     def __call__(self) -> Json:
         document = self.plain()
         if self._made is None or self._made[0] is not document:  # it has new routes, which may have rules
-            self._contract.add(*starlette_rules(getattr(self._app, "routes", ()), self._options["prefix"]))
+            self._contract.add(*starlette_rules(getattr(self._app, "routes", ()), self._prefix))
             self._made = None
         rules = self._contract.rules
         if self._made is None or self._made[1] is not rules:
-            self._made = (document, rules, enrich(document, self._contract, **self._options))
+            self._made = (document, rules, self._enriched(document))
         return self._made[2]

@@ -13,6 +13,7 @@ from typing import Any
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
+from ..._ledger.context import current_operation
 from ..._runtime.plan import run
 from ...errors import OncemoreError
 from ..discovery import declare_flask
@@ -20,7 +21,7 @@ from ..door import Door, wait_of
 from ..etag import wsgi_etag
 from ..problem import Response
 from ..redrive import check_passed
-from ..request import Request, current_operation, is_current, match_mounted
+from ..request import Request, is_current, match_mounted
 from ..shadow import Shadow
 from ..status import status_plan
 from ..unserved import flask_served, warn_of_routes
@@ -54,7 +55,8 @@ class IdempotencyMiddleware(Door[App]):
             self._declare(environ)
         method, inner = environ["REQUEST_METHOD"], decode_path(environ.get("PATH_INFO", ""))
         if method in SAFE_METHODS:
-            if self._is_status(environ, inner):
+            lookups = (inner, decode_path(environ.get("SCRIPT_NAME", "")) + inner)
+            if self.status_path in lookups and method in ("GET", "HEAD"):
                 return self._status(request_of(environ), start_response)
             return self.app(environ, start_response)
         request = request_of(environ)
@@ -94,14 +96,14 @@ class IdempotencyMiddleware(Door[App]):
         put_back(environ, body)
         if operation is None or is_current(operation, environ):
             return self.app(environ, start_response)
-        attempt, mount = self.attempt(match.rule, operation), decode_path(environ.get("SCRIPT_NAME", ""))
+        mount = decode_path(environ.get("SCRIPT_NAME", ""))
         etag, wait = wsgi_etag(self.app, environ), wait_of(request.headers)
-        found = run(self.begin(attempt, match, request, etag, wait=wait, mount=mount))
+        found = run(self.begin(operation, match, request, etag, wait=wait, mount=mount))
         if found is None:
             return self.app(environ, start_response)
         if isinstance(found, Response):
             return respond(start_response, found)
-        return GuardedResponse(self, match, attempt, environ, start_response).run()
+        return GuardedResponse(self, match, found, environ, start_response).run()
 
     def _observe(self, match: Match, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         """Shadow mode: call the app as if there were no middleware, and note what would have been done."""
@@ -131,11 +133,6 @@ class IdempotencyMiddleware(Door[App]):
             close(result)
         finally:
             run(shadow.end(statuses[-1] if statuses else None))
-
-    def _is_status(self, environ: Environ, inner: str) -> bool:
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return False
-        return self.status_path in (inner, decode_path(environ.get("SCRIPT_NAME", "")) + inner)
 
     def _status(self, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         try:

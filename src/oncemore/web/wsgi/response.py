@@ -7,7 +7,6 @@ response without a length that comes piece by piece is a stream, and is passed o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from http import HTTPStatus
 from types import TracebackType
 from typing import Any
 
@@ -15,10 +14,10 @@ from ..._contract.contract import Match
 from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.context import running
 from ..._ledger.decisions import Answer
-from ..._runtime.plan import Plan, run
-from ...errors import Fenced, OncemoreError, StoreError
+from ..._runtime.plan import run
+from ...errors import Fenced
 from ..door import Door
-from ..problem import Response
+from ..problem import Response, status_line
 from ..request import GUARDED, Headers, value_of
 from .environ import FLASK_ERROR
 
@@ -63,22 +62,14 @@ class GuardedResponse:
             self.environ[GUARDED] = self.attempt.op
             with running(self.attempt.op):
                 is_complete = self._call_app()
-            if self.status >= 500 and self.door.is_refused_transaction(self.attempt, self.environ.get(FLASK_ERROR)):
-                raise self.environ[FLASK_ERROR]
         except BaseException as error:
-            try:
-                self._fail(error)
-            except StoreError as refused:  # the database refused the transaction: the client's retry is safe
-                self.instead = self._refusal(refused)
+            self.instead = self._fail(error) or self.instead
             if self.instead is None:
                 raise
         if self.instead is not None:  # also if the app has caught the error and answered
             self._close_result()
             return respond(self.start_response, self.instead)
         return self._answer(is_complete)
-
-    def _refusal(self, error: OncemoreError) -> Response:
-        return self.door.refusal(error, self.match, self.attempt.operation)
 
     # The app's side
 
@@ -124,15 +115,11 @@ class GuardedResponse:
 
     def _begin_writing(self) -> None:
         """Record that it happened, within the app's own `write`; raise if that is not what counts."""
-        try:
-            answer = run(self._settle_stream(has_length=bool(self.length)))
-        except OncemoreError as error:
-            self.instead = self._refusal(error)
-            raise
-        if answer.how == "replayed":
-            self.instead = self.door.replay(answer, self.rule, self.attempt.operation)
-            raise Fenced("This attempt took longer than its lease, and another's outcome counts")
-        self._begin(answer)
+        found = self._finish(None, has_length=bool(self.length))
+        if isinstance(found, Response):
+            self.instead = found
+            raise Fenced("This response is not sent: it took longer than its lease, or its transaction was refused")
+        self._begin(found)
 
     @property
     def status(self) -> int:
@@ -165,29 +152,29 @@ class GuardedResponse:
             return Body(self._rest(), self.close)
         body = b"".join(self.chunks) if is_complete else None
         try:
-            if body is None:
-                answer = run(self._settle_stream(has_length=bool(self.length) or self._is_finite()))
-            else:
-                cause = self.environ.get(FLASK_ERROR) if self.status >= 500 else None
-                answer = run(self.door.settle(self.attempt, self.rule, self.status, self.lowered, body, cause))
-        except OncemoreError as error:
-            self.close()
-            return respond(self.start_response, self._refusal(error))
+            found = self._finish(body, has_length=bool(self.length) or self._is_finite())
         except BaseException:
             self.close()
             raise
-        if answer.how == "replayed":
+        if isinstance(found, Response):
             self.close()
-            return respond(self.start_response, self.door.replay(answer, self.rule, self.attempt.operation))
+            return respond(self.start_response, found)
         try:
-            self._begin(answer, body)
+            self._begin(found, body)
         except BaseException as error:  # the server refuses the app's status or headers
             self._fail(error)
             raise
         return Body(self._rest() if body is None else iter((body,) if body else ()), self.close)
 
-    def _settle_stream(self, *, has_length: bool) -> Plan[Answer]:
-        return self.door.settle_stream(self.attempt, self.rule, self.status, has_length=has_length)
+    def _finish(self, body: bytes | None, *, has_length: bool) -> Answer | Response:
+        """Record the response, or, without a *body*, that it happened."""
+        door, attempt, rule, status = self.door, self.attempt, self.rule, self.status
+        if body is None:
+            recording = door.record_stream(attempt, rule, status, has_length=has_length)
+        else:
+            cause = self.environ.get(FLASK_ERROR) if status >= 500 else None
+            recording = door.record(attempt, rule, status, self.lowered, body, cause)
+        return run(door.finish(attempt, self.match, recording))
 
     def _begin(self, answer: Answer, body: bytes | None = None) -> None:
         """Start the response as the app does, with our headers added."""
@@ -211,10 +198,10 @@ class GuardedResponse:
             yield chunk
         run(self.attempt.release())  # does nothing if a tombstone was settled
 
-    def _fail(self, error: BaseException) -> None:
-        """Record that the app failed, and close its iterable."""
+    def _fail(self, error: BaseException) -> Response | None:
+        """Record that the app failed, and close its iterable; the response, if the client gets that instead of the error."""
         try:
-            run(self.attempt.fail(error))
+            return run(self.door.fail(self.attempt, self.match, error))
         finally:
             self._close_result()
 
@@ -251,13 +238,6 @@ def respond(start_response: StartResponse, response: Response, *, head: bool = F
         headers.append(("content-length", str(len(response.body))))
     start_response(status_line(response.status), headers)
     return [] if head or not response.body else [response.body]
-
-
-def status_line(status: int) -> str:
-    try:
-        return f"{status} {HTTPStatus(status).phrase}"
-    except ValueError:
-        return f"{status} Unknown"
 
 
 def lowered(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

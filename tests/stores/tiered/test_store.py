@@ -193,8 +193,8 @@ def test_unbelievable_copies_are_left_to_the_database(store: TieredStore, server
     other = Operation("scope", "other", "c1:aa", "refunds.create")
     lease = run(store.claim(other, lease=HOUR))
     run(store.settle(lease, Outcome("value", body=b"other"), retention=HOUR))
-    eventually(lambda: len(server.keys(copied.split(b"{")[0] + b"*")) > 1)  # type: ignore[arg-type]
-    foreign: Any = next(server.get(key) for key in server.keys(copied.split(b"{")[0] + b"*") if key != copied)  # type: ignore[union-attr]
+    eventually(lambda: len(server.keys(copied.partition(b":copy:")[0] + b":copy:*")) > 1)  # type: ignore[arg-type]
+    foreign: Any = next(server.get(key) for key in server.keys(copied.partition(b":copy:")[0] + b":copy:*") if key != copied)  # type: ignore[union-attr]
     for poisoned in (
         b"",
         b"x",
@@ -281,7 +281,7 @@ def test_late_copy_of_a_deleted_record_is_not_written(
     run(store.delete("scope", "key"))
     other._copies.keep(record, other._copies.moment())  # as a process does that has read the record just before
     settled(other, "later")
-    eventually(lambda: len(server.keys(copied.split(b"{")[0] + b"*")) > 1)  # type: ignore[arg-type]
+    eventually(lambda: len(server.keys(copied.partition(b":copy:")[0] + b":copy:*")) > 1)  # type: ignore[arg-type]
     assert server.get(copied) == b"-"
 
 

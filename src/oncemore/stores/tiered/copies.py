@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import msgspec
@@ -39,7 +38,7 @@ MARK_SECONDS = 60
 MARK = b"-"  # where a copy was: the record was deleted or resolved
 
 
-class Moment(NamedTuple):
+class Moment(msgspec.Struct, frozen=True, gc=False):
     """When PostgreSQL was asked, on the monotonic clock, and which server it was then (None: not known).
 
     A copy is as old as that, also if this process was stopped before it got the answer; and it is a copy of that server's
@@ -118,11 +117,10 @@ class Copies:
         counts = {name: getattr(self, name) for name in ("hits", "misses", "errors", "skipped")}
         return TierCounts(**counts, open=self.breaker.open)
 
-    def name(self, id: Id, namespace: str) -> str:
+    def name(self, id: Id, namespace: str) -> bytes:
         """The name of a copy in Redis; the length keeps scope and key apart.  PostgreSQL also takes half a character."""
-        scope = id[0].encode("utf-8", "surrogatepass")
-        text = b"%d:%b%b" % (len(scope), scope, id[1].encode("utf-8", "surrogatepass"))
-        return f"{self._prefix}:{namespace}:{{{blake2b(text, digest_size=20).hexdigest()}}}"
+        scope, key = id
+        return f"{self._prefix}:{namespace}:{len(scope)}:{scope}{key}".encode("utf-8", "surrogatepass")
 
     # Finding
 

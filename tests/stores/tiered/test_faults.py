@@ -20,7 +20,7 @@ import redis
 
 from oncemore import Guard, Operation, Policy
 from oncemore._runtime.plan import arun, run
-from oncemore.stores import TieredStore, connect
+from oncemore.stores import TieredStore, connect, schema
 from tests.support.processes import separate_processes
 from tests.support.proxy import FaultProxy
 from tests.support.servers import PostgresServer, ValkeySentinel, ValkeyServer
@@ -237,6 +237,21 @@ def test_refused_login_to_redis_is_not_noticed(
     eventually(lambda: is_hit(store))
     assert not [record for record in caplog.records if "no messages arrive" in record.getMessage()]
     guard.close()
+
+
+def test_redis_user_with_few_rights_has_copies(
+    postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer
+) -> None:
+    """The rights that `oncemore init --print-schema` prints for Redis are enough."""
+    (command,) = (line for line in schema(own_valkey.url).splitlines() if line.startswith("ACL"))
+    own_valkey.ask(*command.replace(">CHANGE-ME", ">pw").split())
+    login = own_valkey.url.replace("redis://", "redis://oncemore:pw@")
+    store = warmed(connect(tiered_url(postgres_url, login, postgres_schema)))  # type: ignore[arg-type]
+    settled(store)
+    eventually(lambda: is_hit(store))
+    assert run(store.delete("scope", "key"))
+    assert store.tiers.errors == 0
+    store.close()
 
 
 def test_partition_from_redis_is_not_noticed(postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -36,6 +37,7 @@ class Breaker:
 
     def _reset(self) -> None:
         self.open = False
+        self._lock = threading.Lock()
         self._failures = 0
         self._failed_at = float("-inf")
         self._pause = FIRST_PAUSE
@@ -46,15 +48,16 @@ class Breaker:
 
     def failed(self, error: BaseException, *, at_once: bool = False) -> bool:
         """Count a failure.  Open, and return True, after the third in a row; or after this one, if *at_once*."""
-        self._failures += 1
-        if self._failures < FAILURES and not at_once:
-            return False
-        now = SYSTEM.monotonic()
-        soon = now - self._failed_at < 2 * LONGEST_PAUSE
-        self._pause = min(2 * self._pause, LONGEST_PAUSE) if soon else FIRST_PAUSE
-        self._failed_at = now
-        if not self.open:
-            self.open = True
+        with self._lock:
+            self._failures += 1
+            if self._failures < FAILURES and not at_once:
+                return False
+            now = SYSTEM.monotonic()
+            soon = now - self._failed_at < 2 * LONGEST_PAUSE
+            self._pause = min(2 * self._pause, LONGEST_PAUSE) if soon else FIRST_PAUSE
+            self._failed_at = now
+            opens, self.open = not self.open, True
+        if opens:
             log.warning(self._opened, error)
         return True
 
@@ -62,8 +65,10 @@ class Breaker:
         """Close it, if it was open."""
         self._failures = 0
         if self.open:
-            self.open = False
-            log.warning(self._closed)
+            with self._lock:
+                closes, self.open = self.open, False
+            if closes:
+                log.warning(self._closed)
 
 
 class NotConnected(StoreUnavailable):

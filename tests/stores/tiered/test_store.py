@@ -24,10 +24,10 @@ from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.observe.prometheus import count_tiers
 from oncemore.stores import TieredStore, connect, schema
-from oncemore.stores.tiered import copies as tiered_copies
-from oncemore.stores.tiered import primary
 from oncemore.stores.redis import RedisStore
 from oncemore.stores.sqlite import connect as connect_sqlite
+from oncemore.stores.tiered import copies as tiered_copies
+from oncemore.stores.tiered import primary
 from oncemore.testing import Clock
 from oncemore.testing.machine import store_machine
 from oncemore.testing.stores import StoreContract
@@ -194,7 +194,9 @@ def test_unbelievable_copies_are_left_to_the_database(store: TieredStore, server
     lease = run(store.claim(other, lease=HOUR))
     run(store.settle(lease, Outcome("value", body=b"other"), retention=HOUR))
     eventually(lambda: len(server.keys(copied.partition(b":copy:")[0] + b":copy:*")) > 1)  # type: ignore[arg-type]
-    foreign: Any = next(server.get(key) for key in server.keys(copied.partition(b":copy:")[0] + b":copy:*") if key != copied)  # type: ignore[union-attr]
+    foreign: Any = next(
+        server.get(key) for key in server.keys(copied.partition(b":copy:")[0] + b":copy:*") if key != copied
+    )  # type: ignore[union-attr]
     for poisoned in (
         b"",
         b"x",
@@ -279,7 +281,7 @@ def test_late_copy_of_a_deleted_record_is_not_written(
     record = run(other.find("scope", "key"))
     warmed(other)
     run(store.delete("scope", "key"))
-    other._copies.keep(record, other._copies.moment())  # as a process does that has read the record just before
+    other._copies._keep(record, other._copies.moment())  # as a process does that has read the record just before
     settled(other, "later")
     eventually(lambda: len(server.keys(copied.partition(b":copy:")[0] + b":copy:*")) > 1)  # type: ignore[arg-type]
     assert server.get(copied) == b"-"
@@ -409,7 +411,7 @@ def test_primary_must_be_postgresql_and_cache_redis(tmp_path: Any) -> None:
         TieredStore(connect_sqlite(f"sqlite:///{tmp_path}/a.db"), RedisStore("redis://h"))
     with pytest.raises(ConfigurationError, match="cache of a tiered store has to be Redis"):
         TieredStore("postgresql://h/db", "memory://")
-    with pytest.raises(ConfigurationError, match="redis:// URL or a RedisStore, not a Redis$"):
+    with pytest.raises(ConfigurationError, match=r"redis:// URL or a RedisStore, not a Redis$"):
         TieredStore("postgresql://h/db", redis.Redis())
 
 

@@ -39,14 +39,14 @@ MARK = b"-"  # where a copy was: the record was deleted or resolved
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
-    """When PostgreSQL was asked, on the monotonic clock, and which server it was then (None: not known).
+    """When PostgreSQL was asked, on the monotonic clock, and which server it was then.
 
     A copy is as old as that, also if this process was stopped before it got the answer; and it is a copy of that server's
     record, also if another server was promoted before the copy is written.
     """
 
     at: float
-    namespace: str | None
+    namespace: str
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -101,7 +101,9 @@ class Copies:
         self.breaker = Breaker(
             "Redis is left alone, and every request asks PostgreSQL: %s", "Redis answers again, and is asked first"
         )
-        self.refusals = Breaker("Redis takes no copies for now: %s", "Redis takes copies again")  # it is full, or read-only
+        self.refusals = Breaker(
+            "Redis takes no copies for now: %s", "Redis takes copies again"
+        )  # it is full, or read-only
         self.pool = OpenConnections(cache.topology, self.breaker, self.watch.wake)
         self._lookups = NodeBatchers(cache.topology, self._look, limit=BATCH_LIMIT, linger=False)
         self._prefix = f"{cache.prefix}:copy"
@@ -122,16 +124,35 @@ class Copies:
         scope, key = id
         return f"{self._prefix}:{namespace}:{len(scope)}:{scope}{key}".encode("utf-8", "surrogatepass")
 
-    # Finding
+    def moment(self) -> Moment | None:
+        """Now, before PostgreSQL is asked for a record that may be copied; None if there is no use for copies for now.
 
-    def find(self, operation: Operation) -> Plan[Record | None]:
-        """The settled record, if Redis has a copy that can be believed, within the budget; else None."""
+        That is if Redis is left alone, or if the primary has not answered for a while.
+        """
         watch = self.watch
         watch.listen()
         namespace = watch.namespace()
-        if not namespace or self.breaker.open:
-            self.skipped += 1
-            return None
+        return Moment(SYSTEM.monotonic(), namespace) if namespace and not self.breaker.open else None
+
+    # Finding
+
+    def or_else(self, operation: Operation, claim: Plan[Lease | Record]) -> Plan[Lease | Record]:
+        """The settled record from Redis; or else the result of *claim*, which is copied if it is a settled record."""
+        asked = self.moment()
+        if asked is not None:
+            return self._find_or_else(operation, asked, claim)
+        self.skipped += 1
+        return claim
+
+    def _find_or_else(self, operation: Operation, asked: Moment, claim: Plan[Lease | Record]) -> Plan[Lease | Record]:
+        found = (yield from self._find(operation, asked.namespace)) or (yield from claim)
+        if isinstance(found, Record) and found.tier == "database":
+            self._keep(found, asked)
+        return found
+
+    def _find(self, operation: Operation, namespace: str) -> Plan[Record | None]:
+        """The settled record, if Redis has a copy that can be believed, within the budget; else None."""
+        watch = self.watch
         name = self.name(operation.id, namespace)
         try:
             value = yield Submit(self._lookups.for_key(name), name)
@@ -191,29 +212,20 @@ class Copies:
 
     # Writing
 
-    def moment(self) -> Moment:
-        """To be taken before PostgreSQL is asked for the record that may be copied."""
-        return Moment(SYSTEM.monotonic(), self.watch.namespace())
-
-    def keep(self, record: Record, asked: Moment) -> None:
-        """Have the settled record copied soon."""
+    def _keep(self, record: Record, asked: Moment) -> None:
+        """Have the record copied soon, if it is settled."""
         if record.state == SETTLED and record.outcome is not None and record.expires_at is not None:
             names = (record.scope, record.key, record.name, record.fingerprint)
-            self._keep(Copy(VERSION, *names, record.token, record.attempts, record.expires_at, record.outcome), asked)
+            self._put(asked, Copy(VERSION, *names, record.token, record.attempts, record.expires_at, record.outcome))
 
     def keep_settled(self, held: Lease, outcome: Outcome, retention: float, asked: Moment) -> None:
         """Have the outcome that was settled just now copied soon."""
         operation, expires_at = held.operation, self.watch.time_at(asked.at) + retention
         names = (operation.scope, operation.key, operation.name, operation.fingerprint)
-        self._keep(Copy(VERSION, *names, held.token, held.attempt, expires_at, outcome), asked)
+        self._put(asked, Copy(VERSION, *names, held.token, held.attempt, expires_at, outcome))
 
-    def _keep(self, copy: Copy, asked: Moment) -> None:
-        if (
-            asked.namespace
-            and len(copy.outcome.body) <= self.largest
-            and len(self._pending) < MOST_PENDING
-            and not self.breaker.open
-        ):
+    def _put(self, asked: Moment, copy: Copy) -> None:
+        if len(copy.outcome.body) <= self.largest and len(self._pending) < MOST_PENDING:
             self._pending[copy.scope, copy.key] = (asked, copy)
             self.watch.wake()
 
@@ -245,7 +257,7 @@ class Copies:
             except (TypeError, ValueError, OverflowError):  # such as half a character: PostgreSQL has it, and no copy
                 continue
             if asked.at >= oldest and milliseconds > 0 and len(value) <= self.largest + 1024:
-                name = self.name((copy.scope, copy.key), asked.namespace or "")
+                name = self.name((copy.scope, copy.key), asked.namespace)
                 command = pack("SET", name, value, "PX", milliseconds, "NX")
                 by_address.setdefault(topology.address(name), []).append(command)
         for address, commands in by_address.items():

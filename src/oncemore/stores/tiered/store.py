@@ -86,7 +86,6 @@ class TieredStore(StoreWrapper):
         super().__init__(cast("Store", primary))
         shown = quote(cache.url, safe="")
         self.url = f"redis+{primary.url}{'&' if '?' in primary.url else '?'}redis={shown}"
-        self.wakeups = primary.wakeups  # not by __getattr__, because every operation needs it
         self._cache = cache
         self._copies = Copies(primary, cache, budget=budget, cap=cap, largest=largest)
 
@@ -101,20 +100,19 @@ class TieredStore(StoreWrapper):
         return None if inner is None else cast("TransactionSource", TieredSource(inner, self._copies))
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
-        copied = yield from self._copies.find(operation)
-        if copied is not None:
-            return copied
-        asked = self._copies.moment()
-        found = yield from self.inner.claim(operation, lease=lease, request=request)
-        if isinstance(found, Record):
-            self._copies.keep(found, asked)
-        return found
+        return self._copies.or_else(operation, self.inner.claim(operation, lease=lease, request=request))
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
+        settling = self.inner.settle(held, outcome, retention=retention, audit=audit, note=note)
         asked = self._copies.moment()
-        yield from self.inner.settle(held, outcome, retention=retention, audit=audit, note=note)
+        return settling if asked is None else self._copy_after(settling, held, outcome, retention, asked)
+
+    def _copy_after(
+        self, settling: Plan[None], held: Lease, outcome: Outcome, retention: float, asked: Moment
+    ) -> Plan[None]:
+        yield from settling
         self._copies.keep_settled(held, outcome, retention, asked)
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
@@ -185,19 +183,15 @@ class TieredTransaction:
 
     def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
         """Claim the operation; if there is a copy of its outcome, no transaction is opened."""
-        copied = yield from self._copies.find(operation)
-        if copied is not None:
-            return copied
-        asked = self._copies.moment()
-        found = yield from self.inner.begin(operation, lease=lease, wait=wait, request=request)
-        if isinstance(found, Record):
-            self._copies.keep(found, asked)
-        return found
+        beginning = self.inner.begin(operation, lease=lease, wait=wait, request=request)
+        return self._copies.or_else(operation, beginning)
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        self._settled.append((held, outcome, retention, self._copies.moment()))
+        asked = self._copies.moment()
+        if asked is not None:
+            self._settled.append((held, outcome, retention, asked))
         return self.inner.settle(held, outcome, retention=retention, audit=audit, note=note)
 
     def commit(self) -> Plan[None]:

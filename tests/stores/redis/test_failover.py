@@ -215,6 +215,18 @@ def test_sentinel_that_missed_a_failover_is_not_believed(own_sentinel: ValkeySen
             store.close()
 
 
+def test_cluster_node_that_was_replaced_is_not_believed(cluster_url: str) -> None:
+    """A process that starts now asks all nodes, and the first one still takes itself for the primary of all slots."""
+    with ValkeyServer(fsync=False, cluster_enabled="yes") as replaced:
+        replaced.ask("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)  # since epoch 0
+        wait_until(lambda: "cluster_state:ok" in replaced.ask("CLUSTER", "INFO"), "the node")
+        store = connect(cluster_url.replace("://", f"://127.0.0.1:{replaced.port},") + "?prefix=replaced")
+        for key in map(str, range(20)):
+            assert isinstance(run(store.claim(operation(key), lease=HOUR)), Lease)
+        assert replaced.ask("DBSIZE") == 0
+        store.close()
+
+
 async def test_cluster_writes_wait_for_all_replicas() -> None:
     with ValkeyCluster(replica=True) as cluster:
         store = connect(f"{cluster.url}?timeout=1s&wait_replicas=all")

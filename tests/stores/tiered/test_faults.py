@@ -146,6 +146,7 @@ def test_frozen_redis_is_left_alone_and_used_again(
     assert not store.tiers.open
     said = [record.getMessage() for record in caplog.records if "Redis" in record.getMessage()]
     assert [message.split(",")[0] for message in said] == ["Redis is left alone", "Redis answers again"]
+    assert "did not answer in time" in said[0]
     store.close()
 
 

@@ -15,7 +15,7 @@ from ..._runtime.forks import reset_in_child
 from ..._runtime.loops import PerLoop, keep_task
 from ..._runtime.plan import arun, run
 from ...errors import StoreUnavailable
-from ..redis.connection import CONNECTION_ERRORS, Address, ConnectionPool
+from ..redis.connection import CONNECTION_ERRORS, Address, ConnectionPool, connection_error
 from ..redis.topology import Topology
 
 FAILURES = 3  # in a row, until Redis is left alone
@@ -119,7 +119,7 @@ class OpenConnections(ConnectionPool):
         except (*CONNECTION_ERRORS, *STORE_FAILURES) as error:
             if connection is not None:
                 await connection.disconnect(nowait=True)
-            self._failed(error)
+            self._failed(error, wanted)
         else:
             await self.aput_back(address, self.generation(address), connection)
             self.breaker.worked()
@@ -144,7 +144,7 @@ class OpenConnections(ConnectionPool):
                 if connection is not None:
                     with suppress(*CONNECTION_ERRORS):
                         connection.disconnect()
-                self._failed(error)
+                self._failed(error, wanted)
             else:
                 self.put_back(address, self.generation(address), connection)
                 self.breaker.worked()
@@ -153,6 +153,7 @@ class OpenConnections(ConnectionPool):
         """The address to connect to: if there is one primary, it may be another server by now."""
         return self.topology.primaries()[0] if self.topology.one_primary or wanted is None else wanted
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: Exception, address: Address) -> None:
         self.topology.known = False
-        self.breaker.failed(error, at_once=True)
+        own = error if isinstance(error, STORE_FAILURES) else connection_error(error, address)
+        self.breaker.failed(own, at_once=True)

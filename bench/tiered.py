@@ -3,7 +3,8 @@
     python -m bench.tiered          on its own PostgreSQL and Valkey
 
 All callers are tasks of one event loop, and the process's own cache is off.  Each figure is the median of ROUNDS rounds in
-rotated order, and only ratios of one run count.
+rotated order, and only ratios of one run count.  `processor` is the ratio of this process's processor time per operation,
+which says more than the rate if other programs use the machine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 from urllib.parse import quote
 
 from oncemore._ledger.guard import Guard
@@ -34,9 +36,15 @@ def operation(key: str) -> Operation:
     return Operation("tenant", key, "c1:" + "f" * 64, "payments.create")
 
 
-async def rate(ask: Callable[[], Awaitable[object]], callers: int) -> float:
-    """Return calls per second."""
-    done, ends = 0, time.perf_counter() + SECONDS
+class Figure(NamedTuple):
+    """Operations per second, and how many of them a second of this process's processor time is enough for."""
+
+    rate: float
+    by_processor: float
+
+
+async def measure_calls(ask: Callable[[], Awaitable[object]], callers: int) -> Figure:
+    done, ends, processor = 0, time.perf_counter() + SECONDS, time.process_time()
 
     async def call() -> None:
         nonlocal done
@@ -45,16 +53,16 @@ async def rate(ask: Callable[[], Awaitable[object]], callers: int) -> float:
             done += 1
 
     await asyncio.gather(*(call() for _ in range(callers)))
-    return done / SECONDS
+    return Figure(done / SECONDS, done / (time.process_time() - processor))
 
 
-async def measure(url: str, callers: int, *, replays: bool, settle: float = 0.0) -> float:
-    """Return operations per second on the ledger at *url*: replays of a few keys, or new keys."""
+async def measure(url: str, callers: int, *, replays: bool) -> Figure:
+    """Measure operations on the ledger at *url*: replays of a few keys, or new keys."""
     guard = Guard(url, cache=0)
     keys = [str(uuid.uuid4()) for _ in range(REPLAYED_KEYS)]
     for key in keys if replays else keys[:1]:
         await guard.arun(operation(key), perform)
-    await asyncio.sleep(0.3 + settle)  # copies are written in the background
+    await asyncio.sleep(0.3)  # copies are written in the background
     for key in keys if replays else ():
         await guard.arun(operation(key), perform)
     turns = itertools.cycle(keys)
@@ -62,9 +70,9 @@ async def measure(url: str, callers: int, *, replays: bool, settle: float = 0.0)
     async def ask() -> None:
         await guard.arun(operation(next(turns) if replays else f"new {next(NUMBERS)} {keys[0]}"), perform)
 
-    await rate(ask, callers)  # connections, statements and copies are made
+    await measure_calls(ask, callers)  # connections, statements and copies are made
     try:
-        return await rate(ask, callers)
+        return await measure_calls(ask, callers)
     finally:
         await guard.aclose()
 
@@ -81,18 +89,21 @@ def main() -> None:
             "new keys, 1 caller, Redis is down": (alone, postgres.url, 1, False),
             f"new keys, {CALLERS} callers, Redis is down": (alone, postgres.url, CALLERS, False),
         }
-        figures: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
+        figures: dict[str, list[tuple[Figure, Figure]]] = {name: [] for name in pairs}
         for number in range(ROUNDS):
             for name, (ours, theirs, callers, replays) in pairs.items():
                 order = [ours, theirs] if number % 2 else [theirs, ours]
                 found = {url: asyncio.run(measure(url, callers, replays=replays)) for url in order}
                 figures[name].append((found[ours], found[theirs]))
-    print(f"{'':<40}{'tiered/s':>10}{'plain/s':>10}{'ratio':>8}{'lowest':>8}{'highest':>9}")
+    print(f"{'':<40}{'tiered/s':>10}{'plain/s':>10}{'ratio':>8}{'lowest':>8}{'highest':>9}{'processor':>11}")
     for name, rounds in figures.items():
-        ratios = sorted(ours / theirs for ours, theirs in rounds)
-        ours, theirs = (statistics.median(each) for each in zip(*rounds, strict=True))
-        median = statistics.median(ratios)
-        print(f"{name:<40}{ours:>10,.0f}{theirs:>10,.0f}{median:>8.2f}{ratios[0]:>8.2f}{ratios[-1]:>9.2f}")
+        ratios = sorted(ours.rate / theirs.rate for ours, theirs in rounds)
+        ours, theirs = (statistics.median(each.rate for each in side) for side in zip(*rounds, strict=True))
+        processor = statistics.median(ours.by_processor / theirs.by_processor for ours, theirs in rounds)
+        print(
+            f"{name:<40}{ours:>10,.0f}{theirs:>10,.0f}{statistics.median(ratios):>8.2f}{ratios[0]:>8.2f}{ratios[-1]:>9.2f}"
+            f"{processor:>11.2f}"
+        )
 
 
 if __name__ == "__main__":

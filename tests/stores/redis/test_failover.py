@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from oncemore._runtime.plan import arun, run
 from oncemore.errors import StoreError
 from oncemore.stores.redis import RedisStore, connect
 from oncemore.stores.redis.store import warnings
+from oncemore.stores.redis.topology import QUESTION_PAUSE
 from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 from tests.support.valkey import SERVICE, wait_until
 
@@ -199,17 +201,30 @@ def test_lonely_primary_is_not_believed(own_sentinel: ValkeySentinel) -> None:
 
 
 def test_sentinel_that_missed_a_failover_is_not_believed(own_sentinel: ValkeySentinel) -> None:
-    """The other one answers with a higher epoch, whichever of them is asked first."""
+    """The other one answers with a higher epoch, whichever of them is asked first, and also when both are listened to."""
     with ValkeySentinel() as others:
         wait_until(lambda: begin_failover(own_sentinel), "the replica to be known")
         wait_until(lambda: own_sentinel.primary_port() == own_sentinel.replica.port, "the failover")
         ports = (others.sentinel.port, own_sentinel.sentinel.port)
         for first, second in (ports, ports[::-1]):
             store = connect(f"redis+sentinel://127.0.0.1:{first},127.0.0.1:{second}/{SERVICE}?timeout=20s")
-            for key in "abc":
-                run(store.find("scope", key))
-                assert store.topology.primary == ("127.0.0.1", own_sentinel.replica.port)
+            assert isinstance(run(store.claim(operation(f"{first}"), lease=HOUR)), Lease)  # from now on it listens
+            time.sleep(3 * QUESTION_PAUSE)
+            assert store.topology.primary == ("127.0.0.1", own_sentinel.replica.port)
+            assert store.topology.changes == 0
             store.close()
+
+
+def test_cluster_node_that_was_replaced_is_not_believed(cluster_url: str) -> None:
+    """A process that starts now asks all nodes, and the first one still takes itself for the primary of all slots."""
+    with ValkeyServer(fsync=False, cluster_enabled="yes") as replaced:
+        replaced.ask("CLUSTER", "ADDSLOTSRANGE", 0, 16_383)  # since epoch 0
+        wait_until(lambda: "cluster_state:ok" in replaced.ask("CLUSTER", "INFO"), "the node")
+        store = connect(cluster_url.replace("://", f"://127.0.0.1:{replaced.port},") + "?prefix=replaced")
+        for key in map(str, range(20)):
+            assert isinstance(run(store.claim(operation(key), lease=HOUR)), Lease)
+        assert replaced.ask("DBSIZE") == 0
+        store.close()
 
 
 async def test_cluster_writes_wait_for_all_replicas() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -17,9 +18,9 @@ import psycopg
 import pytest
 import redis
 
-from oncemore import Guard, Operation, Policy
-from oncemore._runtime.plan import run
-from oncemore.stores import TieredStore, connect
+from oncemore import Guard, Policy
+from oncemore._runtime.plan import arun, run
+from oncemore.stores import TieredStore, connect, schema
 from tests.support.processes import separate_processes
 from tests.support.proxy import FaultProxy
 from tests.support.servers import PostgresServer, ValkeySentinel, ValkeyServer
@@ -145,7 +146,81 @@ def test_frozen_redis_is_left_alone_and_used_again(
     assert not store.tiers.open
     said = [record.getMessage() for record in caplog.records if "Redis" in record.getMessage()]
     assert [message.split(",")[0] for message in said] == ["Redis is left alone", "Redis answers again"]
+    assert "did not answer in time" in said[0]
     store.close()
+
+
+def test_repeat_that_extends_its_retention_does_not_wait_for_frozen_redis(
+    postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer
+) -> None:
+    guard = Guard(tiered_url(postgres_url, own_valkey.url, postgres_schema), policy=Policy(ttl_from="access"), cache=0)
+    warmed(cast("TieredStore", guard.store))
+    guard.run(OPERATION, lambda op: "done")
+    os.kill(own_valkey.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        for _ in range(10):
+            assert guard.run(OPERATION, lambda op: "again").value == "done"
+        assert time.monotonic() - began < 5.0, "each has waited for Redis for a second"
+    finally:
+        os.kill(own_valkey.pid, signal.SIGCONT)
+    guard.close()
+
+
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_redis_that_refuses_copies_is_logged_once_and_used_again(
+    how: str, postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = warmed(connect(tiered_url(postgres_url, own_valkey.url, postgres_schema)))  # type: ignore[arg-type]
+    settled(store)
+    eventually(lambda: is_hit(store))
+    if how == "full":
+        own_valkey.ask("CONFIG", "SET", "maxmemory", "1")
+    else:
+        own_valkey.ask("REPLICAOF", "127.0.0.1", "1")
+    for number in range(30):
+        settled(store, f"refused {number}")
+        time.sleep(0.02)
+    if how == "full":
+        own_valkey.ask("CONFIG", "SET", "maxmemory", "0")
+    else:
+        own_valkey.ask("REPLICAOF", "NO", "ONE")
+    eventually(lambda: is_hit(store, operation("refused 0")) and "again" in caplog.text)
+    said = [record.getMessage() for record in caplog.records if "Redis" in record.getMessage()]
+    assert [message.partition(":")[0] for message in said] == [
+        "Redis takes no copies for now",
+        "Redis takes copies again",
+    ]
+    store.close()
+
+
+def test_busy_event_loop_is_not_taken_for_a_slow_redis(
+    postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer
+) -> None:
+    """The program keeps its loop busy for longer than the budget, while the reply is there."""
+
+    async def keep_busy() -> None:
+        while True:
+            time.sleep(0.25)
+            await asyncio.sleep(0)
+
+    async def repeat() -> None:
+        store = connect(tiered_url(postgres_url, own_valkey.url, postgres_schema, budget="200ms"))
+        assert isinstance(store, TieredStore)
+        settled(warmed(store))
+        async with asyncio.timeout(30):
+            while not store.tiers.hits:
+                await arun(store.claim(OPERATION, lease=0.0))
+                await asyncio.sleep(0.01)
+            busy, before = asyncio.create_task(keep_busy()), store.tiers
+            for _ in range(10):
+                await arun(store.claim(OPERATION, lease=0.0))
+        busy.cancel()
+        assert store.tiers.hits > before.hits
+        assert store.tiers.errors == before.errors
+        await store.aclose()
+
+    asyncio.run(repeat())
 
 
 def test_refused_login_to_redis_is_not_noticed(
@@ -167,6 +242,21 @@ def test_refused_login_to_redis_is_not_noticed(
     eventually(lambda: is_hit(store))
     assert not [record for record in caplog.records if "no messages arrive" in record.getMessage()]
     guard.close()
+
+
+def test_redis_user_with_few_rights_has_copies(
+    postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer
+) -> None:
+    """The rights that `oncemore init --print-schema` prints for Redis are enough."""
+    (command,) = (line for line in schema(own_valkey.url).splitlines() if line.startswith("ACL"))
+    own_valkey.ask(*command.replace(">CHANGE-ME", ">pw").split())
+    login = own_valkey.url.replace("redis://", "redis://oncemore:pw@")
+    store = warmed(connect(tiered_url(postgres_url, login, postgres_schema)))  # type: ignore[arg-type]
+    settled(store)
+    eventually(lambda: is_hit(store))
+    assert run(store.delete("scope", "key"))
+    assert store.tiers.errors == 0
+    store.close()
 
 
 def test_partition_from_redis_is_not_noticed(postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer) -> None:
@@ -235,11 +325,15 @@ def copies_of(server: ValkeyServer) -> list[str]:
 def test_redis_that_is_missing_at_the_start_is_warned_of(
     postgres_url: str, postgres_schema: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """One operation is enough, and there is one warning."""
     store = connect(tiered_url(postgres_url, "redis://127.0.0.1:1/0", postgres_schema))
     assert isinstance(store, TieredStore)
     settled(store)
-    eventually(lambda: isinstance(run(store.claim(Operation("s", "k"), lease=0.0)), object) and store.tiers.open)
-    assert "Redis is left alone, and every request asks PostgreSQL" in caplog.text
+    eventually(lambda: store.tiers.open)
+    for number in range(20):
+        settled(store, f"{number}")
+        time.sleep(0.1)
+    assert caplog.text.count("Redis is left alone, and every request asks PostgreSQL") == 1
     store.close()
 
 

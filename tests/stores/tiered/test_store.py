@@ -23,9 +23,11 @@ from oncemore._runtime.plan import Plan, Sleep, arun, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.observe.prometheus import count_tiers
-from oncemore.stores import TieredStore, connect, schema, tiered
+from oncemore.stores import TieredStore, connect, schema
 from oncemore.stores.redis import RedisStore
 from oncemore.stores.sqlite import connect as connect_sqlite
+from oncemore.stores.tiered import copies as tiered_copies
+from oncemore.stores.tiered import primary
 from oncemore.testing import Clock
 from oncemore.testing.machine import store_machine
 from oncemore.testing.stores import StoreContract
@@ -191,8 +193,10 @@ def test_unbelievable_copies_are_left_to_the_database(store: TieredStore, server
     other = Operation("scope", "other", "c1:aa", "refunds.create")
     lease = run(store.claim(other, lease=HOUR))
     run(store.settle(lease, Outcome("value", body=b"other"), retention=HOUR))
-    eventually(lambda: len(server.keys(copied.split(b"{")[0] + b"*")) > 1)  # type: ignore[arg-type]
-    foreign: Any = next(server.get(key) for key in server.keys(copied.split(b"{")[0] + b"*") if key != copied)  # type: ignore[union-attr]
+    eventually(lambda: len(server.keys(copied.partition(b":copy:")[0] + b":copy:*")) > 1)  # type: ignore[arg-type]
+    foreign: Any = next(
+        server.get(key) for key in server.keys(copied.partition(b":copy:")[0] + b":copy:*") if key != copied
+    )  # type: ignore[union-attr]
     for poisoned in (
         b"",
         b"x",
@@ -240,6 +244,16 @@ def test_large_outcome_stays_in_the_database(url: str, server: redis.Redis, redi
     store.close()
 
 
+def test_key_with_half_a_character_is_stored_and_deleted(store: TieredStore) -> None:
+    """As in PostgreSQL alone; it has no copy."""
+    odd = Operation("scope", "a\ud800", "c1:aa")
+    lease = run(warmed(store).claim(odd, lease=HOUR))
+    assert isinstance(lease, Lease)
+    run(store.settle(lease, DONE, retention=HOUR))
+    assert not is_hit(store, odd)
+    assert run(store.delete("scope", "a\ud800"))
+
+
 def test_absence_is_never_remembered(store: TieredStore, other: TieredStore, server: redis.Redis) -> None:
     warmed(store)
     lease = claimed(other)
@@ -267,9 +281,9 @@ def test_late_copy_of_a_deleted_record_is_not_written(
     record = run(other.find("scope", "key"))
     warmed(other)
     run(store.delete("scope", "key"))
-    other._copies.keep(record, time.monotonic())  # as a process does that has read the record just before
+    other._copies._keep(record, other._copies.moment())  # as a process does that has read the record just before
     settled(other, "later")
-    eventually(lambda: len(server.keys(copied.split(b"{")[0] + b"*")) > 1)  # type: ignore[arg-type]
+    eventually(lambda: len(server.keys(copied.partition(b":copy:")[0] + b":copy:*")) > 1)  # type: ignore[arg-type]
     assert server.get(copied) == b"-"
 
 
@@ -277,7 +291,7 @@ def test_settle_answered_late_is_not_copied(
     store: TieredStore, server: redis.Redis, redis_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record may have been deleted since, and the mark of that may be gone."""
-    monkeypatch.setattr(tiered, "OLDEST_PENDING", 0.5)
+    monkeypatch.setattr(tiered_copies, "OLDEST_PENDING", 0.5)
 
     class Late(StoreWrapper):
         def settle(self, held: Lease, *args: Any, **settings: Any) -> Plan[None]:
@@ -291,6 +305,55 @@ def test_settle_answered_late_is_not_copied(
     eventually(lambda: copies(server, redis_prefix))
     assert is_hit(store, operation("prompt"))
     assert not is_hit(store, operation("late"))
+
+
+def test_copy_is_of_the_server_that_was_asked(store: TieredStore) -> None:
+    """Another server is promoted between the commit and the writing of the copy; it may not have the outcome."""
+    watch = warmed(store)._copies.watch
+
+    class Promoted(StoreWrapper):
+        def settle(self, *args: Any, **settings: Any) -> Plan[None]:
+            yield from self.inner.settle(*args, **settings)
+            watch.namespace_of = lambda row: "promoted.00000002"  # type: ignore[method-assign]
+            eventually(lambda: watch.namespace() == "promoted.00000002")
+
+    inner, store.inner = store.inner, Promoted(store.inner)  # type: ignore[assignment]
+    settled(store)
+    store.inner = inner
+    settled(store, "later")
+    eventually(lambda: is_hit(store, operation("later")))
+    assert not is_hit(store)
+
+
+def test_pending_copy_is_dropped_by_a_deletion_even_if_redis_forgets_it(
+    store: TieredStore, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(primary, "GATHER_SECONDS", 0.5)
+    settled(warmed(store))
+    run(store.delete("scope", "key"))
+    server.flushdb()
+    settled(store, "later")
+    eventually(lambda: is_hit(store, operation("later")))
+    claimed(store)
+
+
+def test_extended_retention_keeps_the_copy_and_asks_no_redis(url: str, server: redis.Redis, redis_prefix: str) -> None:
+    guard = Guard(url, policy=Policy(ttl_from="access"), cache=0)
+    store = warmed(guard.store)  # type: ignore[arg-type]
+    guard.run(OPERATION, lambda op: "done")
+    eventually(lambda: copies(server, redis_prefix))
+    before = store.tiers.hits
+    for _ in range(3):
+        assert guard.run(OPERATION, lambda op: "again").value == "done"
+    assert store.tiers.hits == before + 3
+    guard.close()
+
+
+def test_shortened_retention_takes_the_copy_back(store: TieredStore, copied: bytes, server: redis.Redis) -> None:
+    run(store.touch(blocked(store), retention=1.0))
+    assert server.get(copied) == b"-"
+    Clock(store).advance(2)
+    claimed(store)
 
 
 def test_delete_is_refused_while_redis_cannot_be_told(postgres_url: str, postgres_schema: str, own_valkey: Any) -> None:
@@ -344,10 +407,12 @@ def test_mistakes_in_the_url_are_told() -> None:
 
 
 def test_primary_must_be_postgresql_and_cache_redis(tmp_path: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Sqlite cannot be the primary"):
+    with pytest.raises(ConfigurationError, match="SQLite cannot be the primary"):
         TieredStore(connect_sqlite(f"sqlite:///{tmp_path}/a.db"), RedisStore("redis://h"))
     with pytest.raises(ConfigurationError, match="cache of a tiered store has to be Redis"):
         TieredStore("postgresql://h/db", "memory://")
+    with pytest.raises(ConfigurationError, match=r"redis:// URL or a RedisStore, not a Redis$"):
+        TieredStore("postgresql://h/db", redis.Redis())
 
 
 def test_watch_behind_a_pooler_changes_no_session_of_others(

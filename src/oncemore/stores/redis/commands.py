@@ -92,14 +92,14 @@ class NodeBatchers:
     """One batcher for each node, so that a node that is slow or down delays only the callers who need it."""
 
     def __init__(
-        self, topology: Topology, run_batch: Callable[[list[ScriptItem]], Plan[list[Any]]], **options: Any
+        self, topology: Topology, run_batch: Callable[[list[Any]], Plan[Sequence[Any]]], **options: Any
     ) -> None:
         self._topology = topology
         self._run_batch = run_batch
         self._options = options
-        self._by_address: dict[Address, Batcher[ScriptItem]] = {}
+        self._by_address: dict[Address, Batcher[Any]] = {}
 
-    def for_key(self, key: str) -> Batcher[ScriptItem]:
+    def for_key(self, key: str | bytes) -> Batcher[Any]:
         address = self._topology.address(key)
         batcher = self._by_address.get(address)
         return batcher or self._by_address.setdefault(address, Batcher(self._run_batch, **self._options))

@@ -26,6 +26,7 @@ FreeConnections: TypeAlias = dict[Address, list[tuple[int, Any]]]  # each with t
 # Every error that a connection may raise; a UnicodeError is a host name that cannot be looked up.
 CONNECTION_ERRORS = (redis.RedisError, OSError, UnicodeError)
 ABANDONED = "the server is no longer the primary"
+LATE_TURNS = 2  # of a busy event loop, in which a reply that came in time is read
 CLOSE_SECONDS = 2.0  # TLS waits for the server's answer when it closes a connection
 
 
@@ -103,6 +104,10 @@ class ConnectionPool:
         """Use no connection again that is open to *address* now.  May be called on any thread."""
         self._generations[address] = self.generation(address) + 1
 
+    def drop_all(self) -> None:
+        for address in tuple(self._generations):
+            self.drop(address)
+
     def abandon(self, address: Address) -> None:
         """Break all connections to *address*, because it is no primary any more.  May be called on any thread.
 
@@ -123,6 +128,14 @@ class ConnectionPool:
         self._breaking.add(task)  # the loop's own references to tasks are weak
         task.add_done_callback(self._breaking.discard)
 
+    def open(self, address: Address, timeout: float) -> Any:
+        """A new connection for a thread, which connects when it is first used."""
+        return self.connector.open(address, timeout)
+
+    def open_on_loop(self, address: Address) -> Any:
+        """A new connection for the running event loop, which connects when it is first used."""
+        return self.connector.open_on_loop(address)
+
     def take(self, address: Address, generation: int, timeout: float) -> Any:
         """A connection for this thread: a free one, or a new one that may take *timeout* seconds to open."""
         free = self._threads.setdefault(address, [])
@@ -130,7 +143,7 @@ class ConnectionPool:
             try:
                 opened, connection = free.pop()
             except IndexError:  # not asked before, because other threads take connections at the same time
-                return self.connector.open(address, timeout)
+                return self.open(address, timeout)
             if opened == generation:
                 return connection
             connection.disconnect()
@@ -149,7 +162,7 @@ class ConnectionPool:
             if opened == generation:
                 return connection
             await connection.disconnect(nowait=True)
-        return self.connector.open_on_loop(address)
+        return self.open_on_loop(address)
 
     async def aput_back(self, address: Address, generation: int, connection: Any) -> None:
         if generation == self.generation(address):
@@ -159,8 +172,7 @@ class ConnectionPool:
 
     def close(self) -> None:
         """Close the free connections of threads.  All that are in use are closed when they are put back."""
-        for address in tuple(self._generations):
-            self.drop(address)
+        self.drop_all()
         for free in tuple(self._threads.values()):
             while free:
                 free.pop()[1].disconnect()
@@ -224,19 +236,23 @@ class SendCommands(msgspec.Struct, gc=False):
         return replies
 
     async def arun(self) -> list[Any]:
-        pool, address = self.pool, self.address
+        pool, address, loop = self.pool, self.address, asyncio.get_running_loop()
         generation, abandoned = pool.generation(address), pool.abandoned.get(address)
         connection = await pool.atake(address, generation)
-        pool.in_use[connection] = (address, asyncio.get_running_loop())
+        pool.in_use[connection] = (address, loop)
         replies: list[Any] = []
         try:
-            async with asyncio.timeout(self.timeout):
-                await connection.send_packed_command([self.packet])
-                while len(replies) < self.count:
-                    try:
-                        replies.append(await connection.read_response())
-                    except redis.ResponseError as error:
-                        replies.append(error)
+            async with asyncio.timeout(None) as limit:
+                timer = loop.call_later(self.timeout, expire, limit)
+                try:
+                    await connection.send_packed_command([self.packet])
+                    while len(replies) < self.count:
+                        try:
+                            replies.append(await connection.read_response())
+                        except redis.ResponseError as error:
+                            replies.append(error)
+                finally:
+                    timer.cancel()
             if pool.abandoned.get(address) != abandoned:
                 raise redis.ConnectionError(ABANDONED)
         except BaseException as error:
@@ -250,6 +266,19 @@ class SendCommands(msgspec.Struct, gc=False):
             pool.in_use.pop(connection, None)
         await pool.aput_back(address, generation, connection)
         return replies
+
+
+def expire(limit: asyncio.Timeout, turns: int = LATE_TURNS) -> None:
+    """End *limit* after some more turns of the loop.
+
+    A loop that was busy reads a reply that came in time only in its next turn, and wakes the reader in the turn after that.
+    """
+    loop = asyncio.get_running_loop()
+    if turns:
+        loop.call_soon(expire, limit, turns - 1)
+    else:
+        with suppress(RuntimeError):  # it has ended meanwhile
+            limit.reschedule(loop.time())
 
 
 def connection_error(error: BaseException, address: Address) -> StoreError | ConfigurationError:

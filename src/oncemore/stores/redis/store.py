@@ -34,9 +34,9 @@ from .topology import Topology, read_topology
 
 OPTIONS = {"prefix": "oncemore", "timeout": 5.0, "poll": 1.0, "wait_replicas": "0"}
 PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-# The commands of the scripts, and those that open and watch connections.
+# The commands of the scripts, those that open and watch connections, and MGET for the copies of a tiered store.
 ACL = (
-    "+eval +evalsha +time +get +set +del +rename +publish +subscribe +scan +ping +info +wait "
+    "+eval +evalsha +time +get +mget +set +del +rename +publish +subscribe +scan +ping +info +wait "
     "+select +client|setname +client|setinfo +cluster|slots +cluster|nodes +asking"
 )
 # With two smaller batches the server and this process work at the same time; with one large batch they take turns.

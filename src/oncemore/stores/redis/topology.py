@@ -68,7 +68,7 @@ class Topology:
         for watcher in self.watchers:
             watcher.close()
 
-    def address(self, key: str) -> Address:
+    def address(self, key: str | bytes) -> Address:
         return self.primary
 
     def primaries(self) -> list[Address]:
@@ -253,9 +253,9 @@ class ClusterTopology(Topology):
         self._others = sorted(nodes.difference(self.nodes))
         return former - {*self._slots}
 
-    def address(self, key: str) -> Address:
+    def address(self, key: str | bytes) -> Address:
         # If no node has the slot, any node replies with the reason.
-        return self._slots[key_slot(key.encode())] or self.nodes[0]
+        return self._slots[key_slot(key.encode() if isinstance(key, str) else key)] or self.nodes[0]
 
     def primaries(self) -> list[Address]:
         return [*sorted({address for address in self._slots if address})] or self.nodes

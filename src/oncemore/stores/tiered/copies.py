@@ -1,0 +1,316 @@
+"""The copies of settled outcomes in Redis: which are believed, when they are written, and how they are taken back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import redis
+
+from ..._ledger.model import Lease, Operation, Outcome, Record
+from ..._ledger.states import SETTLED
+from ..._ledger.store import STORE_FAILURES, TierCounts
+from ..._ledger.transactions import Statement
+from ..._runtime.batching import Submit
+from ..._runtime.clock import SYSTEM
+from ..._runtime.forks import reset_in_child
+from ..._runtime.plan import Plan, run
+from ..._runtime.wakeups import Id
+from ...errors import StoreUnavailable
+from ..postgres import PostgresStore
+from ..redis import RedisStore
+from ..redis.commands import NodeBatchers
+from ..redis.connection import Address, SendCommands, pack
+from .connections import CONNECT_SECONDS, Breaker, NotConnected, OpenConnections
+from .primary import PROBE, PrimaryWatch
+
+VERSION = 1  # of the form of a copy
+BATCH_LIMIT = 64  # looks at a time
+WRITE_LIMIT = 500  # copies in one write
+MARGIN = 0.5  # seconds before the end of its retention, a copy is not used any more: two clocks are compared
+MOST_PENDING = 2000  # copies that wait to be written; more are forgotten
+OLDEST_PENDING = 5.0  # seconds; an older copy is not written, because the mark of a deletion may be gone by then
+MARK_SECONDS = 60
+MARK = b"-"  # where a copy was: the record was deleted or resolved
+
+
+class Moment(msgspec.Struct, frozen=True, gc=False):
+    """When PostgreSQL was asked, on the monotonic clock, and which server it was then.
+
+    A copy is as old as that, also if this process was stopped before it got the answer; and it is a copy of that server's
+    record, also if another server was promoted before the copy is written.
+    """
+
+    at: float
+    namespace: str
+
+
+class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A settled record as it lies in Redis.  All times are PostgreSQL's."""
+
+    version: int
+    scope: str
+    key: str
+    name: str
+    fingerprint: str
+    token: int
+    attempts: int
+    expires_at: float
+    outcome: Outcome
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Copy).decode
+CHECKSUM = 4  # bytes in front of a copy
+
+
+def pack_copy(copy: Copy) -> bytes:
+    packed = encode(copy)
+    return crc32(packed).to_bytes(CHECKSUM, "big") + packed
+
+
+def read_copy(value: bytes) -> Copy | None:
+    """The copy; None if it is not whole, or of another version."""
+    packed = value[CHECKSUM:]
+    if crc32(packed).to_bytes(CHECKSUM, "big") != value[:CHECKSUM]:
+        return None
+    try:
+        copy = decode(packed)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return copy if copy.version == VERSION else None
+
+
+class Copies:
+    """Finds copies within the *budget*, and writes them in the background, on the thread that also watches the primary.
+
+    If Redis fails three times in a row, it is left alone until the background thread has reached it again.
+    """
+
+    def __init__(self, primary: PostgresStore, cache: RedisStore, *, budget: float, cap: float, largest: int) -> None:
+        self.primary = primary
+        self.cache = cache
+        self.cap = cap
+        self.largest = largest
+        self.budget = budget
+        self.watch = PrimaryWatch(primary, self.work)
+        self.breaker = Breaker(
+            "Redis is left alone, and every request asks PostgreSQL: %s", "Redis answers again, and is asked first"
+        )
+        self.refusals = Breaker(
+            "Redis takes no copies for now: %s", "Redis takes copies again"
+        )  # it is full, or read-only
+        self.pool = OpenConnections(cache.topology, self.breaker, self.watch.wake)
+        self._lookups = NodeBatchers(cache.topology, self._look, limit=BATCH_LIMIT, linger=False)
+        self._prefix = f"{cache.prefix}:copy"
+        self._reset()
+        reset_in_child(self)
+        weakref.finalize(self, self.watch.close)
+
+    def _reset(self) -> None:
+        self._pending: dict[Id, tuple[Moment, Copy]] = {}
+        self.hits = self.misses = self.errors = self.skipped = 0
+
+    def counts(self) -> TierCounts:
+        counts = {name: getattr(self, name) for name in ("hits", "misses", "errors", "skipped")}
+        return TierCounts(**counts, open=self.breaker.open)
+
+    def name(self, id: Id, namespace: str) -> bytes:
+        """The name of a copy in Redis; the length keeps scope and key apart.  PostgreSQL also takes half a character."""
+        scope, key = id
+        return f"{self._prefix}:{namespace}:{len(scope)}:{scope}{key}".encode("utf-8", "surrogatepass")
+
+    def moment(self) -> Moment | None:
+        """Now, before PostgreSQL is asked for a record that may be copied; None if there is no use for copies for now.
+
+        That is if Redis is left alone, or if the primary has not answered for a while.
+        """
+        watch = self.watch
+        watch.listen()
+        namespace = watch.namespace()
+        return Moment(SYSTEM.monotonic(), namespace) if namespace and not self.breaker.open else None
+
+    # Finding
+
+    def or_else(self, operation: Operation, claim: Plan[Lease | Record]) -> Plan[Lease | Record]:
+        """The settled record from Redis; or else the result of *claim*, which is copied if it is a settled record."""
+        asked = self.moment()
+        if asked is not None:
+            return self._find_or_else(operation, asked, claim)
+        self.skipped += 1
+        return claim
+
+    def _find_or_else(self, operation: Operation, asked: Moment, claim: Plan[Lease | Record]) -> Plan[Lease | Record]:
+        found = (yield from self._find(operation, asked.namespace)) or (yield from claim)
+        if isinstance(found, Record) and found.tier == "database":
+            self._keep(found, asked)
+        return found
+
+    def _find(self, operation: Operation, namespace: str) -> Plan[Record | None]:
+        """The settled record, if Redis has a copy that can be believed, within the budget; else None."""
+        watch = self.watch
+        name = self.name(operation.id, namespace)
+        try:
+            value = yield Submit(self._lookups.for_key(name), name)
+        except STORE_FAILURES:
+            self.skipped += 1
+            return None
+        if value is None or value == MARK:
+            self.misses += 1
+            return None
+        copy = read_copy(value)
+        if copy is None:
+            self.errors += 1
+        # If the namespace is another one, this process was stopped for a while, and the primary may have changed.
+        if copy is None or not self._fits(copy, operation) or watch.namespace() != namespace:
+            self.misses += 1
+            return None
+        self.hits += 1
+        return Record(
+            *operation.id, copy.name, copy.fingerprint, SETTLED, copy.token, "", copy.attempts, 0.0, 0.0, watch.now(),
+            expires_at=copy.expires_at, outcome=copy.outcome, tier="redis",
+        )  # fmt: skip
+
+    def _fits(self, copy: Copy, operation: Operation) -> bool:
+        """Whether it is of this operation, for this fingerprint, and within its retention."""
+        same = (copy.scope, copy.key) == operation.id and copy.fingerprint == operation.fingerprint
+        return same and self.watch.now() < copy.expires_at - MARGIN
+
+    def _look(self, names: list[Any]) -> Plan[Sequence[Any]]:
+        """The value under each name: bytes, or None.  Raises StoreUnavailable if none of them can be believed."""
+        topology = self.cache.topology
+        together = topology.one_primary  # in a cluster, one command must keep to one slot
+        packet = pack("MGET", *names) if together else b"".join(pack("GET", name) for name in names)
+        count = 1 if together else len(names)
+        try:
+            replies = yield SendCommands(self.pool, topology.address(names[0]), packet, count, self.budget)
+        except NotConnected:
+            raise
+        except STORE_FAILURES as error:
+            self._failed(error)
+            raise
+        broken = errors_among(replies)
+        self.errors += len(broken)
+        if len(broken) == count and not str(broken[0]).startswith("WRONGTYPE"):
+            self._failed(broken[0])
+            raise StoreUnavailable(f"Redis refused: {broken[0]}")
+        self.breaker.worked()
+        if not self.watch.is_connected():
+            raise StoreUnavailable("The connection to the primary is lost, so copies are not believed")
+        values: list[Any] = replies[0] if together else replies
+        return [value if isinstance(value, bytes) else None for value in values] if broken else values
+
+    def _failed(self, error: BaseException) -> None:
+        self.errors += 1
+        if self.breaker.failed(error):
+            self.cache.topology.known = False
+            self.pool.drop_all()
+
+    # Writing
+
+    def _keep(self, record: Record, asked: Moment) -> None:
+        """Have the record copied soon, if it is settled."""
+        if record.state == SETTLED and record.outcome is not None and record.expires_at is not None:
+            names = (record.scope, record.key, record.name, record.fingerprint)
+            self._put(asked, Copy(VERSION, *names, record.token, record.attempts, record.expires_at, record.outcome))
+
+    def keep_settled(self, held: Lease, outcome: Outcome, retention: float, asked: Moment) -> None:
+        """Have the outcome that was settled just now copied soon."""
+        operation, expires_at = held.operation, self.watch.time_at(asked.at) + retention
+        names = (operation.scope, operation.key, operation.name, operation.fingerprint)
+        self._put(asked, Copy(VERSION, *names, held.token, held.attempt, expires_at, outcome))
+
+    def _put(self, asked: Moment, copy: Copy) -> None:
+        if len(copy.outcome.body) <= self.largest and len(self._pending) < MOST_PENDING:
+            self._pending[copy.scope, copy.key] = (asked, copy)
+            self.watch.wake()
+
+    def work(self) -> None:
+        """Open the connections that are wanted, and write the copies that wait; on the thread of the watch."""
+        self.cache.topology.watch()
+        self.pool.open_wanted()
+        while self._pending:
+            self._write(self._take_pending())
+
+    def _take_pending(self) -> list[tuple[Moment, Copy]]:
+        taken: list[tuple[Moment, Copy]] = []
+        with suppress(KeyError):  # it is empty; other threads add to it, and take from it, at the same time
+            while len(taken) < WRITE_LIMIT:
+                taken.append(self._pending.popitem()[1])
+        return taken
+
+    def _write(self, batch: list[tuple[Moment, Copy]]) -> None:
+        """Write the copies.  NX keeps the mark of a deletion where it is."""
+        if self.breaker.open or (self.refusals.open and not self.refusals.is_due()):
+            return
+        topology, now = self.cache.topology, self.watch.now()
+        oldest = SYSTEM.monotonic() - OLDEST_PENDING
+        by_address: dict[Address, list[bytes]] = {}
+        for asked, copy in batch:
+            milliseconds = int(1000 * min(copy.expires_at - MARGIN - now, self.cap))
+            try:
+                value = pack_copy(copy)
+            except (TypeError, ValueError, OverflowError):  # such as half a character: PostgreSQL has it, and no copy
+                continue
+            if asked.at >= oldest and milliseconds > 0 and len(value) <= self.largest + 1024:
+                name = self.name((copy.scope, copy.key), asked.namespace)
+                command = pack("SET", name, value, "PX", milliseconds, "NX")
+                by_address.setdefault(topology.address(name), []).append(command)
+        for address, commands in by_address.items():
+            try:
+                broken = errors_among(run(self._send(address, commands)))
+            except STORE_FAILURES as error:
+                self._failed(error)
+                return
+            if broken:
+                self.errors += 1
+                topology.known = False  # if it is read-only, another server may be the primary by now
+                self.refusals.failed(broken[0], at_once=True)
+            else:
+                self.refusals.worked()
+
+    def _send(self, address: Address, commands: Sequence[bytes]) -> Plan[list[Any]]:
+        """The replies to commands that no request waits for."""
+        pool = self.cache.topology.pool
+        return (yield SendCommands(pool, address, b"".join(commands), len(commands), CONNECT_SECONDS))  # type: ignore[no-any-return]
+
+    # Taking back
+
+    def forget(self, id: Id) -> Plan[None]:
+        """Replace the copy of *id* by a mark, so that none is found, and none can be written for a minute.
+
+        Raises StoreUnavailable if Redis cannot be told, and a StoreError if PostgreSQL does not say which copies are of now.
+        """
+        self._pending.pop(id, None)
+        (row,) = yield from self.primary.database.admin_rows(Statement(PROBE), [])
+        name = self.name(id, self.watch.namespace_of(row))
+        topology = self.cache.topology
+        try:
+            if topology.fails_over or not topology.known:
+                yield from topology.locate(CONNECT_SECONDS)
+            replies = yield from self._send(topology.address(name), [pack("SET", name, MARK, "EX", MARK_SECONDS)])
+            for error in errors_among(replies):
+                raise StoreUnavailable(f"Redis refused: {error}") from error
+        except STORE_FAILURES as error:
+            topology.known = False
+            raise StoreUnavailable(
+                f"Nothing was changed, because Redis may have a copy of this record and cannot be told: {error.detail}; "
+                "try again when Redis answers"
+            ) from error
+
+    def close(self) -> None:
+        self.watch.close()
+        self.pool.close()
+
+    async def aclose(self) -> None:
+        await self._lookups.drain()
+        await self.pool.aclose()
+        self.close()
+
+
+def errors_among(replies: Sequence[Any]) -> list[redis.ResponseError]:
+    return [reply for reply in replies if isinstance(reply, redis.ResponseError)]

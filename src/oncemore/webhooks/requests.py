@@ -78,6 +78,8 @@ class Requests:
         result = Result()
         try:
             await self._send(claimed, result)
+        except aiohttp.ConnectionTimeoutError:
+            result.error = f"no connection within {self.timeout.connect:g} s"
         except TimeoutError:
             result.error = f"no complete response within {self.timeout.total:g} s"
         except Exception as error:  # of the network, of the response, or of a function that makes the body
@@ -93,12 +95,12 @@ class Requests:
         url = claimed.registered.endpoint.url
         async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
             result.status = response.status
-            result.retry_after = retry_after(response.headers, SYSTEM.time())
+            if not 200 <= response.status < 300:
+                result.error = f"status {response.status}"
+                result.retry_after = retry_after(response.headers, SYSTEM.time())
             if 300 <= response.status < 400:
                 location = response.headers.get("location", "?")
                 result.error = f"redirects are not followed: update the endpoint's URL to {location}"
-            elif not 200 <= response.status < 300:
-                result.error = f"status {response.status}"
             content = bytearray()
             try:
                 await read_start(response, content)
@@ -131,7 +133,7 @@ def signing_with(secrets: tuple[str, ...]) -> Signing:
 class PooledResolver(AbstractResolver):
     """The operating system's resolver, on threads of its own.
 
-    The threads of the event loop are few, and a customer whose name server hangs would keep them from everyone.
+    The threads of the event loop are few, and one name server that hangs would keep them from all other customers.
     """
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
@@ -169,6 +171,8 @@ async def read_start(response: aiohttp.ClientResponse, content: bytearray) -> No
 
 def plain(text: str, most: int) -> str:
     """The text as every database can store it: no NUL, and nothing that UTF-8 cannot write."""
+    if not text:
+        return ""
     return text[:most].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 

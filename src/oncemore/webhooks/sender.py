@@ -47,7 +47,7 @@ class Sender:
 
     Args:
         webhooks: What to send.
-        concurrency: Requests at a time.  Endpoints whose latest request failed share a quarter of them at most.
+        concurrency: Requests at a time.  Failing endpoints share a quarter of them at most.
         connect_timeout: How long a connection may take.
         timeout: How long a request may take in all.
         grace: How long `run` waits for requests under way when it is told to stop.
@@ -183,9 +183,7 @@ class SenderRun:
         free = self.sender.concurrency - len(self._tasks)
         claimed = await arun(self.claims.claim(free, due_by=due_by)) if free > 0 else []
         for each in claimed:
-            task = asyncio.create_task(self._deliver(each))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.add(asyncio.create_task(self._deliver(each)))
         return recorded + len(claimed)
 
     async def drain(self) -> int:
@@ -217,6 +215,7 @@ class SenderRun:
             success = result.is_success if result.tried else None
             self.claims.end(claimed.registered.endpoint.id, success=success)
             self._ended.append((claimed, result))
+            self._tasks.discard(asyncio.current_task())  # type: ignore[arg-type]
             self.waiter.notify()
 
     async def _record(self) -> int:

@@ -431,6 +431,8 @@ def test_recover_refuses_times_without_zone_and_unknown_words(webhooks: Webhooks
     endpoint = webhooks.endpoints.create(hooks.url())
     with pytest.raises(ConfigurationError, match="no time zone"):
         webhooks.recover(endpoint.id, datetime(2026, 1, 1))
+    with pytest.raises(ConfigurationError, match="since = '2026-01-01'"):
+        webhooks.recover(endpoint.id, "2026-01-01")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="only = 'some'"):
         webhooks.recover(endpoint.id, 0, only="some")  # type: ignore[arg-type]
     with pytest.raises(NotFound):

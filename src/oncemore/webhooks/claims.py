@@ -19,7 +19,7 @@ from .webhooks import Webhooks
 
 ROUND = 500  # deliveries, or endpoints, of one transaction
 FIRST_LIMIT, LARGEST_LIMIT = 2, 20  # requests at a time to one endpoint
-MOST_LIMITS = 10_000  # endpoints whose limits are remembered
+MOST_LIMITS = 10_000  # limits of endpoints that are remembered
 FOR_EVER = 9e11  # a time that is later than all others
 
 encode = msgspec.json.encode
@@ -106,9 +106,7 @@ class Claims:
     def _claim_behind(self, free: int, due_by: float) -> Plan[list[Claimed]]:
         tables, token, began = self.tables, token_hex(12), SYSTEM.monotonic()
         full = [{"id": id} for id, limit in self._limits.items() if limit.running >= limit.most]
-        (rows,) = yield from tables.execute(
-            tables.query(sql.DUE_ENDPOINTS, self._after, encode(full).decode(), ROUND)
-        )
+        (rows,) = yield from tables.execute(tables.query(sql.DUE_ENDPOINTS, self._after, encode(full).decode(), ROUND))
         registered = {row[0]: self.webhooks.endpoints.read(row) for row in rows}
         is_open = {row[0]: bool(row[-2]) for row in rows}
         now = rows[0][-1] if rows else 0.0

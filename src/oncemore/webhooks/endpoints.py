@@ -35,7 +35,7 @@ OWN_HEADERS = {"host", "content-length", "content-type", "transfer-encoding", "c
 PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]*")  # no control characters, and nothing that UTF-8 cannot write
 DAY = 86400.0
 SLICE = 1000
-MOST_KNOWN = 10_000  # endpoints whose secrets are kept in memory
+MOST_KNOWN = 10_000  # secrets of endpoints that are kept in memory
 
 encode, decode = msgspec.json.encode, msgspec.json.decode
 

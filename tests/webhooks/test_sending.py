@@ -63,6 +63,7 @@ def test_event_reaches_each_endpoint_that_wants_it_signed(webhooks: Webhooks, ho
     arrived = next(each for each in hooks.arrived if each.path == "/all")
     assert endpoint.secret is not None
     assert Signing(endpoint.secret).verify(arrived.headers, arrived.body).id == id
+    assert arrived.headers["accept-encoding"] == "identity"  # the response is logged as it comes
     assert arrived.data == {"id": "rf_1"}
     assert (arrived.headers["x-shop"], arrived.headers["user-agent"]) == ("7", "shop")
     assert int(arrived.headers["webhook-retry-until"]) - time.time() == pytest.approx(DAY, abs=120)

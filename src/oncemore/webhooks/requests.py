@@ -25,6 +25,8 @@ RESPONSE = 16 * 1024  # bytes of a response that are read
 SHOWN = 4096  # characters of it that are kept
 LONGEST_ERROR = 500  # characters
 LOOKUPS = 100  # names that are looked up at a time: a name server that hangs must not hold up the others
+# The response is logged as it comes, so it should not be compressed.
+USUAL_HEADERS = {"user-agent": "oncemore", "accept-encoding": "identity"}
 KEEP_ALIVE = 30.0  # seconds for which an idle connection is kept
 
 
@@ -113,7 +115,7 @@ class Requests:
         body, media_type = self.webhooks.body(message)
         signed = signing_with(tuple(registered.signing(claimed.now))).sign(body, id=message.id)
         until = SYSTEM.time() + claimed.first_at - claimed.now + self.webhooks.schedule.span
-        headers = CIMultiDict({"user-agent": "oncemore"})
+        headers = CIMultiDict(USUAL_HEADERS)
         headers.update(registered.endpoint.headers)
         headers.update(signed)
         headers["content-type"] = media_type

@@ -6,12 +6,16 @@ import itertools
 import json
 import logging
 import random
+import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from oncemore import Guard, Op, Operation, Webhooks
 from oncemore._runtime.plan import run
@@ -28,6 +32,8 @@ from oncemore.errors import (
 from oncemore.testing.clock import Clock
 from oncemore.webhooks import Sender, Signing
 from oncemore.webhooks.bodies import WebhookMessage
+from oncemore.webhooks.endpoints import matches
+from oncemore.webhooks.matching import MatchingPass
 from oncemore.webhooks.schedule import STEPS, DeliverySchedule
 from tests.webhooks.conftest import send
 from tests.webhooks.hooks import OK, Hooks, response
@@ -57,6 +63,7 @@ def test_event_reaches_each_endpoint_that_wants_it_signed(webhooks: Webhooks, ho
     arrived = next(each for each in hooks.arrived if each.path == "/all")
     assert endpoint.secret is not None
     assert Signing(endpoint.secret).verify(arrived.headers, arrived.body).id == id
+    assert arrived.headers["accept-encoding"] == "identity"  # the response is logged as it comes
     assert arrived.data == {"id": "rf_1"}
     assert (arrived.headers["x-shop"], arrived.headers["user-agent"]) == ("7", "shop")
     assert int(arrived.headers["webhook-retry-until"]) - time.time() == pytest.approx(DAY, abs=120)
@@ -108,6 +115,22 @@ def test_bad_events_are_refused_in_the_transaction(webhooks: Webhooks) -> None:
     with pytest.raises(PayloadTooLarge):
         send(webhooks, "x" * 1024 * 1024)
     assert Sender(webhooks).run_once() == 0
+
+
+def test_messages_for_many_endpoints_are_matched_in_small_transactions(
+    webhooks: Webhooks, hooks: Hooks, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("oncemore.webhooks.matching.MOST_DELIVERIES", 10)
+    for n in range(4):
+        webhooks.endpoints.create(hooks.url(f"/{n}"), order="fifo" if n % 2 else "none")
+    send(webhooks, *range(9))
+    matching = MatchingPass(webhooks)
+    assert [run(matching.match_page()) for _ in range(5)] == [2, 2, 2, 2, 1]
+    assert matching.is_over
+    Sender(webhooks).run_once()
+    for n in range(4):
+        data = [each.data for each in hooks.arrived if each.path == f"/{n}"]
+        assert (data if n % 2 else sorted(data)) == list(range(9))
 
 
 def test_message_waits_for_no_sender_if_nobody_wants_it(webhooks: Webhooks) -> None:
@@ -409,6 +432,8 @@ def test_recover_refuses_times_without_zone_and_unknown_words(webhooks: Webhooks
     endpoint = webhooks.endpoints.create(hooks.url())
     with pytest.raises(ConfigurationError, match="no time zone"):
         webhooks.recover(endpoint.id, datetime(2026, 1, 1))
+    with pytest.raises(ConfigurationError, match="since = '2026-01-01'"):
+        webhooks.recover(endpoint.id, "2026-01-01")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="only = 'some'"):
         webhooks.recover(endpoint.id, 0, only="some")  # type: ignore[arg-type]
     with pytest.raises(NotFound):
@@ -645,13 +670,17 @@ def test_endpoint_settings_are_checked(webhooks: Webhooks) -> None:
         "https://127.0.0.1.:99999",
         "https://u:p@example.com",
         "https://10.0.0.1",
+        None,
+        5,
+        b"https://example.com",
     ):
         with pytest.raises(UnsafeTarget):
-            create(url)
+            create(url)  # type: ignore[arg-type]
     bad: list[dict[str, Any]] = [
         {"events": "refund.*"}, {"events": []}, {"events": [1]}, {"headers": {"a b": "c"}}, {"headers": {"a": "b\r\nc: d"}},
         {"headers": {"Webhook-Id": "x"}}, {"headers": {"Content-Length": "0"}}, {"order": "lifo"}, {"signature": "v2"},
         {"secret": "whsec_short"}, {"secret": "whpk_x"}, {"tenant": "a\0"}, {"id": ""+"x" * 257}, {"description": "\0"},
+        {"headers": {1: "x"}}, {"headers": {"x": 1}}, {"headers": [("x", "y")]},
     ]  # fmt: skip
     for options in bad:
         with pytest.raises(ConfigurationError):
@@ -676,12 +705,31 @@ def test_endpoint_is_updated_listed_and_deleted(webhooks: Webhooks, hooks: Hooks
     page = endpoints.list(tenant="u", limit=3)
     assert [each.id for each in page] == ["u0", "u1", "u2"]
     assert [each.id for each in endpoints.list(tenant="u", after="u2")] == ["u3", "u4"]
+    for wrong in ({"limit": 0}, {"limit": "5"}, {"state": "off"}):
+        with pytest.raises(ConfigurationError):
+            endpoints.list(**wrong)  # type: ignore[arg-type]
     send(webhooks, 1, tenant="t")
     Sender(webhooks).run_once()
     assert (hooks.arrived[0].path, hooks.arrived[0].headers["x"]) == ("/new", "y")
     assert endpoints.delete("ep_1")
     assert not endpoints.delete("ep_1")
     assert webhooks.deliveries.list(endpoint="ep_1") == []
+
+
+def test_pattern_with_many_stars_is_matched_at_once() -> None:
+    assert not matches("*a" * 100 + "b", "a" * 256)
+    assert matches("*a" * 100 + "*", "a" * 256)
+
+
+@given(st.text("ab*", max_size=6), st.text("ab.", max_size=8))
+def test_star_of_a_pattern_is_any_text(pattern: str, type: str) -> None:
+    assert matches(pattern, type) == bool(re.fullmatch(pattern.replace("*", ".*"), type))
+
+
+def test_endpoint_is_changed_by_many_threads_at_once(webhooks: Webhooks, hooks: Hooks) -> None:
+    endpoint = webhooks.endpoints.create(hooks.url())
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: webhooks.endpoints.rotate(endpoint.id, grace=0), range(24)))
 
 
 def test_deliveries_are_filtered_and_paged(webhooks: Webhooks, hooks: Hooks) -> None:

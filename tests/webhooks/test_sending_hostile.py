@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import socket
 import struct
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -126,6 +127,21 @@ def test_unknown_host_and_closed_port_are_ordinary_failures(webhooks: Webhooks) 
     found = webhooks.deliveries.list(state="pending")
     assert len(found) == 2
     assert all(delivery.error for delivery in found)
+
+
+def test_host_that_accepts_no_connection_is_named_as_such(webhooks: Webhooks) -> None:
+    with socket.socket() as full, ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # fill its backlog
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        webhooks.endpoints.create(f"http://127.0.0.1:{full.getsockname()[1]}/")
+        send(webhooks, 1)
+        assert Sender(webhooks, connect_timeout="0.5s", timeout="5s").run_once() == 0
+    (delivery,) = webhooks.deliveries.list()
+    assert delivery.error == "no connection within 0.5 s"
 
 
 def test_name_that_resolves_to_loopback_is_refused_for_good(guard: Any, hooks: Hooks) -> None:

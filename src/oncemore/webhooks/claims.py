@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from secrets import token_hex
 from typing import Any, Literal
 
 import msgspec
 
-from .._ledger.transactions import TransactionAdapter
+from .._ledger.transactions import Query, Rows
 from .._runtime.clock import SYSTEM
 from .._runtime.plan import Plan
 from . import statements as sql
@@ -19,7 +19,7 @@ from .webhooks import Webhooks
 
 ROUND = 500  # deliveries, or endpoints, of one transaction
 FIRST_LIMIT, LARGEST_LIMIT = 2, 20  # requests at a time to one endpoint
-MOST_LIMITS = 10_000  # endpoints whose limits are remembered
+MOST_LIMITS = 10_000  # limits of endpoints that are remembered
 FOR_EVER = 9e11  # a time that is later than all others
 
 encode = msgspec.json.encode
@@ -106,20 +106,16 @@ class Claims:
     def _claim_behind(self, free: int, due_by: float) -> Plan[list[Claimed]]:
         tables, token, began = self.tables, token_hex(12), SYSTEM.monotonic()
         full = [{"id": id} for id, limit in self._limits.items() if limit.running >= limit.most]
-        transaction = yield from tables.open()
-        try:
-            query = tables.query(sql.DUE_ENDPOINTS, self._after, encode(full).decode(), ROUND)
-            rows = yield from transaction.begin(query)
-            registered = {row[0]: self.webhooks.endpoints.read(row) for row in rows}
-            is_open = {row[0]: bool(row[-2]) for row in rows}
-            now = rows[0][-1] if rows else 0.0
-            yield from self._lock_rated(transaction, registered)
+        (rows,) = yield from tables.execute(tables.query(sql.DUE_ENDPOINTS, self._after, encode(full).decode(), ROUND))
+        registered = {row[0]: self.webhooks.endpoints.read(row) for row in rows}
+        is_open = {row[0]: bool(row[-2]) for row in rows}
+        now = rows[0][-1] if rows else 0.0
+
+        def choose() -> tuple[list[Query], dict[str, float]]:
+            """The statements that claim, and since when the rates count."""
             quotas, paces = self._quotas(registered, min(free, ROUND), now)
             is_all = len(rows) < ROUND and len(quotas) == len(registered)
             self._after = "" if is_all or not rows else next(reversed(quotas), rows[-1][0])
-            if not quotas:
-                yield from transaction.rollback()
-                return []
             groups: dict[tuple[bool, int], list[dict[str, str]]] = {}
             for id, most in quotas.items():
                 groups.setdefault((is_open[id], most), []).append({"id": id})
@@ -128,27 +124,43 @@ class Claims:
                 tables.query(sql.CLAIM if all_ else sql.CLAIM_RESENT, *values, encode(group).decode(), most, due_by)
                 for (all_, most), group in groups.items()
             ]
-            found = yield from transaction.execute(*claims, tables.query(sql.CLAIMED, token))
-            paced = [{"id": id, "until": until} for id, until in self._paced(found, registered, paces)]
-            yield from transaction.commit(*([tables.query(sql.PACE, encode(paced).decode())] if paced else []))
+            return [*claims, tables.query(sql.CLAIMED, token)] if claims else [], paces
+
+        found: Rows = ()
+        if any(each.endpoint.rate is not None for each in registered.values()):
+            found = yield from self._claim_at_rates(registered, choose)
+        elif claims := choose()[0]:
+            # If the answer is lost, they are sent again: both lots have the token, and CLAIMED returns them all.
+            *_, found = yield from tables.execute(*claims)
+        return [self._claimed(row, registered, token, now, began) for row in found]
+
+    def _claim_at_rates(
+        self, registered: dict[str, Registered], choose: Callable[[], tuple[list[Query], dict[str, float]]]
+    ) -> Plan[Rows]:
+        """Claim as *choose* says, in a transaction that locks the endpoints with a rate, because all senders share it.
+
+        Those that another sender has locked are left out.
+        """
+        tables = self.tables
+        rated = [id for id, each in registered.items() if each.endpoint.rate is not None]
+        ids = encode([{"id": id} for id in rated]).decode()
+        transaction = yield from tables.open()
+        try:
+            rows = yield from transaction.begin(tables.query(sql.RATED_ENDPOINTS, ids))
+            paced: dict[str, float | None] = dict(map(tuple, rows))
+            for id in rated:
+                if id in paced:
+                    registered[id].paced_until = paced[id]
+                else:
+                    del registered[id]
+            claims, paces = choose()
+            found = (yield from transaction.execute(*claims)) if claims else ()
+            until = [{"id": id, "until": until} for id, until in self._paced(found, registered, paces)]
+            yield from transaction.commit(*([tables.query(sql.PACE, encode(until).decode())] if until else []))
         except BaseException:
             yield from transaction.rollback()
             raise
-        return [self._claimed(row, registered, token, now, began) for row in found]
-
-    def _lock_rated(self, transaction: TransactionAdapter, registered: dict[str, Registered]) -> Plan[None]:
-        """Lock the endpoints with a rate until the commit, because all senders share it; leave out those that another has."""
-        rated = [id for id, each in registered.items() if each.endpoint.rate is not None]
-        if not rated:
-            return
-        ids = encode([{"id": id} for id in rated]).decode()
-        rows = yield from transaction.execute(self.tables.query(sql.RATED_ENDPOINTS, ids))
-        paced: dict[str, float | None] = dict(map(tuple, rows))
-        for id in rated:
-            if id in paced:
-                registered[id].paced_until = paced[id]
-            else:
-                del registered[id]
+        return found
 
     def _quotas(
         self, registered: dict[str, Registered], free: int, now: float

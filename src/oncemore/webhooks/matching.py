@@ -14,6 +14,7 @@ from .endpoints import Endpoint
 from .webhooks import Webhooks, new_delivery, order_key_of
 
 PAGE = 1000  # messages that are matched in one transaction
+MOST_DELIVERIES = 10_000  # that a transaction adds, unless one message alone has more
 
 OrderKey = tuple[str, str]  # of an endpoint
 encode = msgspec.json.encode
@@ -40,41 +41,40 @@ class MatchingPass:
         tables = self.tables
         transaction = yield from tables.open()
         try:
-            ((is_free,),) = yield from transaction.begin(tables.query(sql.FAN_OUT_LOCK))
             query = tables.query(sql.NEW_MESSAGES, self._after, PAGE, self._limit)
-            new = (yield from transaction.execute(query)) if is_free else ()
+            new = yield from transaction.begin(tables.query(sql.FAN_OUT_LOCK), query)
             if not new:
                 yield from transaction.rollback()
                 self.is_over = True
                 return 0
-            matched = yield from self._match(transaction, new)
+            taken, matched = yield from self._match(transaction, new)
             done = encode([{"seq": seq} for seq in matched]).decode()
             yield from transaction.commit(tables.query(sql.FANNED_OUT, done))
         except BaseException:
             self.is_over = True
             yield from transaction.rollback()
             raise
-        self._after, self._limit = new[-1][0], new[-1][5]
-        self.is_over = len(new) < PAGE
-        return len(matched) if self.is_over else len(new)
+        self._after, self._limit = new[taken - 1][0], new[0][5]
+        self.is_over = taken == len(new) < PAGE
+        return len(matched) if self.is_over else taken
 
-    def _match(self, transaction: TransactionAdapter, new: Sequence[Sequence[Any]]) -> Plan[list[int]]:
-        """Add the deliveries of the messages that can be matched now; return these messages."""
+    def _match(self, transaction: TransactionAdapter, new: Sequence[Sequence[Any]]) -> Plan[tuple[int, list[int]]]:
+        """Add the deliveries of the messages that can be matched now; return how far it went, and these messages."""
         by_tenant = yield from self._endpoints(transaction, {row[1] for row in new})
-        wanted = {
-            seq: [
-                (endpoint, order_key_of(endpoint, subject))
-                for endpoint in by_tenant.get(tenant, ())
-                if endpoint.wants(type)
-            ]
-            for seq, tenant, type, subject, *_ in new
-        }
+        wanted: dict[int, list[tuple[Endpoint, str | None]]] = {}
+        count = 0
+        for seq, tenant, type, subject, *_ in new:
+            wanting = [endpoint for endpoint in by_tenant.get(tenant, ()) if endpoint.wants(type)]
+            count += len(wanting)
+            if wanted and count > MOST_DELIVERIES:
+                break
+            wanted[seq] = [(endpoint, order_key_of(endpoint, subject)) for endpoint in wanting]
         keys = {(endpoint.id, key) for each in wanted.values() for endpoint, key in each if key is not None}
         sequences, busy = yield from self._order(transaction, keys)
         before = dict(sequences)
         matched: list[int] = []
         deliveries: list[dict[str, Any]] = []
-        for seq, _, _, _, is_settled, _ in new:
+        for seq, _, _, _, is_settled, _ in new[: len(wanted)]:
             own = {(endpoint.id, key) for endpoint, key in wanted[seq] if key is not None}
             if own and (not is_settled or own & self._held):
                 self._held |= own
@@ -92,7 +92,7 @@ class MatchingPass:
         for statement, rows in ((sql.ADD_DELIVERIES, deliveries), (sql.SET_SEQUENCES, changed)):
             if rows:
                 yield from transaction.execute(self.tables.query(statement, encode(rows).decode()))
-        return matched
+        return len(wanted), matched
 
     def _endpoints(self, transaction: TransactionAdapter, tenants: Iterable[str]) -> Plan[dict[str, list[Endpoint]]]:
         rows = yield from transaction.execute(

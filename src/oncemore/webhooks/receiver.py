@@ -171,7 +171,7 @@ class Receiver:
     def run_requeued(self) -> int:
         """Handle the requeued dead letters of this sender, which will not send them again; how many were handled.
 
-        A letter whose handler fails stays requeued until it has failed too often.
+        If its handler fails, a letter stays requeued until it has failed too often.
         """
         return run(self._requeued())
 

@@ -25,6 +25,8 @@ RESPONSE = 16 * 1024  # bytes of a response that are read
 SHOWN = 4096  # characters of it that are kept
 LONGEST_ERROR = 500  # characters
 LOOKUPS = 100  # names that are looked up at a time: a name server that hangs must not hold up the others
+# The response is logged as it comes, so it should not be compressed.
+USUAL_HEADERS = {"user-agent": "oncemore", "accept-encoding": "identity"}
 KEEP_ALIVE = 30.0  # seconds for which an idle connection is kept
 
 
@@ -78,6 +80,8 @@ class Requests:
         result = Result()
         try:
             await self._send(claimed, result)
+        except aiohttp.ConnectionTimeoutError:
+            result.error = f"no connection within {self.timeout.connect:g} s"
         except TimeoutError:
             result.error = f"no complete response within {self.timeout.total:g} s"
         except Exception as error:  # of the network, of the response, or of a function that makes the body
@@ -93,12 +97,12 @@ class Requests:
         url = claimed.registered.endpoint.url
         async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
             result.status = response.status
-            result.retry_after = retry_after(response.headers, SYSTEM.time())
+            if not 200 <= response.status < 300:
+                result.error = f"status {response.status}"
+                result.retry_after = retry_after(response.headers, SYSTEM.time())
             if 300 <= response.status < 400:
                 location = response.headers.get("location", "?")
                 result.error = f"redirects are not followed: update the endpoint's URL to {location}"
-            elif not 200 <= response.status < 300:
-                result.error = f"status {response.status}"
             content = bytearray()
             try:
                 await read_start(response, content)
@@ -111,7 +115,7 @@ class Requests:
         body, media_type = self.webhooks.body(message)
         signed = signing_with(tuple(registered.signing(claimed.now))).sign(body, id=message.id)
         until = SYSTEM.time() + claimed.first_at - claimed.now + self.webhooks.schedule.span
-        headers = CIMultiDict({"user-agent": "oncemore"})
+        headers = CIMultiDict(USUAL_HEADERS)
         headers.update(registered.endpoint.headers)
         headers.update(signed)
         headers["content-type"] = media_type
@@ -131,7 +135,7 @@ def signing_with(secrets: tuple[str, ...]) -> Signing:
 class PooledResolver(AbstractResolver):
     """The operating system's resolver, on threads of its own.
 
-    The threads of the event loop are few, and a customer whose name server hangs would keep them from everyone.
+    The threads of the event loop are few, and one name server that hangs would keep them from all other customers.
     """
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
@@ -169,6 +173,8 @@ async def read_start(response: aiohttp.ClientResponse, content: bytearray) -> No
 
 def plain(text: str, most: int) -> str:
     """The text as every database can store it: no NUL, and nothing that UTF-8 cannot write."""
+    if not text:
+        return ""
     return text[:most].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 

@@ -56,13 +56,7 @@ class Results:
         # Locked in the order of their ids, because another sender may record results of the same endpoints.
         locked = {endpoint for endpoint, _ in ended} | {each["id"] for each in health if not each["healthy"]}
         locks = [tables.query(sql.ORDERED_ENDPOINTS, encode([{"id": id} for id in locked]).decode())] if locked else []
-        transaction = yield from tables.open()
-        try:
-            yield from transaction.begin(*locks, queries.pop(0))
-            yield from transaction.commit(*queries)
-        except BaseException:
-            yield from transaction.rollback()
-            raise
+        yield from tables.execute(*locks, *queries)
         self._tell(attempts, rows)
         yield from self._disable_gone(attempts)
         yield from self._disable_failing([each for each in health if not each["healthy"]])

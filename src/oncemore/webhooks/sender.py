@@ -47,7 +47,7 @@ class Sender:
 
     Args:
         webhooks: What to send.
-        concurrency: Requests at a time.  Endpoints whose latest request failed share a quarter of them at most.
+        concurrency: Requests at a time.  Failing endpoints share a quarter of them at most.
         connect_timeout: How long a connection may take.
         timeout: How long a request may take in all.
         grace: How long `run` waits for requests under way when it is told to stop.
@@ -169,17 +169,20 @@ class SenderRun:
             poll = SHORTEST_POLL if is_woken else min(2 * poll, LONGEST_POLL)
 
     async def _round(self, due_by: float) -> int:
-        """Record results, match a page of messages, claim what is due and start to send it; return how much was done."""
-        done = await self._record()
-        done += await self._match()
+        """Record results and match a page of messages, then claim what is due and start to send it; return how much was done.
+
+        An endpoint that the results have disabled gets no more, and what was matched is sent at once.
+        """
+        parts = await asyncio.gather(self._record(), self._match(), return_exceptions=True)
+        for each in parts:
+            if isinstance(each, BaseException):
+                raise each
         free = self.sender.concurrency - len(self._tasks)
         claimed = await arun(self.claims.claim(free, due_by=due_by)) if free > 0 else []
         for each in claimed:
-            task = asyncio.create_task(self._deliver(each))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.add(asyncio.create_task(self._deliver(each)))
         await self._keep_house()
-        return done + len(claimed)
+        return sum(parts, len(claimed))  # type: ignore[arg-type]
 
     async def drain(self) -> int:
         """Send what is due now, each delivery once, and return how many succeeded."""
@@ -210,6 +213,7 @@ class SenderRun:
             success = result.is_success if result.tried else None
             self.claims.end(claimed.registered.endpoint.id, success=success)
             self._ended.append((claimed, result))
+            self._tasks.discard(asyncio.current_task())  # type: ignore[arg-type]
             self.waiter.notify()
 
     async def _record(self) -> int:

@@ -71,7 +71,8 @@ DELETE_ENDPOINT = both("DELETE FROM {p}webhook_endpoints WHERE id = $1 RETURNING
 PARK = both(
     "UPDATE {p}webhook_deliveries SET state = 'parked', token = NULL WHERE seq IN ("
     "SELECT seq FROM {p}webhook_deliveries WHERE endpoint = $2 AND state = 'pending' AND former IS NULL "
-    "AND (token IS NULL OR next_at <= {now}) ORDER BY next_at, seq LIMIT 5000) RETURNING seq"
+    "AND (token IS NULL OR next_at <= {now}) ORDER BY next_at, seq LIMIT 5000) "
+    "AND (token IS NULL OR next_at <= {now}) RETURNING seq"  # once more, because a sender may just have claimed it
 )
 DISABLED_WITH_PENDING = both(
     "SELECT id FROM {p}webhook_endpoints e WHERE state = 'disabled' AND EXISTS (SELECT 1 FROM {p}webhook_deliveries d "
@@ -85,15 +86,19 @@ ADD_MESSAGE = both(
     "INSERT INTO {p}webhook_messages (id, tenant, type, subject, data, created_at) VALUES ($2, $3, $4, $5, $6, {now}) "
     "ON CONFLICT (tenant, id) DO NOTHING"
 )
-FAN_OUT_LOCK = Sql(  # one sender at a time gives the deliveries their order
-    "SELECT pg_try_advisory_xact_lock(hashtextextended('{p}webhook_messages', 0))", "SELECT 1"
+# One sender at a time gives the deliveries their order.  NEW_MESSAGES finds nothing unless this has got the lock; so
+# both go in one round trip, and each has a snapshot of its own.
+FAN_OUT_LOCK = Sql(
+    "SELECT set_config('oncemore.fan_out', "
+    "pg_try_advisory_xact_lock(hashtextextended('{p}webhook_messages', 0))::text, true)",
+    "SELECT 1",
 )
 # A message is settled if no older transaction is open, which might still add one that comes before it.  $3 is the limit of
 # settled transactions that the first page of a pass has found: later pages judge by the same one.
 NEW_MESSAGES = Sql(
     "SELECT seq, tenant, type, subject, xid < coalesce($3::text::xid8, pg_snapshot_xmin(pg_current_snapshot())), "
     "coalesce($3::text, pg_snapshot_xmin(pg_current_snapshot())::text) FROM {p}webhook_messages "
-    "WHERE is_new AND seq > $1 ORDER BY seq LIMIT $2",
+    "WHERE current_setting('oncemore.fan_out') = 'true' AND is_new AND seq > $1 ORDER BY seq LIMIT $2",
     "SELECT seq, tenant, type, subject, 1, ?3 FROM {p}webhook_messages WHERE is_new AND seq > ?1 ORDER BY seq LIMIT ?2",
 )
 # Locked, so that no delivery of the endpoint ends between the look at its predecessors and the commit.

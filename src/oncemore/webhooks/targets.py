@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
@@ -83,9 +84,13 @@ class Targets:
             raise ConfigurationError(f"allow has a network that is none: {error}") from error
         self.allow_http = allow_http
         self.ports = None if ports is None else frozenset(ports)
+        # A sender checks the same few addresses for every request.
+        self._reason_for = lru_cache(1000)(lambda text: self._reason(ip_address(text.partition("%")[0])))
 
     def check_url(self, url: str) -> None:
         """Raise UnsafeTarget for a URL that will never be called.  Its name is not resolved; that is done at each call."""
+        if not isinstance(url, str):
+            raise UnsafeTarget(f"{url!r} is not a URL: write a text, as in 'https://example.com/hook'")
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -114,12 +119,11 @@ class Targets:
     def check_address(self, text: str) -> None:
         """Raise UnsafeTarget unless *text* is an address that may be connected to."""
         try:
-            address = ip_address(text.partition("%")[0])
+            reason = self._reason_for(text)
         except ValueError:
             raise UnsafeTarget(
                 f"{text!r} is an unusual spelling of an address: write it as 203.0.113.7, or give the host's name"
             ) from None
-        reason = self._reason(address)
         if reason:
             raise UnsafeTarget(f"{text} is {reason}, and webhooks are sent to public addresses only")
 

@@ -136,7 +136,7 @@ class Webhooks:
             place: The `Op` of a transaction or database step, or your own open connection, session or Django alias.
             type: The type of the event, such as `refund.succeeded`.
             data: Anything that can be written as JSON.
-            tenant: The customer whose endpoints get it.
+            tenant: The customer: all of its endpoints that want the type get the event.
             id: The `webhook-id` of every delivery.  By default it is derived from the operation, so that a second run of the
                 operation sends the same one; outside an operation it is random.  An id that was sent before is not sent again.
             subject: What it is about; an endpoint with `order="subject"` gets the events of one subject in order.
@@ -234,8 +234,8 @@ class Webhooks:
             progress: Is called with the number so far.
 
         It works in slices, without a limit; if it was interrupted, call it again, and it goes on.  The endpoint must be
-        enabled.  If it is ordered, they are sent in their order, before events that wait; a delivery whose attempts have
-        begun is finished first.
+        enabled.  If it is ordered, they are sent in their order, before events that wait; a delivery that was tried
+        before is finished first.
         """
         return run(self._recover(endpoint, since, only, progress))
 
@@ -255,6 +255,8 @@ class Webhooks:
     ) -> Plan[int]:
         if only not in sql.REQUEUES:
             raise ConfigurationError(f"only = {only!r}: write one of {', '.join(map(repr, sql.REQUEUES))}")
+        if not isinstance(since, datetime | float | int):
+            raise ConfigurationError(f"since = {since!r}: write a datetime with its zone, or seconds since 1970")
         if isinstance(since, datetime) and since.tzinfo is None:
             raise ConfigurationError(f"since = {since} has no time zone: write datetime(..., tzinfo=UTC)")
         start = since.timestamp() if isinstance(since, datetime) else float(since)

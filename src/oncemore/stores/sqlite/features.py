@@ -19,7 +19,6 @@ from .tables import feature_statements
 from .transactions import SET_MARK, LedgerFile, SqliteAdapter, SqliteBelowDjango, SqliteSource, run_queries
 from .writer import MEMORY, Connection, Use, Write
 
-NO_OPERATION: Id = ("", "")
 FILES = (Statement("PRAGMA database_list"), ())
 
 
@@ -202,7 +201,9 @@ class OwnSqliteTransaction:
     def begin(self, *queries: Query) -> Plan[Rows]:
         transaction: Any = yield from self._source.open()
         self._transaction = transaction
-        rows = yield from transaction.begin_with(NO_OPERATION, 0.0, SET_MARK, *queries)
+        # The name of no operation, and not that of another such transaction: this one waits until that has ended.
+        name = ("", str(id(self)))
+        rows = yield from transaction.begin_with(name, 0.0, SET_MARK, *queries)
         return rows  # type: ignore[no-any-return]
 
     def execute(self, *queries: Query) -> Plan[Rows]:

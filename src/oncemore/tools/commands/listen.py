@@ -56,7 +56,7 @@ def listen(
 
     Nothing is stored: duplicates are recognised until the command ends.  With --json, each is one line of JSON.
     """
-    if not secrets and scheme == "standard":
+    if not secrets and scheme in ("standard", "svix"):
         secrets = (new_secret(),)
         click.echo(f"Sign with {secrets[0]}", err=True)
     listener = WebhookPrinter(scheme, secrets, read_options(options), show_json if output.json else show_text)

@@ -45,7 +45,7 @@ class Scheme(Protocol):
         """Raise WebhookError unless *body* is signed with one of the secrets, and fresh.  Raises nothing else."""
 
     def describe(self, headers: Pairs, data: Any) -> Description:
-        """Return the event of a verified webhook whose body is *data*, or raise InvalidPayload if it has no id."""
+        """Return the event in *data*, the body of a verified webhook, or raise InvalidPayload if it has no id."""
 
     def challenge(self, data: Any) -> bytes | None:
         """Return the plain text that a sender asks for to see that we are there, or None for an ordinary event."""

@@ -8,22 +8,22 @@ from __future__ import annotations
 import asyncio
 import os
 import tomllib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from zoneinfo import ZoneInfo
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 
 from examples.sql import Row, create_tables
 from oncemore import Contract, Guard, Operation, Rule
 from oncemore._contract.contract import Match
-from oncemore.errors import InvalidKey, InvalidPrincipal, NotFound, OncemoreError
+from oncemore.errors import InvalidPrincipal, NotFound, OncemoreError, Refusal
 from oncemore.observe.logging import log_events
 from oncemore.web.fastapi import IdempotencyMiddleware
 from oncemore.web.request import Request as NamedRequest
@@ -31,9 +31,10 @@ from oncemore.webhooks import Sender, Webhooks
 
 from . import matching, people, safety
 from .daily import make_job, make_schedule
+from .fields import AnyText, Json, Text, TimeZone
 from .hooks import hooks_router
 from .metrics import Metrics
-from .problems import Invalid, problem_response
+from .problems import Invalid, Missing, NotAllowed, problem_response
 from .settings import Settings
 from .tables import TABLES, TABLES_LOCK
 from .work import USER, Service
@@ -43,8 +44,6 @@ ENDPOINT = "match-events"  # the id of the webhook endpoint of the settings
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 REDIS_LEASE = "3s"  # renewed while a request runs; after a crash, a retry waits at most this long
 OPEN = ("/auth/otp/send", "/auth/otp/verify")  # the paths of requests without a user
-
-Text = Annotated[str, Field(min_length=1, max_length=10_000)]
 
 
 async def current_user(request: Request) -> str:
@@ -69,18 +68,9 @@ class Refresh(BaseModel):
 
 
 class Profile(BaseModel):
-    displayName: str = ""
-    bio: str = ""
-    timezone: str = "UTC"
-
-    @field_validator("timezone")
-    @classmethod
-    def check_zone(cls, name: str) -> str:
-        try:
-            ZoneInfo(name)
-        except (KeyError, ValueError, OSError):
-            raise ValueError(f"{name!r} is no time zone: send an IANA name such as 'Europe/Berlin'") from None
-        return name
+    displayName: AnyText = ""
+    bio: AnyText = ""
+    timezone: TimeZone = "UTC"
 
 
 class NewPhoto(BaseModel):
@@ -89,7 +79,7 @@ class NewPhoto(BaseModel):
 
 
 class Responses(BaseModel):
-    responses: dict[str, Any]
+    responses: dict[Text, Json]
 
 
 class NewVerification(BaseModel):
@@ -112,7 +102,7 @@ class Read(BaseModel):
 class Report(BaseModel):
     subjectId: Text
     category: Text
-    text: str
+    text: AnyText
 
 
 class Block(BaseModel):
@@ -121,19 +111,28 @@ class Block(BaseModel):
 
 class Appeal(BaseModel):
     decisionId: Text
-    text: str
+    text: AnyText
+
+
+# Rules with `unique_by` answer from the record of another key, so the body is checked before the middleware looks for it.
+CHECKED = {
+    "auth.otp.send": NewCode,
+    "verification.start": NewVerification,
+    "safety.report": Report,
+    "safety.appeal": Appeal,
+}
 
 
 class Middleware(IdempotencyMiddleware):
-    """The middleware of oncemore.  If the body lacks a field that `unique_by` names, it answers 422, as FastAPI does."""
+    """The middleware of oncemore, which answers 422 to a body that the endpoint would refuse, as FastAPI does."""
 
     def operation(self, match: Match, request: NamedRequest) -> Operation | None:
-        try:
-            return super().operation(match, request)
-        except InvalidKey as error:
-            if match.rule.unique_by is not None and error.detail.startswith("{body."):
-                raise Invalid(error.detail.partition(": ")[0]) from error
-            raise
+        if match.rule.name in CHECKED:
+            try:
+                CHECKED[match.rule.name].model_validate_json(request.body)
+            except ValidationError as error:
+                raise Invalid(describe(error.errors())) from None
+        return super().operation(match, request)
 
 
 def create(settings: Settings | None = None) -> FastAPI:
@@ -233,7 +232,7 @@ def create(settings: Settings | None = None) -> FastAPI:
         return await perform(request, partial(people.add_photo, url=body.url, sha256=body.sha256), 201)
 
     @app.delete("/users/me/photos/{id}", status_code=204)
-    async def delete_photo(id: str, request: Request, user: User) -> Response:
+    async def delete_photo(id: Text, request: Request, user: User) -> Response:
         """Not idempotent: deletes once, and the second time there is nothing to delete."""
         return await perform(request, partial(people.delete_photo, id=id), 204)
 
@@ -260,12 +259,12 @@ def create(settings: Settings | None = None) -> FastAPI:
             return {"offers": await matching.list_offers(connection, user)}
 
     @app.get("/matches/offers/{id}")
-    async def show_offer(id: str, user: User) -> Row:
+    async def show_offer(id: Text, user: User) -> Row:
         async with service.read() as connection:
             return matching.offer_view(await matching.find_offer(connection, user, id))
 
     @app.post("/matches/offers/{id}/action")
-    async def answer_offer(id: str, body: Answer, request: Request) -> Response:
+    async def answer_offer(id: Text, body: Answer, request: Request) -> Response:
         """Answer an offer.  The same action again, under any key, gets the present state; another action is refused."""
         return await perform(request, partial(matching.answer_offer, webhooks=webhooks, id=id, action=body.action))
 
@@ -275,28 +274,28 @@ def create(settings: Settings | None = None) -> FastAPI:
             return {"matches": await matching.list_matches(connection, user)}
 
     @app.get("/matches/{id}")
-    async def show_match(id: str, user: User) -> Row:
+    async def show_match(id: Text, user: User) -> Row:
         async with service.read() as connection:
             return matching.match_view(await matching.find_match(connection, user, id))
 
     @app.post("/matches/{id}/unmatch")
-    async def unmatch(id: str, request: Request) -> Response:
+    async def unmatch(id: Text, request: Request) -> Response:
         """Close a match.  If it is closed already, nothing changes, and the answer is the same."""
         return await perform(request, partial(matching.unmatch, id=id))
 
     @app.get("/matches/{id}/messages")
-    async def list_messages(id: str, user: User) -> Row:
+    async def list_messages(id: Text, user: User) -> Row:
         async with service.read() as connection:
             return {"messages": await matching.list_messages(connection, user, id)}
 
     @app.post("/matches/{id}/messages", status_code=201)
-    async def send_message(id: str, body: NewMessage, request: Request) -> Response:
+    async def send_message(id: Text, body: NewMessage, request: Request) -> Response:
         """Send a message.  The same clientMessageId within 24 hours gets the existing message."""
         change = partial(matching.send_message, id=id, content=body.content, client_message_id=body.clientMessageId)
         return await perform(request, change, 201)
 
     @app.post("/matches/{id}/read")
-    async def mark_read(id: str, body: Read, request: Request) -> Response:
+    async def mark_read(id: Text, body: Read, request: Request) -> Response:
         """Mark messages as read.  What was read stays read, so a repeat changes nothing."""
         return await perform(request, partial(matching.mark_read, id=id, message=body.messageId))
 
@@ -338,6 +337,7 @@ def create(settings: Settings | None = None) -> FastAPI:
         service.contract.add(Rule("POST /_test/{rest:path}", name="test hooks", idempotent=False))
     app.add_exception_handler(OncemoreError, problem_response)
     app.add_exception_handler(RequestValidationError, invalid_response)
+    app.add_exception_handler(HTTPException, http_response)
     app.add_middleware(Middleware, guard=guard, contract=service.contract, principal=find_user)
     return app
 
@@ -370,5 +370,16 @@ def bearer(request: Request) -> str:
 
 
 async def invalid_response(request: Request, error: Any) -> JSONResponse:
-    found = "; ".join(f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}" for each in error.errors())
-    return await problem_response(request, Invalid(found))
+    return await problem_response(request, Invalid(describe(error.errors(), skip=1)))  # without the word "body"
+
+
+async def http_response(request: Request, error: Any) -> JSONResponse:
+    """Answer a request that no route takes, or whose body cannot be read."""
+    refusals: dict[int, type[Refusal]] = {404: Missing, 405: NotAllowed}
+    refusal = refusals.get(error.status_code, Invalid)
+    return await problem_response(request, refusal(f"{request.method} {request.url.path}: {error.detail}"))
+
+
+def describe(errors: Sequence[Any], skip: int = 0) -> str:
+    found = "; ".join(f"{'.'.join(map(str, each['loc'][skip:])) or 'body'}: {each['msg']}" for each in errors)
+    return found.encode(errors="replace").decode()

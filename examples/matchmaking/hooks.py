@@ -15,6 +15,7 @@ from oncemore.testing.clock import Clock
 
 from . import matching, people
 from .daily import NAME, DailyOffers, Run, users_with_zones
+from .fields import Text, TimeZone
 from .problems import Invalid, Missing
 from .work import Service, Work, iso
 
@@ -22,8 +23,8 @@ SIDE_BY_SIDE = 8  # slots at a time
 
 
 class NewUser(BaseModel):
-    id: str
-    timezone: str = "UTC"
+    id: Text
+    timezone: TimeZone = "UTC"
 
 
 class Pair(BaseModel):

@@ -14,6 +14,12 @@ class Missing(Refusal):
     code, status, title = "NOT_FOUND.resource", 404, "The resource does not exist"
 
 
+class NotAllowed(Refusal):
+    """The path takes other methods."""
+
+    code, status, title = "VALIDATION.method", 405, "The method is not allowed"
+
+
 class Invalid(Refusal):
     """The body lacks a field, or has a value that is not allowed."""
 

@@ -102,8 +102,9 @@ class Service:
         """Make a change in its transaction, and return the answer."""
         user: str = request.scope.get(USER, "")
         fault = request.headers.get("x-test-fault", "") if self.settings.test_hooks else ""
-        if fault.startswith("slow:"):
-            await asyncio.sleep(float(fault.removeprefix("slow:")) / 1000)
+        kind, _, milliseconds = fault.partition(":")
+        if kind == "slow" and milliseconds.isdecimal():
+            await asyncio.sleep(int(milliseconds) / 1000)
         rule = self.contract.match(request.method, request.url.path)
         is_guarded = rule is not None and rule.rule.idempotent and rule.rule.key.source != "none"
         ttl = rule.rule.policy.ttl if rule is not None else 0.0

@@ -7,8 +7,9 @@ import datetime
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -19,7 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from oncemore import Guard, Resolution, current_operation
 from oncemore._ledger.steps import pack_request
-from oncemore._runtime.plan import run
+from oncemore._runtime.plan import Call, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, MissingDriver, NotResolvable, StoreUnavailable
 from oncemore.jobs import Schedule, Slot, job
@@ -627,3 +628,46 @@ def test_job_is_found_by_its_name_without_the_module(guard: Guard) -> None:
     assert schedule.slots("daily", day) == schedule.slots("shop.reports.daily", day) == schedule.slots(daily, day)
     with pytest.raises(ConfigurationError, match="reports is not in the schedule"):
         schedule.slots("reports", day)
+
+
+@pytest.fixture
+def slow_list(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A store that takes long to list records, as Redis does if there are many."""
+    end, listed = threading.Event(), guard.store.list
+
+    def slow(*args: Any, **settings: Any) -> Any:
+        yield Call(partial(end.wait, 60))
+        return (yield from listed(*args, **settings))
+
+    monkeypatch.setattr(guard.store, "list", slow)
+    timer = threading.Timer(5, end.set)
+    timer.start()
+    yield
+    timer.cancel()
+    end.set()
+
+
+@pytest.mark.usefixtures("slow_list")
+def test_ticks_do_not_wait_for_a_slow_look_at_all_records(counting: Any) -> None:
+    schedule, calls, wait_for = counting
+    stop = threading.Event()
+    thread = threading.Thread(target=schedule.run, args=(stop,))
+    began = time.monotonic()
+    thread.start()
+    wait_for(3)
+    stop.set()
+    thread.join(60)
+    assert calls[2] - began < 4.5
+
+
+def test_slot_that_failed_here_is_tried_again_without_a_look_at_all_records(
+    guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers = Offers(guard)
+    offers.fails = 1
+    schedule = offers.schedule(guard, each=["ann"])
+    assert schedule.run_once(now=SIX).retrying == 1
+    monkeypatch.setattr(schedule, "_sweep", lambda entries, now: iter(()))
+    assert schedule.run_once(now=SIX + timedelta(seconds=0.5)).completed == 0
+    assert schedule.run_once(now=SIX + timedelta(seconds=1.5)).completed == 1
+    assert len(offers.calls) == 2

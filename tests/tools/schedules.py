@@ -19,7 +19,7 @@ def daily_offers(user: str, date: datetime.date) -> str:
     return user
 
 
-@job(guard, slot="{date}", name="broken", attempts=1)
+@job(guard, slot="{date}", attempts=1)
 async def broken(date: datetime.date) -> None:
     raise ConnectionError("provider down")
 

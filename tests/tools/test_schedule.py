@@ -45,6 +45,11 @@ def test_backfill_list_and_trigger_tell_of_each_slot(call: Any) -> None:
     assert call("missed", "schedules:schedule", "--json").json == []
 
 
+def test_job_is_named_with_or_without_its_module(call: Any) -> None:
+    for name in ("broken", "schedules.broken"):
+        assert len(call("list", "schedules:failing", "--day", DAY, "--job", name, "--json").json) == 1
+
+
 def test_failed_slot_exits_with_one(call: Any) -> None:
     done = call("backfill", "schedules:failing", DAY, DAY)
     assert (done.code, done.out) == (1, "1 failed\n")
@@ -62,7 +67,7 @@ def test_run_once_says_that_nothing_is_due(call: Any) -> None:
         (("run", "schedules"), "write module:name"),
         (("run", "schedules:nothing"), "not a schedule"),
         (("run", "nowhere:schedule"), "cannot be found"),
-        (("missed", "schedules:schedule", "--job", "offers"), "'offers' is not in the schedule: it has daily_offers"),
+        (("missed", "schedules:schedule", "--job", "offers"), "offers is not in the schedule: it has daily_offers"),
         (("trigger", "schedules:schedule", "offers"), "offers is not in the schedule"),
         (("backfill", "schedules:schedule", DAY, "2026-02-18"), "the last day is before the first"),
     ],

@@ -277,6 +277,10 @@ class Job(Once[P, T]):
             return record.lease_until
         return (record.expires_at or record.now) - self.policy.ttl + self.backoff.step(record.attempts)
 
+    def is_due(self, record: Record) -> bool:
+        """Whether a schedule has to try an unfinished slot again, or to list it as failed."""
+        return self.is_used_up(record) or record.now >= self.retry_at(record)
+
     def give_up(self, operation: Operation, why: str) -> Plan[bool]:
         """List the slot as failed: nothing tries it again but a call by hand.  False if it is another's by now."""
         guard = self.guard

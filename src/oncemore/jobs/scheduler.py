@@ -113,6 +113,7 @@ class Owed:
     due: float = 0.0
     started: bool = False
     looked: int = 0  # how often it was found to be running elsewhere
+    again: tuple[float, float] = (0.0, 0.0)  # if it has failed: when it is due again, by both clocks
     by_hand: bool = False
 
     @property
@@ -132,8 +133,11 @@ class Scheduler:
         self._marks = Marks(guard)
         self._done: deque[tuple[Owed, End]] = deque()
         self._busy: set[tuple[str, str]] = set()  # slots that are being tried here
-        self._retries: dict[tuple[str, str], float] = {}  # when a slot that failed here is due again
+        # When a slot that failed here is due again: by the schedule's clock, and by the store's.
+        self._retries: dict[tuple[str, str], tuple[float, float]] = {}
         self._skipped: deque[Owed] = deque()
+        self._unfinished: deque[tuple[ScheduledJob, tuple[str, str]]] = deque()  # slots that the last sweep has found
+        self._sweeping = False
         self._sweep_at = float("-inf")
         self._counts = SlotCounts()
 
@@ -161,6 +165,7 @@ class Scheduler:
 
     def _finished(self) -> Plan[None]:
         """Remember how far the schedule has come, at its end."""
+        self._sweeping = False
         try:
             self._collect(self._moment(None))
             yield from self._save(self._moment(None), at_once=True)
@@ -169,7 +174,7 @@ class Scheduler:
 
     def _once(self, now: float, runner: Runner) -> Plan[SlotCounts]:
         self._counts = SlotCounts()
-        self._sweep_at = float("-inf")
+        self._sweep_at, self._sweeping = float("-inf"), False
         while (yield from self._round(now, runner)):
             yield runner.drain()
         yield from self._save(now, at_once=True)
@@ -198,8 +203,15 @@ class Scheduler:
                 for owed in due:
                     self._start(owed, runner, now)
                 started += len(due)
-        if now >= self._sweep_at:
-            started += yield from self._sweep(now, runner, paused)
+        started += yield from self._try_again(now, runner, paused)
+        if now >= self._sweep_at and not self._sweeping:
+            self._sweeping = True
+            swept = []
+            for entry in self._by_job().values():
+                if not (yield from self._is_paused(entry.job, paused)):
+                    swept.append(entry)
+            runner.start(self, 1, self._sweep(swept, now))  # beside the rounds: a store without an index takes long
+            started += 1
         yield from self._save(now)
         return started
 
@@ -358,8 +370,8 @@ class Scheduler:
             log.warning("%s %r has failed, and %s", job.name, operation.key, again, exc_info=True)
             if failed:
                 return "failed"
-            attempts = 1 if record is None else record.attempts
-            self._retries[operation.id] = now + job.backoff.step(attempts)
+            pause = job.backoff.step(1 if record is None else record.attempts)
+            owed.again = (now + pause, 0.0 if record is None else record.now + pause)
             return "retrying"
         return slot_end(answer)
 
@@ -376,7 +388,7 @@ class Scheduler:
             else:
                 self._counts.add(end)
             if end == "retrying":
-                self._sweep_at = min(self._sweep_at, self._retries.get(owed.operation.id, now))
+                self._retries[owed.operation.id] = owed.again
             else:
                 self._retries.pop(owed.operation.id, None)
             chain = owed.entry.chains.get(owed.item)
@@ -396,49 +408,62 @@ class Scheduler:
 
     # Slots that failed or were killed, of any process and of calls by hand
 
-    def _sweep(self, now: float, runner: Runner, paused: dict[str, bool]) -> Plan[int]:
+    def _sweep(self, entries: Iterable[ScheduledJob], now: float) -> Plan[None]:
+        """Look for slots that failed or were killed, for the next round to try them again."""
         began = self.guard.clock.monotonic()
+        try:
+            for entry in entries:
+                for where in (
+                    Filter(scope=entry.job.name, state="released"),
+                    Filter(scope=entry.job.name, lapsed=True),
+                ):
+                    cursor: str | None = None
+                    while True:
+                        page = yield from self.guard.store.list(where, limit=PAGE, cursor=cursor)
+                        self._unfinished += [(entry, record.id) for record in page.records if entry.job.is_due(record)]
+                        cursor = page.cursor
+                        if cursor is None:
+                            break
+        except Exception:
+            log.exception("The schedule could not look for slots that failed or were killed, trying again")
+        finally:
+            took = self.guard.clock.monotonic() - began
+            self._sweep_at = now + max(SWEEP, SWEEP_SHARE * took)
+            self._sweeping = False
+
+    def _try_again(self, now: float, runner: Runner, paused: dict[str, bool]) -> Plan[int]:
+        """Start the slots that the last sweep has found, and those that failed here, if they are due."""
         started = 0
-        entries = {entry.job.name: entry for entry in reversed(self.entries)}
-        for name, entry in entries.items():
-            if (yield from self._is_paused(entry.job, paused)):
-                continue
-            for where in (Filter(scope=name, state="released"), Filter(scope=name, lapsed=True)):
-                cursor: str | None = None
-                while True:
-                    page = yield from self.guard.store.list(where, limit=PAGE, cursor=cursor)
-                    for record in page.records:
-                        started += yield from self._found(entry, record, now, runner)
-                    cursor = page.cursor
-                    if cursor is None:
-                        break
-        took = self.guard.clock.monotonic() - began
-        self._sweep_at = now + max(SWEEP, SWEEP_SHARE * took)
-        # The others were found, or are no more.
-        self._retries = {id: at for id, at in self._retries.items() if at > now}
-        if self._retries:
-            self._sweep_at = min(self._sweep_at, max(now + POLL, min(self._retries.values())))
+        while self._unfinished:
+            started += yield from self._found(*self._unfinished.popleft(), now, runner)
+        entries = self._by_job()
+        for id in [id for id, (at, _) in self._retries.items() if at <= now]:
+            entry = entries[id[0]]
+            if not (yield from self._is_paused(entry.job, paused)):
+                started += yield from self._found(entry, id, now, runner)
+                self._retries.pop(id, None)
         return started
 
-    def _found(self, entry: ScheduledJob, record: Record, now: float, runner: Runner) -> Plan[int]:
+    def _by_job(self) -> dict[str, ScheduledJob]:
+        """The first entry of each job."""
+        return {entry.job.name: entry for entry in reversed(self.entries)}
+
+    def _found(self, entry: ScheduledJob, id: tuple[str, str], now: float, runner: Runner) -> Plan[int]:
         """Try an unfinished slot again if it is due, or list it as failed; 1 if it was started."""
         job = entry.job
-        if record.id in self._busy:
+        record = (yield from self.guard.store.find(*id)) if id not in self._busy else None
+        if record is None or record.state not in ("released", "running"):
             return 0
         if job.is_used_up(record):
             if (yield from job.give_up(identity(record), "its attempts or its time are used up")):
                 job.ended(identity(record), "failed", record.attempts)
                 self._counts.failed += 1
-            self._retries.pop(record.id, None)
             return 0
-        if record.now < job.retry_at(record) and now < self._retries.get(record.id, float("inf")):
+        due_here, due_there = self._retries.get(id, (float("inf"), 0.0))
+        if now < due_here and record.now < max(due_there, job.retry_at(record)):
             return 0
-        found = yield from self.guard.store.find(*record.id)  # a page may be sealed
-        if found is None or found.state not in ("released", "running"):
-            return 0
-        self._retries.pop(record.id, None)
         try:
-            owed = self._kept_slot(entry, found)
+            owed = self._kept_slot(entry, record)
         except ConfigurationError as error:
             log.warning("%s", error.detail)
             return 0

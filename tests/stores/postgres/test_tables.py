@@ -67,6 +67,8 @@ def test_purge_and_list_use_their_index(store: PostgresStore, server: psycopg.Co
     assert "Seq Scan" not in plan
     listing, _ = store.database.sql.list(Filter(state="held"), None, limit=10, shift=0.0)
     assert "records_expires_at" in explain(server, listing.text, "0, 'held', 10")
+    listing, _ = store.database.sql.list(Filter(scope="a", state="released"), None, limit=10, shift=0.0)
+    assert "records_released" in explain(server, listing.text, "0, 'a', 'released', 10")
 
 
 def fill(server: psycopg.Connection[Any], names: dict[str, str], rows: int) -> None:

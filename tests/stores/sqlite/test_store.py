@@ -357,3 +357,15 @@ def test_overdue_audited_records_are_archived_twice_as_fast(store: SqliteStore, 
     asyncio.run(claims("d", "e", "f"))
     assert run(store.stats()).archived == 9
     assert run(store.stats()).settled == 11
+
+
+@pytest.mark.parametrize("where", [Filter(scope="a", state="released"), Filter(state="held"), Filter(lapsed=True)])
+def test_unfinished_records_are_listed_by_an_index(tmp_path: Path, where: Filter) -> None:
+    store = connect(f"sqlite:///{tmp_path}/once.db")
+    run(store.stats())
+    text, values = store.sql.page(where)
+    with closing(sqlite3.connect(tmp_path / "once.db")) as connection:
+        plan = connection.execute(f"EXPLAIN QUERY PLAN {text}", (0.0, 0, 10, *values)).fetchall()
+    store.close()
+    assert "SEARCH" in plan[0][3], plan
+    assert "USING INDEX" in plan[0][3], plan

@@ -352,6 +352,8 @@ class Statements:
                 tests.append(f"r.{name} = {given(value)}")
         if where.state in ("running", "held") or where.lapsed:
             tests.append("r.expires_at IS NULL")  # true of these alone, and indexed
+        if where.state == "released":
+            tests.append("r.state = 'released'")  # as the index of these has it: not as a parameter
         if where.lapsed is not None:
             tests.append(f"(r.state = 'running' AND r.lease_until <= clock.now) = {given(where.lapsed)}::boolean")
         if after is not None:

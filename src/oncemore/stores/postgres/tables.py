@@ -59,6 +59,11 @@ DO $$ BEGIN IF to_regclass('{schema}.{prefix}records_expires_at') IS NULL THEN
     CREATE INDEX {prefix}records_expires_at ON {records} (expires_at);
 END IF; END $$;
 
+-- For schedules and inboxes, which look for the few that failed among the many that did not.
+DO $$ BEGIN IF to_regclass('{schema}.{prefix}records_released') IS NULL THEN
+    CREATE INDEX {prefix}records_released ON {records} (scope, key) WHERE state = 'released';
+END IF; END $$;
+
 -- Tokens: never reset it, or a late owner of an earlier operation might pass for the current one.
 CREATE SEQUENCE IF NOT EXISTS {tokens} AS bigint CACHE 1 NO CYCLE;
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain, repeat
 from typing import Any
 
-from ..._ledger.states import HELD, RUNNING
+from ..._ledger.states import HELD, RELEASED, RUNNING
 from ..._ledger.store import Filter
 
 # The machine's clock, as SQLite reads it: all processes on one file share it.  Parameter 1 is the store's shift.
@@ -150,4 +150,6 @@ class SqliteStatements:
             conditions.append(f"(state = 'running' AND lease_until <= {NOW}) = {where.lapsed:d}")
         if where.lapsed or where.state in (RUNNING, HELD):
             conditions.append("expires_at IS NULL")  # which leads to the small index
+        if where.state == RELEASED:
+            conditions.append("state = 'released'")  # as the index of these has it: not as a parameter
         return self._page.format(conditions=" AND ".join(conditions)), list(equal.values())

@@ -56,6 +56,8 @@ BEGIN
 END""",
         "-- For the purge, for lists of running and held records (which have no expires_at), and to count.\n"
         "CREATE INDEX {p}records_expiry ON {p}records (expires_at, state)",
+        "-- For schedules and inboxes, which look for the few that failed among the many that did not.\n"
+        "CREATE INDEX {p}records_released ON {p}records (scope) WHERE state = 'released'",
         """\
 -- Expired records of rules that keep them for the audit.
 CREATE TABLE {p}archive (

@@ -11,7 +11,6 @@ from typing import Any
 import click
 import msgspec
 
-from ...errors import ConfigurationError
 from ...jobs import Schedule, SlotCounts
 from .options import json_option, load_object
 from .output import Output, print_table
@@ -19,7 +18,7 @@ from .output import Output, print_table
 Counts = dict[str, int]
 
 place_argument = click.argument("place", metavar="MODULE:SCHEDULE")
-job_option = click.option("--job", metavar="NAME", help="Only this job of the schedule.")
+job_option = click.option("--job", metavar="NAME", help="Only this job of the schedule, with or without its module.")
 
 
 @click.group()
@@ -59,9 +58,8 @@ def list_slots(output: Output, place: str, day: datetime.datetime | None, job: s
     date = day.date() if day is not None else datetime.datetime.now(datetime.UTC).date()
 
     async def look() -> list[Any]:
-        return [slot for name in found.jobs() if job in (None, name) for slot in await found.aslots(name, date)]
+        return [slot for name in ([job] if job else found.jobs()) for slot in await found.aslots(name, date)]
 
-    check_job(found, job)
     slots = asyncio.run(look())
     rows = [(slot.job, slot.slot, slot.at.isoformat(), slot.state, slot.attempts, slot.note) for slot in slots]
     output.show(
@@ -77,7 +75,6 @@ def list_slots(output: Output, place: str, day: datetime.datetime | None, job: s
 def list_missed(output: Output, place: str, job: str | None) -> None:
     """List the scheduled times that passed without their slots."""
     found = load_schedule(place)
-    check_job(found, job)
     missed = asyncio.run(found.amissed(job))
     rows = [(each.job, each.slot, each.at.isoformat(), each.why) for each in missed]
     output.show(msgspec.to_builtins(missed), lambda: print_table(("job", "slot", "at", "why"), rows))
@@ -96,7 +93,6 @@ def backfill(output: Output, place: str, start: datetime.datetime, end: datetime
     It can be interrupted and run again.  The exit code is 1 if a slot has failed or is held.
     """
     found = load_schedule(place)
-    check_job(found, job)
     with output.progress(total=0) as bar:
         counts = asyncio.run(found.abackfill(start.date(), end.date(), job, progress=bar))
     return show_counts(output, counts)
@@ -116,11 +112,6 @@ def trigger(output: Output, place: str, job: str) -> int:
 def load_schedule(place: str) -> Schedule:
     found: Schedule = load_object(place, "a schedule", Schedule)
     return found
-
-
-def check_job(found: Schedule, job: str | None) -> None:
-    if job is not None and job not in found.jobs():
-        raise ConfigurationError(f"{job!r} is not in the schedule: it has {', '.join(found.jobs()) or 'no jobs'}")
 
 
 def show_counts(output: Output, counts: SlotCounts) -> int:

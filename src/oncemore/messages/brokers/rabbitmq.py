@@ -285,7 +285,10 @@ class RabbitDelivery(Delivery):
 
 def headers_of(message: AbstractIncomingMessage) -> dict[str, str]:
     """The CloudEvents attributes, with the content type, which is a property of its own in AMQP."""
-    headers = {name: value for name, value in message.headers.items() if isinstance(value, str)}
+    headers: dict[str, str] = {}
+    for name, value in message.headers.items():
+        if isinstance(value, str | int):  # also a bool; other producers write integers as such
+            headers[name] = value if isinstance(value, str) else str(value).lower()
     if message.content_type:
         headers["content-type"] = message.content_type
     return headers

@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import logging
 import random
-import signal
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -22,9 +21,10 @@ from .._ledger.model import Operation
 from .._ledger.transaction_attempt import NO_LENDER
 from .._runtime.backoff import Backoff
 from .._runtime.plan import Plan, arun, run
+from .._runtime.service import run_service
 from ..errors import BrokerError, ConfigurationError, InProgress, OncemoreError, StoreError
 from .broker import PREFETCH, Broker, Delivery, Subscription, connect
-from .envelope import Envelope, parse_structured, structured
+from .envelope import Envelope, structured
 from .inbox import EventHandler, Inbox, OnDead, Received, handler_for, tell_dead
 from .tracing import process_span
 
@@ -113,14 +113,7 @@ class Consumer:
 
     def run(self) -> None:
         """Handle messages until SIGTERM or SIGINT; running handlers are then finished."""
-        asyncio.run(self._until_signal())
-
-    async def _until_signal(self) -> None:
-        loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            with suppress(ValueError, NotImplementedError):  # not on the main thread, or on Windows
-                loop.add_signal_handler(each, self.stop)
-        await self.arun()
+        run_service(self.arun, stop=self.stop)
 
     async def arun(self) -> None:
         """Handle messages until `stop` is called or the task is cancelled; running handlers are then finished.
@@ -139,7 +132,7 @@ class Consumer:
         A message whose handler fails goes back to the broker, and those behind it go on: only `run` keeps them waiting.
         *wait* is how long to wait for the first message, in seconds.
         """
-        return asyncio.run(self.arun_once(wait))
+        return run_service(functools.partial(self.arun_once, wait))
 
     async def arun_once(self, wait: float = POLL) -> int:
         """Do what `run_once` does, on an event loop."""

@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import secrets
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from .._ledger.transactions import TransactionAdapter, to_the_end
 from .._runtime.backoff import Backoff
 from .._runtime.clock import SYSTEM
 from .._runtime.plan import arun
+from .._runtime.service import run_service
 from .._runtime.wakeups import Wait
 from ..errors import BrokerError, ConfigurationError, OncemoreError
 from . import outbox_sql as sql
@@ -146,8 +146,7 @@ class Relay:
 
     def run_once(self) -> int:
         """Send what is due now, and return how many messages the brokers have stored."""
-        sent: int = asyncio.run(self._closing(self.arun_once()))
-        return sent
+        return run_service(self.arun_once, close=self.outbox.tables.access.aclose)
 
     async def arun_once(self) -> int:
         """Send what is due now: `run_once` for event loops."""
@@ -155,21 +154,7 @@ class Relay:
 
     def run(self) -> None:
         """Send messages until SIGTERM or SIGINT; those that are under way are finished."""
-        asyncio.run(self._closing(self._until_signal()))
-
-    async def _closing(self, work: Any) -> Any:
-        """Await *work*, and close the store's connections of this event loop, which ends with it."""
-        try:
-            return await work
-        finally:
-            await self.outbox.tables.access.aclose()
-
-    async def _until_signal(self) -> None:
-        loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            with suppress(ValueError, NotImplementedError, RuntimeError):  # not on the main thread, or on Windows
-                loop.add_signal_handler(each, self.stop)
-        await self.arun()
+        run_service(self.arun, stop=self.stop, close=self.outbox.tables.access.aclose)
 
     async def arun(self) -> None:
         """Send messages until `stop` is called or the task is cancelled; those that are under way are finished."""

@@ -221,6 +221,7 @@ class ConsumerRun:
         self.last: dict[tuple[str, str], asyncio.Task[None]] = {}  # by source and subject
         self.unfinished: list[Delivery] = []  # given back when the subscription takes no more
         self.met: WeakSet[Delivery] = WeakSet()  # those whose message was in progress elsewhere
+        self.left: set[str] = set()  # requeued letters for which there is no handler here
         self.acknowledged = 0
 
     async def forever(self) -> None:
@@ -463,9 +464,14 @@ class ConsumerRun:
         for marker, letter in await self._drive(inbox.requeued(), False):
             envelope, awaited = None, False
             try:
-                envelope = parse_structured(inbox.kept(letter))
-                awaited = is_async(handler_for(handlers, envelope))
-            except (OncemoreError, LookupError, TypeError):  # `handle_dead` says so, and makes it a dead letter again
+                envelope, handler = inbox.requeued_event(inbox.kept(letter), handlers)
+                awaited = is_async(handler)
+            except LookupError as error:  # another consumer of this inbox may have one
+                if marker not in self.left:
+                    log.warning("The requeued event %r of %s waits: there is %s", letter.key, letter.name, error)
+                self.left.add(marker)
+                continue
+            except OncemoreError:  # `handle_dead` says so
                 pass
             with process_span(self.consumer.broker.channel, self.consumer.group, envelope, 1) as outcome:
                 done = await self._drive(inbox.handle_dead(marker, letter, handlers, self.consumer.on_dead), awaited)

@@ -302,14 +302,17 @@ class RelayRun:
         return self.relay.mode == "lease" or (self.relay.mode is None and self.tables.access.pooled)
 
     async def _keep_house(self) -> None:
-        """Delete what was kept long enough, and tell of messages that wait for an old transaction; once a minute."""
+        """Now and then, delete what was kept long enough, and tell of messages that wait for an old transaction."""
         now = SYSTEM.monotonic()
-        if now < self.purge_due:
-            return
-        first, self.purge_due = self.purge_due == 0.0, now + PURGE_EVERY
-        if self.outbox.keep is not None:
+        if self.outbox.keep is not None and now >= self.purge_due:
+            self.purge_due = now + PURGE_EVERY
             await self.outbox.apurge()
-        if not first and (waiting := (await self.outbox.astats()).waiting):
+        if self.tables.dialect != "postgres" or now < self.look_for_waiting:
+            return
+        query = self.tables.query(sql.WAITING, self.outbox.source, LONG_WAIT)
+        [[(waiting,)]] = await arun(self.tables.execute(query, patient=True))
+        self.look_for_waiting = now + (TELL_WAITING if waiting else LOOK_FOR_WAITING)
+        if waiting:
             log.warning(
                 "%d messages of %r have waited for %g s or more, because an older transaction is still open and may add one that "
                 "comes before them; look for it in pg_stat_activity",
@@ -361,6 +364,12 @@ class RelayRun:
         return await self._end_leased([self._row(row) for row in found], token)
 
     async def _end_leased(self, rows: list[Row], token: str) -> tuple[int, int]:
+        suspect = next((row for row in rows if row.attempts >= self.relay.attempts), None)
+        if suspect is not None and len(rows) > 1:
+            # Relays have died with it too often: it is sent alone, so that no other is counted if that happens again.
+            others = as_json([row.seq for row in rows if row is not suspect])
+            await arun(self.tables.execute(self.tables.query(sql.GIVE_BACK, others, token)))
+            rows = [suspect]
         try:
             ends = await self._send(rows, token)
         except BaseException:

@@ -440,6 +440,40 @@ def test_long_wait_for_a_transaction_is_shown_in_stats(table: Any) -> None:
     assert outbox.stats().waiting == 0
 
 
+async def test_long_wait_for_a_transaction_is_logged(
+    table: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("oncemore.messages.relay.LOOK_FOR_WAITING", 0.05)
+    outbox, one, two = table
+    one.execute("SELECT pg_current_xact_id()")
+    outbox.add(two, "a", 1, subject="s")
+    two.commit()
+    Clock(outbox.guard.store).advance(11)
+    relay = Relay(outbox, to=RecordingBroker())
+    running, ends = asyncio.create_task(relay.arun()), time.monotonic() + WAIT
+    while "1 messages of 'shop' have waited for 10 s or more" not in caplog.text:
+        assert time.monotonic() < ends
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.2)
+    relay.stop()
+    await running
+    assert caplog.text.count("have waited") == 1  # and then once a minute
+
+
+def test_row_of_a_restored_dump_does_not_wait(table: Any) -> None:
+    """Transactions of the server that the dump was made of have larger numbers than any of this one."""
+    outbox, one, two = table
+    outbox.add(one, "a", 1, subject="s")
+    one.commit()
+    statement = "UPDATE {schema}.oncemore_outbox SET xid = '9000000000000'"
+    schema = outbox.guard.store.url.rpartition("schema=")[2]
+    two.execute(statement.format(schema=schema))
+    two.commit()
+    broker = RecordingBroker()
+    assert Relay(outbox, to=broker).run_once() == 1
+    assert outbox.stats().waiting == 0
+
+
 def test_rolled_back_transaction_is_not_waited_for(table: Any) -> None:
     outbox, one, two = table
     broker = RecordingBroker()

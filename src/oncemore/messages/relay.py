@@ -47,6 +47,8 @@ LOOK_AT_ALL = 1.0  # seconds between two claims that look at all rows, while the
 LATE = 60.0  # seconds that a transaction may take after it has added a message, to be noticed without that
 ROUNDING = 0.001  # seconds by which a time may differ after its way through a float
 PURGE_EVERY = 60.0  # seconds between two deletions of messages that were kept long enough
+LOOK_FOR_WAITING = 5.0  # seconds between two looks for messages that wait for an old transaction
+TELL_WAITING = 60.0  # seconds between two warnings of them
 AVOIDED = 2.0  # seconds between two attempts to reach a broker that is down while others are not
 MOST_ROUNDS = 5  # of one claim, if all that it finds belongs to subjects that another relay sends
 MOST_TYPES = 10_000  # whose broker is remembered
@@ -207,6 +209,7 @@ class RelayRun:
         self.stopping = False
         self.failed_due = 0.0  # when to look for rows that have failed, on the monotonic clock
         self.purge_due = 0.0
+        self.look_for_waiting = SYSTEM.monotonic() + LOOK_FOR_WAITING
         self.since = 0.0
         self.look_at_all = 0.0
         self.avoided: dict[str, float] = {}  # types whose broker is down, if others are not, and until when
@@ -443,7 +446,10 @@ class RelayRun:
         ends = Ends(self, token)
         ends.found = len(rows)
         latest = SYSTEM.monotonic() + self.relay.lease / 2
-        for wave in waves(rows):
+        for row in rows:
+            if row.attempts > self.relay.attempts:  # in the last of them it was sent alone
+                ends.bury(row, f"It was tried {row.attempts} times, and relays have died while they sent it")
+        for wave in waves([row for row in rows if row.seq not in ends.decided]):
             if token is not None and SYSTEM.monotonic() > latest and ends.decided:
                 break  # the lease may end before the next wave does
             wave = [row for row in wave if row.envelope.subject is None or row.envelope.subject not in ends.stuck]

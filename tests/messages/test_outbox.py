@@ -126,9 +126,9 @@ def test_id_without_an_operation_is_uuid7_in_order(tmp_path: Path) -> None:
 
 def test_operation_without_transaction_is_refused(guard: Guard) -> None:
     outbox = Outbox(guard, source="shop")
-    with pytest.raises(ConfigurationError, match="no transaction .*: say effect = 'transaction'"):
+    with pytest.raises(ConfigurationError, match=r"no transaction .*: say effect = 'transaction'"):
         guard.run(Operation("s", "k"), lambda op: outbox.add(op, "a"), policy=Policy(effect="lease"))
-    with pytest.raises(ConfigurationError, match="no transaction .*: add it in a step that takes a connection"):
+    with pytest.raises(ConfigurationError, match=r"no transaction .*: add it in a step that takes a connection"):
         guard.run(Operation("s", "k2"), lambda op: outbox.add(op, "a"), policy=Policy(effect="steps"))
     assert outbox.list() == []
 

@@ -583,12 +583,13 @@ async def test_decorated_async_handler_reads_id_and_source_of_the_message(servic
         await handle({"source": "payments"})
 
 
-def test_ignored_type_is_logged_with_its_correlation_id(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+def test_handled_message_is_logged_with_its_correlation_id(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "oncemore.messages")
     values: dict[str, Any] = {"id": "ev_1", "source": "payments", "correlationid": "key-1"}
     service.publish(Envelope("refund.succeeded", {"number": 1}, **values))
     Consumer(service.inbox(), service.url, {"*": book}).run_once()
     assert [record.correlationid for record in caplog.records if hasattr(record, "correlationid")] == ["key-1"]
+    assert "ev_1 of payments (correlation key-1): processed" in caplog.text
 
 
 async def test_cancelled_consumer_finishes_running_handlers(service: Service) -> None:

@@ -219,6 +219,32 @@ def test_broker_that_is_down_holds_up_no_other_broker(
     assert outbox.stats().pending == 0
 
 
+def test_broker_that_is_slow_to_fail_is_left_alone_for_longer(outbox: Outbox, mode: Mode | None) -> None:
+    """A host that does not answer fails by a time-out; the others must not wait for that each time."""
+
+    class Unreachable(RecordingBroker):
+        opens = 0
+
+        async def aopen(self) -> None:
+            self.opens += 1
+            await asyncio.sleep(1)
+            raise BrokerError("no answer")
+
+    up, down = RecordingBroker(), Unreachable()
+    add(outbox, ("lost for now", None), type="a")
+    relay = Relay(outbox, to={"a": down, "b": up}, mode=mode)
+    thread = threading.Thread(target=relay.run)
+    thread.start()
+    try:
+        for n in range(10):
+            add(outbox, (n, None), type="b")
+            wait_until(lambda n=n: len(up.stored) == n + 1)  # type: ignore[misc]
+        assert down.opens <= 4  # two for each attempt
+    finally:
+        relay.stop()
+        thread.join()
+
+
 def test_broker_of_the_user_that_raises_has_failed(outbox: Outbox, mode: Mode | None) -> None:
     class Raises(RecordingBroker):
         async def publish(self, envelopes: Any) -> Any:

@@ -401,8 +401,11 @@ class ConsumerRun:
     async def _attempt(self, delivery: Delivery, attempt: int) -> float | None:
         """Have it handled; None if that is done, otherwise the seconds after which to try again."""
         envelope = delivery.envelope
-        name = "a malformed message" if envelope is None else f"{envelope.type} {envelope.id} of {envelope.source}"
-        extra = {} if envelope is None else {"correlationid": envelope.correlationid}
+        name, extra = "a malformed message", {}
+        if envelope is not None:
+            correlation = envelope.correlationid
+            name = f"{envelope.type} {envelope.id} of {envelope.source} (correlation {correlation})"
+            extra = {"correlationid": correlation}
         pause = ATTEMPTS.delay(attempt + delivery.count, random.random())
         try:
             received = await self._process(delivery)

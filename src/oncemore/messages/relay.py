@@ -49,7 +49,7 @@ ROUNDING = 0.001  # seconds by which a time may differ after its way through a f
 PURGE_EVERY = 60.0  # seconds between two deletions of messages that were kept long enough
 LOOK_FOR_WAITING = 5.0  # seconds between two looks for messages that wait for an old transaction
 TELL_WAITING = 60.0  # seconds between two warnings of them
-AVOIDED = 2.0  # seconds between two attempts to reach a broker that is down while others are not
+AVOIDED = 2.0  # seconds between two attempts to reach a broker that is down while others are not; more if they take long
 MOST_ROUNDS = 5  # of one claim, if all that it finds belongs to subjects that another relay sends
 MOST_TYPES = 10_000  # whose broker is remembered
 LONGEST_ERROR = 500  # characters of it that are stored
@@ -273,13 +273,9 @@ class RelayRun:
         return await to_the_end(asyncio.ensure_future(work))
 
     async def _open(self) -> None:
-        """Connect.  One of several brokers may be down: the others get their messages."""
-        for broker in self.brokers:
-            try:
-                await broker.aopen()
-            except BrokerError:
-                if len(self.brokers) == 1:
-                    raise
+        """Connect.  Each of several brokers is opened when it is needed: one that is down must not hold up the others."""
+        if len(self.brokers) == 1:
+            await self.brokers[0].aopen()
 
     async def _close(self) -> None:
         for broker in self.brokers:
@@ -468,6 +464,7 @@ class RelayRun:
             else:
                 by_broker[id(broker)][1].append(row)
         sending = [self._publish(broker, rows) for broker, rows in by_broker.values() if rows]
+        started = SYSTEM.monotonic()
         for results in await asyncio.gather(*sending):
             for row, error in results:
                 if error is None:
@@ -475,7 +472,8 @@ class RelayRun:
                 elif isinstance(error, BrokerDown):
                     ends.down = error
                     if len(self.brokers) > 1:
-                        self.avoided[row.envelope.type] = SYSTEM.monotonic() + AVOIDED
+                        now = SYSTEM.monotonic()
+                        self.avoided[row.envelope.type] = now + max(AVOIDED, 5 * (now - started))
                 else:
                     ends.fail(row, error)
 
@@ -499,9 +497,10 @@ class RelayRun:
     async def _try(self, broker: Broker, rows: list[Row]) -> Sequence[Exception | None]:
         try:
             envelopes = [row.envelope for row in rows]
+            await broker.aopen()
             with send_span(broker.channel, envelopes):
                 results = await broker.publish(envelopes)
-        except Exception as error:  # a Broker of the user's
+        except Exception as error:  # it cannot be reached; or a Broker of the user's
             results = [error] * len(rows)
         if len(results) != len(rows):
             raise ConfigurationError(

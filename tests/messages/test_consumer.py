@@ -510,6 +510,29 @@ def test_no_more_messages_are_taken_than_the_prefetch(service: Service) -> None:
     asyncio.run(consume())
 
 
+def test_on_dead_may_be_async_whatever_the_handler_is(service: Service) -> None:
+    told: list[str | None] = []
+
+    async def tell(envelope: Envelope | None, why: str) -> None:
+        await asyncio.sleep(0)
+        told.append(None if envelope is None else envelope.id)
+
+    def fail(op: Op, envelope: Envelope) -> None:
+        raise ValueError("poison")
+
+    async def afail(op: Op, envelope: Envelope) -> None:
+        raise ValueError("poison")
+
+    service.publish(refund(1), refund(2))
+    service.put(b"{malformed")
+    each: tuple[EventHandler, ...] = (fail, afail)
+    for handler in each:
+        told.clear()
+        inbox = service.inbox(name=handler.__name__, attempts=1)
+        assert Consumer(inbox, service.url, {"*": handler}, on_dead=tell).run_once() == 3
+        assert sorted(map(str, told)) == ["None", "ev_1", "ev_2"]
+
+
 def test_on_dead_that_raises_changes_nothing(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("the pager is broken")

@@ -64,7 +64,7 @@ class Consumer:
         prefetch: How many messages may wait in this process, those that are handled included.
         unknown: What becomes of a type that no handler matches: "ignore" acknowledges it, "dead" makes it a dead letter.
         ignore: Members of the data, or JSON pointers into it, that may differ when a message comes again.
-        on_dead: Is called with the envelope (None if it was malformed) and the reason when a message is given up.
+        on_dead: Is called, or awaited, with the envelope (None if it was malformed) and the reason when a message is given up.
         grace: How long running handlers have when the consumer stops.
     """
 
@@ -156,19 +156,19 @@ class Consumer:
             data = select(copy.deepcopy(data), (), self.ignore)
         return self.inbox.operation(envelope.id, envelope.source, [envelope.type, envelope.subject, data])
 
-    def plan(self, delivery: Delivery) -> tuple[Plan[Received | None], bool]:
+    def plan(self, delivery: Delivery, on_dead: OnDead | None) -> tuple[Plan[Received | None], bool]:
         """What is to be done about a delivery, and whether that must be awaited."""
         envelope = delivery.envelope
         if envelope is None:
-            return self._bury_malformed(delivery), False
+            return self._bury_malformed(delivery, delivery.problem, on_dead), False
         try:
             operation, kept = self.operation(envelope), structured(envelope)
         except Exception as error:  # whatever it is, the next attempt would meet it again
-            return self._bury_malformed(delivery, f"{type(error).__name__}: {error}"), False
+            return self._bury_malformed(delivery, f"{type(error).__name__}: {error}", on_dead), False
         try:
             handler = handler_for(self.handlers, envelope)
         except LookupError as error:
-            return self._unknown(operation, envelope, str(error)), False
+            return self._unknown(operation, envelope, str(error), on_dead), False
         received = self.inbox.received(
             operation,
             envelope,
@@ -176,13 +176,13 @@ class Consumer:
             delivery.count,
             kept=kept,
             policy=self.policy,
-            on_dead=self.on_dead,
+            on_dead=on_dead,
         )
         return received, is_async(handler)
 
-    def _bury_malformed(self, delivery: Delivery, problem: str = "") -> Plan[Received]:
+    def _bury_malformed(self, delivery: Delivery, why: str, on_dead: OnDead | None) -> Plan[Received]:
         """Keep what cannot be read as a dead letter of the channel, under the digest of its bytes."""
-        raw, why = delivery.raw, problem or delivery.problem
+        raw = delivery.raw
         if not raw and delivery.envelope is not None:
             raw = repr(delivery.envelope).encode(errors="replace")
         source = self.broker.channel
@@ -190,18 +190,20 @@ class Consumer:
         operation = Operation(self.inbox.scope(source), key, name=f"inbox.{source}")
         if (yield from self.inbox.bury(operation, raw, f"malformed: {why}")):
             log.error("A message of %s is malformed, and a dead letter now: %s", self.broker.url, why)
-            yield from tell_dead(self.on_dead, None, why)
+            yield from tell_dead(on_dead, None, why)
         self.inbox.guard.emit("received", operation, detail="malformed")
         return Received("dead")
 
-    def _unknown(self, operation: Operation, envelope: Envelope, why: str) -> Plan[Received | None]:
+    def _unknown(
+        self, operation: Operation, envelope: Envelope, why: str, on_dead: OnDead | None
+    ) -> Plan[Received | None]:
         if self.unknown == "ignore":
             log.debug("Ignored %s: %s", envelope.id, why)
             self.inbox.guard.emit("received", operation, detail="ignored")
             return None
         if (yield from self.inbox.bury(operation, structured(envelope), why)):
             log.error("The message %s of %s is a dead letter: %s", envelope.id, envelope.source, why)
-            yield from tell_dead(self.on_dead, envelope, why)
+            yield from tell_dead(on_dead, envelope, why)
         self.inbox.guard.emit("received", operation, detail="dead")
         return Received("dead")
 
@@ -213,6 +215,7 @@ class ConsumerRun:
         self.consumer = consumer
         self.once = once
         self.loop = asyncio.get_running_loop()
+        self.on_dead = None if consumer.on_dead is None else on_any_thread(consumer.on_dead, self.loop)
         self.stopping = asyncio.Event()
         self.free = asyncio.Semaphore(consumer.concurrency)
         self.threads = ThreadPoolExecutor(consumer.concurrency, "oncemore-consumer")
@@ -426,7 +429,7 @@ class ConsumerRun:
         consumer, in_progress = self.consumer, None
         with process_span(consumer.broker.channel, consumer.group, delivery.envelope, delivery.count) as outcome:
             try:
-                received = await self._drive(*consumer.plan(delivery))
+                received = await self._drive(*consumer.plan(delivery, self.on_dead))
                 outcome("ignored" if received is None else received.how)
                 return received
             except InProgress as error:  # no error of this span
@@ -477,7 +480,7 @@ class ConsumerRun:
             except OncemoreError:  # `handle_dead` says so
                 pass
             with process_span(self.consumer.broker.channel, self.consumer.group, envelope, 1) as outcome:
-                done = await self._drive(inbox.handle_dead(marker, letter, handlers, self.consumer.on_dead), awaited)
+                done = await self._drive(inbox.handle_dead(marker, letter, handlers, self.on_dead), awaited)
                 outcome("requeued" if done else "failed")
 
     async def _pause(self, seconds: float) -> None:
@@ -490,6 +493,18 @@ def place_of(delivery: Delivery) -> tuple[str, str] | None:
     """The source and subject whose messages are handled one after the other; None if it has no subject."""
     envelope = delivery.envelope
     return None if envelope is None or envelope.subject is None else (envelope.source, envelope.subject)
+
+
+def on_any_thread(function: OnDead, loop: asyncio.AbstractEventLoop) -> OnDead:
+    """Let *function*, if it is async, be called on other threads, too: it is then awaited on *loop*."""
+
+    def call(payload: Any, why: str) -> Any:
+        result = function(payload, why)
+        if inspect.iscoroutine(result) and asyncio._get_running_loop() is not loop:
+            return asyncio.run_coroutine_threadsafe(result, loop).result()
+        return result
+
+    return call
 
 
 async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:

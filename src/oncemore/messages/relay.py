@@ -49,7 +49,9 @@ ROUNDING = 0.001  # seconds by which a time may differ after its way through a f
 PURGE_EVERY = 60.0  # seconds between two deletions of messages that were kept long enough
 LOOK_FOR_WAITING = 5.0  # seconds between two looks for messages that wait for an old transaction
 TELL_WAITING = 60.0  # seconds between two warnings of them
-AVOIDED = 2.0  # seconds between two attempts to reach a broker that is down while others are not; more if they take long
+AVOIDED = (
+    2.0  # seconds between two attempts to reach a broker that is down while others are not; more if they take long
+)
 MOST_ROUNDS = 5  # of one claim, if all that it finds belongs to subjects that another relay sends
 MOST_TYPES = 10_000  # whose broker is remembered
 LONGEST_ERROR = 500  # characters of it that are stored

@@ -20,7 +20,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from ...errors import BrokerError
+from ...errors import BrokerError, ConfigurationError
 from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
 from ..envelope import Envelope, parse_structured, structured
 
@@ -53,6 +53,10 @@ return 1
 
 
 def connect(address: Address, settings: Mapping[str, Any]) -> RedisStreamBroker:
+    if address.space and not address.space.isdecimal():
+        raise ConfigurationError(
+            f"{address.url!r}: {address.space!r} is no number of a database: write redis+stream://host/0/{address.channel}"
+        )
     return RedisStreamBroker(address, settings)
 
 

@@ -7,7 +7,10 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import aio_pika
+import nats
 import pytest
 import redis
 
@@ -84,6 +87,60 @@ def test_message_that_closes_the_connection_harms_no_other(
     drain(Relay(outbox, to=url, attempts=3, backoff=QUICK))
     assert [letter.id for letter in outbox.dead()] == ["poison"]
     assert received(connect(url), len(ids)) == set(ids)
+
+
+def test_message_too_large_for_its_stream_is_dead_alone(outbox: Outbox, nats_url: str) -> None:
+    """The server answers with an error, and the others of the batch are stored."""
+    channel = f"t{secrets.token_hex(8)}"
+    asyncio.run(add_stream(nats_url, channel, [f"{channel}.>"], max_msg_size=2000))
+    ids = add(outbox, 10, b"x" * 3000)
+    began = time.monotonic()
+    drain(Relay(outbox, to=f"{nats_url}/{channel}?timeout=30", attempts=2, backoff=QUICK))
+    assert time.monotonic() - began < 25  # no time-out is waited for
+    [letter] = outbox.dead()
+    assert (letter.id, "message size exceeds maximum allowed" in letter.error) == ("poison", True)
+    assert received(connect(f"{nats_url}/{channel}"), len(ids)) == set(ids)
+
+
+def test_type_that_the_stream_does_not_take_is_dead_alone(outbox: Outbox, nats_url: str) -> None:
+    channel = f"t{secrets.token_hex(8)}"
+    asyncio.run(add_stream(nats_url, channel, [f"{channel}.harmless"]))
+    ids = add(outbox, 10, b"x")
+    drain(Relay(outbox, to=f"{nats_url}/{channel}", attempts=2, backoff=QUICK))
+    [letter] = outbox.dead()
+    assert (letter.id, f"does not include {channel}.poison" in letter.error) == ("poison", True)
+    assert received(connect(f"{nats_url}/{channel}"), len(ids)) == set(ids)
+
+
+@pytest.mark.parametrize("kind", ["nats", "rabbitmq"])
+def test_full_queue_makes_no_dead_letters(outbox: Outbox, kind: str, request: pytest.FixtureRequest) -> None:
+    channel, server = (
+        f"t{secrets.token_hex(8)}",
+        request.getfixturevalue("nats_url" if kind == "nats" else "rabbit_url"),
+    )
+    if kind == "nats":
+        asyncio.run(add_stream(server, channel, [f"{channel}.>"], max_msgs=2, discard="new"))
+    else:
+        asyncio.run(add_queue(server, channel, {"x-max-length": 2, "x-overflow": "reject-publish"}))
+    add(outbox, 4)
+    relay = Relay(outbox, to=f"{server}/{channel}?timeout=5", attempts=1)
+    with pytest.raises(BrokerDown):
+        relay.run_once()
+    assert outbox.stats().dead == 0
+    assert outbox.stats().pending >= 4
+
+
+async def add_stream(url: str, name: str, subjects: list[str], **limits: Any) -> None:
+    client = await nats.connect(url)
+    await client.jetstream().add_stream(name=name, subjects=subjects, **limits)
+    await client.close()
+
+
+async def add_queue(url: str, name: str, arguments: dict[str, Any]) -> None:
+    async with await aio_pika.connect(f"{url}/") as connection:
+        channel = await connection.channel()
+        queue = await channel.declare_queue(name, durable=True, arguments=arguments)
+        await queue.bind(await channel.declare_exchange(name, "topic", durable=True), "#")
 
 
 def test_broker_without_memory_makes_no_dead_letters(outbox: Outbox, own_valkey: ValkeyServer) -> None:

@@ -12,7 +12,13 @@ from typing import Any
 import aio_pika
 from aio_pika import Exchange
 from aio_pika.abc import AbstractConnection, AbstractIncomingMessage
-from aiormq.exceptions import AMQPError, ChannelInvalidStateError, ChannelNotFoundEntity, PublishError
+from aiormq.exceptions import (
+    AMQPError,
+    ChannelInvalidStateError,
+    ChannelNotFoundEntity,
+    DeliveryError,
+    PublishError,
+)
 
 from ...errors import BrokerError
 from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, failed
@@ -148,6 +154,10 @@ class RabbitBroker:
                 await self.exchange.publish(message, key, mandatory=True, timeout=self.timeout)
         except TimeoutError:  # it takes no messages while it has too little memory or disk
             return BrokerDown(f"{self.url} did not confirm the message {envelope.id} within {self.timeout:g} s")
+        except PublishError as error:  # no queue is bound to the exchange
+            return failed(self, f"Publishing {envelope.id} to", error)
+        except DeliveryError as error:  # a queue is full, or has failed
+            return BrokerDown(f"{self.url} does not take the message {envelope.id} now: {error}")
         except ERRORS as error:
             return failed(self, f"Publishing {envelope.id} to", error)
         return None

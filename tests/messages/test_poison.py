@@ -13,12 +13,16 @@ import aio_pika
 import nats
 import pytest
 import redis
+from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+from confluent_kafka import KafkaError
 
 from oncemore import Guard, Op, Operation, Outbox, Policy
 from oncemore.client import Backoff
 from oncemore.errors import BrokerError
 from oncemore.messages import Relay
 from oncemore.messages.broker import Broker, BrokerDown, Delivery, connect
+from oncemore.messages.brokers import sqs
+from tests.support.brokers import MinistackServer
 from tests.support.servers import ValkeyServer
 
 QUICK = Backoff(base=0.01, cap=0.01, jitter="none")
@@ -128,6 +132,61 @@ def test_full_queue_makes_no_dead_letters(outbox: Outbox, kind: str, request: py
         relay.run_once()
     assert outbox.stats().dead == 0
     assert outbox.stats().pending >= 4
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "is_down"),
+    [
+        ("AccessDenied", 403, True),
+        ("ExpiredTokenException", 400, True),
+        ("AWS.SimpleQueueService.NonExistentQueue", 400, True),
+        ("KmsThrottled", 400, True),
+        ("InternalError", 500, True),
+        ("AWS.SimpleQueueService.BatchRequestTooLong", 400, False),
+        ("InvalidMessageContents", 400, False),
+    ],
+)
+def test_sqs_error_is_the_messages_fault_or_not(code: str, status: int, is_down: bool) -> None:
+    """Rights and credentials that are wrong for a while must make no dead letters."""
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    assert sqs.is_for_now(ClientError(answer, "SendMessageBatch")) is is_down
+
+
+@pytest.mark.parametrize(
+    ("code", "is_down"),
+    [
+        (KafkaError.MSG_SIZE_TOO_LARGE, False),
+        (KafkaError.INVALID_RECORD, False),
+        (KafkaError.TOPIC_AUTHORIZATION_FAILED, True),
+        (KafkaError.NOT_ENOUGH_REPLICAS, True),
+        (KafkaError._MSG_TIMED_OUT, True),
+    ],
+)
+def test_kafka_error_is_the_messages_fault_or_not(code: int, is_down: bool) -> None:
+    results: list[Exception | None] = [None]
+    broker: Any = connect("kafka://127.0.0.1/payments")
+    broker._into(results, 0)(KafkaError(code), None)
+    assert isinstance(results[0], BrokerDown) is is_down
+    assert isinstance(results[0], BrokerError)
+
+
+def test_deleted_sqs_queue_is_made_again_and_nothing_is_dead(outbox: Outbox, ministack: MinistackServer) -> None:
+    url = ministack.queue_url(f"t{secrets.token_hex(8)}")
+
+    async def send_twice() -> None:
+        broker: Any = connect(url)
+        relay = Relay(outbox, to=broker, attempts=1)
+        running = asyncio.create_task(relay.arun())
+        for _ in range(2):
+            await asyncio.to_thread(add, outbox, 2)
+            while (await outbox.astats()).pending:
+                await asyncio.sleep(0.02)
+            await broker.call(broker.sqs.delete_queue, QueueUrl=broker.queue)
+        relay.stop()
+        await running
+
+    asyncio.run(asyncio.wait_for(send_twice(), PATIENCE))
+    assert outbox.stats().dead == 0
 
 
 async def add_stream(url: str, name: str, subjects: list[str], **limits: Any) -> None:

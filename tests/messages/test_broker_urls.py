@@ -57,6 +57,7 @@ def test_credentials_and_hosts_are_read_and_the_password_is_hidden() -> None:
         ("nats://host/prod/payments", "write nats://host/payments"),
         ("kafka://host/prod/payments", "write kafka://host/payments"),
         ("redis+stream://host/prod/payments", "'prod' is no number of a database"),
+        ("redis+stream://h1,h2/payments", "names several hosts"),
     ],
 )
 def test_wrong_url_is_refused_with_the_correction(url: str, hint: str) -> None:

@@ -134,6 +134,26 @@ def test_full_queue_makes_no_dead_letters(outbox: Outbox, kind: str, request: py
     assert outbox.stats().pending >= 4
 
 
+def test_rabbitmq_takes_long_ids_and_refuses_what_it_cannot_write(
+    outbox: Outbox, rabbit_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = [
+        "é" * 200 + str(n) for n in range(3)
+    ]  # longer than the 255 bytes of a message's property, and equal in these
+
+    def perform(op: Op) -> None:
+        for id in ids:
+            outbox.add(op, "harmless", 1, id=id)
+        outbox.add(op, "poison", b"x", id="poison", datacontenttype="x/" + "y" * 300)
+
+    outbox.guard.run(Operation("test", "k"), perform)
+    url = f"{rabbit_url}/t{secrets.token_hex(8)}"
+    drain(Relay(outbox, to=url, attempts=2, backoff=QUICK))
+    assert [letter.id for letter in outbox.dead()] == ["poison"]
+    assert received(connect(url), len(ids)) == set(ids)
+    assert caplog.text.count("No queue is bound") == 1
+
+
 @pytest.mark.parametrize(
     ("code", "status", "is_down"),
     [
@@ -217,8 +237,9 @@ def test_broker_without_memory_makes_no_dead_letters(outbox: Outbox, own_valkey:
     assert relay.run_once() == len(ids)
 
 
-def test_error_of_each_message_is_found_by_halves(outbox: Outbox) -> None:
-    """A broker that refuses a batch as a whole, because of two messages in it."""
+@pytest.mark.parametrize("raises", [False, True])
+def test_error_of_each_message_is_found_by_halves(outbox: Outbox, raises: bool) -> None:
+    """A broker that refuses a batch as a whole, or raises an error, because of two messages in it."""
     ids = add(outbox, 20)
     guilty = {ids[3], ids[29]}
     stored: list[str] = []
@@ -233,6 +254,8 @@ def test_error_of_each_message_is_found_by_halves(outbox: Outbox) -> None:
         async def publish(self, envelopes: object) -> list[Exception | None]:
             batch = [envelope.id for envelope in envelopes]  # type: ignore[attr-defined]
             if guilty & set(batch):
+                if raises:
+                    raise TypeError("a message that cannot be written")
                 return [BrokerError("refused")] * len(batch)
             stored.extend(batch)
             return [None] * len(batch)

@@ -258,7 +258,7 @@ def test_broker_of_the_user_that_raises_has_failed(outbox: Outbox, mode: Mode | 
     with pytest.raises(ConfigurationError, match="0 results for 1 messages"):
         Relay(outbox, to=Forgets(), mode=mode).run_once()
     Relay(outbox, to=Raises(), mode=mode).run_once()
-    assert outbox.list()[0].error == "RuntimeError: a bug"
+    assert outbox.list()[0].error == "BrokerError: RuntimeError: a bug"
 
 
 @pytest.mark.parametrize("mode", [None, pytest.param("lease", marks=pytest.mark.server)])  # a lock ends by itself

@@ -502,8 +502,10 @@ class RelayRun:
             await broker.aopen()
             with send_span(broker.channel, envelopes):
                 results = await broker.publish(envelopes)
-        except Exception as error:  # it cannot be reached; or a Broker of the user's
-            results = [error] * len(rows)
+        except BrokerError as error:  # it cannot be reached
+            return [error] * len(rows)
+        except Exception as error:  # a Broker of the user's; perhaps one message is to blame
+            return [BrokerError(describe(error))] * len(rows)
         if len(results) != len(rows):
             raise ConfigurationError(
                 f"{broker.url}: publish returned {len(results)} results for {len(rows)} messages: it must return one for each"

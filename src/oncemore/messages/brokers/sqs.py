@@ -13,7 +13,7 @@ from typing import Any
 
 import boto3  # type: ignore[import-untyped]
 from botocore.config import Config  # type: ignore[import-untyped]
-from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError  # type: ignore[import-untyped]
 
 from ...errors import BrokerError, ConfigurationError
 from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
@@ -154,7 +154,7 @@ class SqsBroker:
 def is_for_now(error: Exception) -> bool:
     """Whether the error says nothing about the message: SQS cannot be reached, has failed, or does not let us in."""
     if not isinstance(error, ClientError):
-        return True
+        return not isinstance(error, ParamValidationError)
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     code = error.response.get("Error", {}).get("Code", "").rpartition(".")[2]  # some begin with AWS.SimpleQueueService
     return status >= 500 or status in (401, 403, 429) or any(word in code for word in FOR_NOW)

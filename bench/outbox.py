@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
+import os
 import statistics
 import threading
 import time
@@ -18,7 +20,7 @@ from typing import Any
 import psycopg
 
 from oncemore import Guard, Op, Operation, Outbox, Policy
-from oncemore.messages import Envelope, Relay
+from oncemore.messages import Broker, Envelope, Relay
 from oncemore.messages.broker import connect
 from oncemore.messages.outbox_sql import CLAIM_NEW
 from oncemore.messages.relay import RelayRun
@@ -27,6 +29,7 @@ from tests.support.servers import PostgresServer
 
 ROUNDS, SECONDS, THREADS = 7, 0.7, 4
 DRAINED, SENT, GONE = 100_000, 20_000, 1_000_000
+PRODUCERS, PRODUCING = 4, 10.0  # processes, and the seconds that they add messages
 DATA = {"id": "rf_1", "amount": 1000, "text": "x" * 150}
 NUMBERS = itertools.count()
 
@@ -179,6 +182,80 @@ def measure_nats(url: str, plain_url: str, nats: str) -> None:
     guard.close()
 
 
+class TimedBroker:
+    """A broker that notes for how long each message was under way, from `outbox.add` to the broker's confirmation."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.lags: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.broker, name)
+
+    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+        results = await self.broker.publish(envelopes)
+        now = time.time()
+        self.lags += [now - envelope.time.timestamp() for envelope in envelopes if envelope.time is not None]
+        return results
+
+
+def produce(url: str, plain_url: str, rate: float | None, ready: Any) -> None:
+    """Add ten messages in each transaction for PRODUCING seconds; at most *rate* messages a second."""
+    outbox = Outbox(Guard(url), source="steady")
+    with psycopg.connect(plain_url) as connection:
+        ready.wait()
+        began, number = time.perf_counter(), 0
+        while (passed := time.perf_counter() - began) < PRODUCING:
+            if rate is not None and number > rate * passed:
+                time.sleep(0.001)
+                continue
+            with connection.transaction(), connection.pipeline():
+                for _ in range(10):
+                    number += 1
+                    outbox.add(connection, "refund.succeeded", DATA, subject=f"{os.getpid()}-{number}")
+
+
+def send(url: str, nats: str, results: Any) -> None:
+    """Run a relay until SIGTERM, and report the lags."""
+    broker = TimedBroker(connect(nats))
+    Relay(Outbox(Guard(url), source="steady"), to=broker).run()
+    results.put(broker.lags)
+
+
+def make_and_send(url: str, plain_url: str, nats: str, rate: float | None = None) -> tuple[float, list[float]]:
+    """Run a relay and PRODUCERS producers, each a process: messages a second until all are sent, and the sorted lags."""
+    processes = multiprocessing.get_context("spawn")
+    results: Any = processes.Queue()
+    relay = processes.Process(target=send, args=(url, nats, results))
+    relay.start()
+    outbox, ready = Outbox(Guard(url), source="steady"), processes.Barrier(PRODUCERS + 1)
+    outbox.stats()
+    producers = [processes.Process(target=produce, args=(url, plain_url, rate, ready)) for _ in range(PRODUCERS)]
+    for producer in producers:
+        producer.start()
+    time.sleep(3)  # until the relay waits for messages
+    ready.wait()
+    began = time.perf_counter()
+    for producer in producers:
+        producer.join()
+    while outbox.stats().pending:
+        time.sleep(0.05)
+    took = time.perf_counter() - began
+    relay.terminate()
+    lags = sorted(results.get())
+    relay.join()
+    outbox.guard.close()
+    return len(lags) / took, lags
+
+
+def measure_steady(url: str, plain_url: str, nats: str) -> None:
+    most, _ = make_and_send(url, plain_url, f"{nats}/steady")
+    print(f"made and sent to NATS by {PRODUCERS} producers and a relay: {most:,.0f}/s")
+    half, lags = make_and_send(url, plain_url, f"{nats}/half", most / 2 / PRODUCERS)
+    middle, late = (1000 * lags[int(part * len(lags))] for part in (0.5, 0.99))
+    print(f"lag at half load ({half:,.0f}/s): p50 {middle:.0f} ms, p99 {late:.0f} ms")
+
+
 def main() -> None:
     with PostgresServer() as postgres, NatsServer() as nats:
         mark = "&" if "?" in postgres.url else "?"
@@ -188,6 +265,7 @@ def main() -> None:
         measure_add(url)
         measure_drain(url, postgres.url)
         measure_nats(url, postgres.url, nats.url)
+        measure_steady(url, postgres.url, nats.url)
 
 
 if __name__ == "__main__":

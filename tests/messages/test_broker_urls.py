@@ -54,6 +54,10 @@ def test_credentials_and_hosts_are_read_and_the_password_is_hidden() -> None:
         ("nats://host/pay.ments", "cannot name a NATS stream"),
         ("sqs://eu-central-1/pay.ments", "cannot name an SQS queue"),
         ("sqs:///payments", "names no region"),
+        ("nats://host/prod/payments", "write nats://host/payments"),
+        ("kafka://host/prod/payments", "write kafka://host/payments"),
+        ("redis+stream://host/prod/payments", "'prod' is no number of a database"),
+        ("redis+stream://h1,h2/payments", "names several hosts"),
     ],
 )
 def test_wrong_url_is_refused_with_the_correction(url: str, hint: str) -> None:

@@ -228,6 +228,56 @@ def test_requeued_letter_that_fails_again_is_dead_again(service: Service) -> Non
     assert inbox.run_requeued({"*": fail}) == 0
 
 
+def test_requeued_letter_waits_for_a_consumer_that_has_a_handler(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two consumers with different handlers may share an inbox, and a handler may come with the next release."""
+    inbox = service.inbox(attempts=1)
+    service.publish(refund(1))
+    other = Consumer(inbox, service.url, {"order.*": book}, unknown="dead")
+    assert other.run_once() == 1
+    inbox.requeue("ev_1", "payments")
+    other.run_once(0.1)
+    assert inbox.run_requeued({"order.*": book}) == 0
+    assert "waits: there is no handler for the type 'refund.succeeded'" in caplog.text
+    assert (inbox.dead("payments").records, service.bookings) == ((), [])
+    Consumer(inbox, service.url, {"refund.*": book}).run_once(0.1)
+    assert service.bookings == ["ev_1"]
+
+
+def test_requeued_letter_of_another_kind_holds_up_no_other(service: Service) -> None:
+    """The payload of `inbox.handle` is no envelope, so a consumer leaves it to run_requeued."""
+
+    def fail(op: Op, payload: Any) -> None:
+        raise ValueError("poison")
+
+    inbox = service.inbox(attempts=1)
+    service.publish(refund(1))
+    Consumer(inbox, service.url, {"*": fail}).run_once()
+    assert inbox.handle("a", "payments", {"no": "envelope"}, fail).how == "dead"
+    for id in ("a", "ev_1"):
+        inbox.requeue(id, "payments")
+    Consumer(inbox, service.url, {"*": book}).run_once(0.1)
+    assert service.bookings == ["ev_1"]
+    seen: list[Any] = []
+    assert inbox.run_requeued(lambda op, payload: seen.append(payload)) == 1
+    assert seen == [{"no": "envelope"}]
+
+
+def test_requeued_malformed_letter_is_dead_again_with_its_bytes(service: Service) -> None:
+    inbox = service.inbox()
+    service.put(b"{malformed")
+    consumer = Consumer(inbox, service.url, {"*": book})
+    assert consumer.run_once() == 1
+    [letter] = inbox.dead(service.broker.channel).records
+    for _ in range(2):
+        inbox.requeue(letter.key, service.broker.channel)
+        consumer.run_once(0.1)
+        [letter] = inbox.dead(service.broker.channel).records
+        assert inbox.kept(letter) == b"{malformed"
+        assert "requeued, but The message is no JSON object" in letter.note
+
+
 HEAD = b'{"specversion": "1.0", "id": "1", "source": "payments", "type": "refund.succeeded"'
 MALFORMED = [
     b"",
@@ -460,6 +510,29 @@ def test_no_more_messages_are_taken_than_the_prefetch(service: Service) -> None:
     asyncio.run(consume())
 
 
+def test_on_dead_may_be_async_whatever_the_handler_is(service: Service) -> None:
+    told: list[str | None] = []
+
+    async def tell(envelope: Envelope | None, why: str) -> None:
+        await asyncio.sleep(0)
+        told.append(None if envelope is None else envelope.id)
+
+    def fail(op: Op, envelope: Envelope) -> None:
+        raise ValueError("poison")
+
+    async def afail(op: Op, envelope: Envelope) -> None:
+        raise ValueError("poison")
+
+    service.publish(refund(1), refund(2))
+    service.put(b"{malformed")
+    each: tuple[EventHandler, ...] = (fail, afail)
+    for handler in each:
+        told.clear()
+        inbox = service.inbox(name=handler.__name__, attempts=1)
+        assert Consumer(inbox, service.url, {"*": handler}, on_dead=tell).run_once() == 3
+        assert sorted(map(str, told)) == ["None", "ev_1", "ev_2"]
+
+
 def test_on_dead_that_raises_changes_nothing(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("the pager is broken")
@@ -533,12 +606,13 @@ async def test_decorated_async_handler_reads_id_and_source_of_the_message(servic
         await handle({"source": "payments"})
 
 
-def test_ignored_type_is_logged_with_its_correlation_id(service: Service, caplog: pytest.LogCaptureFixture) -> None:
+def test_handled_message_is_logged_with_its_correlation_id(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "oncemore.messages")
     values: dict[str, Any] = {"id": "ev_1", "source": "payments", "correlationid": "key-1"}
     service.publish(Envelope("refund.succeeded", {"number": 1}, **values))
     Consumer(service.inbox(), service.url, {"*": book}).run_once()
     assert [record.correlationid for record in caplog.records if hasattr(record, "correlationid")] == ["key-1"]
+    assert "ev_1 of payments (correlation key-1): processed" in caplog.text
 
 
 async def test_cancelled_consumer_finishes_running_handlers(service: Service) -> None:

@@ -153,6 +153,28 @@ def test_theirs_are_read_by_us(data: Any, content_type: str) -> None:
         assert envelope.data == data
 
 
+def test_theirs_without_a_content_type_or_data_are_read_by_us() -> None:
+    """The package leaves the type of JSON out by default, and writes no body for an event without data."""
+    for attributes, data in (({}, {"id": "rf_1"}), ({}, None), ({"datacontenttype": "application/json"}, None)):
+        event = CloudEvent({"id": "e1", "source": "s", "type": "t", "specversion": "1.0", **attributes}, data)
+        message, sent = http.to_binary(event, JSONFormat()), kafka.to_binary(event, JSONFormat())
+        assert parse_binary(message.headers, message.body, quoted=True).data == data
+        assert parse_binary(sent.headers, sent.value, "ce_").data == data
+        assert parse_structured(JSONFormat().write(event)).data == data
+
+
+def test_body_without_a_content_type_that_is_no_json_is_bytes() -> None:
+    headers = {"ce-specversion": "1.0", "ce-id": "1", "ce-source": "s", "ce-type": "t"}
+    for body in (b"\x00\xff", b"plain", b"[" * 100_000):
+        assert parse_binary(headers, body).data == body
+
+
+def test_envelope_with_a_media_type_and_no_data_comes_back() -> None:
+    envelope = Envelope("t", id="1", source="s", datacontenttype="application/json")
+    headers, body = binary(envelope)
+    assert parse_binary(headers, body) == envelope == parse_structured(structured(envelope))
+
+
 GOOD = {"specversion": "1.0", "id": "1", "source": "s", "type": "t"}
 HOSTILE: list[bytes] = [
     b"",
@@ -230,11 +252,13 @@ def test_data_that_are_no_json_are_refused() -> None:
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
-    for data in (object(), {1: object()}, {"a": "\ud800"}, deep):
+    endless, no_number = float("inf"), float("nan")  # JSON has no form for them, and null would be another value
+    for data in (object(), {1: object()}, {"a": "\ud800"}, deep, no_number, {"a": [None, endless]}):
         with pytest.raises(InvalidPayload, match="cannot be written as JSON"):
             make(data)
     with pytest.raises(InvalidPayload, match="cannot be read as JSON"):
         make(b"{", datacontenttype="application/json")
+    assert make({"a": None, "b": [0.5]}).data == {"a": None, "b": [0.5]}
 
 
 def test_wrong_attributes_are_refused_with_their_values() -> None:

@@ -148,3 +148,32 @@ def test_sigterm_lets_a_relay_finish_and_end(url: str, mode: str, tmp_path: Path
         assert program.wait(60) == 0
     assert outbox.stats().pending == 0
     guard.close()
+
+
+def test_message_that_kills_its_relays_is_a_dead_letter_alone(tmp_path: Path) -> None:
+    """CASES 44: an attempt under a lease is counted, also if the relay dies with it; the others of its batch are sent."""
+    guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}", policy=Policy(effect="transaction"))
+    outbox = Outbox(guard, source="shop")
+    guard.run(Operation("test", "k"), lambda op: [outbox.add(op, "a", n) for n in range(5)])
+    file, script = tmp_path / "stored", tmp_path / "relaying.py"
+    script.write_text(
+        "import os, sys\nfrom oncemore import Guard, Outbox\nfrom oncemore.messages import Relay\n"
+        "from tests.messages.recording import FileBroker\n"
+        "class Poisoned(FileBroker):\n"
+        "    async def publish(self, envelopes):\n"
+        "        if any(envelope.data == 3 for envelope in envelopes):\n"
+        "            os._exit(9)\n"
+        "        return await super().publish(envelopes)\n"
+        "outbox = Outbox(Guard(sys.argv[1]), source='shop')\n"
+        "Relay(outbox, to=Poisoned(sys.argv[2]), attempts=2, lease='100ms').run_once()\n"
+    )
+    ends = time.monotonic() + 60
+    while outbox.stats().pending:
+        assert time.monotonic() < ends
+        with Program([sys.executable, str(script), guard.store.url, str(file)]) as program:
+            program.wait(60)
+        time.sleep(0.1)
+    [letter] = outbox.dead()
+    assert (letter.envelope.data, "relays have died" in letter.error) == (3, True)
+    assert sorted(data for *_, data in stored_in(file)) == [0, 1, 2, 4]
+    guard.close()

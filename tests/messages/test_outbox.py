@@ -126,9 +126,47 @@ def test_id_without_an_operation_is_uuid7_in_order(tmp_path: Path) -> None:
 
 def test_operation_without_transaction_is_refused(guard: Guard) -> None:
     outbox = Outbox(guard, source="shop")
-    with pytest.raises(ConfigurationError, match="outbox is there with effect = 'transaction' only"):
+    with pytest.raises(ConfigurationError, match=r"no transaction .*: say effect = 'transaction'"):
         guard.run(Operation("s", "k"), lambda op: outbox.add(op, "a"), policy=Policy(effect="lease"))
+    with pytest.raises(ConfigurationError, match=r"no transaction .*: add it in a step that takes a connection"):
+        guard.run(Operation("s", "k2"), lambda op: outbox.add(op, "a"), policy=Policy(effect="steps"))
     assert outbox.list() == []
+
+
+def test_message_of_a_database_step_commits_with_its_checkpoint(guard: Guard) -> None:
+    outbox, told = Outbox(guard, source="shop"), list[str]()
+
+    def tell(connection: Any) -> None:
+        told.append(outbox.add(connection, "a"))
+        if len(told) == 1:
+            raise RuntimeError("the first attempt is rolled back")
+
+    def perform(op: Op) -> None:
+        op.step("tell", tell)
+        if len(told) == 2:
+            told.append("after the step")
+            raise RuntimeError("the step stays taken")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            guard.run(Operation("s", "k"), perform, policy=Policy(effect="steps"))
+    guard.run(Operation("s", "k"), perform, policy=Policy(effect="steps"))
+    assert [message.id for message in outbox.list()] == [told[1]]
+
+
+def test_id_that_no_inbox_takes_is_refused(guard: Guard) -> None:
+    outbox = Outbox(guard, source="shop")
+    for id, why in (("x" * 256, "id is too long"), ("a\tb", "id has unprintable"), ("", "id is empty"), (7, "id is 7")):
+        with pytest.raises(InvalidPayload, match=f"The message's {why}"):
+            guard.run(Operation("s", "k"), lambda op, id=id: outbox.add(op, "a", id=id))  # type: ignore[misc]
+
+
+def test_key_that_cannot_be_an_attribute_is_left_out(guard: Guard) -> None:
+    """Keys that code makes may have any characters; a message must not fail because of that."""
+    outbox = Outbox(guard, source="shop")
+    guard.run(Operation("s", "tab\there"), lambda op: outbox.add(op, "a"))
+    guard.run(Operation("s", "plain"), lambda op: outbox.add(op, "a"))
+    assert [message.envelope.correlationid for message in outbox.list()] == [None, "plain"]
 
 
 def test_message_after_the_end_of_the_operation_is_refused(guard: Guard) -> None:

@@ -219,6 +219,32 @@ def test_broker_that_is_down_holds_up_no_other_broker(
     assert outbox.stats().pending == 0
 
 
+def test_broker_that_is_slow_to_fail_is_left_alone_for_longer(outbox: Outbox, mode: Mode | None) -> None:
+    """A host that does not answer fails by a time-out; the others must not wait for that each time."""
+
+    class Unreachable(RecordingBroker):
+        opens = 0
+
+        async def aopen(self) -> None:
+            self.opens += 1
+            await asyncio.sleep(1)
+            raise BrokerError("no answer")
+
+    up, down = RecordingBroker(), Unreachable()
+    add(outbox, ("lost for now", None), type="a")
+    relay = Relay(outbox, to={"a": down, "b": up}, mode=mode)
+    thread = threading.Thread(target=relay.run)
+    thread.start()
+    try:
+        for n in range(10):
+            add(outbox, (n, None), type="b")
+            wait_until(lambda n=n: len(up.stored) == n + 1)  # type: ignore[misc]
+        assert down.opens <= 4  # two for each attempt
+    finally:
+        relay.stop()
+        thread.join()
+
+
 def test_broker_of_the_user_that_raises_has_failed(outbox: Outbox, mode: Mode | None) -> None:
     class Raises(RecordingBroker):
         async def publish(self, envelopes: Any) -> Any:
@@ -232,7 +258,7 @@ def test_broker_of_the_user_that_raises_has_failed(outbox: Outbox, mode: Mode | 
     with pytest.raises(ConfigurationError, match="0 results for 1 messages"):
         Relay(outbox, to=Forgets(), mode=mode).run_once()
     Relay(outbox, to=Raises(), mode=mode).run_once()
-    assert outbox.list()[0].error == "RuntimeError: a bug"
+    assert outbox.list()[0].error == "BrokerError: RuntimeError: a bug"
 
 
 @pytest.mark.parametrize("mode", [None, pytest.param("lease", marks=pytest.mark.server)])  # a lock ends by itself
@@ -437,6 +463,40 @@ def test_long_wait_for_a_transaction_is_shown_in_stats(table: Any) -> None:
     Clock(outbox.guard.store).advance(11)
     assert outbox.stats().waiting == 1
     one.rollback()
+    assert outbox.stats().waiting == 0
+
+
+async def test_long_wait_for_a_transaction_is_logged(
+    table: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("oncemore.messages.relay.LOOK_FOR_WAITING", 0.05)
+    outbox, one, two = table
+    one.execute("SELECT pg_current_xact_id()")
+    outbox.add(two, "a", 1, subject="s")
+    two.commit()
+    Clock(outbox.guard.store).advance(11)
+    relay = Relay(outbox, to=RecordingBroker())
+    running, ends = asyncio.create_task(relay.arun()), time.monotonic() + WAIT
+    while "1 messages of 'shop' have waited for 10 s or more" not in caplog.text:
+        assert time.monotonic() < ends
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.2)
+    relay.stop()
+    await running
+    assert caplog.text.count("have waited") == 1  # and then once a minute
+
+
+def test_row_of_a_restored_dump_does_not_wait(table: Any) -> None:
+    """Transactions of the server that the dump was made of have larger numbers than any of this one."""
+    outbox, one, two = table
+    outbox.add(one, "a", 1, subject="s")
+    one.commit()
+    statement = "UPDATE {schema}.oncemore_outbox SET xid = '9000000000000'"
+    schema = outbox.guard.store.url.rpartition("schema=")[2]
+    two.execute(statement.format(schema=schema))
+    two.commit()
+    broker = RecordingBroker()
+    assert Relay(outbox, to=broker).run_once() == 1
     assert outbox.stats().waiting == 0
 
 

@@ -70,6 +70,34 @@ def test_unreadable_cursor_is_reported_as_such(url: str, command: str, capsys: p
     assert "copy it from the end of the previous list" in capsys.readouterr().err
 
 
+def test_events_are_filtered_by_inbox_and_source(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def listed(*options: str) -> set[tuple[str, str, str]]:
+        found: set[tuple[str, str, str]] = set()
+        cursor: tuple[str, ...] = ()
+        while True:
+            assert main(["inbox", "list", "--store", url, "--json", "--limit", "1", *options, *cursor]) == 0
+            page = json.loads(capsys.readouterr().out)
+            found |= {(event["event_id"], event["inbox"], event["source"]) for event in page["events"]}
+            if page["cursor"] is None:
+                return found
+            cursor = ("--cursor", page["cursor"])
+
+    mailed = ("ev_001", "mailer", "pay:ments")
+    assert listed("--inbox", "mailer") == listed("--source", "pay:ments") == {mailed}
+    assert listed("--inbox", "mailer", "--source", "pay:ments") == {mailed}
+    assert listed("--inbox", "inbox") == {("ev_001", "inbox", "payments"), ("ev_002", "inbox", "payments")}
+    assert listed("--inbox", "mailer", "--source", "payments") == set()
+
+
+def test_dead_letters_of_all_sources_are_listed(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inbox", "dead", "--store", url, "--json"]) == 0
+    [letter] = json.loads(capsys.readouterr().out)["events"]
+    assert (letter["event_id"], letter["inbox"], letter["source"]) == ("ev_002", "inbox", "payments")
+    assert letter["attempts"] == 1
+    assert main(["inbox", "dead", "--store", url, "--inbox", "mailer", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["events"] == []
+
+
 def test_requeued_letter_is_no_longer_listed_as_dead(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inbox", "dead", "--store", url, "--source", "payments", "--json"]) == 0
     [letter] = json.loads(capsys.readouterr().out)["events"]

@@ -369,11 +369,13 @@ def test_only_dead_letters_are_listed_and_requeued() -> None:
     unknown = inbox.operation("ev_002", "payments", EVENT)
     run(guard.store.hold(run(guard.store.claim(unknown, lease=30)), note="its holder vanished"))  # type: ignore[arg-type]
     assert [record.key for record in inbox.dead("payments").records] == ["ev_001"]
-    with pytest.raises(NotResolvable, match="not a dead letter"):
+    with pytest.raises(NotResolvable, match="not a dead letter: nobody knows whether it was handled"):
         inbox.requeue("ev_002", "payments")
     with pytest.raises(NotFound):
         inbox.requeue("ev_003", "payments")
     inbox.requeue("ev_001", "payments")
+    with pytest.raises(NotResolvable, match="not a dead letter: it waits already"):
+        inbox.requeue("ev_001", "payments")
     assert inbox.handle("ev_001", "payments", EVENT, lambda op, payload: "handled").how == "processed"
 
 

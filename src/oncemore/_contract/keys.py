@@ -42,7 +42,10 @@ def check_name(key: object, what: str) -> str:
     """Return a key that was made by code; the error calls it *what*."""
     if not isinstance(key, str):
         raise InvalidKey(f"{what} is {key!r}; it must be a text")
-    return check_key(key)
+    try:
+        return check_key(key)
+    except InvalidKey as error:
+        raise InvalidKey(error.detail.replace("The idempotency key", what)) from None
 
 
 def uuid_pattern(version: str) -> re.Pattern[str]:

@@ -26,6 +26,8 @@ BROKERS = {
     "sqs": "sqs",
 }
 
+WITHOUT_SPACES = ("nats", "kafka", "sqs")  # a channel's name is the whole path there
+
 PREFETCH = 100  # deliveries that a consumer may have taken and not yet acknowledged
 VISIBILITY = 30.0  # seconds, in the subscriptions that we create
 TIMEOUT = 10.0  # seconds; a NATS cluster that has lost a leader confirms again after five
@@ -241,7 +243,12 @@ def connect(url: str | Broker, *, channel: str = "", **settings: Any) -> Broker:
         raise ConfigurationError(f"{hide_password(url)!r} names no broker; known are {known}")
     with naming_extras(f"{scheme}://"):
         module = importlib.import_module(f".brokers.{name}", __package__)
-    return cast("Broker", module.connect(parse_address(url, module.OPTIONS, channel), settings))
+    address = parse_address(url, module.OPTIONS, channel)
+    if address.space and name in WITHOUT_SPACES:
+        raise ConfigurationError(
+            f"{address.url!r}: a channel of {scheme}:// has nothing around it: write {scheme}://host/{address.channel}"
+        )
+    return cast("Broker", module.connect(address, settings))
 
 
 def deduplication_id(envelope: Envelope, channel: str) -> str:

@@ -9,7 +9,6 @@ import hashlib
 import inspect
 import logging
 import random
-import signal
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -22,9 +21,10 @@ from .._ledger.model import Operation
 from .._ledger.transaction_attempt import NO_LENDER
 from .._runtime.backoff import Backoff
 from .._runtime.plan import Plan, arun, run
+from .._runtime.service import run_service
 from ..errors import BrokerError, ConfigurationError, InProgress, OncemoreError, StoreError
 from .broker import PREFETCH, Broker, Delivery, Subscription, connect
-from .envelope import Envelope, parse_structured, structured
+from .envelope import Envelope, structured
 from .inbox import EventHandler, Inbox, OnDead, Received, handler_for, tell_dead
 from .tracing import process_span
 
@@ -64,7 +64,7 @@ class Consumer:
         prefetch: How many messages may wait in this process, those that are handled included.
         unknown: What becomes of a type that no handler matches: "ignore" acknowledges it, "dead" makes it a dead letter.
         ignore: Members of the data, or JSON pointers into it, that may differ when a message comes again.
-        on_dead: Is called with the envelope (None if it was malformed) and the reason when a message is given up.
+        on_dead: Is called, or awaited, with the envelope (None if it was malformed) and the reason when a message is given up.
         grace: How long running handlers have when the consumer stops.
     """
 
@@ -113,14 +113,7 @@ class Consumer:
 
     def run(self) -> None:
         """Handle messages until SIGTERM or SIGINT; running handlers are then finished."""
-        asyncio.run(self._until_signal())
-
-    async def _until_signal(self) -> None:
-        loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            with suppress(ValueError, NotImplementedError):  # not on the main thread, or on Windows
-                loop.add_signal_handler(each, self.stop)
-        await self.arun()
+        run_service(self.arun, stop=self.stop)
 
     async def arun(self) -> None:
         """Handle messages until `stop` is called or the task is cancelled; running handlers are then finished.
@@ -139,7 +132,7 @@ class Consumer:
         A message whose handler fails goes back to the broker, and those behind it go on: only `run` keeps them waiting.
         *wait* is how long to wait for the first message, in seconds.
         """
-        return asyncio.run(self.arun_once(wait))
+        return run_service(functools.partial(self.arun_once, wait))
 
     async def arun_once(self, wait: float = POLL) -> int:
         """Do what `run_once` does, on an event loop."""
@@ -163,19 +156,19 @@ class Consumer:
             data = select(copy.deepcopy(data), (), self.ignore)
         return self.inbox.operation(envelope.id, envelope.source, [envelope.type, envelope.subject, data])
 
-    def plan(self, delivery: Delivery) -> tuple[Plan[Received | None], bool]:
+    def plan(self, delivery: Delivery, on_dead: OnDead | None) -> tuple[Plan[Received | None], bool]:
         """What is to be done about a delivery, and whether that must be awaited."""
         envelope = delivery.envelope
         if envelope is None:
-            return self._bury_malformed(delivery), False
+            return self._bury_malformed(delivery, delivery.problem, on_dead), False
         try:
             operation, kept = self.operation(envelope), structured(envelope)
         except Exception as error:  # whatever it is, the next attempt would meet it again
-            return self._bury_malformed(delivery, f"{type(error).__name__}: {error}"), False
+            return self._bury_malformed(delivery, f"{type(error).__name__}: {error}", on_dead), False
         try:
             handler = handler_for(self.handlers, envelope)
         except LookupError as error:
-            return self._unknown(operation, envelope, str(error)), False
+            return self._unknown(operation, envelope, str(error), on_dead), False
         received = self.inbox.received(
             operation,
             envelope,
@@ -183,13 +176,13 @@ class Consumer:
             delivery.count,
             kept=kept,
             policy=self.policy,
-            on_dead=self.on_dead,
+            on_dead=on_dead,
         )
         return received, is_async(handler)
 
-    def _bury_malformed(self, delivery: Delivery, problem: str = "") -> Plan[Received]:
+    def _bury_malformed(self, delivery: Delivery, why: str, on_dead: OnDead | None) -> Plan[Received]:
         """Keep what cannot be read as a dead letter of the channel, under the digest of its bytes."""
-        raw, why = delivery.raw, problem or delivery.problem
+        raw = delivery.raw
         if not raw and delivery.envelope is not None:
             raw = repr(delivery.envelope).encode(errors="replace")
         source = self.broker.channel
@@ -197,18 +190,20 @@ class Consumer:
         operation = Operation(self.inbox.scope(source), key, name=f"inbox.{source}")
         if (yield from self.inbox.bury(operation, raw, f"malformed: {why}")):
             log.error("A message of %s is malformed, and a dead letter now: %s", self.broker.url, why)
-            yield from tell_dead(self.on_dead, None, why)
+            yield from tell_dead(on_dead, None, why)
         self.inbox.guard.emit("received", operation, detail="malformed")
         return Received("dead")
 
-    def _unknown(self, operation: Operation, envelope: Envelope, why: str) -> Plan[Received | None]:
+    def _unknown(
+        self, operation: Operation, envelope: Envelope, why: str, on_dead: OnDead | None
+    ) -> Plan[Received | None]:
         if self.unknown == "ignore":
             log.debug("Ignored %s: %s", envelope.id, why)
             self.inbox.guard.emit("received", operation, detail="ignored")
             return None
         if (yield from self.inbox.bury(operation, structured(envelope), why)):
             log.error("The message %s of %s is a dead letter: %s", envelope.id, envelope.source, why)
-            yield from tell_dead(self.on_dead, envelope, why)
+            yield from tell_dead(on_dead, envelope, why)
         self.inbox.guard.emit("received", operation, detail="dead")
         return Received("dead")
 
@@ -220,6 +215,7 @@ class ConsumerRun:
         self.consumer = consumer
         self.once = once
         self.loop = asyncio.get_running_loop()
+        self.on_dead = None if consumer.on_dead is None else on_any_thread(consumer.on_dead, self.loop)
         self.stopping = asyncio.Event()
         self.free = asyncio.Semaphore(consumer.concurrency)
         self.threads = ThreadPoolExecutor(consumer.concurrency, "oncemore-consumer")
@@ -228,6 +224,7 @@ class ConsumerRun:
         self.last: dict[tuple[str, str], asyncio.Task[None]] = {}  # by source and subject
         self.unfinished: list[Delivery] = []  # given back when the subscription takes no more
         self.met: WeakSet[Delivery] = WeakSet()  # those whose message was in progress elsewhere
+        self.left: set[str] = set()  # requeued letters for which there is no handler here
         self.acknowledged = 0
 
     async def forever(self) -> None:
@@ -407,8 +404,11 @@ class ConsumerRun:
     async def _attempt(self, delivery: Delivery, attempt: int) -> float | None:
         """Have it handled; None if that is done, otherwise the seconds after which to try again."""
         envelope = delivery.envelope
-        name = "a malformed message" if envelope is None else f"{envelope.type} {envelope.id} of {envelope.source}"
-        extra = {} if envelope is None else {"correlationid": envelope.correlationid}
+        name, extra = "a malformed message", {}
+        if envelope is not None:
+            correlation = envelope.correlationid
+            name = f"{envelope.type} {envelope.id} of {envelope.source} (correlation {correlation})"
+            extra = {"correlationid": correlation}
         pause = ATTEMPTS.delay(attempt + delivery.count, random.random())
         try:
             received = await self._process(delivery)
@@ -429,7 +429,7 @@ class ConsumerRun:
         consumer, in_progress = self.consumer, None
         with process_span(consumer.broker.channel, consumer.group, delivery.envelope, delivery.count) as outcome:
             try:
-                received = await self._drive(*consumer.plan(delivery))
+                received = await self._drive(*consumer.plan(delivery, self.on_dead))
                 outcome("ignored" if received is None else received.how)
                 return received
             except InProgress as error:  # no error of this span
@@ -470,12 +470,17 @@ class ConsumerRun:
         for marker, letter in await self._drive(inbox.requeued(), False):
             envelope, awaited = None, False
             try:
-                envelope = parse_structured(inbox.kept(letter))
-                awaited = is_async(handler_for(handlers, envelope))
-            except (OncemoreError, LookupError, TypeError):  # `handle_dead` says so, and makes it a dead letter again
+                envelope, handler = inbox.requeued_event(inbox.kept(letter), handlers)
+                awaited = is_async(handler)
+            except LookupError as error:  # another consumer of this inbox may have one
+                if marker not in self.left:
+                    log.warning("The requeued event %r of %s waits: there is %s", letter.key, letter.name, error)
+                self.left.add(marker)
+                continue
+            except OncemoreError:  # `handle_dead` says so
                 pass
             with process_span(self.consumer.broker.channel, self.consumer.group, envelope, 1) as outcome:
-                done = await self._drive(inbox.handle_dead(marker, letter, handlers, self.consumer.on_dead), awaited)
+                done = await self._drive(inbox.handle_dead(marker, letter, handlers, self.on_dead), awaited)
                 outcome("requeued" if done else "failed")
 
     async def _pause(self, seconds: float) -> None:
@@ -488,6 +493,18 @@ def place_of(delivery: Delivery) -> tuple[str, str] | None:
     """The source and subject whose messages are handled one after the other; None if it has no subject."""
     envelope = delivery.envelope
     return None if envelope is None or envelope.subject is None else (envelope.source, envelope.subject)
+
+
+def on_any_thread(function: OnDead, loop: asyncio.AbstractEventLoop) -> OnDead:
+    """Let *function*, if it is async, be called on other threads, too: it is then awaited on *loop*."""
+
+    def call(payload: Any, why: str) -> Any:
+        result = function(payload, why)
+        if inspect.iscoroutine(result) and asyncio._get_running_loop() is not loop:
+            return asyncio.run_coroutine_threadsafe(result, loop).result()
+        return result
+
+    return call
 
 
 async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -240,8 +241,10 @@ def parse_binary(
     content_type = attributes.get("datacontenttype", "")
     if content_type.lower().startswith(STRUCTURED):
         return parse_structured(body)
-    if not content_type and not body:
+    if not body and (not content_type or is_json(content_type)):
         return from_attributes(attributes, None)
+    if not content_type and reads_as_json(body):  # the `cloudevents` package leaves the type out if it is JSON
+        attributes["datacontenttype"] = JSON
     return from_attributes(attributes, body)
 
 
@@ -332,6 +335,14 @@ def parse_json(raw: bytes, what: str) -> Any:
         raise InvalidPayload(f"{what} cannot be read as JSON: {error}") from None
 
 
+def reads_as_json(raw: bytes) -> bool:
+    try:
+        parse_json(raw, "The data")
+    except InvalidPayload:
+        return False
+    return True
+
+
 def decode_base64(text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
@@ -344,9 +355,21 @@ def write_data(data: Any, content_type: str | None) -> bytes:
     try:
         if isinstance(data, str) and not is_json(content_type):
             return data.encode()
-        return encode(data)
+        raw = encode(data)
+        if b"null" in raw and not is_finite(msgspec.to_builtins(data)):  # the encoder writes NaN as null
+            raise ValueError("NaN and infinite numbers have no form in it")
+        return raw
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError, OverflowError) as error:
         raise InvalidPayload(f"The data of the message cannot be written as JSON: {error}") from None
+
+
+def is_finite(data: Any) -> bool:
+    """Whether no number in the data is NaN or infinite."""
+    if isinstance(data, float):
+        return math.isfinite(data)
+    if isinstance(data, dict):
+        return all(map(is_finite, data.values()))
+    return not isinstance(data, list | tuple) or all(map(is_finite, data))
 
 
 def read_data(raw: bytes | None, content_type: str | None) -> Any:

@@ -12,7 +12,7 @@ from .._runtime.plan import arun
 from ..errors import ConfigurationError
 from .inbox import Inbox
 
-ID, SOURCE = "ce-id", "ce-source"
+PREFIXES = ("ce-", "ce_")  # of CloudEvents headers: on NATS and RabbitMQ, and on Kafka
 
 
 class InboxMiddleware:
@@ -25,8 +25,8 @@ class InboxMiddleware:
 
     Args:
         inbox: Remembers what was handled.
-        source: Who sends the messages, if they have no header `ce-source`.
-        id: Finds the sender's id of a message, if it has no header `ce-id`.
+        source: Who sends the messages, if they have no header `ce-source` (on Kafka, `ce_source`).
+        id: Finds the sender's id of a message, if it has no header `ce-id` (on Kafka, `ce_id`).
         delivery: Finds the broker's count of deliveries, if it has one.
     """
 
@@ -49,15 +49,20 @@ class InboxMiddleware:
 
     def name_of(self, message: StreamMessage[Any]) -> tuple[str, str]:
         """The sender's id of the message, and the sender."""
-        headers = message.headers
-        id = headers.get(ID) if self.id is None else self.id(message)
-        source = headers.get(SOURCE) if self.source is None else self.source
+        id = attribute(message, "id") if self.id is None else self.id(message)
+        source = attribute(message, "source") if self.source is None else self.source
         if not id or not source:
             raise ConfigurationError(
-                f"A message has no header {ID if not id else SOURCE!r}: have it sent as a CloudEvent, or say where to find "
+                f"A message has no header {'ce-source' if id else 'ce-id'!r}: have it sent as a CloudEvent, or say where to find "
                 "it: InboxMiddleware(inbox, source='payments', id=lambda message: message.headers['x-id'])"
             )
         return str(id), str(source)
+
+
+def attribute(message: StreamMessage[Any], name: str) -> Any:
+    """The message's CloudEvents attribute; None if it has none."""
+    found = (message.headers.get(prefix + name) for prefix in PREFIXES)
+    return next((value for value in found if value), None)
 
 
 class ReceivedMessage(BaseMiddleware):

@@ -45,6 +45,13 @@ DEAD = "dead letter"
 FLAGGED = "flagged|"  # before the scope of an event's own record
 DEFAULT_NAME = "inbox"
 WEEK, DAY = 7 * 86400.0, 86400.0
+# What an event that cannot be requeued is instead, by its record's state.
+NOT_DEAD = {
+    "running": "it is being handled",
+    "settled": "it was handled",
+    "released": "it waits already for its next delivery, a running Consumer, or run_requeued",
+    "held": "nobody knows whether it was handled; find out, and say so with guard.resolve()",
+}
 NOT_OURS = {
     "ttl": "say retention, for how long an event's id is remembered",
     "keep": "whatever the handler gives is final, and what it raises is not, unless it is one of errors",
@@ -271,6 +278,9 @@ class Inbox:
             request = pack_request(msgspec.structs.replace(operation, request=lambda: payload), None, types)
         else:
             request = packed(payload, types)
+        return (yield from self._bury(operation, request, why))
+
+    def _bury(self, operation: Operation, request: bytes, why: str) -> Plan[bool]:
         lease = yield from self.guard.store.claim(operation, lease=self.policy.lease, request=request)
         if not isinstance(lease, Lease):
             return False
@@ -317,10 +327,7 @@ class Inbox:
         scope = self.scope(source)
         record = yield from self.guard.store.find(scope, event_id)
         if record is not None and not self._is_dead(record):
-            raise NotResolvable(
-                f"It is {record.state}, and not a dead letter; if nobody knows whether it was handled, find out, and "
-                "say so with guard.resolve()"
-            )
+            raise NotResolvable(f"The event {event_id!r} of {source!r} is not a dead letter: {NOT_DEAD[record.state]}")
         if record is not None:  # the process that made it a dead letter may have crashed right after
             yield from self._failed(Operation(scope, event_id), 0.0)
             yield from self._mark_requeued(event_id, source)
@@ -383,7 +390,7 @@ class Inbox:
         handlers: EventHandler | Mapping[str, EventHandler],
         on_dead: OnDead | None = None,
     ) -> Plan[bool]:
-        """Handle one requeued letter; False if it must be tried again."""
+        """Handle one requeued letter; False if it must be tried again, here or by a consumer that has a handler for it."""
         done = yield from self._handle_dead(letter, handlers, on_dead)
         if done:
             yield from self.guard.store.delete(self._requeued_scope, marker)
@@ -395,14 +402,17 @@ class Inbox:
         operation = Operation(letter.scope, letter.key, letter.fingerprint, name=letter.name)
         try:
             kept = self.kept(letter)
-            payload = parse_structured(kept) if isinstance(handlers, Mapping) else kept
-            handler = handler_for(handlers, payload) if isinstance(handlers, Mapping) else handlers
-        except (CorruptRecord, InvalidPayload, LookupError) as error:
-            log.error(
-                "The dead letter %r of %s was requeued, but cannot be handled: %s", letter.key, letter.name, error
-            )
-            yield from self.bury(operation, None, f"requeued, but {error}")
+            payload, handler = self.requeued_event(kept, handlers)
+        except CorruptRecord as error:  # it stays released, so that its next delivery is handled
+            log.error("The requeued event %r of %s cannot be handled: %s", letter.key, letter.name, error.detail)
             return True
+        except InvalidPayload as error:
+            log.error("The requeued event %r of %s is a dead letter again: %s", letter.key, letter.name, error.detail)
+            yield from self._bury(operation, letter.request, f"requeued, but {error.detail}")
+            return True
+        except LookupError as error:  # another consumer of this inbox may have one, or the next release of this one
+            log.warning("The requeued event %r of %s waits: there is %s", letter.key, letter.name, error)
+            return False
         try:
             received = yield from self.received(operation, payload, handler, 1, kept=kept, on_dead=on_dead)
         except Exception as error:
@@ -410,6 +420,17 @@ class Inbox:
             return False
         log.info("The requeued event %r of %s is %s", letter.key, letter.name, received.how)
         return True
+
+    def requeued_event(
+        self, kept: Any, handlers: EventHandler | Mapping[str, EventHandler]
+    ) -> tuple[Any, EventHandler]:
+        """What the handler of a requeued letter is given, and the handler; LookupError if *handlers* has none for it."""
+        if not isinstance(handlers, Mapping):
+            return kept, handlers
+        if not isinstance(kept, bytes):  # the payload of `handle`, and no envelope
+            raise LookupError("no handler by type for it: call run_requeued with the function that you give to handle")
+        envelope = parse_structured(kept)
+        return envelope, handler_for(handlers, envelope)
 
     def kept(self, letter: Record) -> Any:
         """The payload that a dead letter keeps."""

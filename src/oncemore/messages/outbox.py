@@ -14,6 +14,7 @@ from uuid import UUID
 
 import msgspec
 
+from .._contract.keys import check_name
 from .._contract.policy import duration
 from .._ledger.context import CURRENT, Op
 from .._ledger.guard import Guard, Progress, check_guard, check_positive
@@ -22,7 +23,7 @@ from .._ledger.transactions import Transaction
 from .._runtime.forks import reset_in_child
 from .._runtime.plan import Plan, arun, run
 from .._runtime.wakeups import Id
-from ..errors import ConfigurationError, InvalidPayload, NotFound, OncemoreError
+from ..errors import ConfigurationError, InvalidKey, InvalidPayload, NotFound, OncemoreError
 from . import outbox_sql as sql
 from .envelope import LIMIT, UNSET, Envelope, Extension, check_text, encode, format_time
 from .outbox_tables import FEATURE
@@ -163,7 +164,9 @@ class Outbox:
         traceparent: str | None,
     ) -> Envelope:
         op = place if isinstance(place, Op) else CURRENT.get()
-        if id is None:
+        if id is not None:
+            check_id(id)
+        else:
             # Not for an operation without a transaction: its second run may add others, after some were committed.
             derives = op is not None and op.transaction is not None
             id = op.derive_next(f"{self.source}\n{type}\n{subject}") if op is not None and derives else uuid7()
@@ -184,6 +187,12 @@ class Outbox:
         return envelope
 
     def _add(self, place: Any, envelope: Envelope, delay: float | str | None, at: datetime | None) -> Plan[str]:
+        if isinstance(place, Op) and place.transaction is None:
+            how = "add it in a step that takes a connection" if place.steps else "say effect = 'transaction'"
+            raise ConfigurationError(
+                f"This operation has no transaction with which the message could commit: {how}; or give your own open connection "
+                "or session instead of the operation"
+            )
         values = [envelope.id, self.source, envelope.type, envelope.subject, pack_attributes(envelope), envelope.raw]
         if delay is not None or at is not None:
             query = self.tables.query(sql.ADD_LATER, *values, *when(delay, at))
@@ -497,8 +506,20 @@ def when(delay: float | str | None, at: datetime | None) -> tuple[float, float |
     return 0.0, at.timestamp()
 
 
+def check_id(id: Any) -> None:
+    """Refuse an id of the user's that no inbox would take."""
+    try:
+        check_name(id, "The message's id")
+    except InvalidKey as error:
+        raise InvalidPayload(error.detail) from None
+
+
 def correlation_of(op: Op | None) -> str | None:
-    return op.key if op is not None else None
+    """The operation's key, unless CloudEvents forbids it as an attribute: keys that code makes may have any characters."""
+    try:
+        return None if op is None else check_text("correlationid", op.key)
+    except InvalidPayload:
+        return None
 
 
 def uuid7() -> str:

@@ -37,16 +37,26 @@ LIST = Sql(
     " AND (?4 IS NULL OR type GLOB ?4) AND (?5 IS NULL OR subject = ?5) ORDER BY seq LIMIT ?6",
 )
 
+# Whether the transactions that began before that of a row with a subject have ended; until then, an earlier row may still be
+# committed.  A row whose number is not assigned yet came with a dump of another server, and none of its transactions is open.
+MAY_GO = "(xid < pg_snapshot_xmin(pg_current_snapshot()) OR xid >= pg_snapshot_xmax(pg_current_snapshot()))"
+
+# How many rows have waited for such a transaction.  $2 source, $3 seconds after which a wait counts
+WAITING = Sql(
+    "SELECT count(*) FROM {p}outbox WHERE source = $2 AND state = 'pending' AND subject IS NOT NULL"
+    f" AND NOT {MAY_GO} AND due_at <= {{now}} - make_interval(secs => $3)",
+    "",
+)
+
 # In the order of the fields of OutboxStats.  $2 source, $3 seconds after which a wait for a transaction counts
 STATS = Sql(
-    postgres="""SELECT
-    (SELECT count(*) FROM {p}outbox WHERE source = $2 AND state = 'pending'),
-    coalesce((SELECT date_part('epoch', {now} - min(due_at)) FROM {p}outbox
-        WHERE source = $2 AND state = 'pending' AND due_at <= {now}), 0)::float8,
-    (SELECT count(*) FROM {p}outbox WHERE source = $2 AND state = 'dead'),
-    (SELECT count(*) FROM {p}outbox WHERE source = $2 AND state = 'sent'),
-    (SELECT count(*) FROM {p}outbox WHERE source = $2 AND state = 'pending' AND subject IS NOT NULL
-        AND xid >= pg_snapshot_xmin(pg_current_snapshot()) AND due_at <= {now} - make_interval(secs => $3))""",
+    postgres=f"""SELECT
+    (SELECT count(*) FROM {{p}}outbox WHERE source = $2 AND state = 'pending'),
+    coalesce((SELECT date_part('epoch', {{now}} - min(due_at)) FROM {{p}}outbox
+        WHERE source = $2 AND state = 'pending' AND due_at <= {{now}}), 0)::float8,
+    (SELECT count(*) FROM {{p}}outbox WHERE source = $2 AND state = 'dead'),
+    (SELECT count(*) FROM {{p}}outbox WHERE source = $2 AND state = 'sent'),
+    ({WAITING.postgres})""",
     sqlite="""SELECT
     (SELECT count(*) FROM {p}outbox WHERE source = ?2 AND state = 'pending'),
     coalesce((SELECT {now} - min(due_at) FROM {p}outbox
@@ -99,23 +109,26 @@ PURGE = Sql(
 # subject is looked at.  Otherwise a row is eligible if every row before it with the same subject is in the same batch; a row
 # that only waits for its first time (delay, at) holds up no other.
 #
-# On PostgreSQL, a row with a subject also waits until each transaction that began before its own has ended
-# (xid < pg_snapshot_xmin): until then, an earlier row may still be committed.  Rows that another relay has locked are
-# skipped, but they are still seen: for each subject that has such a row, the first of them comes as a row that ends in true,
-# and what comes behind it is not eligible.
+# On PostgreSQL, a row with a subject also waits until each transaction that began before its own has ended.  Rows that
+# another relay has locked are skipped, but they are still seen: for each subject that has such a row, the first of them comes
+# as a row that ends in true, and what comes behind it is not eligible.
 # $2 source, $3 most, $4 JSON array of subjects to leave out, $5 whether a dead letter holds up its followers, $6 seconds since
 # 1970: look at rows that were due since then only.  Until the server has cleaned up, an index still has the entries of all
 # rows that were deleted, and $6 passes over them.
-CANDIDATES_POSTGRES = """
+CANDIDATES_POSTGRES = (
+    """
 SELECT o.seq, o.id, o.type, o.subject, o.attributes, o.data, o.attempts, date_part('epoch', o.due_at) AS due
 FROM {{p}}outbox o
 WHERE o.source = $2 AND o.state = 'pending' AND o.due_at BETWEEN to_timestamp($6) AND {{now}} AND {which}
     AND (o.lease_until IS NULL OR o.lease_until <= {{now}})
-    AND (o.subject IS NULL OR o.xid < pg_snapshot_xmin(pg_current_snapshot())
+    AND (o.subject IS NULL OR """
+    + MAY_GO
+    + """
         AND o.subject NOT IN (SELECT jsonb_array_elements_text($4::jsonb))
         AND NOT EXISTS (SELECT FROM {{p}}outbox b WHERE b.source = $2 AND b.subject = o.subject AND b.seq < o.seq
             AND b.attempts > 0 AND (b.state = 'pending' OR b.state = 'dead' AND $5)))
 ORDER BY o.due_at, o.seq LIMIT $3 FOR UPDATE SKIP LOCKED"""
+)
 CLAIM_POSTGRES = (
     "WITH locked AS MATERIALIZED ("
     + CANDIDATES_POSTGRES

@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import secrets
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from .._runtime.backoff import Backoff
 from .._runtime.clock import SYSTEM
 from .._runtime.loops import to_the_end
 from .._runtime.plan import arun
+from .._runtime.service import run_service
 from .._runtime.wakeups import Wait
 from ..errors import BrokerError, ConfigurationError, OncemoreError
 from . import outbox_sql as sql
@@ -48,7 +48,11 @@ LOOK_AT_ALL = 1.0  # seconds between two claims that look at all rows, while the
 LATE = 60.0  # seconds that a transaction may take after it has added a message, to be noticed without that
 ROUNDING = 0.001  # seconds by which a time may differ after its way through a float
 PURGE_EVERY = 60.0  # seconds between two deletions of messages that were kept long enough
-AVOIDED = 2.0  # seconds between two attempts to reach a broker that is down while others are not
+LOOK_FOR_WAITING = 5.0  # seconds between two looks for messages that wait for an old transaction
+TELL_WAITING = 60.0  # seconds between two warnings of them
+AVOIDED = (
+    2.0  # seconds between two attempts to reach a broker that is down while others are not; more if they take long
+)
 MOST_ROUNDS = 5  # of one claim, if all that it finds belongs to subjects that another relay sends
 MOST_TYPES = 10_000  # whose broker is remembered
 LONGEST_ERROR = 500  # characters of it that are stored
@@ -147,8 +151,7 @@ class Relay:
 
     def run_once(self) -> int:
         """Send what is due now, and return how many messages the brokers have stored."""
-        sent: int = asyncio.run(self._closing(self.arun_once()))
-        return sent
+        return run_service(self.arun_once, close=self.outbox.tables.access.aclose)
 
     async def arun_once(self) -> int:
         """Send what is due now: `run_once` for event loops."""
@@ -156,21 +159,7 @@ class Relay:
 
     def run(self) -> None:
         """Send messages until SIGTERM or SIGINT; those that are under way are finished."""
-        asyncio.run(self._closing(self._until_signal()))
-
-    async def _closing(self, work: Any) -> Any:
-        """Await *work*, and close the store's connections of this event loop, which ends with it."""
-        try:
-            return await work
-        finally:
-            await self.outbox.tables.access.aclose()
-
-    async def _until_signal(self) -> None:
-        loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            with suppress(ValueError, NotImplementedError, RuntimeError):  # not on the main thread, or on Windows
-                loop.add_signal_handler(each, self.stop)
-        await self.arun()
+        run_service(self.arun, stop=self.stop, close=self.outbox.tables.access.aclose)
 
     async def arun(self) -> None:
         """Send messages until `stop` is called or the task is cancelled; those that are under way are finished."""
@@ -223,6 +212,7 @@ class RelayRun:
         self.stopping = False
         self.failed_due = 0.0  # when to look for rows that have failed, on the monotonic clock
         self.purge_due = 0.0
+        self.look_for_waiting = SYSTEM.monotonic() + LOOK_FOR_WAITING
         self.since = 0.0
         self.look_at_all = 0.0
         self.avoided: dict[str, float] = {}  # types whose broker is down, if others are not, and until when
@@ -286,13 +276,9 @@ class RelayRun:
         return await to_the_end(asyncio.ensure_future(work))
 
     async def _open(self) -> None:
-        """Connect.  One of several brokers may be down: the others get their messages."""
-        for broker in self.brokers:
-            try:
-                await broker.aopen()
-            except BrokerError:
-                if len(self.brokers) == 1:
-                    raise
+        """Connect.  Each of several brokers is opened when it is needed: one that is down must not hold up the others."""
+        if len(self.brokers) == 1:
+            await self.brokers[0].aopen()
 
     async def _close(self) -> None:
         for broker in self.brokers:
@@ -318,14 +304,17 @@ class RelayRun:
         return self.relay.mode == "lease" or (self.relay.mode is None and self.tables.access.pooled)
 
     async def _keep_house(self) -> None:
-        """Delete what was kept long enough, and tell of messages that wait for an old transaction; once a minute."""
+        """Now and then, delete what was kept long enough, and tell of messages that wait for an old transaction."""
         now = SYSTEM.monotonic()
-        if now < self.purge_due:
-            return
-        first, self.purge_due = self.purge_due == 0.0, now + PURGE_EVERY
-        if self.outbox.keep is not None:
+        if self.outbox.keep is not None and now >= self.purge_due:
+            self.purge_due = now + PURGE_EVERY
             await self.outbox.apurge()
-        if not first and (waiting := (await self.outbox.astats()).waiting):
+        if self.tables.dialect != "postgres" or now < self.look_for_waiting:
+            return
+        query = self.tables.query(sql.WAITING, self.outbox.source, LONG_WAIT)
+        [[(waiting,)]] = await arun(self.tables.execute(query, patient=True))
+        self.look_for_waiting = now + (TELL_WAITING if waiting else LOOK_FOR_WAITING)
+        if waiting:
             log.warning(
                 "%d messages of %r have waited for %g s or more, because an older transaction is still open and may add one that "
                 "comes before them; look for it in pg_stat_activity",
@@ -377,6 +366,12 @@ class RelayRun:
         return await self._end_leased([self._row(row) for row in found], token)
 
     async def _end_leased(self, rows: list[Row], token: str) -> tuple[int, int]:
+        suspect = next((row for row in rows if row.attempts >= self.relay.attempts), None)
+        if suspect is not None and len(rows) > 1:
+            # Relays have died with it too often: it is sent alone, so that no other is counted if that happens again.
+            others = as_json([row.seq for row in rows if row is not suspect])
+            await arun(self.tables.execute(self.tables.query(sql.GIVE_BACK, others, token)))
+            rows = [suspect]
         try:
             ends = await self._send(rows, token)
         except BaseException:
@@ -450,7 +445,10 @@ class RelayRun:
         ends = Ends(self, token)
         ends.found = len(rows)
         latest = SYSTEM.monotonic() + self.relay.lease / 2
-        for wave in waves(rows):
+        for row in rows:
+            if row.attempts > self.relay.attempts:  # in the last of them it was sent alone
+                ends.bury(row, f"It was tried {row.attempts} times, and relays have died while they sent it")
+        for wave in waves([row for row in rows if row.seq not in ends.decided]):
             if token is not None and SYSTEM.monotonic() > latest and ends.decided:
                 break  # the lease may end before the next wave does
             wave = [row for row in wave if row.envelope.subject is None or row.envelope.subject not in ends.stuck]
@@ -469,6 +467,7 @@ class RelayRun:
             else:
                 by_broker[id(broker)][1].append(row)
         sending = [self._publish(broker, rows) for broker, rows in by_broker.values() if rows]
+        started = SYSTEM.monotonic()
         for results in await asyncio.gather(*sending):
             for row, error in results:
                 if error is None:
@@ -476,7 +475,8 @@ class RelayRun:
                 elif isinstance(error, BrokerDown):
                     ends.down = error
                     if len(self.brokers) > 1:
-                        self.avoided[row.envelope.type] = SYSTEM.monotonic() + AVOIDED
+                        now = SYSTEM.monotonic()
+                        self.avoided[row.envelope.type] = now + max(AVOIDED, 5 * (now - started))
                 else:
                     ends.fail(row, error)
 
@@ -500,10 +500,13 @@ class RelayRun:
     async def _try(self, broker: Broker, rows: list[Row]) -> Sequence[Exception | None]:
         try:
             envelopes = [row.envelope for row in rows]
+            await broker.aopen()
             with send_span(broker.channel, envelopes):
                 results = await broker.publish(envelopes)
-        except Exception as error:  # a Broker of the user's
-            results = [error] * len(rows)
+        except BrokerError as error:  # it cannot be reached
+            return [error] * len(rows)
+        except Exception as error:  # a Broker of the user's; perhaps one message is to blame
+            return [BrokerError(describe(error))] * len(rows)
         if len(results) != len(rows):
             raise ConfigurationError(
                 f"{broker.url}: publish returned {len(results)} results for {len(rows)} messages: it must return one for each"

@@ -23,14 +23,17 @@ from ..envelope import Envelope, binary, parse_binary
 log = logging.getLogger("oncemore.messages")
 
 OPTIONS = {"partitions": 12, "replicas": 0, "sasl": ""}
-# Errors that say nothing about the message: too few brokers to store it.
-FOR_NOW = (
-    KafkaError._MSG_TIMED_OUT,
-    KafkaError._TRANSPORT,
-    KafkaError._ALL_BROKERS_DOWN,
-    KafkaError.NOT_ENOUGH_REPLICAS,
-    KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
-    KafkaError.LEADER_NOT_AVAILABLE,
+# The errors that are a message's own fault.  All others come and go with the cluster and its settings: too few brokers, a
+# topic that is missing, a password or a right.
+OWN_FAULT = (
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.RECORD_LIST_TOO_LARGE,
+    KafkaError.INVALID_MSG,
+    KafkaError.INVALID_MSG_SIZE,
+    KafkaError.INVALID_RECORD,
+    KafkaError.INVALID_TIMESTAMP,
+    KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT,
+    KafkaError.POLICY_VIOLATION,
 )
 POLL = 0.1  # seconds; librdkafka expects to be asked again soon, also by a consumer that has no room for messages
 
@@ -160,7 +163,7 @@ class KafkaBroker:
                 results[number] = None
                 return
             wrapped = failed(self, "Publishing to", KafkaException(error))
-            results[number] = BrokerDown(wrapped.detail) if error.code() in FOR_NOW else wrapped
+            results[number] = wrapped if error.code() in OWN_FAULT else BrokerDown(wrapped.detail)
 
         return report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -11,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext, api
-from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
+from nats.js.errors import APIError, NotFoundError
 
 from ...errors import BrokerError, ConfigurationError
 from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
@@ -29,6 +31,24 @@ IN_FLIGHT = 4000  # publishes that wait for their acknowledgement
 UNFIT = re.compile(r"[^0-9A-Za-z_=-]+")  # for a stream or consumer
 UNFIT_SUBJECT = re.compile(r"[^\x21-\x7e]+|[*>]|^\.|\.$|\.(?=\.)")
 PULL_EXPIRED = ("404", "408")
+NO_RESPONDERS = "503"
+
+
+class PublishProblem(msgspec.Struct):
+    """Why a message was not stored, as the server says it."""
+
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class PublishAnswer(msgspec.Struct):
+    """The server's answer to a message, as far as it matters here."""
+
+    error: PublishProblem | None = None
+
+
+decode_answer = msgspec.json.Decoder(PublishAnswer).decode
 
 
 def connect(address: Address, settings: Mapping[str, Any]) -> NatsBroker:
@@ -41,6 +61,14 @@ def connect(address: Address, settings: Mapping[str, Any]) -> NatsBroker:
 def subject_of(channel: str, type: str) -> str:
     """The NATS subject for a type of event."""
     return f"{channel}.{UNFIT_SUBJECT.sub('_', type)}"
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """Whether the subject is one of those that the pattern stands for: `*` is one of its parts, `>` all that follow."""
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">":
+        wanted, given = wanted[:-1], given[: len(wanted) - 1] if len(given) >= len(wanted) else []
+    return len(wanted) == len(given) and all(part in ("*", its) for part, its in zip(wanted, given, strict=True))
 
 
 class NatsBroker:
@@ -56,15 +84,21 @@ class NatsBroker:
         self.timeout: float = address.options["timeout"]
         self._client: Client | None = None
         self.stream: JetStreamContext = None  # type: ignore[assignment]  # until it is open
+        self._subjects: list[str] = []  # that the stream takes
+        self._answers = ""  # the subject for the server's answers, each with the number of its message behind it
+        self._numbers = itertools.count()
+        self._waiting: dict[str, tuple[str, asyncio.Future[Exception | None]]] = {}  # by number: the message's subject
 
     async def aopen(self) -> None:
         if self.connects:
             return
         await self.aclose()
         client = await self.connected()
-        self.stream = client.jetstream(publish_async_max_pending=IN_FLIGHT, timeout=self.timeout)
+        self.stream = client.jetstream(timeout=self.timeout)
         try:
             await self._find_or_create()
+            self._answers, self._waiting = client.new_inbox(), {}
+            await client.subscribe(f"{self._answers}.*", cb=self._take_answer)
         except BaseException:
             await client.close()
             raise
@@ -116,6 +150,7 @@ class NatsBroker:
         except (NatsError, APIError, TimeoutError) as error:
             raise failed(self, f"Looking for the stream {self.channel!r} of", error) from error
         self.window = info.config.duplicate_window
+        self._subjects = info.config.subjects or []
 
     def _configuration(self) -> api.StreamConfig:
         options = self.address.options
@@ -143,9 +178,10 @@ class NatsBroker:
             sent = [await self._send(envelope) for envelope in envelopes[first : first + IN_FLIGHT]]
             await self._wait({each for each in sent if isinstance(each, asyncio.Future)})
             results += map(self._result, sent)
+            self._waiting.clear()
         return results
 
-    async def _wait(self, waiting: set[asyncio.Future[api.PubAck]]) -> None:
+    async def _wait(self, waiting: set[asyncio.Future[Exception | None]]) -> None:
         """Wait for the acknowledgements while there is a connection; the driver does not tell those who wait of its end."""
         ends = time.monotonic() + self.timeout
         while waiting and self.connects and (left := ends - time.monotonic()) > 0:
@@ -156,32 +192,55 @@ class NatsBroker:
         """Whether the connection is open."""
         return self._client is not None and self._client.is_connected
 
-    async def _send(self, envelope: Envelope) -> asyncio.Future[api.PubAck] | Exception:
-        """Send it without waiting for the acknowledgement, which is the future's result."""
-        if not self.connects:  # it would be kept and sent later, perhaps behind one that comes after it
+    async def _send(self, envelope: Envelope) -> asyncio.Future[Exception | None] | Exception:
+        """Send it without waiting for the acknowledgement, whose error, or None, is the future's result.
+
+        The driver's own `publish_async` leaves its caller waiting if the answer is an error.
+        """
+        if self._client is None or not self.connects:  # it would be kept and sent later, perhaps behind one after it
             return BrokerError(f"{self.url} is not connected")
         headers, body = binary(envelope, "ce-", quoted=True)
         headers[api.Header.MSG_ID.value] = deduplication_id(envelope, self.channel)
+        number, subject = str(next(self._numbers)), subject_of(self.channel, envelope.type)
+        answer: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = subject, answer
         try:
-            # Without `wait_stall`, which is a switch of tasks: each message would go out in a packet of its own.
-            return await self.stream.publish_async(subject_of(self.channel, envelope.type), body, headers=headers)
+            await self._client.publish(subject, body, f"{self._answers}.{number}", headers)
         except (NatsError, OSError, TimeoutError) as error:
             return failed(self, f"Publishing {envelope.id} to", error)
+        return answer
 
-    def _result(self, sent: asyncio.Future[api.PubAck] | Exception) -> Exception | None:
-        if isinstance(sent, Exception):
-            return sent
-        if not sent.done():
-            sent.cancel()
-            if not self.connects:  # perhaps because of this message, or of one that was sent with it
-                return BrokerError(f"{self.url} has lost its connection before it confirmed the message")
-            return BrokerDown(f"{self.url} did not confirm the message within {self.timeout:g} s")
-        error = sent.exception()
+    async def _take_answer(self, message: Msg) -> None:
+        """Let the one who waits for this answer know what it says."""
+        subject, waiting = self._waiting.pop(message.subject.rpartition(".")[2], ("", None))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(self._error_in(message, subject))
+
+    def _error_in(self, message: Msg, subject: str) -> Exception | None:
+        """The error that the server's answer to a message tells of."""
+        if (message.headers or {}).get("Status") == NO_RESPONDERS:
+            if any(covers(pattern, subject) for pattern in self._subjects):
+                return BrokerDown(
+                    f"{self.url}: the stream {self.channel!r} does not answer; it may have lost its leader"
+                )
+            return BrokerError(
+                f"{self.url}: the stream takes {', '.join(self._subjects)}, which does not include {subject}"
+            )
+        error = decode_answer(message.data).error
         if error is None:
             return None
-        wrapped = failed(self, "Publishing to", error)
-        # 503: the stream is full, or has lost its leader.
-        return BrokerDown(wrapped.detail) if isinstance(error, ServiceUnavailableError) else wrapped
+        what = f"Publishing to {self.url} failed: {error.description} (error {error.err_code})"
+        # 5xx: the stream is full, or has lost its leader.
+        return BrokerDown(what) if error.code >= 500 else BrokerError(what)
+
+    def _result(self, sent: asyncio.Future[Exception | None] | Exception) -> Exception | None:
+        if isinstance(sent, Exception):
+            return sent
+        if sent.done():
+            return sent.result()
+        if not self.connects:  # perhaps because of this message, or of one that was sent with it
+            return BrokerError(f"{self.url} has lost its connection before it confirmed the message")
+        return BrokerDown(f"{self.url} did not confirm the message within {self.timeout:g} s")
 
     def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
         return NatsSubscription(self, group, prefetch)

@@ -12,7 +12,13 @@ from typing import Any
 import aio_pika
 from aio_pika import Exchange
 from aio_pika.abc import AbstractConnection, AbstractIncomingMessage
-from aiormq.exceptions import AMQPError, ChannelInvalidStateError, ChannelNotFoundEntity, PublishError
+from aiormq.exceptions import (
+    AMQPError,
+    ChannelInvalidStateError,
+    ChannelNotFoundEntity,
+    DeliveryError,
+    PublishError,
+)
 
 from ...errors import BrokerError
 from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, failed
@@ -25,7 +31,7 @@ OPTIONS: dict[str, Any] = {}
 ERRORS = (AMQPError, ChannelInvalidStateError, OSError, TimeoutError)
 MOST_IN_FLIGHT = 500  # publishes that wait for their confirmation
 CLOSING = 5.0  # seconds
-LONGEST_KEY = 255  # bytes of a routing key
+LONGEST = 255  # bytes of a routing key or a message id; the envelope's own are among the headers
 
 
 def connect(address: Address, settings: Mapping[str, Any]) -> RabbitBroker:
@@ -50,6 +56,7 @@ class RabbitBroker:
         self.timeout: float = address.options["timeout"]
         self._connection: AbstractConnection | None = None
         self.exchange: Exchange = None  # type: ignore[assignment]  # until it is open
+        self._binding: asyncio.Future[None] | None = None  # of the default group's queue, for all messages of one call
 
     async def aopen(self) -> None:
         if self._connection is not None and not self._connection.is_closed and not self.exchange.channel.is_closed:
@@ -122,7 +129,8 @@ class RabbitBroker:
             except BrokerError as error:
                 results += [error] * len(some)
                 continue
-            if len({envelope.id for envelope in some}) == len(some):
+            self._binding = None
+            if len({shortened(envelope.id) for envelope in some}) == len(some):
                 results += await asyncio.gather(*map(self._publish, some))
             else:  # the driver tells returned messages apart by their ids
                 results += [await self._publish(envelope) for envelope in some]
@@ -134,21 +142,31 @@ class RabbitBroker:
             body,
             headers=dict(headers),
             content_type=headers.pop("content-type", None),
-            message_id=envelope.id,
+            message_id=shortened(envelope.id),
             delivery_mode=aio_pika.DeliveryMode.PERSISTENT,
         )
-        key = envelope.type.encode()[:LONGEST_KEY].decode(errors="ignore")
+        key = shortened(envelope.type)
         try:
             try:
                 await self.exchange.publish(message, key, mandatory=True, timeout=self.timeout)
             except PublishError:
                 if not self.address.options["create"]:
                     raise
-                await self._bind_default_queue()
+                if self._binding is None:
+                    self._binding = asyncio.ensure_future(self._bind_default_queue())
+                await self._binding
                 await self.exchange.publish(message, key, mandatory=True, timeout=self.timeout)
         except TimeoutError:  # it takes no messages while it has too little memory or disk
             return BrokerDown(f"{self.url} did not confirm the message {envelope.id} within {self.timeout:g} s")
-        except ERRORS as error:
+        except PublishError as error:  # no queue is bound to the exchange
+            return failed(self, f"Publishing {envelope.id} to", error)
+        except DeliveryError as error:  # a queue is full, or has failed
+            return BrokerDown(f"{self.url} does not take the message {envelope.id} now: {error}")
+        except (
+            *ERRORS,
+            TypeError,
+            ValueError,
+        ) as error:  # AMQP cannot write it, such as a content type of 300 characters
             return failed(self, f"Publishing {envelope.id} to", error)
         return None
 
@@ -163,6 +181,10 @@ class RabbitBroker:
 
     def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
         return RabbitSubscription(self, group, prefetch)
+
+
+def shortened(text: str) -> str:
+    return text.encode()[:LONGEST].decode(errors="ignore")
 
 
 async def close(connection: AbstractConnection) -> None:
@@ -285,7 +307,10 @@ class RabbitDelivery(Delivery):
 
 def headers_of(message: AbstractIncomingMessage) -> dict[str, str]:
     """The CloudEvents attributes, with the content type, which is a property of its own in AMQP."""
-    headers = {name: value for name, value in message.headers.items() if isinstance(value, str)}
+    headers: dict[str, str] = {}
+    for name, value in message.headers.items():
+        if isinstance(value, str | int):  # also a bool; other producers write integers as such
+            headers[name] = value if isinstance(value, str) else str(value).lower()
     if message.content_type:
         headers["content-type"] = message.content_type
     return headers

@@ -20,7 +20,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from ...errors import BrokerError
+from ...errors import BrokerError, ConfigurationError
 from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
 from ..envelope import Envelope, parse_structured, structured
 
@@ -53,6 +53,12 @@ return 1
 
 
 def connect(address: Address, settings: Mapping[str, Any]) -> RedisStreamBroker:
+    if len(address.hosts) > 1:
+        raise ConfigurationError(f"{address.url!r} names several hosts: a stream is on one server, so name the primary")
+    if address.space and not address.space.isdecimal():
+        raise ConfigurationError(
+            f"{address.url!r}: {address.space!r} is no number of a database: write redis+stream://host/0/{address.channel}"
+        )
     return RedisStreamBroker(address, settings)
 
 
@@ -85,7 +91,7 @@ class RedisStreamBroker:
     def connected(self) -> redis.Redis:
         """A new client, which opens its connection when it is first used."""
         address = self.address
-        [(host, port), *_] = address.host_and_port(6379)
+        [(host, port)] = address.host_and_port(6379)
         tls = {"ssl": True} if address.tls() else {}
         files = {"ssl_ca_certs": "tls_ca", "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key"}
         tls |= {name: address.options[option] for name, option in files.items() if tls and address.options[option]}

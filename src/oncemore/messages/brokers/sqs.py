@@ -13,7 +13,7 @@ from typing import Any
 
 import boto3  # type: ignore[import-untyped]
 from botocore.config import Config  # type: ignore[import-untyped]
-from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError  # type: ignore[import-untyped]
 
 from ...errors import BrokerError, ConfigurationError
 from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
@@ -26,6 +26,8 @@ FIFO_WINDOW = 300.0  # fixed by AWS
 MOST_MESSAGES, MOST_BYTES = 10, 262_144  # in one request
 LONGEST_POLL = 20
 LONGEST_DELAY = 43_200.0
+# Words in the codes of errors that say nothing about the message: too many requests, no queue, credentials, keys.
+FOR_NOW = ("Throttl", "OverLimit", "Queue", "AccessDenied", "Expired", "Token", "Signature", "Credential", "Kms")
 NAME = re.compile(r"[0-9A-Za-z_-]{1,80}(\.fifo)?")
 FIT = frozenset(string.ascii_letters + string.digits + string.punctuation)
 
@@ -141,8 +143,8 @@ class SqsBroker:
             return {entry["Id"]: wrapped for entry in entries}
         results: dict[str, Exception | None] = {each["Id"]: None for each in answer.get("Successful", ())}
         for each in answer.get("Failed", ()):
-            said = f"{each.get('Code')} {each.get('Message', '')}"
-            results[each["Id"]] = BrokerError(f"Publishing to {self.url} failed: {said}")
+            said = f"Publishing to {self.url} failed: {each.get('Code')} {each.get('Message', '')}"
+            results[each["Id"]] = BrokerError(said) if each.get("SenderFault", True) else BrokerDown(said)
         return results
 
     def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
@@ -150,11 +152,12 @@ class SqsBroker:
 
 
 def is_for_now(error: Exception) -> bool:
-    """Whether the error says nothing about the message: SQS cannot be reached, has failed, or wants fewer requests."""
+    """Whether the error says nothing about the message: SQS cannot be reached, has failed, or does not let us in."""
     if not isinstance(error, ClientError):
-        return True
+        return not isinstance(error, ParamValidationError)
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    return status >= 500 or status == 429 or "Throttl" in error.response.get("Error", {}).get("Code", "")
+    code = error.response.get("Error", {}).get("Code", "").rpartition(".")[2]  # some begin with AWS.SimpleQueueService
+    return status >= 500 or status in (401, 403, 429) or any(word in code for word in FOR_NOW)
 
 
 def batched(entries: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

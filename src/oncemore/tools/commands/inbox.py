@@ -25,7 +25,7 @@ from .options import (
 from .output import Output, escape, iso_date, print_csv, print_page
 
 COLUMNS = ("event_id", "source", "first_seen", "processed", "result")
-DEAD_COLUMNS = ("event_id", "source", "first_seen", "attempts", "reason")
+DEAD_COLUMNS = ("event_id", "inbox", "source", "first_seen", "attempts", "reason")
 RESULTS = {"running": "in progress", "settled": "ok", "released": "to be handled", "held": "unknown"}
 PREFIX = "inbox:"
 
@@ -37,6 +37,10 @@ name_option = click.option(
     callback=read_text,
     help="The inbox's name, as in Inbox(name=...).",
 )
+source_filter = click.option(
+    "--source", callback=read_text, help="Only events of this source; in a large ledger, name the inbox too."
+)
+inbox_filter = click.option("--inbox", "name", callback=read_text, help="Only events of the inbox with this name.")
 
 
 @click.command()
@@ -63,23 +67,28 @@ def inbox() -> None:
 
 
 @inbox.command("list", short_help="list the events that were received")
-@click.option("--source", callback=read_text, help="Only events of this source.")
+@source_filter
+@inbox_filter
 @click.option(
     "--csv", "as_csv", is_flag=True, help="Print CSV, with the columns event_id, source, first_seen, processed, result."
 )
-@name_option
 @limit_option
 @cursor_option
 @store_option
 @json_option
 @click.pass_obj
 def list_events(
-    output: Output, url: str | None, source: str | None, as_csv: bool, name: str, limit: int, cursor: str | None
+    output: Output,
+    url: str | None,
+    source: str | None,
+    as_csv: bool,
+    name: str | None,
+    limit: int,
+    cursor: str | None,
 ) -> None:
     """List the events that were received, with the time of the first delivery and the result."""
     with open_ledger(url) as guard, reading_cursor(cursor):
-        box = Inbox(guard, name=name, effect="lease")
-        page = events_of(guard, None if source is None else box.scope(source), limit, cursor)
+        page = events_of(guard, name, source, limit, cursor)
     events = [event_fields(record) for record in page.records]
     if as_csv:
         print_csv(COLUMNS, ([event[column] for column in COLUMNS] for event in events), page.cursor)
@@ -88,18 +97,24 @@ def list_events(
 
 
 @inbox.command(short_help="list the dead letters")
-@click.option("--source", required=True, callback=read_text, help="The source of the events.")
-@name_option
+@source_filter
+@inbox_filter
 @limit_option
 @cursor_option
 @store_option
 @json_option
 @click.pass_obj
-def dead(output: Output, url: str | None, source: str, name: str, limit: int, cursor: str | None) -> None:
-    """List the dead letters of a source: events that have failed too often, or cannot be read."""
+def dead(output: Output, url: str | None, source: str | None, name: str | None, limit: int, cursor: str | None) -> None:
+    """List the dead letters: events that have failed too often, or cannot be read.
+
+    An event that cannot be read has the name of its channel as its source.
+    """
     with open_ledger(url) as guard, reading_cursor(cursor):
-        page = Inbox(guard, name=name, effect="lease").dead(source, limit=limit, cursor=cursor)
-    letters = [{**event_fields(record), "attempts": record.attempts, "reason": record.note} for record in page.records]
+        page = events_of(guard, name, source, limit, cursor, dead=True)
+    # The last claim of a record was the one that made it a dead letter.
+    letters = [
+        {**event_fields(record), "attempts": record.attempts - 1, "reason": record.note} for record in page.records
+    ]
     show_events(output, DEAD_COLUMNS, letters, page.cursor)
 
 
@@ -120,24 +135,40 @@ def requeue(output: Output, url: str | None, event_id: str, source: str, name: s
     output.show(event_fields(record), f"Requeued {escape(event_id)} of {escape(source)}.")
 
 
-def events_of(guard: Guard, scope: str | None, limit: int, cursor: str | None) -> Page:
-    """One page of the inbox's records; without a *scope*, those of all sources and inboxes."""
+def events_of(
+    guard: Guard, name: str | None, source: str | None, limit: int, cursor: str | None, *, dead: bool = False
+) -> Page:
+    """One page of the events of an inbox and a source; None stands for all."""
+    # All inboxes may have this source, so its scope is known only if the name is.
+    scope = None if name is None or source is None else Inbox(guard, name=name, effect="lease").scope(source)
     found: list[Record] = []
     while True:
-        page = guard.list(Filter(scope=scope), limit=limit, cursor=cursor)
-        found += [record for record in page.records if record.scope.startswith(PREFIX)]
+        page = guard.list(Filter(scope=scope, state="held" if dead else None), limit=limit, cursor=cursor)
+        for record in page.records:
+            is_wanted = record.scope.startswith(PREFIX) and (record.note.startswith(DEAD) or not dead)
+            its_name, its_source = place_of(record)
+            if is_wanted and name in (None, its_name) and source in (None, its_source):
+                found.append(record)
         cursor = page.cursor
         if cursor is None or found:
             return Page(tuple(found), cursor)
+
+
+def place_of(record: Record) -> tuple[str, str]:
+    """The name of the inbox that has received an event, and the event's source; see `Inbox.scope`."""
+    _, *names = map(unquote, record.scope.split(":"))
+    return (names[0] if len(names) > 1 else DEFAULT_NAME), names[-1] if names else ""
 
 
 def event_fields(record: Record) -> dict[str, Any]:
     result = "dead" if record.state == "held" and record.note.startswith(DEAD) else RESULTS[record.state]
     if record.outcome is not None and record.outcome.kind == "error":
         result = "error"
+    name, source = place_of(record)
     return {
         "event_id": record.key,
-        "source": unquote(record.scope.rpartition(":")[2]),
+        "inbox": name,
+        "source": source,
         "first_seen": utc(record.created_at),
         "processed": utc(record.settled_at),
         "result": result,

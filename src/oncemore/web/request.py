@@ -50,6 +50,7 @@ __all__ = [
     "principal_of",
     "remembered_digest",
     "value_of",
+    "warn_again",
 ]
 
 log = logging.getLogger("oncemore.web")
@@ -319,6 +320,12 @@ def digest(credentials: tuple[tuple[str, str], ...]) -> str:
 
 
 remembered_digest = lru_cache(maxsize=4096)(digest)
+
+
+def warn_again() -> None:
+    """Let the next guarded request warn of its principal: each middleware that is made warns once of each kind."""
+    warn_of_credentials.cache_clear()
+    anonymous.cache_clear()
 
 
 @lru_cache(maxsize=1)

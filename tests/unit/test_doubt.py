@@ -190,7 +190,7 @@ class KeyedProvider(Provider):
 
 def test_step_in_doubt_is_held_and_not_retried(guard: Guard) -> None:
     charge, policy = KeyedProvider(TimeoutError("read")), Policy(effect="steps")
-    perform = paying(charge, doubt=(TimeoutError,), on_unknown="hold")
+    perform = paying(charge, doubt=(TimeoutError,))
     with pytest.raises(TimeoutError, match="read"):
         guard.run(ASKED, perform, policy=policy)
     with pytest.raises(UnknownOutcome):
@@ -222,9 +222,29 @@ def test_steps_take_the_doubt_of_their_policy(guard: Guard) -> None:
     assert (charge.charges, undone) == (1, [])
 
 
-def test_step_that_is_sent_again_anyway_refuses_doubt(guard: Guard) -> None:
-    with pytest.raises(ConfigurationError, match="step 'charge': doubt changes nothing"):
-        guard.run(ASKED, paying(KeyedProvider(), doubt=(TimeoutError,)), policy=Policy(effect="steps"))
+def test_step_in_doubt_is_sent_again_with_on_unknown_retry(guard: Guard) -> None:
+    charge = KeyedProvider(TimeoutError("read"))
+    perform = paying(charge, doubt=(TimeoutError,), on_unknown="retry")
+    with pytest.raises(TimeoutError):
+        guard.run(ASKED, perform, policy=Policy(effect="steps"))
+    assert charge.charges == 3
+
+
+def test_database_step_is_rolled_back_and_never_in_doubt(tmp_path: Path) -> None:
+    guard, errors = Guard(f"sqlite:///{tmp_path}/once.db"), [TimeoutError("read")]
+
+    def book(connection: Any) -> str:
+        if errors:
+            raise errors.pop()
+        return "booked"
+
+    def perform(op: Op) -> Any:
+        return op.step("book", book, doubt=(TimeoutError,))
+
+    with pytest.raises(TimeoutError):
+        guard.run(ASKED, perform, policy=Policy(effect="steps"))
+    assert guard.run(ASKED, perform, policy=Policy(effect="steps")).value == "booked"
+    guard.close()
 
 
 def test_response_in_doubt_leaves_steps_unfinished(guard: Guard) -> None:

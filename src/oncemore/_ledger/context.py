@@ -95,7 +95,7 @@ class Op:
         undo: Callable[..., Any] | None = None,
         retry: Retrying | int | None = None,
         effect: StepEffect | None = None,
-        on_unknown: OnUnknownStep = "retry",
+        on_unknown: OnUnknownStep | None = None,
         resolver: Callable[..., Any] | None = None,
         doubt: tuple[type[Exception], ...] | None = None,
     ) -> Any:
@@ -110,12 +110,14 @@ class Op:
             undo: Is called with the step's value if the whole operation fails for good.
             retry: How often the step is tried: 3 times by default, a database step once.
             effect: "lease" or "transaction", if it does not follow from the parameters.
-            on_unknown: What to do if an earlier attempt crashed in this very step, or left it in doubt.
+            on_unknown: What to do if an earlier attempt crashed in this very step, or left it in doubt: by default "retry",
+                or "hold" if *doubt* is given.
             resolver: Is given the step's key, and asks the provider whether it took effect.
             doubt: The exceptions after which nobody knows whether it took effect, such as time-outs; those of the policy
                 unless given.
         """
-        settings = {"on_unknown": "resolve" if resolver else on_unknown, "resolver": resolver, "doubt": doubt}
+        decided = "resolve" if resolver else on_unknown or ("hold" if doubt else "retry")
+        settings = {"on_unknown": decided, "resolver": resolver, "doubt": doubt}
         steps = self._stepping("op.step()")
         return run_here(steps.step(name, function, undo, retry=retry, effect=effect, **settings))
 

@@ -18,7 +18,7 @@ from .._runtime.wakeups import Id
 from ..errors import ConfigurationError, CorruptRecord, Fenced, OncemoreError, StoreError
 from .decisions import Answer, check, in_progress, is_over, outcome_unknown, replay
 from .events import Event, EventKind, Observer, log, tell_all
-from .model import Lease, Operation, Outcome, Record
+from .model import UNREADABLE, Lease, Operation, Outcome, Record
 from .store import STORE_FAILURES, Store
 from .values import NOTHING, value_or_error
 
@@ -104,6 +104,9 @@ class Ledger:
 
     def _repeat(self, record: Record, policy: Policy) -> Plan[Answer]:
         outcome = record.outcome or Outcome("tombstone")
+        if record.note == UNREADABLE:
+            damaged = Operation(*record.id, name=record.name)
+            self.emit("failed", damaged, code=CorruptRecord.code, detail="The stored outcome cannot be read")
         if policy.ttl_from == "access":
             yield from self.store.touch(record, retention=policy.ttl)
         else:

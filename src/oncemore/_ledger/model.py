@@ -17,6 +17,7 @@ from ..errors import InvalidKey
 from .states import HELD, RUNNING, State
 
 Kind = Literal["response", "value", "error", "tombstone"]
+UNREADABLE = "unreadable record"  # the note of a record whose outcome a store cannot read; it is shown as a tombstone
 Tier = Literal["process", "redis", "database"]  # where a stored outcome was found
 
 # None of these can be part of a cycle, so the garbage collector need not look at them (`gc=False`): a cache full of

@@ -386,11 +386,6 @@ class Step:
             raise ConfigurationError(f"step {name!r} takes a connection, which effect = 'lease' does not have")
         if on_unknown == "resolve" and resolver is None:
             raise ConfigurationError(f"step {name!r}: on_unknown = 'resolve' needs a resolver")
-        if doubt and on_unknown == "retry":
-            raise ConfigurationError(
-                f"step {name!r}: doubt changes nothing, because on_unknown = 'retry' sends the step again with the same key; "
-                "write on_unknown='hold', or give a resolver"
-            )
 
     def naming(self, policy: Policy) -> Policy:
         """Return *policy*, with the classes that the return annotation of the step's function names."""

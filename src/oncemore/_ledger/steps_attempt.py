@@ -6,6 +6,7 @@ claims it at once, and so does the completer.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -228,12 +229,16 @@ class StepsAttempt(LeaseAttempt):
             else:
                 retention = 0.0 if forget and self.lease.attempt == 1 else self.policy.ttl
                 yield from self.ledger.release(self.lease, retention=retention)
-            if not taken or self.policy.on_unique == "serialize":
-                yield from self._end_unique_claim(None)
-            elif self.unique is not None:
-                yield from self.ledger.lapse(self.unique.lease)
+            yield from self._leave_unique(free=not taken)
         except (Fenced, *STORE_FAILURES) as error:  # then the lease lapses by itself, or is another's
             self.ledger.emit("failed", self.operation, token=self.lease.token, code=error.code)
+
+    def _leave_unique(self, *, free: bool) -> Plan[None]:
+        """Let other keys ask at once: they perform if the way is *free*, and otherwise learn that this key is unfinished."""
+        if free or self.policy.on_unique == "serialize":
+            yield from self._end_unique_claim(None)
+        elif self.unique is not None:
+            yield from self.ledger.lapse(self.unique.lease)
 
     # Failing for good
 
@@ -258,7 +263,10 @@ class StepsAttempt(LeaseAttempt):
                 yield from self._leave()
                 raise
             where = f"the undoing of {steps.undos[-1][0].name.removeprefix('undo:')!r}" if steps.undos else "the end"
-            raise (yield from self._hold(f"{where} failed: {error!r}")) from error
+            held = yield from self._hold(f"{where} failed: {error!r}")
+            with suppress(Fenced, *STORE_FAILURES):  # then its lease lapses by itself
+                yield from self._leave_unique(free=False)
+            raise held from error
         if steps.failure is None:
             yield from self._end_unique_claim(None)
             doubt = f"; but {steps.doubt!r} was begun, and may have taken effect" if steps.doubt else ""

@@ -218,8 +218,13 @@ class Inbox:
         if isinstance(refusal, Duplicate | OutcomeNotKept):
             return Received("duplicate")
         record = yield from self.guard.store.find(*operation.id)
-        if record is None or not self._is_dead(record):
+        if record is None or not (is_dead(record) or (record.state == "held" and self.policy.effect == "transaction")):
             raise refusal
+        if not is_dead(record):
+            # A transaction leaves no doubt, so a process has died while it made the event a dead letter; or while it
+            # handled the event under a lease, before the inbox had this level: then it is not repeated either.
+            yield from self.guard.store.resolve(*operation.id, None, retention=self.policy.ttl)
+            yield from self.bury(operation, payload, record.note)
         return Received("dead", attempt=record.attempts)
 
     def _value(self, operation: Operation, outcome: Outcome) -> Any:
@@ -304,16 +309,7 @@ class Inbox:
         return Filter(state="held", scope=self.scope(source))
 
     def _only_dead(self, page: Page) -> Page:
-        return Page(tuple(filter(self._is_dead, page.records)), page.cursor)
-
-    def _is_dead(self, record: Record) -> bool:
-        """Whether it has failed too often, rather than that nobody knows whether it was handled.
-
-        A transaction leaves no doubt.  If an event of that level is held, a process has died while it made the event a dead
-        letter; or while it handled the event under a lease, before the inbox had this level: then it is not repeated either.
-        """
-        is_letter = record.note.startswith(DEAD) or self.policy.effect == "transaction"
-        return record.state == "held" and is_letter
+        return Page(tuple(filter(is_dead, page.records)), page.cursor)
 
     def requeue(self, event_id: str, source: str) -> Record:
         """Let a dead letter be handled after all, under the same id: by a running Consumer, `run_requeued`, or a delivery."""
@@ -326,7 +322,7 @@ class Inbox:
     def _requeued(self, event_id: str, source: str) -> Plan[Record]:
         scope = self.scope(source)
         record = yield from self.guard.store.find(scope, event_id)
-        if record is not None and not self._is_dead(record):
+        if record is not None and not is_dead(record):
             raise NotResolvable(f"The event {event_id!r} of {source!r} is not a dead letter: {NOT_DEAD[record.state]}")
         if record is not None:  # the process that made it a dead letter may have crashed right after
             yield from self._failed(Operation(scope, event_id), 0.0)
@@ -518,6 +514,11 @@ def pattern_of(text: str) -> re.Pattern[str]:
 def matches(pattern: str, type: str) -> bool:
     """Whether a type of event fits the pattern."""
     return pattern == type or ("*" in pattern and pattern_of(pattern).fullmatch(type) is not None)
+
+
+def is_dead(record: Record) -> bool:
+    """Whether the event has failed too often, rather than that nobody knows whether it was handled."""
+    return record.state == "held" and record.note.startswith(DEAD)
 
 
 def tell_dead(on_dead: OnDead | None, payload: Any, why: str) -> Plan[None]:

@@ -251,6 +251,8 @@ class RelayRun:
                         await self._open()
                         _, found = await self._whole(self._round())
                         failures = 0
+                    except ConfigurationError:  # a wrong password, say: no later attempt would do better
+                        raise
                     except OncemoreError as error:
                         failures += 1
                         log.warning("The relay of %r cannot send for now: %s", self.outbox.source, error)

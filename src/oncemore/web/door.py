@@ -52,6 +52,7 @@ from .request import (
     lines,
     principal_of,
     value_of,
+    warn_again,
 )
 
 log = logging.getLogger("oncemore.web")
@@ -151,6 +152,7 @@ class Door(Generic[App]):
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         self._warned: frozenset[str] = frozenset()
         self._warn(stacklevel=3)
+        warn_again()
         self.check_effects()
         self.prepare()
 

@@ -303,6 +303,12 @@ def digest(credentials: tuple[tuple[str, str], ...]) -> str:
 remembered_digest = lru_cache(maxsize=4096)(digest)
 
 
+def warn_again() -> None:
+    """Let the next guarded request warn of its principal: each middleware that is made warns once of each kind."""
+    warn_of_credentials.cache_clear()
+    anonymous.cache_clear()
+
+
 @lru_cache(maxsize=1)
 def warn_of_credentials() -> None:
     """Warn once that keys belong to credentials, which may be renewed between a request and its retry."""

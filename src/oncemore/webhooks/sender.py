@@ -152,6 +152,8 @@ class SenderRun:
             try:
                 done = await to_the_end(asyncio.ensure_future(self._round(FOR_EVER)))
                 failures = 0
+            except ConfigurationError:  # a wrong password, say: no later attempt would do better
+                raise
             except OncemoreError as error:
                 failures += 1
                 log.warning("Webhooks wait for the database: %s", error)

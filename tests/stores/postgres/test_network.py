@@ -12,15 +12,17 @@ from typing import Any
 import psycopg
 import pytest
 
-from oncemore import Guard, Op, Policy
+from oncemore import Guard, Op, Outbox, Policy, Webhooks
 from oncemore._ledger.model import Lease, Operation
 from oncemore._ledger.store import Filter
 from oncemore._ledger.transactions import Again
 from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import ConfigurationError, OncemoreError, StoreError, StoreTimeout, StoreUnavailable
+from oncemore.messages import Relay
 from oncemore.stores.postgres import PostgresStore
 from oncemore.stores.postgres.statements import Statement
 from oncemore.testing.stores import DONE, LEASE, RETENTION
+from oncemore.webhooks import Sender
 from tests.support.proxy import FaultProxy
 from tests.support.servers import PostgresServer
 
@@ -319,6 +321,19 @@ def test_refused_login_fails_at_first_attempt_with_reason(
     assert until(lambda: store._listener._thread is None)
     assert not store._listener.unavailable
     store.close()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda guard: Relay(Outbox(guard, source="s"), to="memory://s"), lambda guard: Sender(Webhooks(guard))],
+    ids=["relay", "sender"],
+)
+def test_relay_and_sender_stop_if_their_login_is_refused(postgres_url: str, made: Callable[[Guard], Any]) -> None:
+    login, at, place = postgres_url.rpartition("@")
+    guard = Guard(f"{login}wrong{at}{place}?listen=false")
+    with pytest.raises(ConfigurationError, match="password authentication failed"):
+        asyncio.run(asyncio.wait_for(made(guard).arun(), 20))
+    guard.close()
 
 
 def test_claim_is_undone_if_login_is_refused_after_it(own_postgres: PostgresServer) -> None:

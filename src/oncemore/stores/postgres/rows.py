@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..._ledger.model import Outcome, Record, decode_outcome
+from ..._ledger.model import UNREADABLE, Outcome, Record, decode_outcome
 from ..._ledger.states import State
 from ..._runtime.clock import SYSTEM
 from ...errors import InvalidKey
@@ -129,7 +129,7 @@ def read_record(row: Sequence[Any]) -> Record:
         try:
             columns[OUTCOME] = decode_outcome(columns[OUTCOME])
         except (msgspec.MsgspecError, ValueError):
-            columns[OUTCOME], columns[NOTE] = Outcome("tombstone"), "unreadable record"
+            columns[OUTCOME], columns[NOTE] = Outcome("tombstone"), UNREADABLE
     columns[NOTE] = unescape_text(columns[NOTE])
     columns[REQUEST] = columns[REQUEST] or b""
     return Record(*columns)

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from ..._ledger.model import Lease, Outcome, Record, decode_outcome, encode_outcome
+from ..._ledger.model import UNREADABLE, Lease, Outcome, Record, decode_outcome, encode_outcome
 from ..._ledger.states import State
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey
@@ -104,7 +104,7 @@ def read_record(id: Id, now: int, value: bytes) -> Record:
         try:
             outcome, request = decode_outcome(row.outcome), b""
         except DECODE_ERRORS:
-            outcome, request, note = Outcome("tombstone"), b"", "unreadable record"
+            outcome, request, note = Outcome("tombstone"), b"", UNREADABLE
     return Record(
         scope=row.scope,
         key=row.key,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..._ledger.decisions import fenced, not_deletable, not_resolvable
-from ..._ledger.model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome, state_of
+from ..._ledger.model import UNREADABLE, Lease, Operation, Outcome, Record, decode_outcome, encode_outcome, state_of
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, Verb, follows
 from ..._runtime.clock import SYSTEM
 from ..._runtime.wakeups import Id
@@ -385,7 +385,7 @@ def as_record(row: Row) -> Record:
         try:
             outcome = decode_outcome(outcome)
         except (msgspec.MsgspecError, TypeError, ValueError):
-            outcome, note = Outcome("tombstone"), "unreadable record"
+            outcome, note = Outcome("tombstone"), UNREADABLE
     fields: Row = (*row[:OUTCOME], outcome, row[HASH], note, row[REQUEST] or b"")
     return Record(*fields)
 

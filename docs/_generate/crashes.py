@@ -21,6 +21,7 @@ POINTS = (
     "after commit",
     "during response",
 )
+FEW = 4  # drivers that are named in each row
 HEAD = """\
 # Crash tests
 
@@ -34,7 +35,7 @@ MEANING = {
     "transaction": '`effect = "transaction"`: the claim, the effect and the outcome are one transaction.',
     "lease, resolve": '`effect = "lease"`, `on_unknown = "resolve"`: a function looks whether it happened.',
     "lease, hold": '`effect = "lease"`, `on_unknown = "hold"`: an unknown outcome waits for a person.',
-    "steps": '`effect = "steps"`: each step is checkpointed; the retry resumes behind the last one.',
+    "steps": '`effect = "steps"`: each step is checkpointed; the retry continues after the last one.',
 }
 
 
@@ -50,8 +51,13 @@ def page(rows: list[dict[str, object]]) -> str:
             continue
         parts.append(f"## {level}\n\n{MEANING[level]}\n\n")
         parts.append("| killed | the retry | effects in the end | proven on |\n|---|---|---|---|\n")
+        most = max((drivers for *_, drivers in cells), key=len)
+        everywhere = most if len(most) > FEW else None  # named once, below the table
         for _, (_, point, retry, effects), drivers in cells:
-            parts.append(f"| {point} | {retry} | {effects} | {', '.join(sorted(drivers))} |\n")
+            shown = f"all {len(most)} drivers" if drivers == everywhere else ", ".join(sorted(drivers))
+            parts.append(f"| {point} | {retry} | {effects} | {shown} |\n")
+        if everywhere:
+            parts.append(f"\nThe {len(most)} drivers are {', '.join(sorted(most))}; *alchemy* is SQLAlchemy.\n")
         parts.append("\n")
     return "".join(parts).rstrip() + "\n"
 

@@ -41,6 +41,13 @@ settings.configure(SECRET_KEY="x", INSTALLED_APPS=["django.contrib.contenttypes"
     "rest_framework", "rest_framework.authtoken"], DATABASES={})
 django.setup()
 """,
+    "settings of startproject": """\
+INSTALLED_APPS = ["django.contrib.contenttypes", "django.contrib.auth", "django.contrib.sessions"]
+MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+]
+""",
     "contract": """\
 from pathlib import Path
 Path("oncemore.toml").write_text('[[rule]]\\nmatch = "POST /refunds"\\nkey = "required"\\n')

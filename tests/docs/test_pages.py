@@ -135,7 +135,7 @@ assert len(runs) == 1
 
 def test_django_settings_of_the_home_page_work(tmp_path: Path) -> None:
     [block] = [block for block in BLOCKS if block.page == ROOT / "docs" / "index.md" and "ONCEMORE = " in block.code]
-    ran = subprocess.run([sys.executable, "-c", block.code + DJANGO], cwd=tmp_path, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", block.whole + DJANGO], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 

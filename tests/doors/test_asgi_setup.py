@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +16,8 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
+from uvicorn import Config
+from uvicorn.lifespan.on import LifespanOn
 
 from oncemore import Guard
 from oncemore._contract.contract import Contract
@@ -51,6 +54,41 @@ def test_setup_fault_is_raised_at_once(guard: Guard, given: Any, told: str) -> N
     """A text where a list is wanted would have dropped every header of a replay; nobody would have been told."""
     with pytest.raises(ConfigurationError, match=told):
         IdempotencyMiddleware(Counted(), **{"guard": guard, **given})
+
+
+@idempotent(key="required", effect="transaction")
+async def transfer(request: Request) -> Response:
+    return Response()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"contract": Contract(Rule("POST /things", effect="transaction"))}, "lends no connection"),
+        ({}, "lends no connection"),  # the rule is on the endpoint
+        ({"contract": "oncemore.toml"}, r"make a Contract, as in Contract\.load"),
+        ({"garud": 1}, "unexpected keyword argument 'garud'"),
+    ],
+)
+async def test_setup_fault_fails_the_start_under_uvicorn(guard: Guard, options: Any, told: str) -> None:
+    """Starlette makes its middleware in the lifespan call; uvicorn takes an exception there for an app without lifespan."""
+    app = Starlette(routes=[Route("/things", transfer, methods=["POST"])])
+    app.add_middleware(IdempotencyMiddleware, guard=guard, **options)
+    lifespan = LifespanOn(Config(app))
+    await lifespan.startup()
+    assert lifespan.should_exit
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with pytest.raises((ConfigurationError, TypeError), match=told):  # test clients raise it
+        await app({"type": "lifespan"}, receive, send)
+    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
+    assert re.search(told, sent[0]["message"])
 
 
 async def test_unreadable_record_is_not_treated_as_store_down() -> None:

@@ -21,7 +21,9 @@ from oncemore import Contract, Guard, Rule
 from oncemore._ledger.events import Event
 from oncemore._ledger.shadow import count_verdicts
 from oncemore._runtime.plan import run
+from oncemore.errors import StoreUnavailable
 from oncemore.observe.metrics import guard_measurements
+from oncemore.stores.memory import MemoryStore
 from oncemore.web import aiohttp, asgi, aws_lambda, http, wsgi
 from tests.tools.command import oncemore
 
@@ -157,6 +159,29 @@ def test_shadow_survives_a_ledger_that_is_down(tmp_path: Path) -> None:
     door = http.Idempotency(guard=guard, contract=Contract(*RULES), enforce=False)
     asked = http.Request("POST", "/pay", "", [("idempotency-key", "k"), ("authorization", "a")], b"{}")
     assert door.run(asked, lambda: http.Response(201, [], b"made")).status == 201
+
+
+def test_shadow_pauses_while_the_ledger_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger that is down is asked once in a while, not by every request, which would wait for its timeout."""
+    now, asked = 1000.0, 0
+
+    class Down(MemoryStore):
+        def claim(self, *args: Any, **options: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            raise StoreUnavailable("away")
+
+    class Clock:
+        def monotonic(self) -> float:
+            return now
+
+    monkeypatch.setattr("oncemore.web.shadow.SYSTEM", Clock())
+    door = http.Idempotency(guard=Guard(Down()), contract=Contract(*RULES), enforce=False)
+    request = http.Request("POST", "/pay", "", [("idempotency-key", "k"), ("authorization", "a")], b"{}")
+    for seconds, expected in ((0, 1), (1, 1), (28, 1), (31, 2), (1, 2)):
+        now += seconds
+        assert door.run(request, lambda: http.Response(201, [], b"made")).status == 201
+        assert asked == expected
 
 
 def test_shadow_of_a_lambda_function_passes_its_answer() -> None:

@@ -50,6 +50,19 @@ def test_unknown_url_scheme_is_refused_without_its_password(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("shop.db", "write 'sqlite:///shop.db'"),
+        ("sqllite:///shop.db", r"\(did you mean 'sqlite'\?\)"),
+        ("postgress://h/db", r"\(did you mean 'postgres'\?\)"),
+    ],
+)
+def test_mistyped_url_is_refused_with_the_likely_spelling(url: str, hint: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"names no store.*{hint}"):
+        connect(url)
+
+
+@pytest.mark.parametrize(
     ("url", "plain"),
     [
         ("postgresql+asyncpg://u:secret@h/db", "postgresql://"),

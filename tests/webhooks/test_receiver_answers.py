@@ -311,7 +311,7 @@ except MissingDriver as error:
     print(error)
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "pip install 'oncemore[aiohttp]'" in ran.stdout
+    assert "pip install 'oncemore[webhooks]'" in ran.stdout
 
 
 @pytest.mark.parametrize("awaited", [True, False])

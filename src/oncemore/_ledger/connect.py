@@ -13,6 +13,7 @@ from typing import Any, cast
 from urllib.parse import quote, unquote, unquote_plus, urlencode
 
 from .._contract.policy import duration
+from .._contract.problems import did_you_mean
 from ..errors import ConfigurationError, MissingDriver
 from .store import Store
 
@@ -132,20 +133,27 @@ def store_module(url: str) -> ModuleType:
         return module
     known = ", ".join(f"{name}://" for name in (*SCHEMES, *sorted(others.names)))
     plain, driver, _ = scheme.partition("+")
-    hint = f"; write {plain}://, without a driver" if driver and plain in WITH_DRIVERS else ""
+    if driver and plain in WITH_DRIVERS:
+        hint = f"; write {plain}://, without a driver"
+    elif not mark and url.endswith((".db", ".sqlite", ".sqlite3")):
+        hint = f"; for a file write 'sqlite:///{url}'"
+    else:
+        hint = did_you_mean(scheme, SCHEMES) if mark else ""
     raise ConfigurationError(f"{hide_password(url)!r} names no store{hint}; known are {known}")
 
 
 @contextmanager
-def naming_extras(what: str) -> Iterator[None]:
-    """Where a driver is missing, the error is the command that installs it."""
+def naming_extras(what: str, extra: str = "") -> Iterator[None]:
+    """If a driver is missing, raise the command that installs it: the *extra*, or the one that is named after the driver."""
     try:
         yield
     except ImportError as error:
-        extra = EXTRAS.get(_missing(error).partition(".")[0])
-        if extra is None:
+        brings = EXTRAS.get(_missing(error).partition(".")[0])
+        if brings is None:
             raise
-        raise MissingDriver(f"{what} needs a driver; install it with: pip install 'oncemore[{extra}]'") from error
+        raise MissingDriver(
+            f"{what} needs a driver; install it with: pip install 'oncemore[{extra or brings}]'"
+        ) from error
 
 
 def _missing(error: ImportError) -> str:

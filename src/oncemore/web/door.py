@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC
 from email.utils import formatdate, parsedate_to_datetime
-from functools import lru_cache, partial
-from typing import Any, Generic, TypeVar
+from functools import lru_cache, partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from urllib.parse import parse_qs, quote
 
 from .._contract.contract import Contract, Match
@@ -58,12 +58,29 @@ from .request import (
 log = logging.getLogger("oncemore.web")
 
 App = TypeVar("App")
+SomeDoor = TypeVar("SomeDoor", bound="Door[Any]")
+Options = ParamSpec("Options")
 
 MOST_SCOPES = 4096
 LONGEST_REMEMBERED = 1024  # longer names would fill our memory
 # The client is to send the same request, with the same key, to another address: it has not been performed here.
 REPEATING_REDIRECTS = (307, 308)
 LONGEST_TIMEOUT = 32  # a longer text is no duration, and would take long to read
+
+
+def reports_faults(
+    init: Callable[Concatenate[SomeDoor, Options], None],
+) -> Callable[Concatenate[SomeDoor, Options], None]:
+    """Pass a fault in the options to `Door.report_fault`, which raises it, or lets the app's start fail with it."""
+
+    @wraps(init)
+    def checked(self: SomeDoor, /, *args: Options.args, **options: Options.kwargs) -> None:
+        try:
+            init(self, *args, **options)
+        except (ConfigurationError, TypeError) as error:
+            self.report_fault(error)
+
+    return checked
 
 
 class Door(Generic[App]):
@@ -76,6 +93,7 @@ class Door(Generic[App]):
     needs_app = False
     can_await = False  # whether the framework can await an async principal function
 
+    @reports_faults
     def __init__(
         self,
         app: App = None,  # type: ignore[assignment]  # for `Idempotency`, which wraps none
@@ -142,6 +160,7 @@ class Door(Generic[App]):
         self.rates = rates or default_rates(self.contract)
         self.status_path = status_path if enforce else None
         self.enforce = enforce
+        self.unobserved_until = 0.0  # in shadow mode, if the ledger could not be reached
         self.problem_base = problem_base
         self.problem = problem
         if self.contract.profile in ("stripe", "stripe-v2"):
@@ -151,10 +170,14 @@ class Door(Generic[App]):
         self._scopes: dict[tuple[int, str, str, str], tuple[str, Rule]] = {}  # of the latest callers
         self._keep = None if keep_headers is None else frozenset(name.lower() for name in keep_headers)
         self._warned: frozenset[str] = frozenset()
-        self._warn(stacklevel=3)
+        self._warn(stacklevel=4)
         warn_again()
         self.check_effects()
         self.prepare()
+
+    def report_fault(self, error: ConfigurationError | TypeError) -> None:
+        """Raise what is wrong with the options."""
+        raise error
 
     def _awaitable(self, name: str, function: Principal | None) -> Principal | None:
         """The function; an async one is awaited by `ask` before the operation is named."""

@@ -17,6 +17,7 @@ from .._contract.policy import Policy
 from .._ledger.attempt import LeaseAttempt
 from .._ledger.model import Lease, Operation, Outcome
 from .._ledger.shadow import SHADOW, Verdict
+from .._runtime.clock import SYSTEM
 from .._runtime.plan import Call, Plan
 from ..errors import Duplicate, InProgress, OncemoreError, StoreError, UnknownOutcome
 from .door import Door
@@ -25,13 +26,15 @@ from .request import Request, check_length
 log = logging.getLogger("oncemore.web")
 
 LEASE = 30.0  # seconds, for the record of a verdict, which is settled at once
+PAUSE = 30.0  # seconds for which requests pass unobserved after the ledger could not be reached
 
 
 class Shadow:
     """One request that is passed on untouched: `begin` before the app is called, and `end` after it has answered.
 
     It has records of its own, apart from those of enforced rules, with the status of the response and nothing else.  Neither
-    verb raises or waits: an error of the ledger is logged.
+    verb raises or waits for another request: an error of the ledger is logged.  Asking a ledger that is down takes as long
+    as its timeout, so requests then pass unobserved for a while.
     """
 
     def __init__(self, door: Door[Any], match: Match) -> None:
@@ -41,7 +44,11 @@ class Shadow:
 
     def begin(self, request: Request) -> Plan[None]:
         """Find out what would be done with *request*, and report it: as an event, and in the ledger."""
-        rule = self.match.rule
+        rule, door, now = self.match.rule, self.door, SYSTEM.monotonic()
+        if now < door.unobserved_until:
+            return
+        if door.unobserved_until:
+            door.unobserved_until = now + PAUSE  # this request finds out whether the ledger is back; the others go on
         operation = Operation(SHADOW, "", name=rule.name)
         try:
             self.door.check(self.match, request.method, request.path, request.headers)
@@ -51,10 +58,9 @@ class Shadow:
                 return
             operation = found
             verdict, code = yield from self._claim(found)
+            door.unobserved_until = 0.0
         except StoreError as error:
-            log.warning(
-                "In shadow mode, the ledger could not be asked what would be done with %s: %s", rule.name, error
-            )
+            self._pause(error)
         except OncemoreError as error:
             yield from self._report(operation, "refused", error.code)
         except Exception:
@@ -90,8 +96,14 @@ class Shadow:
             if isinstance(lease, Lease):
                 retention = self.match.rule.policy.ttl
                 yield from guard.store.settle(lease, Outcome("value"), retention=retention, audit=False, note=code)
+        except StoreError as error:
+            self._pause(error)
         except OncemoreError as error:
             log.warning("In shadow mode, it could not be noted what would be done with %s: %s", operation.name, error)
+
+    def _pause(self, error: StoreError) -> None:
+        self.door.unobserved_until = SYSTEM.monotonic() + PAUSE
+        log.warning("The ledger fails, so requests pass unobserved for %.0f seconds: %s", PAUSE, error)
 
     def around(self, request: Request, perform: Callable[[], Any], status_of: Callable[[Any], int]) -> Plan[Any]:
         """Return or raise the result of *perform*, with `begin` before it and `end` after it."""
@@ -129,6 +141,8 @@ class Shadow:
         except GeneratorExit:
             self.attempt.drop()
             raise
+        except StoreError as error:
+            self._pause(error)
         except Exception as error:
             log.warning("In shadow mode, the end of %s could not be recorded: %s", self.match.rule.name, error)
 

@@ -32,7 +32,7 @@ __all__ = ["Receiver", "SafeConnector", "Sender", "Signing", "Webhooks"]
 def __getattr__(name: str) -> Any:
     if name not in EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with naming_extras(f"oncemore.webhooks.{name}"):
+    with naming_extras(f"oncemore.webhooks.{name}", "webhooks"):
         value = getattr(importlib.import_module(f".{EXPORTS[name]}", __name__), name)
     globals()[name] = value
     return value

@@ -18,7 +18,17 @@ SCRIPTS = (
     Path(__file__).parents[4] / "examples" / "demo.py",  # in a checkout
     Path(__file__).parents[2] / "_demo" / "examples" / "demo.py",  # in a wheel
 )
-PACKAGES = ("aiosqlite", "fastapi", "httpx", "uvicorn")
+PACKAGES = (  # what the extra `demo` brings
+    "aiohttp",
+    "aiosqlite",
+    "cronsim",
+    "cryptography",
+    "fastapi",
+    "httpx",
+    "prometheus_client",
+    "psycopg",
+    "uvicorn",
+)
 
 
 @click.command()

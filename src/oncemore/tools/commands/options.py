@@ -106,7 +106,9 @@ def open_ledger(url: str | None, *, create: bool = False) -> Iterator[Guard]:
         if create or "create=false" not in error.detail or "create=false" in url:
             raise
         place = hide_password(url)
-        raise ConfigurationError(f"{place} has no ledger yet, or an old one; run: {init_command(url)}") from error
+        raise ConfigurationError(
+            f"{place} lacks tables of the ledger, or has old ones; create them with: {init_command(url)}"
+        ) from error
     except (StoreUnavailable, StoreTimeout) as error:
         place = hide_password(url)
         raise type(error)(

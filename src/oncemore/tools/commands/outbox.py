@@ -31,7 +31,7 @@ def outbox() -> None:
     """Count and list the messages of an outbox, and requeue or delete dead letters."""
 
 
-@outbox.command()
+@outbox.command(short_help="count the messages")
 @source_option
 @store_option
 @json_option
@@ -49,7 +49,7 @@ def stats(output: Output, url: str | None, source: str | None) -> None:
     output.show(found, lambda: print_table(heads, rows, numbers=True))
 
 
-@outbox.command("list")
+@outbox.command("list", short_help="list messages")
 @click.option("--state", type=click.Choice(["pending", "sent", "dead"]), default="pending", show_default=True)
 @type_option
 @click.option("--subject", metavar="TEXT", help="Only this subject.")
@@ -75,7 +75,7 @@ def list_messages(
     show_messages(output, found)
 
 
-@outbox.command("dead")
+@outbox.command("dead", short_help="list the dead letters")
 @type_option
 @limit_option
 @after_option
@@ -90,7 +90,7 @@ def list_dead(output: Output, url: str | None, source: str | None, type_: str | 
     show_messages(output, found)
 
 
-@outbox.command()
+@outbox.command(short_help="send dead letters again")
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @source_option
 @store_option
@@ -105,7 +105,7 @@ def requeue(output: Output, url: str | None, source: str | None, ids: tuple[str,
     output.show({"requeued": list(ids)}, f"Requeued {len(ids):,}.")
 
 
-@outbox.command()
+@outbox.command(short_help="delete sent messages or dead letters")
 @click.option("--dead", is_flag=True, help="Delete dead letters, instead of messages that were sent and kept.")
 @click.option("--older-than", callback=read_duration, default="7d", show_default=True, metavar="AGE", help="How old.")
 @yes_option

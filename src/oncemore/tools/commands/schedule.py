@@ -29,7 +29,7 @@ def schedule() -> None:
     """
 
 
-@schedule.command("run")
+@schedule.command("run", short_help="run jobs when they are due")
 @place_argument
 @click.option("--once", is_flag=True, help="Run what is due now, instead of running until SIGTERM or Ctrl-C.")
 @json_option
@@ -46,9 +46,14 @@ def run_schedule(output: Output, place: str, once: bool) -> int:
     return show_counts(output, asyncio.run(found.arun_once()))
 
 
-@schedule.command("list")
+@schedule.command("list", short_help="list the slots of a day")
 @place_argument
-@click.option("--day", type=click.DateTime(["%Y-%m-%d"]), help="The day, in the jobs' time zones; by default today.")
+@click.option(
+    "--day",
+    type=click.DateTime(["%Y-%m-%d"]),
+    metavar="YYYY-MM-DD",
+    help="The day, in the jobs' time zones; by default today.",
+)
 @job_option
 @json_option
 @click.pass_obj
@@ -67,7 +72,7 @@ def list_slots(output: Output, place: str, day: datetime.datetime | None, job: s
     )
 
 
-@schedule.command("missed")
+@schedule.command("missed", short_help="list scheduled times that were missed")
 @place_argument
 @job_option
 @json_option
@@ -80,15 +85,15 @@ def list_missed(output: Output, place: str, job: str | None) -> None:
     output.show(msgspec.to_builtins(missed), lambda: print_table(("job", "slot", "at", "why"), rows))
 
 
-@schedule.command("backfill")
+@schedule.command("backfill", short_help="run the slots of past days")
 @place_argument
-@click.argument("start", type=click.DateTime(["%Y-%m-%d"]))
-@click.argument("end", type=click.DateTime(["%Y-%m-%d"]))
+@click.argument("start", type=click.DateTime(["%Y-%m-%d"]), metavar="START")
+@click.argument("end", type=click.DateTime(["%Y-%m-%d"]), metavar="END")
 @job_option
 @json_option
 @click.pass_obj
 def backfill(output: Output, place: str, start: datetime.datetime, end: datetime.datetime, job: str | None) -> int:
-    """Run the slots of the days from START to END, both included, that are not completed.
+    """Run the slots of the days from START to END (YYYY-MM-DD), both included, that are not completed.
 
     It can be interrupted and run again.  The exit code is 1 if a slot has failed or is held.
     """
@@ -98,7 +103,7 @@ def backfill(output: Output, place: str, start: datetime.datetime, end: datetime
     return show_counts(output, counts)
 
 
-@schedule.command("trigger")
+@schedule.command("trigger", short_help="run a job now")
 @place_argument
 @click.argument("job", metavar="JOB")
 @json_option

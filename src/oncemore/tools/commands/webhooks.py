@@ -54,7 +54,7 @@ def run_sender(output: Output, place: str, once: bool) -> None:
     output.show({"delivered": delivered}, f"Delivered {delivered:,}.")
 
 
-@webhooks.command()
+@webhooks.command(short_help="list endpoints")
 @tenant_option
 @click.option("--state", type=click.Choice(["enabled", "disabled"]), help="Only those in this state.")
 @limit_option
@@ -75,7 +75,7 @@ def endpoints(output: Output, url: str | None, tenant: str | None, state: State 
     output.show(data, lambda: print_table(heads, rows))
 
 
-@webhooks.command()
+@webhooks.command(short_help="list deliveries")
 @click.option("--endpoint", metavar="ID", help="Only those for this endpoint.")
 @tenant_option
 @click.option("--state", type=click.Choice(STATES), help="Only those in this state.")
@@ -113,7 +113,7 @@ def deliveries(
     output.show(data, lambda: print_table(heads, rows))
 
 
-@webhooks.command()
+@webhooks.command(short_help="send deliveries once more")
 @click.argument("ids", nargs=-1, required=True, metavar="DELIVERY...")
 @store_option
 @json_option
@@ -126,7 +126,7 @@ def resend(output: Output, url: str | None, ids: tuple[str, ...]) -> None:
     output.show({"resent": list(ids)}, f"{len(ids):,} will be sent once more.")
 
 
-@webhooks.command()
+@webhooks.command(short_help="send again what an endpoint has not got")
 @click.argument("endpoint")
 @click.option(
     "--since",

@@ -5,13 +5,15 @@ app.add_middleware(IdempotencyMiddleware, guard=Guard("sqlite:///once.db"))
 
 from __future__ import annotations
 
+import sys
+
 from ..._contract.contract import Match
 from ..._contract.paths import SAFE_METHODS
 from ..._contract.rule import idempotent
 from ..._ledger.context import CURRENT, current_operation
 from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import arun
-from ...errors import OncemoreError
+from ...errors import ConfigurationError, OncemoreError
 from ..discovery import declare_starlette
 from ..door import Door, wait_of
 from ..etag import asgi_etag
@@ -36,6 +38,7 @@ class IdempotencyMiddleware(Door[App]):
 
     needs_app = True
     can_await = True
+    _fault: ConfigurationError | TypeError | None = None
     _routes_checked = False
     _passed: frozenset[str] = frozenset()  # the methods that are never guarded, once the rules are known
 
@@ -43,16 +46,15 @@ class IdempotencyMiddleware(Door[App]):
         op = CURRENT.get()
         if op is not None and scope.get(GUARDED) is not op:
             return await self._apart(scope, receive, send)
-        lookup = self.status_path
-        if scope.get("method") in self._passed and not (lookup and scope["path"].endswith(lookup)):
+        if scope.get("method") in self._passed and not (self.status_path and scope["path"].endswith(self.status_path)):
             return await self.app(scope, receive, send)
         if not self._passed:  # not before: routes may be added after the middleware
-            self._declare(scope)
+            await self._start(scope, receive, send)
         if scope["type"] != "http":
             return await self.app(scope, receive, self._noticing_start(scope, send))
         method, path = scope["method"], scope["path"]
         inner = inner_path(scope) if scope.get("root_path") else path
-        if method in SAFE_METHODS and not (lookup in (path, inner) and method in ("GET", "HEAD")):
+        if method in SAFE_METHODS and not (self.status_path in (path, inner) and method in ("GET", "HEAD")):
             return await self.app(scope, receive, send)
         headers = Fields(scope["headers"])
         try:
@@ -77,6 +79,28 @@ class IdempotencyMiddleware(Door[App]):
             await self(scope, receive, send)
         finally:
             CURRENT.reset(token)
+
+    def report_fault(self, error: ConfigurationError | TypeError) -> None:
+        """Raise what is wrong with the options; if Starlette makes its middleware just now, `_start` does so.
+
+        Starlette makes its middleware inside the lifespan call.  A server takes an exception there for an app without
+        a lifespan, says nothing, and starts to serve.
+        """
+        if not in_lifespan():
+            raise error
+        self._fault = error
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Find the rules on endpoints.  If the middleware cannot work, the start of the app fails with the reason."""
+        try:
+            if self._fault is not None:
+                raise self._fault
+            self._declare(scope)
+        except (ConfigurationError, TypeError) as error:
+            if scope["type"] == "lifespan":
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": f"{type(self).__name__}: {error}"})
+            raise
 
     def _declare(self, scope: Scope) -> None:
         """Find the rules on the app's endpoints, and show the whole contract in the app's own document, if it has one."""
@@ -132,6 +156,17 @@ class IdempotencyMiddleware(Door[App]):
         if isinstance(found, Response):
             return await respond(send, found)
         return await GuardedResponse(self, match, found, request, receive, send).finish(self.app)
+
+
+def in_lifespan() -> bool:
+    """Whether the running code was called by an ASGI app in its lifespan: one of the callers has such a `scope`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        scope = frame.f_locals.get("scope")
+        if isinstance(scope, dict) and scope.get("type") == "lifespan":
+            return True
+    return False
 
 
 def inner_path(scope: Scope) -> str:

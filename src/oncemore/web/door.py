@@ -208,11 +208,11 @@ class Door(Generic[App]):
             return None
         key = match.rule.key
         keyed = key.source != "header" or key.required or is_sent(headers, key.name.lower())
-        if not match.declared:
-            if self.enforces(match.rule):
-                self.check(match, method, path, headers)
-            if self.contract.undeclared == "warn":
-                log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
+        undeclared = "" if match.declared else self.contract.undeclared
+        if undeclared == "refuse" and self.enforces(match.rule):
+            self.check(match, method, path, headers)
+        elif undeclared == "warn":
+            log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
         if key.source == "none" or not (keyed or match.rule.if_match):
             return None
         if match.rule.if_match and self.enforces(match.rule):
@@ -339,7 +339,7 @@ class Door(Generic[App]):
         operation: Operation,
         match: Match,
         request: Request,
-        current_etag: Plan[Etag],
+        current_etag: Plan[Etag] | None,
         *,
         wait: float | None,
         mount: str = "",
@@ -376,7 +376,7 @@ class Door(Generic[App]):
             raise
         return attempt
 
-    def admit(self, rule: Rule, op: Op, request: Request, current_etag: Plan[Etag]) -> Plan[None]:
+    def admit(self, rule: Rule, op: Op, request: Request, current_etag: Plan[Etag] | None) -> Plan[None]:
         """Raise what the rule refuses before the app is called: too many new keys, or a resource that has changed."""
         if rule.rate is not None and op.attempt == 1:
             if self.rates is None:
@@ -385,6 +385,7 @@ class Door(Generic[App]):
             assert self.rates is not None, "a rule with a rate has a counter"
             yield Admission(self.rates, rule, join(rule.name, tenant, principal))
         if rule.if_match:
+            assert current_etag is not None, "a middleware can look the ETag up"
             yield from check_if_match(request.headers, current_etag)
 
     def record(

@@ -149,7 +149,7 @@ class IdempotencyMiddleware(Door[App]):
         if operation is None or (GUARDED in scope and is_current(operation, scope)):
             return await self.app(scope, body_first(body, receive), send)
         wait = wait_of(headers) if "x-request-timeout" in headers.first else None
-        etag = asgi_etag(self.app, scope)
+        etag = asgi_etag(self.app, scope) if match.rule.if_match else None
         found = await arun(self.begin(operation, match, request, etag, wait=wait, mount=scope.get("root_path", "")))
         if found is None:
             return await self.app(scope, body_first(body, receive), send)

@@ -23,7 +23,7 @@ def document(
     for found, mounted in documented(app, prefix):
         plain = getattr(found.openapi, "plain", found.openapi)  # a second call replaces the first
         lookup = status_path if mounted == prefix else None  # it is the outer app's
-        options = {"prefix": mounted, "status_path": lookup, "problem_base": problem_base}
+        options: Json = {"prefix": mounted, "status_path": lookup, "problem_base": problem_base}
         found.openapi = Enriched(plain, found, contract, mounted, partial(enrich, contract=contract, **options))
 
 

@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import socketserver
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -271,6 +273,36 @@ def test_partition_from_redis_is_not_noticed(postgres_url: str, postgres_schema:
         proxy.heal()
         eventually(lambda: is_hit(store))
         store.close()
+
+
+class Nonsense(socketserver.BaseRequestHandler):
+    """Answers every packet with the same reply."""
+
+    reply = b""
+
+    def handle(self) -> None:
+        while self.request.recv(65536):
+            self.request.sendall(self.reply)
+
+
+@pytest.mark.parametrize(
+    "reply", [b"+OK\r\n", b":7\r\n", b"*1\r\n*0\r\n", b"*0\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n"]
+)
+def test_server_that_answers_nonsense_is_not_noticed(reply: bytes, postgres_url: str, postgres_schema: str) -> None:
+    handler = type("Handler", (Nonsense,), {"reply": reply})
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = tiered_url(postgres_url, f"redis://127.0.0.1:{server.server_address[1]}/0", postgres_schema, budget="1s")
+        guard = Guard(url, cache=0)
+        store = cast("TieredStore", guard.store)
+        for number in range(20):
+            assert guard.run(operation(f"{number}"), lambda op: "done").value == "done"
+            assert guard.run(operation(f"{number}"), lambda op: "again").value == "done"
+            time.sleep(0.02)
+        assert store.tiers.hits == 0
+        guard.close()
+        server.shutdown()
 
 
 def test_primary_down_is_an_error_and_copies_are_unused(own_postgres: PostgresServer, own_valkey: ValkeyServer) -> None:

@@ -101,9 +101,8 @@ class Copies:
         self.breaker = Breaker(
             "Redis is left alone, and every request asks PostgreSQL: %s", "Redis answers again, and is asked first"
         )
-        self.refusals = Breaker(
-            "Redis takes no copies for now: %s", "Redis takes copies again"
-        )  # it is full, or read-only
+        # For a server that answers, but is full or read-only.
+        self.refusals = Breaker("Redis takes no copies for now: %s", "Redis takes copies again")
         self.pool = OpenConnections(cache.topology, self.breaker, self.watch.wake)
         self._lookups = NodeBatchers(cache.topology, self._look, limit=BATCH_LIMIT, linger=False)
         self._prefix = f"{cache.prefix}:copy"
@@ -181,7 +180,7 @@ class Copies:
         return same and self.watch.now() < copy.expires_at - MARGIN
 
     def _look(self, names: list[Any]) -> Plan[Sequence[Any]]:
-        """The value under each name: bytes, or None.  Raises StoreUnavailable if none of them can be believed."""
+        """The value under each name: bytes, or None.  Raises one of STORE_FAILURES if none of them can be believed."""
         topology = self.cache.topology
         together = topology.one_primary  # in a cluster, one command must keep to one slot
         packet = pack("MGET", *names) if together else b"".join(pack("GET", name) for name in names)
@@ -193,16 +192,17 @@ class Copies:
         except STORE_FAILURES as error:
             self._failed(error)
             raise
+        values = replies[0] if together else replies
         broken = errors_among(replies)
         self.errors += len(broken)
-        if len(broken) == count and not str(broken[0]).startswith("WRONGTYPE"):
-            self._failed(broken[0])
-            raise StoreUnavailable(f"Redis refused: {broken[0]}")
+        if not isinstance(values, list) or all(is_refusal(value) for value in values):
+            refused = StoreUnavailable(f"Redis answered a look with {str(values)[:80]!r}")
+            self._failed(refused)
+            raise refused
         self.breaker.worked()
         if not self.watch.is_connected():
             raise StoreUnavailable("The connection to the primary is lost, so copies are not believed")
-        values: list[Any] = replies[0] if together else replies
-        return [value if isinstance(value, bytes) else None for value in values] if broken else values
+        return [value if isinstance(value, bytes) else None for value in values]
 
     def _failed(self, error: BaseException) -> None:
         self.errors += 1
@@ -314,3 +314,8 @@ class Copies:
 
 def errors_among(replies: Sequence[Any]) -> list[redis.ResponseError]:
     return [reply for reply in replies if isinstance(reply, redis.ResponseError)]
+
+
+def is_refusal(reply: Any) -> bool:
+    """Whether it says something about the server.  WRONGTYPE is about one name, under which somebody else's value lies."""
+    return isinstance(reply, redis.ResponseError) and not str(reply).startswith("WRONGTYPE")

@@ -106,8 +106,9 @@ class PrimaryWatch(Listener["psycopg.Connection[Any]"]):
                 time.sleep(GATHER_SECONDS)
                 self._wake.clear()
             work = self._work()
-            if work is not None:
-                work()
+            if work is None or not self._namespace:  # it was closed meanwhile
+                return
+            work()
             if SYSTEM.monotonic() - self._confirmed_at >= PROBE_SECONDS:
                 self._probe(connection)
         except BaseException:

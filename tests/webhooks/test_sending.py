@@ -705,6 +705,7 @@ def test_endpoint_is_updated_listed_and_deleted(webhooks: Webhooks, hooks: Hooks
     page = endpoints.list(tenant="u", limit=3)
     assert [each.id for each in page] == ["u0", "u1", "u2"]
     assert [each.id for each in endpoints.list(tenant="u", after="u2")] == ["u3", "u4"]
+    assert (len(endpoints.list()), len(endpoints.list(tenant="")), len(endpoints.list(state="disabled"))) == (6, 0, 0)
     for wrong in ({"limit": 0}, {"limit": "5"}, {"state": "off"}):
         with pytest.raises(ConfigurationError):
             endpoints.list(**wrong)  # type: ignore[arg-type]

@@ -240,21 +240,21 @@ class Endpoints:
         return rows[0]
 
     def list(
-        self, *, tenant: str = "", state: State | None = None, limit: int = 100, after: str = ""
+        self, *, tenant: str | None = None, state: State | None = None, limit: int = 100, after: str = ""
     ) -> Sequence[Endpoint]:
-        """Up to *limit* endpoints in the order of their ids; for the next page, say *after* which id it begins."""
+        """Up to *limit* endpoints, of all tenants or of one, in the order of their ids; the next page begins *after* an id."""
         return run(self._list(tenant, state, limit, after))
 
     async def alist(
-        self, *, tenant: str = "", state: State | None = None, limit: int = 100, after: str = ""
+        self, *, tenant: str | None = None, state: State | None = None, limit: int = 100, after: str = ""
     ) -> Sequence[Endpoint]:
         """A page of endpoints, as `list` gives it."""
         return await arun(self._list(tenant, state, limit, after))
 
-    def _list(self, tenant: str, state: State | None, limit: int, after: str) -> Plan[Sequence[Endpoint]]:
+    def _list(self, tenant: str | None, state: State | None, limit: int, after: str) -> Plan[Sequence[Endpoint]]:
         if state is not None and state not in STATES:
             raise ConfigurationError(f"state = {state!r}: write one of {', '.join(map(repr, STATES))}")
-        query = self._tables.query(sql.LIST_ENDPOINTS, after, tenant, state or "", check_positive("limit", limit))
+        query = self._tables.query(sql.LIST_ENDPOINTS, after, tenant, state, check_positive("limit", limit))
         (rows,) = yield from self._tables.execute(query)
         return [self.describe(row) for row in rows]
 

@@ -47,7 +47,8 @@ class Sender:
 
     Args:
         webhooks: What to send.
-        concurrency: Requests at a time.  Failing endpoints share a quarter of them at most.
+        concurrency: Requests at a time, each with its message (up to 1 MiB) in memory.  Failing endpoints share a quarter
+            of them at most.
         connect_timeout: How long a connection may take.
         timeout: How long a request may take in all.
         grace: How long `run` waits for requests under way when it is told to stop.
@@ -165,7 +166,7 @@ class SenderRun:
                 continue
             began = SYSTEM.monotonic()
             await self.waiter.wait(poll).arun()
-            if self._ended:
+            if self._ended and self._tasks:
                 await asyncio.sleep(TOGETHER)
             is_woken = SYSTEM.monotonic() - began < 0.9 * poll
             poll = SHORTEST_POLL if is_woken else min(2 * poll, LONGEST_POLL)
@@ -195,7 +196,7 @@ class SenderRun:
             while await self._round(now) or self._tasks or self._ended:
                 if self._tasks and not self._ended:
                     await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-                    await asyncio.sleep(TOGETHER)
+                    await asyncio.sleep(TOGETHER if self._tasks else 0)
             return self.delivered
         finally:
             await to_the_end(asyncio.ensure_future(self._end()))

@@ -50,8 +50,8 @@ CREATE_ENDPOINT = both(
 FIND_ENDPOINT = both(f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id = $1")
 LOCK_ENDPOINT = both(f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id = $1 FOR NO KEY UPDATE")
 LIST_ENDPOINTS = both(
-    f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id > $1 AND ($2 = '' OR tenant = $2) "
-    "AND ($3 = '' OR state = $3) ORDER BY id LIMIT $4"
+    f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id > $1 AND tenant = coalesce($2, tenant) "
+    "AND state = coalesce($3, state) ORDER BY id LIMIT $4"
 )
 ENDPOINTS_OF = both(
     f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE tenant IN (SELECT tenant FROM ROWS($1, tenant text) r)"

@@ -65,7 +65,7 @@ def run_sender(output: Output, place: str, once: bool) -> None:
 def endpoints(output: Output, url: str | None, tenant: str | None, state: State | None, limit: int, after: str) -> None:
     """List endpoints.  Secrets and the values of headers are never shown."""
     with opened_webhooks(url) as found:
-        page = found.endpoints.list(tenant=tenant or "", state=state, limit=limit, after=after)
+        page = found.endpoints.list(tenant=tenant, state=state, limit=limit, after=after)
     data = [struct_fields(each, "secret", "headers") for each in page]
     heads = ("id", "tenant", "url", "events", "state", "failing since", "reason")
     rows = [

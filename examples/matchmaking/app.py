@@ -116,7 +116,7 @@ class Appeal(BaseModel):
 
 
 # Rules with `unique_by` answer from the record of another key, so the body is checked before the middleware looks for it.
-CHECKED = {
+CHECKED: dict[str, type[BaseModel]] = {
     "auth.otp.send": NewCode,
     "verification.start": NewVerification,
     "safety.report": Report,

@@ -194,6 +194,17 @@ def test_webhook_is_tried_at_ten_steps_under_one_id(receiver: WebhookReceiver) -
         until(lambda: "webhook_delivery_success_total 1.0" in http.get(f"{service.url}/metrics").text)
 
 
+def test_clock_that_is_moved_does_not_repeat_a_webhook() -> None:
+    with WebhookReceiver(delay=0.3) as slow, ForkedMatchmaking(MATCHMAKING_WEBHOOK_URL=slow.url) as service:
+        slow.up()
+        service.match(service.sign_in("ann"), service.sign_in("bob"))
+        until(lambda: len(slow.received) == 1)
+        service.advance(3600)
+        until(lambda: "webhook_delivery_success_total 1.0" in http.get(f"{service.url}/metrics").text)
+        time.sleep(1)
+        assert len(slow.received) == 1
+
+
 def test_webhook_of_a_killed_accept_is_not_sent(receiver: WebhookReceiver) -> None:
     with ForkedMatchmaking(MATCHMAKING_WEBHOOK_URL=receiver.url) as service:
         receiver.up()

@@ -84,7 +84,7 @@ class FetchedJob(RunningTask):
         later = JobLater(error.detail, seconds)
         connector = self.context.app.connector
         if isinstance(connector, InMemoryConnector):  # procrastinate's own, for tests: it has no SQL
-            connector.jobs[self.context.job.id]["attempts"] -= 1
+            connector.jobs[int(self.id)]["attempts"] -= 1
             raise later from error
         if not self.awaited:
             connector.get_sync_connector().execute_query(UNCOUNT, id=self.context.job.id)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -37,7 +38,7 @@ from .metrics import Metrics
 from .problems import Invalid, Missing, NotAllowed, problem_response
 from .settings import Settings
 from .tables import TABLES, TABLES_LOCK
-from .work import USER, Service
+from .work import UNIQUE, USER, Service
 
 CONTRACT = Path(__file__).with_name("oncemore.toml")
 ENDPOINT = "match-events"  # the id of the webhook endpoint of the settings
@@ -115,7 +116,7 @@ class Appeal(BaseModel):
 
 
 # Rules with `unique_by` answer from the record of another key, so the body is checked before the middleware looks for it.
-CHECKED = {
+CHECKED: dict[str, type[BaseModel]] = {
     "auth.otp.send": NewCode,
     "verification.start": NewVerification,
     "safety.report": Report,
@@ -124,7 +125,10 @@ CHECKED = {
 
 
 class Middleware(IdempotencyMiddleware):
-    """The middleware of oncemore, which answers 422 to a body that the endpoint would refuse, as FastAPI does."""
+    """The middleware of oncemore, which answers 422 to a body that the endpoint would refuse, as FastAPI does.
+
+    With the ledger in Redis, what is unique whatever the key is left to the database: see `Service.perform`.
+    """
 
     def operation(self, match: Match, request: NamedRequest) -> Operation | None:
         if match.rule.name in CHECKED:
@@ -132,7 +136,11 @@ class Middleware(IdempotencyMiddleware):
                 CHECKED[match.rule.name].model_validate_json(request.body)
             except ValidationError as error:
                 raise Invalid(describe(error.errors())) from None
-        return super().operation(match, request)
+        operation = super().operation(match, request)
+        if operation is not None and operation.unique is not None and match.rule.policy.effect == "lease":
+            request.native[UNIQUE] = operation.unique
+            operation = msgspec.structs.replace(operation, unique=None)
+        return operation
 
 
 def create(settings: Settings | None = None) -> FastAPI:

@@ -100,6 +100,7 @@ def hooks_router(service: Service, daily_offers: DailyOffers) -> APIRouter:
     async def move_clock(body: Time) -> Row:
         if (body.advance is None) == (body.at is None):
             raise Invalid("Send either `advance`, in seconds, or `at`, a time")
+        await deliveries_end(service)
         seconds = body.advance if body.at is None else body.at.timestamp() - service.now()
         for store in {id(guard.store): guard.store for guard in (service.guard, service.database)}.values():
             Clock(store).advance(seconds or 0.0)
@@ -112,3 +113,15 @@ def hooks_router(service: Service, daily_offers: DailyOffers) -> APIRouter:
         return {"effects": [{"kind": row["kind"], "user": row["user_id"], "ref": row["ref"]} for row in found]}
 
     return router
+
+
+async def deliveries_end(service: Service) -> None:
+    """Wait for webhooks that are being sent: if their leases ended now, they would be sent again.
+
+    Not for long, because a process that was killed has left its own behind.
+    """
+    for _ in range(20):
+        async with service.read() as connection:
+            if not await rows(connection, "SELECT 1 FROM oncemore_webhook_deliveries WHERE token IS NOT NULL LIMIT 1"):
+                return
+        await asyncio.sleep(0.05)

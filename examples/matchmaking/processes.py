@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -118,10 +119,14 @@ class Matchmaking(Program):
 
 
 class WebhookReceiver:
-    """Receives webhooks on a port of its own, and remembers each; it can be taken down and brought up again."""
+    """Receives webhooks on a port of its own, and remembers each; it can be taken down and brought up again.
 
-    def __init__(self) -> None:
+    It answers after *delay* seconds.
+    """
+
+    def __init__(self, delay: float = 0.0) -> None:
         self.port = free_port()
+        self.delay = delay
         self.received: list[tuple[dict[str, str], bytes]] = []
         self._server: ThreadingHTTPServer | None = None
 
@@ -134,12 +139,13 @@ class WebhookReceiver:
         return [json.loads(body) for _, body in self.received]
 
     def up(self) -> None:
-        received = self.received
+        received, delay = self.received, self.delay
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 received.append(({name.lower(): value for name, value in self.headers.items()}, body))
+                time.sleep(delay)
                 self.send_response(200)
                 self.send_header("content-length", "0")
                 self.end_headers()

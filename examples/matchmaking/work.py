@@ -2,8 +2,8 @@
 
 With the ledger in the database, the transaction is the one that oncemore lends: the rows commit together with the record of
 the key.  With the ledger in Redis, the middleware holds a lease there while the change runs in a transaction of the
-database.  That transaction also writes a record of the operation.  If the process dies, the next attempt looks for this
-record in order to learn whether the change was committed (`look_up`).
+database.  That transaction also writes a record of the operation, and of what is unique whatever the key.  If the process
+dies, the next attempt looks for the operation's record in order to learn whether the change was committed (`look_up`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from examples.sql import Row, read_connection, rows, transaction
-from oncemore import Contract, Guard, Op, Operation, Outcome, Policy, Resolution, current_operation
+from oncemore import Contract, Guard, Op, Outcome, Policy, Resolution, current_operation
 
 from .problems import Broken
 from .settings import Settings
@@ -34,6 +34,7 @@ Change = Callable[["Work"], Awaitable[Any]]
 
 JSON = (("content-type", "application/json"),)
 USER = "matchmaking.user"  # in the ASGI scope: the user whom the request's token names
+UNIQUE = "matchmaking.unique"  # in the ASGI scope: what is unique whatever the key
 
 
 @dataclass
@@ -105,16 +106,17 @@ class Service:
         kind, _, milliseconds = fault.partition(":")
         if kind == "slow" and milliseconds.isdecimal():
             await asyncio.sleep(int(milliseconds) / 1000)
-        rule = self.contract.match(request.method, request.url.path)
-        is_guarded = rule is not None and rule.rule.idempotent and rule.rule.key.source != "none"
-        ttl = rule.rule.policy.ttl if rule is not None else 0.0
-        if not is_guarded:
+        found = self.contract.match(request.method, request.url.path)
+        if found is None or not found.rule.idempotent or found.rule.key.source == "none":
             async with transaction(self.settings.database) as connection:
                 return answer(await self.change(Work(connection, user, self.now()), change, fault), status)
         op = current_operation()
         if self.guard is self.database:
             return answer(await self.change(Work(op.connection, user, self.now(), op), change, fault), status)
-        async with self.database.attempt(inner(op), policy=Policy(effect="transaction", ttl=ttl)) as attempt:
+        rule = found.rule.policy
+        inner = msgspec.structs.replace(op.operation, unique=request.scope.get(UNIQUE))
+        policy = Policy(effect="transaction", ttl=rule.ttl, on_unique=rule.on_unique)
+        async with self.database.attempt(inner, policy=policy) as attempt:
             if attempt.fresh:
                 work = Work(attempt.op.connection, user, self.now(), attempt.op)
                 made = answer(await self.change(work, change, fault), status)
@@ -138,11 +140,6 @@ class Service:
         if record is None or record.outcome is None:
             return Resolution.released()
         return Resolution.settled(record.outcome)
-
-
-def inner(op: Op) -> Operation:
-    """The operation in the database.  What is unique whatever the key is recorded in Redis only."""
-    return msgspec.structs.replace(op.operation, unique=None)
 
 
 def answer(content: Any, status: int) -> Response:

@@ -106,7 +106,7 @@ def receiver_down(service: Matchmaking, receiver: WebhookReceiver, name: str) ->
         return [event["eventId"] for event in receiver.events if event["data"]["matchId"] == match]
 
     receiver.up()
-    service.advance(10)  # its second attempt is due after 5 seconds
+    service.advance(60)  # its second attempt is due after 5 seconds; if it was killed in the first one, after 45
     until(lambda: len(arrived()) > 0)
     how = "the service was killed meanwhile; delivered when it was up"
     return MatchmakingEnding(2, 1, len(set(arrived())), True, how)

@@ -493,6 +493,52 @@ def test_body_without_its_fields_is_refused(dating: Matchmaking, ann: str, bob: 
     assert all_effects(dating) == state
 
 
+def test_body_is_checked_before_an_answer_of_another_key(dating: Matchmaking, ann: str, bob: str) -> None:
+    report = {"subjectId": bob, "category": "spam", "text": "t"}
+    assert dating.post("/safety/report", report, ann).status_code == 201
+    assert dating.post("/verification/session", {"kind": "selfie"}, ann).status_code == 201
+    state = all_effects(dating)
+    for path, body in (
+        ("/safety/report", {**report, "text": None}),
+        ("/safety/report", []),
+        ("/verification/session", {}),
+        ("/verification/session", {"kind": 1}),
+    ):
+        refused = dating.post(path, body, ann)
+        assert (refused.status_code, code(refused)) == (422, "VALIDATION.payload")
+    assert all_effects(dating) == state
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/auth/otp/send", "not JSON"),
+        ("/safety/block", "[" * 200_000),
+        ("/safety/block", r'{"subjectId": "\u0000"}'),
+        ("/safety/block", r'{"subjectId": "\ud800"}'),
+        ("/compatibility/responses", r'{"responses": {"\ud800": 1}}'),
+        ("/compatibility/responses", r'{"responses": {"q": "\ud800"}}'),
+        ("/compatibility/responses", r'{"responses": {"q": 1e400}}'),
+    ],
+)
+def test_body_that_cannot_be_kept_is_refused(dating: Matchmaking, ann: str, path: str, body: str) -> None:
+    headers = {
+        "Authorization": f"Bearer {dating.tokens[ann]}",
+        "Content-Type": "application/json",
+        "Idempotency-Key": new_key(),
+    }
+    refused = http.post(dating.url + path, content=body, headers=headers)
+    assert (refused.status_code, code(refused)) == (422, "VALIDATION.payload")
+
+
+def test_request_without_a_route_is_a_problem(dating: Matchmaking, ann: str) -> None:
+    for path, status in (("/nowhere", 404), ("/safety/report", 405), ("/matches/%00", 422)):
+        refused = dating.ask("GET", path, user=ann)
+        assert refused.status_code == status
+        assert code(refused)
+    assert http.post(f"{dating.url}/_test/users", json={"id": "eve", "timezone": "Mars/Base"}).status_code == 422
+
+
 @every_row
 def test_unknown_token_is_refused(dating: Matchmaking, ann: str, bob: str, row: Row) -> None:
     case = row(dating, ann, bob)

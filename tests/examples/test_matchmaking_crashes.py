@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import signal
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -191,6 +194,17 @@ def test_webhook_is_tried_at_ten_steps_under_one_id(receiver: WebhookReceiver) -
         until(lambda: "webhook_delivery_success_total 1.0" in http.get(f"{service.url}/metrics").text)
 
 
+def test_clock_that_is_moved_does_not_repeat_a_webhook() -> None:
+    with WebhookReceiver(delay=0.3) as slow, ForkedMatchmaking(MATCHMAKING_WEBHOOK_URL=slow.url) as service:
+        slow.up()
+        service.match(service.sign_in("ann"), service.sign_in("bob"))
+        until(lambda: len(slow.received) == 1)
+        service.advance(3600)
+        until(lambda: "webhook_delivery_success_total 1.0" in http.get(f"{service.url}/metrics").text)
+        time.sleep(1)
+        assert len(slow.received) == 1
+
+
 def test_webhook_of_a_killed_accept_is_not_sent(receiver: WebhookReceiver) -> None:
     with ForkedMatchmaking(MATCHMAKING_WEBHOOK_URL=receiver.url) as service:
         receiver.up()
@@ -260,4 +274,44 @@ def test_redis_that_has_lost_its_records_performs_once(in_redis: Matchmaking) ->
         for each in guard.list().records:
             guard.delete(*each.id)
     assert in_redis.post("/safety/report", body, ann, key).content == first.content
+    assert in_redis.post("/safety/report", body, ann).status_code == 409  # another key: the database has it
     assert len(in_redis.effects("report.filed")) == 1
+
+
+# What is unique whatever the key
+
+
+@pytest.mark.parametrize("ledger", LEDGERS)
+def test_killed_request_may_be_made_again_under_another_key(request: pytest.FixtureRequest, ledger: str) -> None:
+    with ForkedMatchmaking(**settings_of(request, ledger)) as service:
+        ann, bob = service.sign_in("ann"), service.sign_in("bob")
+        for path, body, kind in (
+            ("/auth/otp/send", {"phone": "+1"}, "otp.sent"),
+            ("/verification/session", {"kind": "selfie"}, "verification.started"),
+            ("/safety/report", {"subjectId": bob, "category": "spam", "text": "t"}, "report.filed"),
+        ):
+            key = new_key()
+            assert service.dies(lambda: service.post(path, body, ann, key, fault="kill"))  # noqa: B023
+            assert service.post(path, body, ann).is_success
+            first = service.post(path, body, ann, key)
+            assert first.status_code == (409 if kind == "report.filed" else 200 if kind == "otp.sent" else 201)
+            assert len(service.effects(kind)) == 1
+
+
+def test_frozen_process_does_not_repeat_the_effect_of_another_key(
+    request: pytest.FixtureRequest, tmp_path: Any
+) -> None:
+    """Its lease in Redis ends while it is frozen, and another key does the work: it finds that in the database."""
+    settings = {"MATCHMAKING_DATABASE": f"sqlite:///{tmp_path}/dating.db", **settings_of(request, "redis")}
+    body = {"decisionId": "d", "text": "t"}
+    with ForkedMatchmaking(**settings) as frozen, ForkedMatchmaking(**settings) as other, ThreadPoolExecutor(1) as pool:
+        ann = frozen.sign_in("ann")
+        other.tokens = frozen.tokens
+        late = pool.submit(frozen.post, "/safety/appeal", body, ann, fault="slow:1500")
+        time.sleep(0.7)
+        os.kill(frozen.pid, signal.SIGSTOP)
+        time.sleep(4)  # longer than the lease
+        assert other.post("/safety/appeal", body, ann).status_code == 201
+        os.kill(frozen.pid, signal.SIGCONT)
+        assert late.result().status_code == 409
+        assert len(other.effects("appeal.filed")) == 1

@@ -26,6 +26,7 @@ from taskiq.acks import AckController
 from taskiq_redis import RedisStreamBroker
 
 from oncemore import Guard, current_operation
+from oncemore._runtime.plan import arun
 from oncemore.errors import (
     ConfigurationError,
     CorruptRecord,
@@ -461,6 +462,29 @@ async def test_procrastinate_middleware_guards_each_job_by_its_id(guard: Guard) 
     assert sorted(CALLS) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("awaited", [False, True])
+async def test_procrastinate_job_in_progress_uses_no_attempt(guard: Guard, awaited: bool) -> None:
+    app = App(connector=InMemoryConnector())
+    connector: Any = app.connector
+
+    async def send(context: JobContext, number: int) -> None:
+        CALLS.append(number)
+
+    def send_sync(context: JobContext, number: int) -> None:
+        CALLS.append(number)
+
+    guarded: Any = procrastinate.once_task(guard, key="{number}", name="send", lease="0.3s")(
+        send if awaited else send_sync  # type: ignore[arg-type]
+    )
+    task = app.task(guarded, name="send", pass_context=True, retry=1)
+    await arun(guard.store.claim(guarded.operation(None, 1), lease=60.0))  # another worker's
+    async with app.open_async():
+        id = await task.defer_async(number=1)
+        await app.run_worker_async(wait=False, install_signal_handlers=False)
+        assert (connector.jobs[id]["status"], connector.jobs[id]["attempts"]) == ("todo", 0)
+    assert CALLS == []
+
+
 # arq
 
 
@@ -478,6 +502,7 @@ async def held(ctx, number): ...
 async def resolved(ctx, number): ...
 once_task(guard)(held)
 once_task(guard, on_unknown="resolve", resolver=lambda op: Resolution.unknown())(resolved)
+once_task(guard, resolver=lambda op: Resolution.unknown())(resolved)
 once_task(guard, effect="transaction")(resolved)
 try:
     once_task(guard)(lambda: None)

@@ -60,8 +60,8 @@ class ArqTask(WorkerTask[P, T]):
         if policy.effect == "lease" and policy.on_unknown == "hold":
             warnings.warn(
                 f"{self.name}: arq cancels running jobs at each deployment, and nobody knows then whether the effect "
-                "happened, so the job is held until an operator decides. Give once_task a resolver= with "
-                'on_unknown="resolve", or effect="transaction"',
+                "happened, so the job is held until an operator decides. Give once_task a resolver=, "
+                'or effect="transaction"',
                 stacklevel=4,
             )
 

@@ -209,6 +209,10 @@ def made(task: WorkerTask[P, T], settings: Mapping[str, Any]) -> WorkerTask[P, T
 
 
 def task_policy(policy: Policy, limits: tuple[type[Exception], ...], settings: Mapping[str, Any]) -> Policy:
-    """Return the guard's policy with the settings.  The runner's time limits are in doubt beside what `doubt` names."""
-    chosen = policy.but(**settings)
+    """Return the guard's policy with the settings.
+
+    The runner's time limits are in doubt beside what `doubt` names.  A resolver is asked also without `on_unknown`.
+    """
+    asks = {"on_unknown": "resolve"} if settings.get("resolver") and policy.on_unknown == "hold" else {}
+    chosen = policy.but(**{**asks, **settings})
     return chosen.but(doubt=(*chosen.doubt, *(limit for limit in limits if limit not in chosen.doubt)))

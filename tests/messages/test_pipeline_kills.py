@@ -176,6 +176,31 @@ def own_server(request: pytest.FixtureRequest) -> Server:
     return server
 
 
+async def test_relay_and_consumer_of_a_frozen_broker_stop_soon(own_server: Server, tmp_path: Path) -> None:
+    """It keeps its connections open and answers nothing; what was not sent is sent by the next relay."""
+    services = Services(tmp_path, channel_at(own_server.url) + "&timeout=2")  # type: ignore[attr-defined]
+    relay, consumer = services.relay(), services.consumer()
+    tasks = [asyncio.create_task(relay.arun()), asyncio.create_task(consumer.arun())]
+    await asyncio.to_thread(refund, services.outbox, 1)
+    await until(lambda: len(services.bookings()) == 1, *tasks)
+    os.kill(own_server.pid, signal.SIGSTOP)
+    try:
+        await asyncio.to_thread(refund, services.outbox, 2)
+        await asyncio.sleep(0.5)
+        relay.stop()
+        consumer.stop()
+        await asyncio.wait_for(asyncio.gather(*tasks), 30)
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+    assert services.outbox.stats().dead == 0
+    relay, consumer = services.relay(), services.consumer()
+    tasks = [asyncio.create_task(relay.arun()), asyncio.create_task(consumer.arun())]
+    await until(lambda: len(services.bookings()) == 2, *tasks)
+    relay.stop()
+    consumer.stop()
+    await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE)
+
+
 async def test_broker_that_is_down_under_load_loses_nothing(own_server: Server, tmp_path: Path) -> None:
     """It is killed while messages come in all the time, and is restarted later."""
     services = Services(tmp_path, channel_at(own_server.url) + "&timeout=3")  # type: ignore[attr-defined]

@@ -252,7 +252,8 @@ class RabbitSubscription(Subscription):
         if self.connection is None:
             return
         try:
-            await self.queue.cancel(self.tag)
+            async with asyncio.timeout(CLOSING):  # the server may not answer any more
+                await self.queue.cancel(self.tag)
             while self.arrived:
                 await self.arrived.popleft().nack(requeue=True)
         except ERRORS as error:

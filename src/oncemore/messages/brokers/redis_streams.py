@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, cast
 
 import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import (
     BusyLoadingError,
     ClusterDownError,
@@ -103,7 +105,8 @@ class RedisStreamBroker:
             password=address.password or None,
             socket_timeout=self.timeout,
             socket_connect_timeout=self.timeout,
-            **{**tls, **self.settings},
+            # Relays and consumers repeat by themselves, and must end soon when they are told to.
+            **{"retry": Retry(NoBackoff(), 0), **tls, **self.settings},
         )
 
     async def aclose(self) -> None:

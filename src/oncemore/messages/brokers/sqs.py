@@ -24,7 +24,7 @@ ERRORS = (BotoCoreError, ClientError)
 THREADS = 8
 FIFO_WINDOW = 300.0  # fixed by AWS
 MOST_MESSAGES, MOST_BYTES = 10, 262_144  # in one request
-LONGEST_POLL = 20
+LONGEST_POLL = 5  # seconds; a server that does not answer any more is waited for that much longer
 LONGEST_DELAY = 43_200.0
 # Words in the codes of errors that say nothing about the message: too many requests, no queue, credentials, keys.
 FOR_NOW = ("Throttl", "OverLimit", "Queue", "AccessDenied", "Expired", "Token", "Signature", "Credential", "Kms")

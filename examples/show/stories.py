@@ -180,7 +180,7 @@ def killed_relay(system: PaymentSystem, name: str) -> Ending:
     messages.relay.start()
     until(lambda: system.service.get("/outbox")["pending"] == 0 and deliveries() > 1)
     effects, sent = entries(), deliveries()
-    how = "the books knew the message" if effects == 1 else "the books booked it each time"
+    how = "the books recognised the message" if effects == 1 else "the books booked it each time"
     return Ending(sent, effects, sent == 2, f"sent {sent} times: {how}", made)
 
 

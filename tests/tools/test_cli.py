@@ -6,11 +6,13 @@ import base64
 import io
 import json
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -27,6 +29,7 @@ from oncemore._runtime.plan import run
 from oncemore.encryption import Seal
 from oncemore.tools.cli import EXIT_CODES, main
 from oncemore.tools.commands import COMMANDS, program
+from oncemore.tools.commands.demo import PACKAGES
 from oncemore.tools.commands.output import escape
 from tests.tools.command import oncemore
 
@@ -52,6 +55,13 @@ def test_help_names_every_command(words: list[str]) -> None:
     ran = oncemore(*words)
     assert ran.code == 0
     assert all(name in ran.out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("group", ["contract", "keys", "inbox", "outbox", "schedule", "webhooks"])
+def test_group_help_shows_each_command_in_one_line(group: str) -> None:
+    commands = oncemore(group, "--help").out.partition("Commands:")[2]
+    assert commands.strip()
+    assert "..." not in commands
 
 
 def every_command(group: click.Group, *before: str) -> list[tuple[str, ...]]:
@@ -468,6 +478,17 @@ def test_malformed_seal_keys_are_refused_and_not_shown() -> None:
 def test_resolve_needs_exactly_one_decision(words: list[str], fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "resolve", "k", *words, "--store", "memory://"]) == 2
     assert fix in capsys.readouterr().err
+
+
+def test_demo_looks_for_every_package_of_its_extra() -> None:
+    """Otherwise a package that is missing ends in a traceback instead of the command that installs it."""
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    named = re.search(r"oncemore\[(.*)\]", extras["demo"][0])
+    assert named is not None
+    requirements = [*extras["demo"][1:], *(each for extra in named[1].split(",") for each in extras[extra])]
+    packages = {re.split(r"[\[<>=]", each)[0].replace("-", "_") for each in requirements}
+    assert packages - {"click", "rich", "psycopg_pool"} == set(PACKAGES)  # the command itself needs the first two
 
 
 @pytest.mark.chaos

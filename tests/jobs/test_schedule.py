@@ -648,7 +648,7 @@ def slow_list(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("slow_list")
-def test_ticks_do_not_wait_for_a_slow_look_at_all_records(counting: Any) -> None:
+def test_ticks_do_not_wait_for_a_slow_scan(counting: Any) -> None:
     schedule, calls, wait_for = counting
     stop = threading.Event()
     thread = threading.Thread(target=schedule.run, args=(stop,))
@@ -660,9 +660,7 @@ def test_ticks_do_not_wait_for_a_slow_look_at_all_records(counting: Any) -> None
     assert calls[2] - began < 4.5
 
 
-def test_slot_that_failed_here_is_tried_again_without_a_look_at_all_records(
-    guard: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slot_that_failed_here_is_tried_again_without_a_scan(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     offers = Offers(guard)
     offers.fails = 1
     schedule = offers.schedule(guard, each=["ann"])

@@ -153,7 +153,7 @@ def test_theirs_are_read_by_us(data: Any, content_type: str) -> None:
         assert envelope.data == data
 
 
-def test_theirs_without_a_content_type_or_data_are_read_by_us() -> None:
+def test_theirs_without_content_type_or_data_are_read_by_us() -> None:
     """The package leaves the type of JSON out by default, and writes no body for an event without data."""
     for attributes, data in (({}, {"id": "rf_1"}), ({}, None), ({"datacontenttype": "application/json"}, None)):
         event = CloudEvent({"id": "e1", "source": "s", "type": "t", "specversion": "1.0", **attributes}, data)
@@ -163,7 +163,7 @@ def test_theirs_without_a_content_type_or_data_are_read_by_us() -> None:
         assert parse_structured(JSONFormat().write(event)).data == data
 
 
-def test_body_without_a_content_type_that_is_no_json_is_bytes() -> None:
+def test_body_without_content_type_that_is_no_json_is_bytes() -> None:
     headers = {"ce-specversion": "1.0", "ce-id": "1", "ce-source": "s", "ce-type": "t"}
     for body in (b"\x00\xff", b"plain", b"[" * 100_000):
         assert parse_binary(headers, body).data == body

@@ -219,7 +219,7 @@ def test_broker_that_is_down_holds_up_no_other_broker(
     assert outbox.stats().pending == 0
 
 
-def test_broker_that_is_slow_to_fail_is_left_alone_for_longer(outbox: Outbox, mode: Mode | None) -> None:
+def test_broker_that_fails_slowly_is_left_alone_for_longer(outbox: Outbox, mode: Mode | None) -> None:
     """A host that does not answer fails by a time-out; the others must not wait for that each time."""
 
     class Unreachable(RecordingBroker):

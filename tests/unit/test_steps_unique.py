@@ -230,7 +230,7 @@ def test_order_deleted_while_another_key_looks_is_refused(guard: Guard, call: Ca
         call(Guard(Deleting(store)), Shop().pay, order("k2"))
 
 
-def test_attempt_without_a_step_fails_as_itself_though_the_store_is_down(guard: Guard, call: Caller) -> None:
+def test_attempt_without_a_step_fails_as_itself_without_a_store(guard: Guard, call: Caller) -> None:
     """The turn of its key then lapses by itself, and the same key goes on."""
 
     class Failing(StoreWrapper):

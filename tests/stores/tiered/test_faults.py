@@ -152,7 +152,7 @@ def test_frozen_redis_is_left_alone_and_used_again(
     store.close()
 
 
-def test_repeat_that_extends_its_retention_does_not_wait_for_frozen_redis(
+def test_repeat_that_extends_retention_does_not_await_frozen_redis(
     postgres_url: str, postgres_schema: str, own_valkey: ValkeyServer
 ) -> None:
     guard = Guard(tiered_url(postgres_url, own_valkey.url, postgres_schema), policy=Policy(ttl_from="access"), cache=0)

@@ -325,7 +325,7 @@ def test_copy_is_of_the_server_that_was_asked(store: TieredStore) -> None:
     assert not is_hit(store)
 
 
-def test_pending_copy_is_dropped_by_a_deletion_even_if_redis_forgets_it(
+def test_deletion_drops_a_pending_copy_even_if_redis_forgets_it(
     store: TieredStore, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(primary, "GATHER_SECONDS", 0.5)

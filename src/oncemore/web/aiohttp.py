@@ -66,8 +66,8 @@ class IdempotencyMiddleware(Idempotency):
                 self.contract.add(rule.at(f"{'|'.join(served)} {path_of(route)}"))
         self.contract.check()
         self.rules_declared()
-        served = (route_at(path_of(route), {route.method}) for route in app.router.routes())
-        warn_of_routes(self.contract, served, self.status_path)
+        routes = (route_at(path_of(route), {route.method}) for route in app.router.routes())
+        warn_of_routes(self.contract, routes, self.status_path)
 
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = Fields([(name.lower(), value) for name, value in request.raw_headers])

@@ -266,7 +266,7 @@ class GuardedResponse:
         loop = asyncio.get_running_loop()
         done = loop.create_future()  # as asyncio.shield does, with less work
         task = loop.create_task(self.run(app))
-        task.add_done_callback(lambda _: done.done() or done.set_result(None))
+        task.add_done_callback(lambda _: None if done.done() else done.set_result(None))
         try:
             await done
         except asyncio.CancelledError:

@@ -9,9 +9,12 @@ from urllib.parse import urlencode
 
 import pytest
 
+from oncemore import Policy
+
 from .caller import PAYLOAD, Caller, refused, said
 
 IN_PROGRESS = "CONFLICT.idempotency.in_progress"
+USUAL_WAIT = Policy().wait  # in seconds: what is refused sooner has not waited for this
 
 
 def uuid7(age: float) -> str:
@@ -93,8 +96,10 @@ class LifecycleCases:
 
     def test_waiting_ends_at_the_rules_limit(self, caller: Caller) -> None:
         first = caller.running("/impatient/slow")
+        begun = time.monotonic()
         answer = caller.ask("/impatient/slow")
         refused(answer, 409, IN_PROGRESS)
+        assert time.monotonic() - begun < USUAL_WAIT
         assert answer.headers["retry-after"] == "2"
         caller.open()
         assert first.result().status_code == 201
@@ -103,7 +108,9 @@ class LifecycleCases:
     def test_waiting_ends_with_the_callers_own_timeout(self, caller: Caller) -> None:
         for timeout in ("0.2", "200ms", "0"):
             first = caller.renew().running("/default/slow")
+            begun = time.monotonic()
             refused(caller.ask("/default/slow", headers={"X-Request-Timeout": timeout}), 409, IN_PROGRESS)
+            assert time.monotonic() - begun < USUAL_WAIT, timeout
             caller.open()
             assert first.result().status_code == 201
             assert caller.runs == 1, timeout

@@ -172,20 +172,22 @@ class SenderRun:
             poll = SHORTEST_POLL if is_woken else min(2 * poll, LONGEST_POLL)
 
     async def _round(self, due_by: float) -> int:
-        """Record results and match a page of messages, then claim what is due and start to send it; return how much was done.
+        """Record results and start to send what is due, while a page of messages is matched; return how much was done."""
+        parts = await asyncio.gather(self._work(due_by), self._match(), return_exceptions=True)
+        for part in parts:
+            if isinstance(part, BaseException):
+                raise part
+        await self._keep_house()
+        return sum(parts)  # type: ignore[arg-type]
 
-        An endpoint that the results have disabled gets no more, and what was matched is sent at once.
-        """
-        parts = await asyncio.gather(self._record(), self._match(), return_exceptions=True)
-        for each in parts:
-            if isinstance(each, BaseException):
-                raise each
+    async def _work(self, due_by: float) -> int:
+        """Record results, then claim what is due: an endpoint that these results have disabled gets no more."""
+        recorded = await self._record()
         free = self.sender.concurrency - len(self._tasks)
         claimed = await arun(self.claims.claim(free, due_by=due_by)) if free > 0 else []
         for each in claimed:
             self._tasks.add(asyncio.create_task(self._deliver(each)))
-        await self._keep_house()
-        return sum(parts, len(claimed))  # type: ignore[arg-type]
+        return recorded + len(claimed)
 
     async def drain(self) -> int:
         """Send what is due now, each delivery once, and return how many succeeded."""
@@ -216,7 +218,7 @@ class SenderRun:
             success = result.is_success if result.tried else None
             self.claims.end(claimed.registered.endpoint.id, success=success)
             self._ended.append((claimed, result))
-            self._tasks.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._tasks.discard(asyncio.current_task())
             self.waiter.notify()
 
     async def _record(self) -> int:

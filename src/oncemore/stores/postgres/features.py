@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import psycopg
 from psycopg.pq import PipelineStatus
@@ -86,7 +86,10 @@ class PostgresTables:
 
     def join(self, place: Any) -> Plan[Executes]:
         if isinstance(place, psycopg.Connection | psycopg.AsyncConnection):
-            return join_psycopg(place)
+            # psycopg begins a transaction with the first statement, unless it is in autocommit mode; so does the adapter.
+            if place.autocommit and place.pgconn.transaction_status == IDLE:
+                raise not_in_transaction(place)
+            return JoinedPsycopg.on(place)
         if isinstance(place, str):
             return (yield from adapter_module("django").join(place, "postgresql", JoinedBelowDjango()))  # type: ignore[no-any-return]
         if belongs_to(place, "asyncpg"):
@@ -107,16 +110,6 @@ class PostgresTables:
 
     def listen(self) -> None:
         self.batches.listener.listen()
-
-
-def join_psycopg(connection: Any) -> Executes:
-    """The adapter for the user's transaction on *connection*.
-
-    psycopg begins one with the first statement, unless the connection is in autocommit mode; so does this adapter.
-    """
-    if connection.autocommit and connection.pgconn.transaction_status == IDLE:
-        raise not_in_transaction(connection)
-    return cast("JoinedPsycopg", JoinedPsycopg.on(connection))
 
 
 class OwnTransaction(PsycopgAdapter):

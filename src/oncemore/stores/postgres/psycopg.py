@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -34,7 +34,7 @@ class PsycopgAdapter:
         self._configure = configure  # the effect that sets up the session of a new connection
 
     @classmethod
-    def on(cls, connection: Any) -> PsycopgAdapter:
+    def on(cls, connection: Any) -> Self:
         """The adapter for `execute` in a transaction that the user has begun on *connection*, sync or async."""
         adapter = cls.__new__(cls)
         adapter.connection = connection

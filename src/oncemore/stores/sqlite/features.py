@@ -6,7 +6,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from ..._ledger.connect import adapter_module
 from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, not_a_place, not_in_transaction
@@ -111,7 +111,11 @@ class SqliteTables:
     def join(self, place: Any) -> Plan[Executes]:
         adapter: Executes
         if isinstance(place, sqlite3.Connection) or belongs_to(place, "aiosqlite"):
-            adapter = join_sqlite(place)
+            # sqlite3 begins a transaction with the first INSERT, unless it is in autocommit mode.
+            begins = place.isolation_level is not None and getattr(place, "autocommit", None) is not True
+            if not place.in_transaction and not begins:
+                raise not_in_transaction(place)
+            adapter = JoinedSqlite.on(place)
         elif isinstance(place, str):
             adapter = yield from adapter_module("django").join(place, "sqlite", SqliteBelowDjango(self.store.sql))
         elif belongs_to(place, "sqlalchemy"):
@@ -155,17 +159,6 @@ def run_together(connection: sqlite3.Connection, *, queries: Sequence[Query], be
     results = [run_queries(connection, [query]) for query in queries]
     connection.execute("COMMIT")
     return results
-
-
-def join_sqlite(connection: Any) -> Executes:
-    """The adapter for the user's transaction on *connection*.
-
-    sqlite3 begins one with the first INSERT, unless the connection is in autocommit mode.
-    """
-    begins = connection.isolation_level is not None and getattr(connection, "autocommit", None) is not True
-    if not connection.in_transaction and not begins:
-        raise not_in_transaction(connection)
-    return cast("JoinedSqlite", JoinedSqlite.on(connection))
 
 
 class JoinedSqlite(SqliteAdapter):

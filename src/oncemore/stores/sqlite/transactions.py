@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from ..._ledger.model import Holder, Lease, Operation, Outcome, Record, state_of
 from ..._ledger.transactions import (
@@ -391,7 +391,7 @@ class SqliteAdapter:
         self._prepare = prepare
 
     @classmethod
-    def on(cls, connection: Any) -> SqliteAdapter:
+    def on(cls, connection: Any) -> Self:
         """The adapter for `execute` in a transaction that the user has begun on *connection*, sqlite3's or aiosqlite's."""
         writer = Writer("")
         writer.connection = connection

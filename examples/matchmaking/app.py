@@ -23,7 +23,6 @@ from starlette.exceptions import HTTPException
 
 from examples.sql import Row, create_tables
 from oncemore import Contract, Guard, Operation, Rule
-from oncemore._contract.contract import Match
 from oncemore.errors import InvalidPrincipal, NotFound, OncemoreError, Refusal
 from oncemore.observe.logging import log_events
 from oncemore.web.fastapi import IdempotencyMiddleware
@@ -130,7 +129,7 @@ class Middleware(IdempotencyMiddleware):
     With the ledger in Redis, what is unique whatever the key is left to the database: see `Service.perform`.
     """
 
-    def operation(self, match: Match, request: NamedRequest) -> Operation | None:
+    def operation(self, match: Any, request: NamedRequest) -> Operation | None:
         if match.rule.name in CHECKED:
             try:
                 CHECKED[match.rule.name].model_validate_json(request.body)

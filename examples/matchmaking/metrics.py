@@ -8,7 +8,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from examples.sql import rows
-from oncemore._ledger.events import Event
+from oncemore.observe import Event
 from oncemore.observe.metrics import CACHE_HIT, JOB_CONFLICT, KEY_REUSE, guard_measurements
 
 from .daily import NAME

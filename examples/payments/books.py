@@ -20,8 +20,8 @@ from fastapi import FastAPI
 
 from examples.sql import Row, read_connection, rows
 from oncemore import Guard, Inbox, Op, Operation
-from oncemore._ledger.events import Event
 from oncemore.messages import Consumer, Envelope
+from oncemore.observe import Event
 
 from .observability import log_to_stderr
 from .unguarded import new_key

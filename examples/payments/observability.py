@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from oncemore._ledger.events import Event
+from oncemore.observe import Event
 
 REQUEST: ContextVar[dict[str, str]] = ContextVar("request")
 # The counter for each kind of event.

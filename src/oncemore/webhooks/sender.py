@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 from collections import deque
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar
 
 import aiohttp
 
@@ -23,6 +19,7 @@ from .._runtime.backoff import Backoff
 from .._runtime.clock import SYSTEM
 from .._runtime.loops import to_the_end
 from .._runtime.plan import arun
+from .._runtime.service import run_service
 from .._runtime.wakeups import Waiter
 from ..errors import ConfigurationError, OncemoreError
 from . import statements as sql
@@ -31,8 +28,6 @@ from .matching import MatchingPass
 from .requests import Requests, Result
 from .results import Attempt, Results, log
 from .webhooks import WAKEUP, Webhooks
-
-T = TypeVar("T")
 
 SHORTEST_POLL, LONGEST_POLL = 0.01, 0.5  # seconds between two looks for work, if nobody wakes the sender
 TOGETHER = 0.005  # seconds in which other requests may end, so that their results are recorded together
@@ -76,21 +71,7 @@ class Sender:
 
     def run(self) -> None:
         """Deliver until SIGTERM or SIGINT, or until `stop`; requests that are under way are finished."""
-        asyncio.run(self._closing(self._until_signal()))
-
-    async def _until_signal(self) -> None:
-        loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
-            with suppress(ValueError, NotImplementedError, RuntimeError):  # not on the main thread, or on Windows
-                loop.add_signal_handler(each, self.stop)
-        await self.arun()
-
-    async def _closing(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await *work*, and close the store's connections of this event loop, which ends with it."""
-        try:
-            return await work
-        finally:
-            await self.webhooks.tables.access.aclose()
+        run_service(self.arun, stop=self.stop, close=self.webhooks.tables.access.aclose)
 
     async def arun(self) -> None:
         """Deliver until `stop` is called or the task is cancelled; requests that are under way are finished."""
@@ -108,7 +89,7 @@ class Sender:
 
     def run_once(self) -> int:
         """Deliver what is due now, each once, and return how many deliveries succeeded."""
-        return asyncio.run(self._closing(self.arun_once()))
+        return run_service(self.arun_once, close=self.webhooks.tables.access.aclose)
 
     async def arun_once(self) -> int:
         """Deliver what is due now: `run_once` for event loops."""

@@ -9,12 +9,13 @@ import aio_pika
 import nats
 import pytest
 import redis.asyncio as redis
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from oncemore.messages.broker import Broker, connect
+from oncemore.messages.brokers import kafka
 from oncemore.messages.brokers.memory import MemoryBroker
 from oncemore.testing import BrokerContract
-from oncemore.testing.brokers import Make
+from oncemore.testing.brokers import Make, message, numbers
 from tests.support.brokers import MinistackServer
 
 
@@ -75,6 +76,30 @@ class TestKafka(BrokerContract):
         producer = Producer({"bootstrap.servers": self.url.removeprefix("kafka://")})
         producer.produce(broker.channel, body, b"rf_1")
         assert producer.flush(30) == 0
+
+
+async def test_kafka_subscription_goes_on_after_a_rebalance(kafka_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[bool] = []
+
+    class Rebalancing(kafka.KafkaClient):
+        def commit(self, **given: Any) -> Any:
+            if not given["asynchronous"] and not refused:
+                refused.append(True)
+                raise KafkaException(KafkaError(KafkaError.REBALANCE_IN_PROGRESS))
+            return super().commit(**given)
+
+    monkeypatch.setattr(kafka, "KafkaClient", Rebalancing)
+    broker = connect(f"{kafka_url}/{new_channel()}")
+    subscription = broker.subscribe("group-1")
+    try:
+        assert await broker.publish([message(1)]) == [None]
+        [delivery] = await subscription.receive(1, 30)
+        assert refused
+        assert numbers([delivery]) == [1]
+        await delivery.ack()
+    finally:
+        await subscription.aclose()
+        await broker.aclose()
 
 
 class TestRedisStreams(BrokerContract):

@@ -9,6 +9,7 @@ import weakref
 import pytest
 
 from oncemore._runtime.loops import PerLoop, finish_despite_cancel, keep_task
+from oncemore._runtime.service import nothing, run_service
 
 
 class Thing:
@@ -143,3 +144,8 @@ async def test_finish_despite_cancel_finishes_before_it_is_cancelled(fails: bool
         await task
     assert done == ["done"]
     assert isinstance(caught.value.__cause__, ValueError) is fails
+
+
+async def test_service_does_not_run_inside_an_event_loop() -> None:
+    with pytest.raises(RuntimeError, match="await the method with an `a` before its name"):
+        run_service(nothing)

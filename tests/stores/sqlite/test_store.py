@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from oncemore import Guard
 from oncemore._ledger.model import Lease, Operation, Outcome, Record
 from oncemore._ledger.store import Filter
 from oncemore._runtime.plan import Plan, arun, run
-from oncemore.errors import ConfigurationError, InvalidKey, InvalidPayload, StoreError
+from oncemore.errors import ConfigurationError, InvalidKey, InvalidPayload, OutcomeNotKept, StoreError
+from oncemore.observe import Event
 from oncemore.stores import schema
 from oncemore.stores.sqlite import SqliteStore, connect
 from oncemore.stores.sqlite import store as sqlite_store
@@ -164,6 +166,16 @@ def test_an_unreadable_record_is_answered_and_can_be_deleted(path: Path, store: 
         assert (record.outcome, record.note) == (Outcome("tombstone"), "unreadable record")
     assert run(store.delete("scope", "key")) is True
     claimed(store)
+
+
+def test_observers_are_told_of_an_unreadable_outcome(path: Path, url: str, store: SqliteStore) -> None:
+    settled(store, "k")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        assert connection.execute("UPDATE oncemore_records SET outcome = x'c1c1'").rowcount == 1
+    events: list[Event] = []
+    with Guard(url, observers=[events.append]) as guard, pytest.raises(OutcomeNotKept):
+        guard.run(operation("k"), lambda op: pytest.fail("performed again"))
+    assert [event.code for event in events if event.kind == "failed"] == ["TRANSIENT.idempotency.record_corrupt"]
 
 
 def test_an_audited_record_is_archived_whole(path: Path, store: SqliteStore) -> None:

@@ -35,6 +35,8 @@ OWN_FAULT = (
     KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT,
     KafkaError.POLICY_VIOLATION,
 )
+# Another consumer has come or gone meanwhile: the partitions are given to the members of the group anew.
+REBALANCES = (KafkaError.REBALANCE_IN_PROGRESS, KafkaError.ILLEGAL_GENERATION, KafkaError.UNKNOWN_MEMBER_ID)
 POLL = 0.1  # seconds; librdkafka expects to be asked again soon, also by a consumer that has no room for messages
 
 
@@ -302,12 +304,11 @@ class KafkaSubscription(Subscription):
             if offset is not None:
                 places[number] = TopicPartition(self.broker.channel, number, offset, "0")
                 after_crash = after_crash or partition.begun > 1
-        if places:
-            # After a crash, wait for it: the next crash would otherwise be counted for a message that is done.
-            if after_crash:
-                self.client.commit(offsets=list(places.values()), asynchronous=False)
-            else:
-                self.client.commit(offsets=list(places.values()), asynchronous=True)
+        if places and after_crash:
+            # Wait for it: the next crash would otherwise be counted for a message that is done.
+            commit_or_rebalance(self.client, list(places.values()))
+        elif places:
+            self.client.commit(offsets=list(places.values()), asynchronous=True)
 
     def _assigned(self, client: KafkaClient, partitions: list[TopicPartition]) -> None:
         begins: list[TopicPartition] = []
@@ -320,7 +321,7 @@ class KafkaSubscription(Subscription):
             self.partitions[place.partition] = Partition(start, begun)
             begins.append(TopicPartition(place.topic, place.partition, start, str(begun)))
         if begins:
-            client.commit(offsets=begins, asynchronous=False)
+            commit_or_rebalance(client, begins)
         self.paused = False
         client.assign([TopicPartition(each.topic, each.partition, each.offset) for each in begins])
         self.joined.set()
@@ -381,6 +382,15 @@ class KafkaDelivery(Delivery):
         again = KafkaDelivery(self.subscription, self.message, self.partition, self.count + 1)
         heapq.heappush(self.subscription.delayed, (time.monotonic() + delay, id(again), again))
         self.subscription.changed.set()
+
+
+def commit_or_rebalance(client: KafkaClient, places: list[TopicPartition]) -> None:
+    """Commit, and wait for it.  Nothing is committed if the group divides its partitions anew: then messages come again."""
+    try:
+        client.commit(offsets=places, asynchronous=False)
+    except KafkaException as error:
+        if error.args[0].code() not in REBALANCES:
+            raise
 
 
 def headers_of(message: Message) -> dict[str, str]:

@@ -23,7 +23,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 CONNECT_SECONDS = 1.0  # to open a connection to Redis, or to write to it, which no request waits for
 
 
-class Breaker:
+class RedisBreaker:
     """Open while Redis is left alone, after failures: for a pause that doubles with each failure soon after another.
 
     It is logged when it opens, and when it closes.
@@ -81,7 +81,7 @@ class OpenConnections(ConnectionPool):
     For threads, `open_wanted` opens them, on a background thread that *wake* wakes; for an event loop, a task does.
     """
 
-    def __init__(self, topology: Topology, breaker: Breaker, wake: Callable[[], None]) -> None:
+    def __init__(self, topology: Topology, breaker: RedisBreaker, wake: Callable[[], None]) -> None:
         self.topology = topology
         self.breaker = breaker
         self.wake = wake

@@ -25,7 +25,7 @@ from ..postgres import PostgresStore
 from ..redis import RedisStore
 from ..redis.commands import NodeBatchers
 from ..redis.connection import Address, SendCommands, pack
-from .connections import CONNECT_SECONDS, Breaker, NotConnected, OpenConnections
+from .connections import CONNECT_SECONDS, NotConnected, OpenConnections, RedisBreaker
 from .primary import PROBE, PrimaryWatch
 
 VERSION = 1  # of the form of a copy
@@ -98,11 +98,11 @@ class Copies:
         self.largest = largest
         self.budget = budget
         self.watch = PrimaryWatch(primary, self.work)
-        self.breaker = Breaker(
+        self.breaker = RedisBreaker(
             "Redis is left alone, and every request asks PostgreSQL: %s", "Redis answers again, and is asked first"
         )
         # For a server that answers, but is full or read-only.
-        self.refusals = Breaker("Redis takes no copies for now: %s", "Redis takes copies again")
+        self.refusals = RedisBreaker("Redis takes no copies for now: %s", "Redis takes copies again")
         self.pool = OpenConnections(cache.topology, self.breaker, self.watch.wake)
         self._lookups = NodeBatchers(cache.topology, self._look, limit=BATCH_LIMIT, linger=False)
         self._prefix = f"{cache.prefix}:copy"

@@ -7,9 +7,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo-ready
 PIP := $(VENV)/.pip-ready
-# Three on two cores: many tests wait for a server, or for a lease to lapse.
-WORKERS ?= 3
-PYTEST := -m pytest -q -n $(WORKERS)
+# Four on two cores: many tests wait for a server, or for a lease to lapse.  A worker without tests takes some of another's.
+WORKERS ?= 4
+PYTEST := -m pytest -q -n $(WORKERS) --dist worksteal
 MATRIX := $(CURDIR)/.matrix
 # Tests in this process, on memory and SQLite: no server, no socket to another process.
 QUICK := tests/unit tests/stores/test_memory.py tests/stores/sqlite/test_store.py tests/stores/sqlite/test_loop.py \

@@ -160,19 +160,15 @@ class Ledger:
         self, lease: Lease, answer: Answer, policy: Policy, note: str, error: Exception
     ) -> Plan[Answer]:
         """The store cannot encode the outcome, such as a header that is no plain text: keep that it happened."""
-        if answer.outcome.kind == "tombstone":
-            raise error
         log.error("%s %r: the outcome cannot be stored, only that it happened", *lease.operation.id, exc_info=error)
         # The reason is for the function's own caller; the client of an HTTP response must not see it.
         reason = "" if answer.outcome.kind == "response" else repr(error)
         tombstone = Outcome("tombstone", body=reason.encode("utf-8", "backslashreplace"))
-        kept = msgspec.structs.replace(answer, outcome=tombstone)
         try:
             audit = policy.expired == "keep"
             yield from self.store.settle(lease, tombstone, retention=policy.ttl, audit=audit, note=note)
-        except Exception as again:
-            known = yield from self.settle_failed(lease, kept, policy, note, again)
-            return known if known.outcome is not tombstone else msgspec.structs.replace(answer, how="unstored")
+        except (Fenced, *STORE_FAILURES) as again:
+            return (yield from self.settle_failed(lease, answer, policy, note, again))
         self.emit("settled", lease.operation, token=lease.token, attempt=lease.attempt, status=0)
         return msgspec.structs.replace(answer, how="unstored")
 

@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType
@@ -66,6 +65,7 @@ class Steps:
         self.doubt = ""  # the name of a step that was begun, has no checkpoint, and may have taken effect
         self.lost: Fenced | None = None
         self._renewed = ledger.clock.monotonic()
+        self._ahead = 0.0  # how much later it is by the store's clock
 
     # Before the first step
 
@@ -75,6 +75,7 @@ class Steps:
         if record is None or record.token != self.lease.token:
             raise self._fence(fenced(self.lease))
         self.epoch = f"{record.created_at:.6f}"
+        self._ahead = record.now - self.ledger.clock.monotonic()
         if self.lease.attempt == 1:
             return None
         is_old = record.now - record.created_at > UNFINISHED
@@ -117,10 +118,16 @@ class Steps:
         return self.begun
 
     def _take(self, step: Step, back: Step | None) -> Plan[Any]:
-        with self._running(step):
+        try:
             yield from self._stop_if_given_up(step)
             answer = yield from self.perform(step)
             self._stop_if_closed(answer.outcome)
+        except BaseException:  # it has no checkpoint, so no other step may follow it
+            self.failed = step.name
+            raise
+        finally:
+            self.under_way = ""
+        self.done += 1
         value, policy = answer.value, step.naming(self.policy)
         if answer.how != "stored":
             value = value_or_error(answer.outcome, policy.errors, policy.types)
@@ -129,18 +136,6 @@ class Steps:
         if back is not None:
             self.undos.append((back, value))
         return value
-
-    @contextmanager
-    def _running(self, step: Step) -> Iterator[None]:
-        """Take the step.  If it ends without a checkpoint, no other step may follow it."""
-        try:
-            yield
-        except BaseException:
-            self.failed = step.name
-            raise
-        finally:
-            self.under_way = ""
-        self.done += 1
 
     def perform(self, step: Step, value: Any = None) -> Plan[Answer]:
         """The step's answer: from its checkpoint, or by performing it as often as its retry allows."""
@@ -186,31 +181,16 @@ class Steps:
             raise ConfigurationError(
                 f"step {name!r} sleeps for {length:g} s; an operation may be unfinished for 30 days"
             )
-        return self._sleep(Step(self._next(name), name, lambda: None), length)
+        return self._sleep(self.step(name, lambda: self._now() + length, None, retry=ONCE))
 
-    def _sleep(self, step: Step, length: float) -> Plan[None]:
-        with self._running(step):
-            yield from self._stop_if_given_up(step)
-            yield from self.check_owner()
-            left = yield from self._time_left(step, length)
+    def _sleep(self, step: Plan[float]) -> Plan[None]:
+        left = (yield from step) - self._now()  # the checkpoint is the time at which to wake up
         if left > 0:
             yield Sleep(left)
 
-    def _time_left(self, step: Step, length: float) -> Plan[float]:
-        """How long to sleep from now.  The checkpoint is the time at which to wake up."""
-        operation, policy = self.named(step.number, step.name), step_policy(self.policy, "lease")
-        try:
-            found = yield from self.ledger.claim(operation, policy)
-        except PayloadMismatch as error:
-            raise (yield from self._changed(operation, step)) from error
-        if isinstance(found, Lease):
-            now = found.expires_at - policy.lease
-            yield from self._settle(found, value_outcome(now + length))
-            return length
-        outcome = found.outcome or Outcome("tombstone")
-        self._stop_if_closed(outcome)
-        wake: float = replayed(outcome)
-        return wake - found.now
+    def _now(self) -> float:
+        """The time by the store's clock."""
+        return self._ahead + self.ledger.clock.monotonic()
 
     # Late owners
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from contextvars import Context
-from itertools import chain, islice, repeat
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from ..errors import StoreError
@@ -22,7 +22,6 @@ from .loops import PerLoop
 from .plan import Plan, arun, run
 
 Item = TypeVar("Item")
-T = TypeVar("T")
 
 log = logging.getLogger("oncemore")
 
@@ -102,17 +101,12 @@ class Batcher(Generic[Item]):
         return self._execute_after_repair(items) if self.orphans else self.run_batch(items)
 
     def _execute_after_repair(self, items: list[Item]) -> Plan[Sequence[Any]]:
-        orphans, self.orphans = self.orphans, []
+        orphans = [*self.orphans]
         yield from self.repair(orphans)
-        return (yield from self.run_batch(items))
-
-    def execute_again(self, items: list[Item]) -> Plan[Sequence[Any]]:
-        """Run a batch that was interrupted again, without the items that can be undone: their results are lost."""
-        others = [item for item in items if not self.can_undo(item)]
-        results = (yield from self.execute(others)) if others else ()
-        check_count(results, others)
-        left = iter(results)
-        return [LOST if self.can_undo(item) else next(left) for item in items]
+        for each in orphans:
+            with suppress(ValueError):  # another thread or loop has repaired it, too
+                self.orphans.remove(each)
+        return (yield from self.run_batch(items)) if items else ()
 
     def repair(self, items: list[Item]) -> Plan[None]:
         """Undo those of *items* that can be undone, because nobody has their results; carry out the others (again)."""
@@ -128,7 +122,7 @@ class Batcher(Generic[Item]):
 
     def _adopt(self, loop_batcher: LoopBatcher[Item]) -> None:
         """Have the next batch repair the items of a loop that was closed in the middle of a batch."""
-        self.orphans += loop_batcher.unanswered()
+        self.orphans += [item for item, future in loop_batcher.batch if not has_result(future)]
         self.orphans += [item for item, _ in loop_batcher.waiting if not self.can_undo(item)]  # the rest was never sent
 
 
@@ -306,11 +300,6 @@ class LoopBatcher(Generic[Item]):
         while self.running and self.task is not None:
             await asyncio.wait([self.task])
 
-    def unanswered(self) -> list[Item]:
-        """The items under way that have no result yet.  A caller with a result acts on it, so its item may not be undone."""
-        futures = self.batch
-        return [item for item, each in futures if not each.done() or each.cancelled() or each.exception() is not None]
-
     def _start(self) -> None:
         try:
             self.running, self.gave_up = True, False
@@ -326,28 +315,25 @@ class LoopBatcher(Generic[Item]):
     async def _run(self) -> None:
         try:
             await self._linger()
-            while self.waiting and not self.gave_up:
+            while self.waiting or self.batcher.orphans:
                 await self._run_batch()
                 if self.waiting and self.batcher.linger:
                     await self._linger()
             self._stop()
         except GeneratorExit:  # the loop was closed in the middle of a batch
             raise
-        except BaseException:  # Ctrl-C, which ends this task and goes on to the loop; another task serves the queue
-            self.batcher.orphans += self.unanswered()
+        except BaseException:  # Ctrl-C, which goes on to the loop, and another task serves the queue; or it gave up
+            self._take_back()
             self._stop()
             if self.waiting:
                 self._start()
             raise
 
     def _stop(self) -> None:
-        """Leave no caller without a result, and nothing that keeps the loop alive."""
-        unanswered = [*self.batch, *self.waiting] if self.gave_up else self.batch
-        for _, future in unanswered:
-            set_result(future, interrupted())
-        if self.gave_up:
-            self.waiting.clear()
-        self.batch, self.running, self.task = [], False, None
+        """Leave nothing that keeps the loop alive; if it gave up, leave no caller without a result."""
+        while self.gave_up and self.waiting:
+            set_result(self.waiting.popleft()[1], LOST)
+        self.running, self.task = False, None
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -367,29 +353,33 @@ class LoopBatcher(Generic[Item]):
             self._limit_time()
 
     async def _run_batch(self) -> None:
-        """Run a batch from the front of the queue, hand out the results, and undo what has no caller any more."""
-        batcher = self.batcher
-        batch = self._take_batch()
-        if not batch:
+        """Run a batch from the front of the queue, and hand out the results."""
+        batcher, task = self.batcher, asyncio.current_task()
+        assert task is not None, "batches run in the batcher's task"
+        batch, cancels, failed = self._take_batch(), task.cancelling(), False
+        if not batch and not batcher.orphans:
             return
-        items = [item for item, _ in batch]
-        plans = chain([batcher.execute], repeat(batcher.execute_again))
-        failed, lost = False, []
         try:
-            results = await self._complete(lambda: next(plans)(items))
+            results = await arun(batcher.execute([item for item, _ in batch]))
             check_count(results, batch)
+        except asyncio.CancelledError:
+            if self.gave_up:
+                raise
+            if task.cancelling() > cancels:  # the loop is ending
+                self._take_back()
+                self._limit_time()
+                return
+            failed, results = True, [LOST for _ in batch]  # the plan has cancelled itself
         except Exception as error:
             failed, results = True, [own_error(error) for _ in batch]
         for (item, future), result in zip(batch, results, strict=True):
-            # Nobody may know of its effect: the batch has failed, its result is lost, or its caller has gone.
-            if failed or result is LOST or (future.cancelled() and not isinstance(result, BaseException)):
-                lost += [item] if batcher.can_undo(item) else []
+            # Nobody may know of its effect: the batch has failed, or its caller has gone.
+            if (failed or (future.cancelled() and not isinstance(result, BaseException))) and batcher.can_undo(item):
+                batcher.orphans.append(item)
             set_result(future, result)
-        self.last_size, self.last_end = len(batch), asyncio.get_running_loop().time()
-        if lost and not self.gave_up:
-            with suppress(StoreError):  # the loop ends without it
-                await self._complete(lambda: batcher.repair(lost))
-        self.batch = []
+        self.batch, self.last_size, self.last_end = [], len(batch), asyncio.get_running_loop().time()
+        if cancels:  # the store answers, so it may have more time
+            self._limit_time()
 
     def _take_batch(self) -> list[Call[Item]]:
         batch: list[Call[Item]] = []
@@ -401,23 +391,15 @@ class LoopBatcher(Generic[Item]):
             self.waiting.popleft()  # last, because after an interrupt a call must be in one of the two
         return batch
 
-    async def _complete(self, make_plan: Callable[[], Plan[T]]) -> T:
-        """Run a plan to its end, again from its start each time that this task is cancelled."""
-        task = asyncio.current_task()
-        assert task is not None, "plans run in the batcher's task"
-        cancels = task.cancelling()
-        while True:
-            try:
-                result = await arun(make_plan())
-            except asyncio.CancelledError:
-                if self.gave_up or task.cancelling() == cancels:  # the plan has cancelled itself
-                    raise interrupted() from None
-                cancels = task.cancelling()
-                self._limit_time()
+    def _take_back(self) -> None:
+        """End a batch that was stopped.  Items that can be undone are: their results are lost.  The others are sent again."""
+        for item, future in [call for call in reversed(self.batch) if not has_result(call[1])]:
+            if self.batcher.can_undo(item):
+                self.batcher.orphans.append(item)
+                set_result(future, LOST)
             else:
-                if cancels:  # the store answers, so it may have more time
-                    self._limit_time()
-                return result
+                self.waiting.appendleft((item, future))
+        self.batch = []
 
     def _limit_time(self) -> None:
         """From now on, wait for the store at most so long."""
@@ -447,6 +429,11 @@ def set_result(future: asyncio.Future[Any], result: Any) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
+
+
+def has_result(future: asyncio.Future[Any]) -> bool:
+    """Whether the caller has a result and acts on it, so its item may be neither undone nor sent again."""
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def interrupted() -> StoreError:

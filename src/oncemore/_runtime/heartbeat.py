@@ -12,7 +12,7 @@ from typing import Any
 
 from .clock import TimeSource
 from .forks import reset_in_child
-from .loops import PerLoop
+from .loops import PerLoop, keep_task
 from .plan import Plan, arun, run
 
 log = logging.getLogger("oncemore")
@@ -105,7 +105,6 @@ class LoopTimer:
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat = heartbeat
         self.renewals: set[Renewal] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
         self.shortest = NEVER  # of the leases that the timer serves; NEVER if it does not run
         self.started = 0  # counts the timers; the latest is the one that counts
 
@@ -128,9 +127,7 @@ class LoopTimer:
         if started != self.started:  # another timer was started since, with a shorter interval
             return
         for renewal in self.heartbeat.take_due(self.renewals):
-            task = asyncio.get_running_loop().create_task(arun(self.heartbeat.renew_one(renewal)))
-            self.tasks.add(task)  # the loop's own references to tasks are weak
-            task.add_done_callback(self.tasks.discard)
+            keep_task(arun(self.heartbeat.renew_one(renewal)))
         if self.renewals:
             self._start(self.shortest)
         else:

@@ -224,11 +224,7 @@ class SendCommands(msgspec.Struct, gc=False):
         except BaseException as error:  # also Ctrl-C: a reply that comes later would be taken for the next caller's
             with suppress(*CONNECTION_ERRORS):
                 connection.disconnect()
-            if isinstance(error, CONNECTION_ERRORS):
-                raise connection_error(error, address) from error
-            if isinstance(error, Exception) and pool.abandoned.get(address) != abandoned:
-                # redis-py is surprised if another thread closes its connection.
-                raise connection_error(redis.ConnectionError(ABANDONED), address) from error
+            self._raise_own(error, abandoned)
             raise
         finally:
             pool.in_use.pop(connection, None)
@@ -260,10 +256,7 @@ class SendCommands(msgspec.Struct, gc=False):
                 raise redis.ConnectionError(ABANDONED)
         except BaseException as error:
             await connection.disconnect(nowait=True)
-            if isinstance(error, CONNECTION_ERRORS):
-                raise connection_error(error, address) from error
-            if isinstance(error, Exception) and pool.abandoned.get(address) != abandoned:
-                raise connection_error(redis.ConnectionError(ABANDONED), address) from error
+            self._raise_own(error, abandoned)
             raise
         finally:
             pool.in_use.pop(connection, None)
@@ -273,6 +266,14 @@ class SendCommands(msgspec.Struct, gc=False):
     def _check_may_open(self) -> None:
         if self.connected:
             raise NotConnected("No connection to Redis is open yet")
+
+    def _raise_own(self, error: BaseException, abandoned: int | None) -> None:
+        """Raise the caller's error for *error*, unless that is not about the connection."""
+        if isinstance(error, CONNECTION_ERRORS):
+            raise connection_error(error, self.address) from error
+        # redis-py is surprised if another thread closes its connection.
+        if isinstance(error, Exception) and self.pool.abandoned.get(self.address) != abandoned:
+            raise connection_error(redis.ConnectionError(ABANDONED), self.address) from error
 
 
 def expire(limit: asyncio.Timeout, turns: int = LATE_TURNS) -> None:

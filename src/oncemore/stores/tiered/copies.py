@@ -127,7 +127,7 @@ class Copies:
         return TierCounts(**counts, open=self.breaker.open)
 
     def name(self, id: Id, namespace: str) -> bytes:
-        """The name of a copy in Redis; the length keeps scope and key apart.  PostgreSQL also takes half a character."""
+        """The name of a copy in Redis; the length keeps scope and key apart.  PostgreSQL refuses half a character later."""
         scope, key = id
         return f"{self._prefix}:{namespace}:{len(scope)}:{scope}{key}".encode("utf-8", "surrogatepass")
 
@@ -296,7 +296,7 @@ class Copies:
             milliseconds = int(1000 * min(copy.expires_at - MARGIN - now, self.cap))
             try:
                 value = pack_copy(copy)
-            except (TypeError, ValueError, OverflowError):  # such as half a character: PostgreSQL has it, and no copy
+            except (TypeError, ValueError, OverflowError):  # PostgreSQL has it, and there is no copy
                 continue
             if asked.at >= oldest and milliseconds > 0 and len(value) <= self.largest + 1024:
                 name = self.name((copy.scope, copy.key), asked.namespace)

@@ -18,10 +18,10 @@ from oncemore.errors import ConfigurationError, TransactionEnded
 from oncemore.stores.django import DjangoAdapter
 from oncemore.stores.postgres import psycopg as below_psycopg
 from oncemore.stores.postgres.asyncpg import AsyncpgAdapter
-from oncemore.stores.postgres.psycopg import PsycopgAdapter
+from oncemore.stores.postgres.psycopg import JoinedPsycopg
 from oncemore.stores.sqlalchemy import SqlalchemyAdapter
 from oncemore.stores.sqlite import transactions as below_sqlite
-from oncemore.stores.sqlite.transactions import SqliteAdapter
+from oncemore.stores.sqlite.transactions import JoinedSqlite
 
 from .shops import OnDjango, OnEngine, Shop
 from .test_transaction import Performing, asked
@@ -265,15 +265,15 @@ async def joined_driver(shop: Shop, commits: bool) -> None:
     elif on_postgres(shop) and shop.sync:
         with psycopg.connect(shop.url) as connection:
             connection.execute(OWN)
-            run(PsycopgAdapter.on(connection).execute(insert(shop, "joined")))
+            run(JoinedPsycopg(connection).execute(insert(shop, "joined")))
             (connection.commit if commits else connection.rollback)()
     elif on_postgres(shop):
         async with await psycopg.AsyncConnection.connect(shop.url) as connection:
             await connection.execute(OWN)
-            await arun(PsycopgAdapter.on(connection).execute(insert(shop, "joined")))
+            await arun(JoinedPsycopg(connection).execute(insert(shop, "joined")))
             await (connection.commit() if commits else connection.rollback())
     else:
         async with aiosqlite.connect(shop.url.removeprefix("sqlite:///")) as connection:
             await connection.execute(OWN)
-            await arun(SqliteAdapter.on(connection).execute(insert(shop, "joined")))
+            await arun(JoinedSqlite(connection).execute(insert(shop, "joined")))
             await (connection.commit() if commits else connection.rollback())

@@ -72,7 +72,7 @@ EXTRAS = {
 # Other things that a guard can be given: the user's own pools and engines, by the package that they are from.  The module's
 # `enlist(source, options)` makes the store; its transactions are then the user's own.
 FLAVOURS = {
-    "psycopg_pool": "oncemore.stores.postgres",
+    "psycopg_pool": "oncemore.stores.postgres.pool",
     "asyncpg": "oncemore.stores.postgres.asyncpg",
     "sqlalchemy": "oncemore.stores.sqlalchemy",
     "django": "oncemore.stores.django",

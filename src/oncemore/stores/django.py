@@ -49,7 +49,7 @@ def postgres_store(alias: str, said: Mapping[str, Any], options: Mapping[str, st
     from .postgres.transactions import PostgresSource
 
     store = PostgresStore(url_of(libpq_settings(said), options))
-    store.lender = PostgresSource(store, lambda: DjangoAdapter(alias, BelowDjango()))
+    store.lender = PostgresSource(store.database, lambda: DjangoAdapter(alias, BelowDjango()))
     return store
 
 

@@ -80,9 +80,9 @@ def postgres_store(engine: Engine | AsyncEngine, options: Mapping[str, str]) -> 
 
     store = PostgresStore(url_of(libpq_settings(engine, options), options))
     if engine.dialect.driver in ("psycopg", "psycopg_async"):
-        store.lender = PostgresSource(store, lambda: PipelineAdapter(engine))
+        store.lender = PostgresSource(store.database, lambda: PipelineAdapter(engine))
     else:
-        store.lender = PostgresSource(store, lambda: SqlalchemyAdapter(engine, refuse_autocommit))
+        store.lender = PostgresSource(store.database, lambda: SqlalchemyAdapter(engine, refuse_autocommit))
     return store
 
 

@@ -18,8 +18,7 @@ from redis.crc import key_slot
 from oncemore._ledger.model import Lease, Record
 from oncemore._runtime.plan import arun, run
 from oncemore.errors import StoreError
-from oncemore.stores.redis import RedisStore, connect
-from oncemore.stores.redis.store import warnings
+from oncemore.stores.redis import RedisStore, connect, warnings
 from oncemore.stores.redis.topology import QUESTION_PAUSE
 from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 from tests.support.valkey import SERVICE, wait_until

@@ -20,8 +20,8 @@ from oncemore import Guard
 from oncemore._ledger.context import Op
 from oncemore._ledger.model import Lease, Operation, Record
 from oncemore._runtime.plan import arun, run
+from oncemore.stores import redis as redis_store
 from oncemore.stores.redis import RedisStore, connect
-from oncemore.stores.redis import store as redis_store
 from oncemore.stores.redis.commands import ScriptItem
 from oncemore.stores.redis.scripts import FIND
 from tests.support.proxy import FaultProxy

@@ -65,7 +65,7 @@ async def longest_pause(until: asyncio.Future[Any]) -> float:
 
 
 async def test_the_loop_writes_by_itself_while_that_is_quick(store: SqliteStore) -> None:
-    here, elsewhere = threading.current_thread().name, f"oncemore-sqlite {store.path}"
+    here, elsewhere = threading.current_thread().name, f"oncemore-sqlite {store.path}_0"
     assert await place(store, 0.3) == here  # nobody could have known
     assert await place(store) == elsewhere
     assert await place(store) == here
@@ -80,7 +80,7 @@ async def test_a_thread_does_the_first_which_makes_the_tables(url: str) -> None:
 async def test_a_thread_does_it_where_the_url_says_so(url: str) -> None:
     store = connect(f"{url}?thread=always")
     await arun(store.ready())
-    assert [await place(store) for _ in range(2)] == [f"oncemore-sqlite {store.path}"] * 2
+    assert [await place(store) for _ in range(2)] == [f"oncemore-sqlite {store.path}_0"] * 2
     await store.aclose()
 
 

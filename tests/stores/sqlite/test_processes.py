@@ -212,7 +212,7 @@ def test_collected_store_ends_its_threads(url: str) -> None:
     loop = asyncio.new_event_loop()
     loop.run_until_complete(arun(store.claim(Operation("scope", "key"), lease=HOUR)))
     loop.close()
-    name = f"oncemore-sqlite {store.path}"
+    name = f"oncemore-sqlite {store.path}_0"
     threads = [thread for thread in threading.enumerate() if thread.name == name]
     assert threads
     gone = weakref.ref(loop)

@@ -20,10 +20,9 @@ from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import ConfigurationError, InvalidKey, InvalidPayload, OutcomeNotKept, StoreError
 from oncemore.observe import Event
 from oncemore.stores import schema
-from oncemore.stores.sqlite import SqliteStore, connect
-from oncemore.stores.sqlite import store as sqlite_store
+from oncemore.stores import sqlite as sqlite_store
+from oncemore.stores.sqlite import SqliteStore, connect, empty_log
 from oncemore.stores.sqlite.batch import NO_RECORD
-from oncemore.stores.sqlite.store import empty_log
 from oncemore.testing.machine import store_machine
 from oncemore.testing.stores import StoreContract
 
@@ -190,8 +189,7 @@ def test_an_audited_record_is_archived_whole(path: Path, store: SqliteStore) -> 
 
 
 def test_a_purge_larger_than_a_slice_counts_them_all(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FIRST_SLICE", "SMALLEST_SLICE", "LARGEST_SLICE"):
-        monkeypatch.setattr(sqlite_store, name, 50)
+    monkeypatch.setattr(sqlite_store, "SLICE", 50)
     for n in range(130):
         settled(store, str(n))
     store.shift += 2 * HOUR

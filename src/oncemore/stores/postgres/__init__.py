@@ -21,6 +21,6 @@ queries, and one for messages.  An event loop has its own, except for messages. 
 prepared, set for the session or listened for; so if `synchronous_commit` is off there, it stays off.
 """
 
-from .store import OPTIONS, PostgresStore, connect, enlist, schema, url_of
+from .store import OPTIONS, PostgresStore, connect, schema, url_of
 
-__all__ = ["OPTIONS", "PostgresStore", "connect", "enlist", "schema", "url_of"]
+__all__ = ["OPTIONS", "PostgresStore", "connect", "schema", "url_of"]

@@ -35,7 +35,7 @@ def enlist(pool: Any, options: Mapping[str, str]) -> Store:
     if not isinstance(pool, asyncpg.Pool):
         raise ConfigurationError(f"{type(pool).__name__} is no pool: hand the guard what asyncpg.create_pool returns")
     store = PostgresStore(url_of(settings_of(pool, options), options))
-    store.lender = PostgresSource(store, lambda: AsyncpgAdapter(pool, store.database.timeout))
+    store.lender = PostgresSource(store.database, lambda: AsyncpgAdapter(pool, store.database.timeout))
     return store
 
 

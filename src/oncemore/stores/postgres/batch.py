@@ -20,19 +20,7 @@ from ..._runtime.plan import Plan
 from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, OncemoreError, StoreTimeout, StoreUnavailable
 from .listener import PostgresListener
-from .rows import (
-    ChangeRow,
-    ClaimRow,
-    FindRow,
-    Item,
-    TouchRow,
-    UnclaimRow,
-    WatchRow,
-    encode_rows,
-    escape_text,
-    is_expired,
-    read_record,
-)
+from .rows import Item, encode_rows, is_expired, read_record
 from .session import NO_LOCK, Database, translate_error
 from .statements import Rows, Statement
 
@@ -96,7 +84,7 @@ class Batches:
             raise
 
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
-        items = in_lock_order([Item(unclaim_row(claim), claim) for claim in claims])
+        items = in_lock_order([Item("unclaim", claim.operation.id, claim, holder=claim.holder) for claim in claims])
         if not items:
             return
         deadline = self._deadline(items)
@@ -109,17 +97,17 @@ class Batches:
         yield from self.notify([items[n].subject.operation.id for n, watched in rows if watched], deadline)
 
     def run_writes(self, items: list[Item]) -> Plan[list[Any]]:
-        """For each item the answer to its kind of row; items of one kind are one statement."""
+        """For each item the answer to its verb; items of one verb are one statement."""
         deadline, answers = self._deadline(items), Answers()
-        left = [item for item in items if type(item.row) is ChangeRow]
+        left = [item for item in items if item.verb == "change"]
         while left:
             group = limit_bytes(first_of_each_record(left))
             answers.update((yield from self._ask_or_split(self._change, group, deadline)))
             left = self._unanswered(left, answers, deadline)
         if len(answers) < len(items):
-            for kind, ask in ((TouchRow, self._touch), (WatchRow, self._watch), (FindRow, self._find)):
-                same_kind = [item for item in items if type(item.row) is kind]
-                answers.update((yield from self._ask_once(ask, same_kind, deadline)))
+            for verb, ask in (("touch", self._touch), ("watch", self._watch), ("find", self._find)):
+                same_verb = [item for item in items if item.verb == verb]
+                answers.update((yield from self._ask_once(ask, same_verb, deadline)))
         return [answers[item] for item in items]
 
     def run_locked(self, items: list[Item]) -> Plan[list[Any]]:
@@ -133,7 +121,7 @@ class Batches:
             if item.id in locked:
                 answers.append(LOCKED)
                 continue
-            answers += yield from (self.run_claims if type(item.row) is ClaimRow else self.run_writes)([item])
+            answers += yield from (self.run_claims if item.verb == "claim" else self.run_writes)([item])
             if answers[-1] is LOCKED:
                 locked.add(item.id)
         return answers
@@ -226,12 +214,12 @@ class Batches:
         outcomes = [item.bytes for item in group]
         rows = yield from self._rows(self.sql.change, group, deadline, outcomes)
         answers: Answers = {group[n]: until for n, _, until in rows}
-        watched = [group[n].subject.operation.id for n, watched, _ in rows if watched and group[n].row.wakes]
+        watched = [group[n].subject.operation.id for n, watched, _ in rows if watched and group[n].wakes]
         if len(answers) < len(group):
             missed = [item for item in group if item not in answers]
             answers.update((yield from self._already_applied(missed, deadline)))
         for item, answer in answers.items():
-            if item.row.wakes and not isinstance(answer, Exception):
+            if item.wakes and not isinstance(answer, Exception):
                 self.wakeups.notify(item.subject.operation.id)
         yield from self.notify(watched, deadline)
         return answers
@@ -275,12 +263,7 @@ class Batches:
 
 
 def claim_of(item: Item) -> Claim:
-    return Claim(item.subject, item.row.holder, item.row.lease, item.bytes or b"")
-
-
-def unclaim_row(claim: Claim) -> UnclaimRow:
-    scope, key = map(escape_text, claim.operation.id)
-    return UnclaimRow(scope=scope, key=key, holder=claim.holder)
+    return Claim(item.subject, item.row.holder or "", item.row.lease or 0.0, item.bytes or b"")
 
 
 def in_lock_order(items: list[Item]) -> list[Item]:

@@ -1,17 +1,36 @@
-"""Transactions on the connections of a user's psycopg_pool: `Guard(pool)`."""
+"""The ledger in the database of a user's psycopg_pool; transactions run on its connections: `Guard(pool)`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from psycopg.conninfo import conninfo_to_dict
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
+from ..._ledger.store import Store
 from ..._ledger.transactions import Do, at_once, commit_forbidden
 from ..._runtime.plan import Plan
-from ...errors import StoreTimeout
+from ...errors import ConfigurationError, StoreTimeout
 from .psycopg import IDLE, PsycopgAdapter
+from .store import PostgresStore, url_of
+from .transactions import PostgresSource
+
+# Arguments of psycopg's connect() that libpq does not know.
+CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"}
+
+
+def enlist(pool: Any, options: Mapping[str, str]) -> Store:
+    """The ledger in the database of a psycopg_pool; transactions run on its connections."""
+    if callable(pool.conninfo) or callable(pool.kwargs):
+        raise ConfigurationError(
+            "The pool computes its address for each connection: give the guard a pool with a fixed conninfo"
+        )
+    kwargs = {name: value for name, value in (pool.kwargs or {}).items() if name not in CLIENT_SIDE}
+    store = PostgresStore(url_of(conninfo_to_dict(pool.conninfo, **kwargs), options))
+    store.lender = PostgresSource(store.database, lambda: PoolAdapter(pool, store.database.timeout))
+    return store
 
 
 class PoolAdapter(PsycopgAdapter):

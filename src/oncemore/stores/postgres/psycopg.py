@@ -1,9 +1,10 @@
-"""Transactions on psycopg connections: the ledger's own, and those below Django's."""
+"""Transactions on psycopg connections: the ledger's own, the user's, and those below Django's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -12,9 +13,11 @@ from psycopg.rows import tuple_row
 from ..._ledger.transactions import Do, Query, Rows, Transaction, commit_forbidden
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Effect, Plan
+from ...errors import StoreUnavailable
 from .connection import Connections
 from .pipeline import COMMIT, ROLLBACK, Pipeline, adapt_values, begin_statement, state_of
-from .transactions import LedgerStore, PostgresSource
+from .session import SERIALIZATION_FAILURES, Database, is_lost, message_of, translate_error
+from .transactions import PostgresSource
 
 IDLE, UNKNOWN = int(TransactionStatus.IDLE), int(TransactionStatus.UNKNOWN)
 PATIENCE = 5.0  # seconds for a rollback; if the network is silent, closing the connection does as well
@@ -32,13 +35,6 @@ class PsycopgAdapter:
         self._connections = connections
         self._timeout = timeout
         self._configure = configure  # the effect that sets up the session of a new connection
-
-    @classmethod
-    def on(cls, connection: Any) -> Self:
-        """The adapter for `execute` in a transaction that the user has begun on *connection*, sync or async."""
-        adapter = cls.__new__(cls)
-        adapter.connection = connection
-        return adapter
 
     @property
     def awaited(self) -> bool:
@@ -197,10 +193,10 @@ class AsyncNoCommitConnection(NoCommit, psycopg.AsyncConnection[Any]):
 class OwnSource(PostgresSource):
     """Opens transactions on the ledger's own connections: up to *limit* for threads, and as many for each event loop."""
 
-    def __init__(self, store: LedgerStore, conninfo: str, *, limit: int) -> None:
-        super().__init__(store, lambda: PsycopgAdapter(self.connections, store.database.timeout, self._configure))
+    def __init__(self, database: Database, *, limit: int) -> None:
+        super().__init__(database, lambda: PsycopgAdapter(self.connections, database.timeout, self._configure))
         self.connections = Connections(
-            conninfo,
+            database.conninfo,
             limit=limit,
             autocommit=False,
             sync_class=NoCommitConnection,
@@ -208,7 +204,7 @@ class OwnSource(PostgresSource):
         )
 
     def _configure(self, connection: Any) -> Pipeline:
-        database = self.store.database
+        database = self.database
         values = [connection.pgconn.backend_pid, str(int(1000 * database.idle))]
         return Pipeline(
             connection, [(database.sql.configure_transactions, values)], SYSTEM.monotonic() + database.timeout
@@ -216,7 +212,7 @@ class OwnSource(PostgresSource):
 
     def open(self) -> Plan[Transaction]:
         transaction = yield from super().open()
-        self.connections.prepares = not self.store.database.pooled  # the store has asked by now, and knows
+        self.connections.prepares = not self.database.pooled  # the store has asked by now, and knows
         return transaction
 
     def close(self) -> None:
@@ -225,6 +221,63 @@ class OwnSource(PostgresSource):
     async def aclose(self) -> None:
         await self.connections.aclose()
         self.connections.close()
+
+
+class FeatureTransaction(PsycopgAdapter):
+    """A transaction of a feature's own.  It raises a StoreError if the server fails or refuses: the caller begins another one."""
+
+    def begin(self, *queries: Query) -> Plan[Rows]:
+        with store_errors():
+            return (yield from super().begin(*queries))
+
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        with store_errors():
+            return (yield from super().execute(*queries))
+
+    def commit(self, *queries: Query) -> Plan[None]:
+        with store_errors():
+            yield from super().commit(*queries)
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Raise a StoreError for each error of psycopg."""
+    try:
+        yield
+    except psycopg.Error as error:
+        if is_lost(error) or error.sqlstate in SERIALIZATION_FAILURES:
+            raise StoreUnavailable(f"PostgreSQL could not finish the transaction: {message_of(error)}") from error
+        raise translate_error(error) from error
+
+
+class JoinedPsycopg:
+    """Statements in a transaction on a psycopg connection of the user's, by psycopg's own cursor.
+
+    psycopg begins a transaction with the first statement, and the user may be in `with connection.pipeline()`.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+
+    def on_commit(self, callback: Callable[[], object]) -> None:
+        """Nothing: the driver does not tell of commits, so relays find the message when they look."""
+
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        on_loop = isinstance(self.connection, psycopg.AsyncConnection)
+        run = Do(None, lambda: self._aexecute(queries)) if on_loop else Do(lambda: self._execute(queries), None)
+        return (yield run)  # type: ignore[no-any-return]
+
+    def _execute(self, queries: Sequence[Query]) -> Rows:
+        with psycopg.RawCursor(self.connection, row_factory=tuple_row) as cursor:
+            for statement, values in queries:
+                cursor.execute(statement.text.encode(), values)
+            return cursor.fetchall() if cursor.description else ()
+
+    async def _aexecute(self, queries: Sequence[Query]) -> Rows:
+        async with psycopg.AsyncRawCursor(self.connection, row_factory=tuple_row) as cursor:
+            for statement, values in queries:
+                await cursor.execute(statement.text.encode(), values)
+            return await cursor.fetchall() if cursor.description else ()
 
 
 class BelowDjango:
@@ -246,3 +299,12 @@ class BelowDjango:
 
     def close(self, raw: Any) -> None:
         raw.pgconn.finish()
+
+
+class JoinedBelowDjango(BelowDjango):
+    """Statements in the user's atomic block.  Django leaves it to psycopg to begin with the first statement."""
+
+    def execute(self, raw: Any, queries: Sequence[Query]) -> Rows:
+        if raw.pgconn.transaction_status == IDLE:
+            queries = [(begin_statement(raw), ()), *queries]
+        return super().execute(raw, queries)

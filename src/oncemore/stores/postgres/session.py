@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 
+from ..._ledger.model import Holder
 from ..._ledger.transactions import Do
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
@@ -37,7 +38,7 @@ NO_RIGHT = "42501"
 
 
 class Database:
-    """The server at *conninfo*: connections for claims and writes, and others for operators, which may take longer."""
+    """The server at *conninfo*: connections for claims and writes, and others for statements that may take longer."""
 
     def __init__(self, conninfo: str, names: dict[str, str], *, create: bool, timeout: float, idle: float) -> None:
         self.conninfo = conninfo
@@ -49,9 +50,15 @@ class Database:
         self.create = create
         self.connections = Connections(conninfo)
         self.admin = Connections(conninfo, limit=ADMIN_CONNECTIONS)
-        self.features = Connections(conninfo, autocommit=False)  # for the tables of features
-        self.ready = False  # the tables are there
+        self.features = Connections(conninfo)  # for the tables of features
+        self.holder = Holder()
+        self._tables_known = False
         self.pooled = False  # a pooler is in between: the session keeps neither settings nor prepared statements
+
+    def ready(self) -> Plan[None]:
+        """Create the tables, unless they are known to be there."""
+        if not self._tables_known:
+            yield from self.admin_rows(self.sql.version, [])
 
     def rows(self, statement: Statement, values: Sequence[Any], deadline: float) -> Plan[Rows]:
         """The rows of a statement for claims or writes, which may be sent twice.  It is sent again until *deadline*.
@@ -63,19 +70,17 @@ class Database:
 
     def admin_rows(self, statement: Statement, values: Sequence[Any]) -> Plan[Rows]:
         """The rows of an operator's statement.  Once the server was reached, it may take a minute."""
-        now = SYSTEM.monotonic()
-        try:
-            (rows,) = yield from self._send(self.admin, [(statement, values)], now + self.timeout, now + ADMIN_PATIENCE)
-        except psycopg.Error as error:
-            raise translate_error(error) from error
+        (rows,) = yield from self._patient_rows(self.admin, [(statement, values)], ADMIN_PATIENCE)
         return rows
 
     def feature_rows(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:
         """The rows of each statement of a feature.  They run in one transaction, and may be sent twice."""
+        return self._patient_rows(self.features, queries, ADMIN_PATIENCE if patient else self.timeout)
+
+    def _patient_rows(self, connections: Connections, queries: Sequence[Query], patience: float) -> Plan[list[Rows]]:
         now = SYSTEM.monotonic()
-        answer_by = now + (ADMIN_PATIENCE if patient else self.timeout)
         try:
-            return (yield from self._send(self.features, queries, now + self.timeout, answer_by))
+            return (yield from self._send(connections, queries, now + self.timeout, now + patience))
         except psycopg.Error as error:
             raise translate_error(error) from error
 
@@ -124,9 +129,9 @@ class Database:
         (rows,) = yield Pipeline(connection, [self.session_query(connections, connection)], deadline)
         if self.pooled or not rows:
             self._prepare_nothing(connection)
-        if not self.ready:
+        if not self._tables_known:
             yield from self._create_tables(connection)
-            self.ready = True
+            self._tables_known = True
         state_of(connection).configured = True
 
     def _prepare_nothing(self, connection: Any) -> None:

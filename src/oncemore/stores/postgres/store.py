@@ -12,13 +12,13 @@ import msgspec
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from ..._ledger.connect import hide_password, take_options
+from ..._ledger.connect import adapter_module, hide_password, take_options
 from ..._ledger.decisions import not_deletable, not_resolvable
-from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record, encode_outcome, state_of
+from ..._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_outcome, state_of
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State
 from ..._ledger.store import Filter, Page, Stats, Store
-from ..._ledger.tables import features
-from ..._ledger.transactions import TransactionSource
+from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, features, not_a_place, not_in_transaction
+from ..._ledger.transactions import Query, Rows, Statement, TransactionAdapter, TransactionSource
 from ..._runtime.batching import Batcher, Submit
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan
@@ -26,24 +26,12 @@ from ..._runtime.wakeups import Id, Wakeups
 from ...errors import ConfigurationError, InvalidPayload, StoreError, StoreTimeout
 from . import tables
 from .batch import LOCKED, Batches
-from .features import PostgresTables
 from .listener import PostgresListener
-from .psycopg import OwnSource
-from .rows import (
-    LONGEST_SPAN,
-    ChangeRow,
-    ClaimRow,
-    FindRow,
-    Item,
-    TouchRow,
-    WatchRow,
-    check_length,
-    encode_rows,
-    escape_text,
-    read_record,
-)
-from .session import Database
-from .transactions import PostgresSource
+from .pipeline import Pipeline
+from .psycopg import IDLE, FeatureTransaction, JoinedBelowDjango, JoinedPsycopg, OwnSource
+from .rows import LONGEST_SPAN, Item, check_length, clean, encode_rows, read_record, storable
+from .session import HOW_TO_CREATE, Database
+from .statements import prepared
 
 OPTIONS: dict[str, Any] = {
     "schema": "public",
@@ -65,12 +53,10 @@ CONNECTION = {
 
 STRAY_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 
-# Arguments of psycopg's connect() that libpq does not know.
-CLIENT_SIDE = {"autocommit", "prepare_threshold", "context", "row_factory", "cursor_factory"}
-
 UNNOTIFIED_POLL = 0.25  # seconds between two looks of a waiter, if no messages arrive
 MOST_REMEMBERED = 10_000  # records
-LOCK_REMEMBERED = 5.0  # seconds for which calls for a locked record stay out of the batches
+# Stable within a statement, unlike clock_timestamp(), so that a comparison with it can use an index.
+NOW = "(statement_timestamp() + make_interval(secs => $1))"
 # Not all waiting calls at once: while the server works on one batch, this process works on the answers of the last one.
 BATCH_LIMIT = 32
 
@@ -78,20 +64,6 @@ BATCH_LIMIT = 32
 def connect(url: str) -> Store:
     """The ledger at *url*; nothing is opened before it is used."""
     return PostgresStore(url)
-
-
-def enlist(pool: Any, options: Mapping[str, str]) -> Store:
-    """The ledger in the database of a psycopg_pool; transactions run on its connections."""
-    if callable(pool.conninfo) or callable(pool.kwargs):
-        raise ConfigurationError(
-            "The pool computes its address for each connection: give the guard a pool with a fixed conninfo"
-        )
-    kwargs = {name: value for name, value in (pool.kwargs or {}).items() if name not in CLIENT_SIDE}
-    store = PostgresStore(url_of(conninfo_to_dict(pool.conninfo, **kwargs), options))
-    from .pool import PoolAdapter  # here, because the ledger itself does without psycopg_pool
-
-    store.lender = PostgresSource(store, lambda: PoolAdapter(pool, store.database.timeout))
-    return store
 
 
 def url_of(settings: Mapping[str, Any], options: Mapping[str, str]) -> str:
@@ -119,7 +91,6 @@ class PostgresStore:
         conninfo = libpq_conninfo(place)
         self.url = hide_password(url)
         self.wakeups = Wakeups()
-        self.holder = Holder()
         self.database = Database(
             conninfo,
             names,
@@ -127,6 +98,7 @@ class PostgresStore:
             timeout=options["timeout"],
             idle=options["idle_in_transaction"],
         )
+        self.holder = self.database.holder
         self._sql = self.database.sql
         self._poll: float = options["poll"]
         # At most 63 bytes.  If two ledgers share a channel, they wake each other's waiters in vain at times.
@@ -137,15 +109,14 @@ class PostgresStore:
         self._claims = Batcher(self._batches.run_claims, limit=BATCH_LIMIT, undo=self._batches.undo_claims)
         self._writes = Batcher(self._batches.run_writes, limit=BATCH_LIMIT)
         # Calls for records that open transactions have locked.  They wait here, so that no other call waits with them.
-        self._locked: dict[Id, float] = {}  # until when each counts as locked
         self._locked_calls = Batcher(
             self._batches.run_locked,
             limit=BATCH_LIMIT,
             undo=self._batches.undo_claims,
-            can_undo=lambda item: type(item.row) is ClaimRow,
+            can_undo=lambda item: item.verb == "claim",
         )
-        self.lender: TransactionSource = OwnSource(self, conninfo, limit=options["pool"])
-        self.tables = PostgresTables(self, self._batches)
+        self.lender: TransactionSource = OwnSource(self.database, limit=options["pool"])
+        self.tables = PostgresTables(self.database, self._batches)
         weakref.finalize(self, self._listener.close)  # or its thread would outlive a store that nobody closed
 
     @property
@@ -168,43 +139,36 @@ class PostgresStore:
 
     def ready(self) -> Plan[None]:
         """Create the tables, unless they are known to be there."""
-        if not self.database.ready:
-            yield from self.database.admin_rows(self._sql.version, [])
+        return self.database.ready()
 
     # The owner's verbs, which run in batches
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
         self._listener.listen()  # also for the guard's cache, which must hear of deletions
-        row = ClaimRow(
-            scope=escape_text(operation.scope),
-            key=escape_text(operation.key),
-            name=escape_text(operation.name),
-            fingerprint=escape_text(operation.fingerprint),
+        item = Item(
+            "claim",
+            operation.id,
+            operation,
+            request or None,
+            name=storable(operation.name),
+            fingerprint=storable(operation.fingerprint),
             holder=self.holder.next(),
             lease=min(lease, LONGEST_SPAN),
         )
-        check_length(row.scope, row.key)
-        return (yield from self._submit(self._claims, Item(row, operation, request or None)))  # type: ignore[no-any-return]
+        check_length(*item.id)
+        return (yield from self._submit(self._claims, item))  # type: ignore[no-any-return]
 
     def _submit(self, batcher: Batcher[Item], item: Item) -> Plan[Any]:
         """The item's answer.  Raises StoreTimeout if another transaction keeps its record locked for too long."""
-        if not self._locked or self._locked.get(item.id, 0.0) < item.asked:
-            answer = yield Submit(batcher, item)
-            if answer is not LOCKED:
-                return answer
-        while True:
-            if len(self._locked) >= MOST_REMEMBERED:
-                self._locked.clear()
-            now = SYSTEM.monotonic()
-            self._locked[item.id] = now + LOCK_REMEMBERED
-            if now > item.asked + self.database.timeout / 5:
+        answer = yield Submit(batcher, item)
+        while answer is LOCKED:
+            waited = SYSTEM.monotonic() - item.asked
+            if waited > self.database.timeout / 5:
                 raise StoreTimeout(
-                    f"Another transaction kept the record of this key locked for {now - item.asked:.1f} s; retry later"
+                    f"Another transaction kept the record of this key locked for {waited:.1f} s; retry later"
                 )
             answer = yield Submit(self._locked_calls, item)
-            if answer is not LOCKED:
-                self._locked.pop(item.id, None)
-                return answer
+        return answer
 
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
         return self._batches.unclaim(claims)
@@ -223,7 +187,7 @@ class PostgresStore:
             retention=min(retention, LONGEST_SPAN),
             status=outcome.status,
             response_hash=outcome.digest(),
-            note=escape_text(note),
+            note=clean(note),
             audit=audit,
         )
 
@@ -231,26 +195,23 @@ class PostgresStore:
         yield from self._change(held, RELEASED, retention=min(retention, LONGEST_SPAN))
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
-        yield from self._change(held, HELD, note=escape_text(note))
+        yield from self._change(held, HELD, note=clean(note))
 
     def _change(self, held: Lease, state: State, outcome: bytes | None = None, **changes: Any) -> Plan[Any]:
-        scope, key = map(escape_text, held.operation.id)
-        row = ChangeRow(scope=scope, key=key, token=held.token, state=state, **changes)
-        return self._submit(self._writes, Item(row, held, outcome))
+        item = Item("change", held.operation.id, held, outcome, token=held.token, state=state, **changes)
+        return self._submit(self._writes, item)
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
-        scope, key = map(escape_text, record.id)
-        row = TouchRow(scope=scope, key=key, token=record.token, retention=min(retention, LONGEST_SPAN))
-        yield from self._submit(self._writes, Item(row))
+        item = Item("touch", record.id, token=record.token, retention=min(retention, LONGEST_SPAN))
+        yield from self._submit(self._writes, item)
 
     def watch(self, record: Record) -> Plan[None]:
         """Ask the record's owner to send a message when it is done.  An owner in this process wakes waiters anyway."""
         if self._listener.unavailable or self._watched.get(record.id) == record.token or self._is_mine(record):
             return
         self._listener.listen()
-        scope, key = map(escape_text, record.id)
         try:
-            running = yield from self._submit(self._writes, Item(WatchRow(scope=scope, key=key, token=record.token)))
+            running = yield from self._submit(self._writes, Item("watch", record.id, token=record.token))
         except StoreError:
             return  # then there is no message, and the waiter looks for itself after a while
         if not running:
@@ -264,15 +225,14 @@ class PostgresStore:
         return record.holder.rpartition(":")[0] == self.holder.next().rpartition(":")[0]
 
     def find(self, scope: str, key: str) -> Plan[Record | None]:
-        row = FindRow(scope=escape_text(scope), key=escape_text(key))
-        return (yield from self._submit(self._writes, Item(row)))  # type: ignore[no-any-return]
+        return (yield from self._submit(self._writes, Item("find", (scope, key))))  # type: ignore[no-any-return]
 
     # The operators' verbs
 
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
         after = read_cursor(cursor) if cursor else None
         texts = {
-            name: escape_text(text) for name in ("scope", "key", "name") if (text := getattr(where, name)) is not None
+            name: storable(text) for name in ("scope", "key", "name") if (text := getattr(where, name)) is not None
         }
         where = msgspec.structs.replace(where, **texts)
         rows = yield from self.database.admin_rows(*self._sql.list(where, after, limit=limit + 1, shift=self.shift))
@@ -288,13 +248,13 @@ class PostgresStore:
             kept = (outcome.status, encode_outcome(outcome), outcome.digest())
         state = RELEASED if outcome is None else SETTLED
         values = [
-            escape_text(scope),
-            escape_text(key),
+            storable(scope),
+            storable(key),
             self.shift,
             state,
             min(retention, LONGEST_SPAN),
             *kept,
-            escape_text(note),
+            clean(note),
             holder,
         ]
         while True:
@@ -311,9 +271,7 @@ class PostgresStore:
         # Look first: if the answer is lost, the statement is sent again, and finds nothing any more.
         known = (yield from self.find(scope, key)) is not None
         while True:
-            rows = yield from self.database.admin_rows(
-                self._sql.delete, [escape_text(scope), escape_text(key), self.shift]
-            )
+            rows = yield from self.database.admin_rows(self._sql.delete, [storable(scope), storable(key), self.shift])
             if not rows:
                 if known:
                     yield from self._notify((scope, key))
@@ -352,6 +310,89 @@ class PostgresStore:
         await self.lender.aclose()
         await self.database.aclose()
         self.close()
+
+
+class PostgresTables:
+    """Tables beside the ledger's, in the same schema."""
+
+    dialect: Dialect = "postgres"
+
+    def __init__(self, database: Database, batches: Batches) -> None:
+        self.database = database
+        self.batches = batches
+        self._ready: set[str] = set()
+
+    def statement(self, text: str) -> Statement:
+        return prepared(text.format(**self.database.names, now=NOW))
+
+    def ready(self, feature: Feature) -> Plan[None]:
+        if feature.name in self._ready:
+            return
+        yield from self.database.ready()
+        names = self.database.names
+        version = yield from self._version(feature)
+        if version > feature.version:
+            raise ConfigurationError(
+                f"The tables of the {feature.name} are of version {version}, made by a newer release; this one knows "
+                f"{feature.version}: upgrade it"
+            )
+        if version < feature.version:
+            if not self.database.create:
+                raise ConfigurationError(
+                    f"The tables of the {feature.name} are missing or outdated, and create=false; {HOW_TO_CREATE}"
+                )
+            yield from self.database.admin_rows(Statement(tables.feature_block(names, feature)), ())
+        self._ready.add(feature.name)
+
+    def _version(self, feature: Feature) -> Plan[int]:
+        known = Statement(f"SELECT to_regclass('{self.database.names['features']}') IS NOT NULL")
+        [(exists,)] = yield from self.database.admin_rows(known, ())
+        if not exists:
+            return 0
+        statement = Statement(tables.FEATURE_VERSION.format(**self.database.names))
+        rows = yield from self.database.admin_rows(statement, (feature.name,))
+        return int(rows[0][0]) if rows else 0
+
+    def ready_in(self, feature: Feature, adapter: Executes) -> Plan[None]:
+        """Make the tables on a connection of our own: nobody else can use a table that the user has not committed."""
+        return self.ready(feature)
+
+    def execute(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:
+        return self.database.feature_rows(queries, patient=patient)
+
+    def open(self) -> TransactionAdapter:
+        return FeatureTransaction(self.database.features, self.database.timeout, self._configure)
+
+    def _configure(self, connection: Any) -> Pipeline:
+        query = self.database.session_query(self.database.features, connection)
+        return Pipeline(connection, [query], SYSTEM.monotonic() + self.database.timeout)
+
+    def join(self, place: Any) -> Plan[Executes]:
+        if isinstance(place, psycopg.Connection | psycopg.AsyncConnection):
+            # psycopg begins a transaction with the first statement, unless it is in autocommit mode.
+            if place.autocommit and place.pgconn.transaction_status == IDLE:
+                raise not_in_transaction(place)
+            return JoinedPsycopg(place)
+        if isinstance(place, str):
+            return (yield from adapter_module("django").join(place, "postgresql", JoinedBelowDjango()))  # type: ignore[no-any-return]
+        if belongs_to(place, "asyncpg"):
+            return adapter_module("asyncpg").join(place)  # type: ignore[no-any-return]
+        if belongs_to(place, "sqlalchemy"):
+            return (yield from adapter_module("sqlalchemy").join(place, "postgresql"))  # type: ignore[no-any-return]
+        raise not_a_place(place)
+
+    @property
+    def pooled(self) -> bool:
+        return self.database.pooled
+
+    async def aclose(self) -> None:
+        await self.database.aclose()
+
+    def notify(self, id: Id) -> Plan[None]:
+        return self.batches.notify([id])
+
+    def listen(self) -> None:
+        self.batches.listener.listen()
 
 
 def libpq_conninfo(url: str) -> str:

@@ -7,10 +7,10 @@ the outcome or takes its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from ..._ledger.decisions import is_over
-from ..._ledger.model import Holder, Lease, Operation, Outcome, Record, encode_outcome
+from ..._ledger.model import Lease, Operation, Outcome, Record, encode_outcome
 from ..._ledger.transactions import (
     Again,
     Query,
@@ -23,7 +23,7 @@ from ..._ledger.transactions import (
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, InProgress, OncemoreError, StoreUnavailable, TransactionEnded
 from .pipeline import ALREADY_PREPARED, NOT_PREPARED
-from .rows import LONGEST_SPAN, check_length, escape_text, is_expired, read_record
+from .rows import LONGEST_SPAN, check_length, clean, is_expired, read_record, storable
 from .session import NO_LOCK, SERIALIZATION_FAILURES, Database, translate_error
 from .statements import prepared
 
@@ -33,28 +33,16 @@ VIOLATION = "23"
 DIVISION_BY_ZERO, FAILED_BEFORE = "22012", "25P02"
 
 
-class LedgerStore(Protocol):
-    """The parts of the PostgreSQL store that its transactions use."""
-
-    database: Database
-
-    @property
-    def holder(self) -> Holder: ...
-    @property
-    def shift(self) -> float: ...
-    def ready(self) -> Plan[None]: ...
-
-
 class PostgresSource:
-    """Opens transactions on *store*'s database.  *make_adapter* makes the adapter for one of them."""
+    """Opens transactions on *database*.  *make_adapter* makes the adapter for one of them."""
 
-    def __init__(self, store: LedgerStore, make_adapter: Callable[[], TransactionAdapter]) -> None:
-        self.store = store
+    def __init__(self, database: Database, make_adapter: Callable[[], TransactionAdapter]) -> None:
+        self.database = database
         self._make_adapter = make_adapter
 
     def open(self) -> Plan[Transaction]:
-        yield from self.store.ready()
-        return PostgresTransaction(self.store, self._make_adapter())
+        yield from self.database.ready()
+        return PostgresTransaction(self.database, self._make_adapter())
 
     def again(self, error: BaseException) -> bool:
         """Whether the database refused the transaction because of another one, so that it may work next time."""
@@ -70,10 +58,10 @@ class PostgresSource:
 class PostgresTransaction(Transaction):
     """The ledger's verbs in one transaction."""
 
-    def __init__(self, store: LedgerStore, adapter: TransactionAdapter) -> None:
+    def __init__(self, database: Database, adapter: TransactionAdapter) -> None:
         super().__init__(adapter)
-        self._store = store
-        self._sql = store.database.sql
+        self._database = database
+        self._sql = database.sql
         self._wait = 0.0
         self._writes: list[Query] = []
 
@@ -104,11 +92,11 @@ class PostgresTransaction(Transaction):
         return self._sql.claim_here, [*self._claim_values(operation, lease), str(milliseconds), request or None]
 
     def _claim_values(self, operation: Operation, lease: float) -> list[Any]:
-        scope, key = map(escape_text, operation.id)
+        scope, key = map(storable, operation.id)
         check_length(scope, key)
-        holder = self._store.holder.next()
-        names = [scope, key, escape_text(operation.name), escape_text(operation.fingerprint), holder]
-        return [*names, min(lease, LONGEST_SPAN), self._store.shift]
+        holder = self._database.holder.next()
+        names = [scope, key, storable(operation.name), storable(operation.fingerprint), holder]
+        return [*names, min(lease, LONGEST_SPAN), self._database.shift]
 
     def _take_over(self, operation: Operation, lease: float, request: bytes) -> Plan[Lease | Record]:
         """The lease on a record that exists, if it has expired, was released, or its lease has lapsed; else the record."""
@@ -117,7 +105,7 @@ class PostgresTransaction(Transaction):
             if record is None:  # gone since, or not visible to this transaction
                 raise Again("the record in the way has gone")
             if is_expired(record):  # if it is audited, it must be archived first
-                yield from self._execute((self._sql.archive_here, [*map(escape_text, record.id), self._store.shift]))
+                yield from self._execute((self._sql.archive_here, [*map(storable, record.id), self._database.shift]))
             elif not is_over(record) or record.fingerprint != operation.fingerprint:
                 return record
             rows = yield from self._execute(
@@ -132,15 +120,13 @@ class PostgresTransaction(Transaction):
         return None if record is None or is_expired(record) else record
 
     def _find(self, scope: str, key: str) -> Plan[Record | None]:
-        rows = yield from self._execute(
-            (self._sql.find_here, [escape_text(scope), escape_text(key), self._store.shift])
-        )
+        rows = yield from self._execute((self._sql.find_here, [storable(scope), storable(key), self._database.shift]))
         return read_record(rows[0]) if rows else None
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        result = [outcome.status, encode_outcome(outcome), outcome.digest(), escape_text(note), audit]
+        result = [outcome.status, encode_outcome(outcome), outcome.digest(), clean(note), audit]
         self._writes.append((self._sql.settle_here, [*self._end_values(held, retention), *result]))
         return
         yield
@@ -151,7 +137,7 @@ class PostgresTransaction(Transaction):
         yield
 
     def _end_values(self, held: Lease, retention: float) -> list[Any]:
-        return [*map(escape_text, held.operation.id), held.token, min(retention, LONGEST_SPAN), self._store.shift]
+        return [*map(storable, held.operation.id), held.token, min(retention, LONGEST_SPAN), self._database.shift]
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         return (yield from self._adapter.execute((prepared(text), values)))  # its errors are the user's own

@@ -155,7 +155,7 @@ class ScriptBatch:
             attempts += 1
             pause = PAUSE.delay(attempts - QUICK_ATTEMPTS, random.random()) if attempts > QUICK_ATTEMPTS else 0.0
             if SYSTEM.monotonic() + pause + SHORTEST_ATTEMPT >= self.deadline:
-                self._give_up()
+                self._fail(self._calls)
                 return self.results
             if pause:
                 yield Sleep(pause)
@@ -171,7 +171,7 @@ class ScriptBatch:
             try:
                 yield from self.topology.locate(self._time_left())
             except ConfigurationError as error:
-                self._refuse(calls, error)
+                self._fail(calls, error)
                 return
             except StoreError as error:
                 for call in calls:
@@ -188,7 +188,7 @@ class ScriptBatch:
             try:
                 replies = yield SendCommands(self.topology.pool, address, b"".join(packets), len(packets), timeout)
             except ConfigurationError as error:
-                self._refuse(sent, error)
+                self._fail(sent, error)
             except StoreError as error:
                 self._lose_primary(address)
                 for call in sent:
@@ -225,13 +225,14 @@ class ScriptBatch:
             words += item.args
         return pack(*words)
 
-    def _refuse(self, calls: list[ScriptCall], error: ConfigurationError) -> None:
-        """The server refuses the login: nothing was done now, and no further attempt would pass."""
+    def _fail(self, calls: list[ScriptCall], error: OncemoreError | None = None) -> None:
+        """No further attempt would pass, or there is no time for one: each item gets *error*, or the reason for its last attempt.
+
+        An earlier attempt may have been carried out, so an undo is still due.
+        """
         for index in (index for call in calls for index in call.indexes):
-            self.results[index] = own_error(error)
-            self.uncertain.append(
-                self.items[index]
-            )  # an attempt before may have been carried out; an undo is still due
+            self.results[index] = own_error(error or self._errors[index])
+            self.uncertain.append(self.items[index])
 
     def _take_replies(self, address: Address, calls: list[ScriptCall], replies: list[Any], replicas: int) -> None:
         """Give each item its part of its call's reply.  Of a write, so many *replicas* must know."""
@@ -298,14 +299,6 @@ class ScriptBatch:
     def _send_again(self, indexes: Sequence[int], error: OncemoreError, asking: Address = None) -> None:
         self._calls.append(ScriptCall(indexes, asking))
         self._errors.update(dict.fromkeys(indexes, error))
-
-    def _give_up(self) -> None:
-        """An error of its own for each item, so that callers who share a failure do not share a traceback."""
-        for index in (index for call in self._calls for index in call.indexes):
-            error = self._errors[index]
-            own = self.results[index] = type(error)(error.detail)
-            own.__cause__ = error.__cause__
-            self.uncertain.append(self.items[index])
 
 
 def reply_text(error: redis.ResponseError) -> str:

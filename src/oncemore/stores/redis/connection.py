@@ -128,25 +128,16 @@ class ConnectionPool:
         self._breaking.add(task)  # the loop's own references to tasks are weak
         task.add_done_callback(self._breaking.discard)
 
-    def open(self, address: Address, timeout: float) -> Any:
-        """A new connection for a thread, which connects when it is first used."""
-        return self.connector.open(address, timeout)
-
-    def open_on_loop(self, address: Address) -> Any:
-        """A new connection for the running event loop, which connects when it is first used."""
-        return self.connector.open_on_loop(address)
-
-    def take(self, address: Address, generation: int, timeout: float) -> Any:
-        """A connection for this thread: a free one, or a new one that may take *timeout* seconds to open."""
+    def take(self, address: Address, generation: int) -> Any:
+        """A free connection for this thread, or None."""
         free = self._threads.setdefault(address, [])
-        while True:
-            try:
+        with suppress(IndexError):  # not asked before, because other threads take connections at the same time
+            while True:
                 opened, connection = free.pop()
-            except IndexError:  # not asked before, because other threads take connections at the same time
-                return self.open(address, timeout)
-            if opened == generation:
-                return connection
-            connection.disconnect()
+                if opened == generation:
+                    return connection
+                connection.disconnect()
+        return None
 
     def put_back(self, address: Address, generation: int, connection: Any) -> None:
         if generation == self.generation(address):
@@ -155,14 +146,14 @@ class ConnectionPool:
             connection.disconnect()
 
     async def atake(self, address: Address, generation: int) -> Any:
-        """A connection for the running event loop: a free one, or a new one."""
+        """A free connection for the running event loop, or None."""
         free = self._loops.get().setdefault(address, [])
         while free:
             opened, connection = free.pop()
             if opened == generation:
                 return connection
             await connection.disconnect(nowait=True)
-        return self.open_on_loop(address)
+        return None
 
     async def aput_back(self, address: Address, generation: int, connection: Any) -> None:
         if generation == self.generation(address):
@@ -186,9 +177,14 @@ class ConnectionPool:
                         await free.pop()[1].disconnect()
 
 
+class NotConnected(StoreUnavailable):
+    """No connection to Redis is open and free."""
+
+
 class SendCommands(msgspec.Struct, gc=False):
     """Effect: send *packet* to *address* in one write and return its *count* replies; an error reply is one of them.
 
+    A new connection is opened if none is free; with *connected*, NotConnected is raised instead.
     Raises ConfigurationError if the server refuses the login.  Raises StoreTimeout or StoreUnavailable if not all replies
     came within *timeout* seconds; the server may have carried out the commands all the same.  On a thread, a reply that
     has begun to arrive may take so long again for its rest: redis-py's blocking sockets have a timeout for each read, and
@@ -200,12 +196,16 @@ class SendCommands(msgspec.Struct, gc=False):
     packet: bytes
     count: int
     timeout: float
+    connected: bool = False
 
     def run(self) -> list[Any]:
         deadline = SYSTEM.monotonic() + self.timeout
         pool, address = self.pool, self.address
         generation, abandoned = pool.generation(address), pool.abandoned.get(address)
-        connection = pool.take(address, generation, self.timeout)
+        connection = pool.take(address, generation)
+        if connection is None:
+            self._check_may_open()
+            connection = pool.connector.open(address, self.timeout)
         pool.in_use[connection] = (address, None)
         replies: list[Any] = []
         try:
@@ -224,11 +224,7 @@ class SendCommands(msgspec.Struct, gc=False):
         except BaseException as error:  # also Ctrl-C: a reply that comes later would be taken for the next caller's
             with suppress(*CONNECTION_ERRORS):
                 connection.disconnect()
-            if isinstance(error, CONNECTION_ERRORS):
-                raise connection_error(error, address) from error
-            if isinstance(error, Exception) and pool.abandoned.get(address) != abandoned:
-                # redis-py is surprised if another thread closes its connection.
-                raise connection_error(redis.ConnectionError(ABANDONED), address) from error
+            self._raise_own(error, abandoned)
             raise
         finally:
             pool.in_use.pop(connection, None)
@@ -239,6 +235,9 @@ class SendCommands(msgspec.Struct, gc=False):
         pool, address, loop = self.pool, self.address, asyncio.get_running_loop()
         generation, abandoned = pool.generation(address), pool.abandoned.get(address)
         connection = await pool.atake(address, generation)
+        if connection is None:
+            self._check_may_open()
+            connection = pool.connector.open_on_loop(address)
         pool.in_use[connection] = (address, loop)
         replies: list[Any] = []
         try:
@@ -257,15 +256,24 @@ class SendCommands(msgspec.Struct, gc=False):
                 raise redis.ConnectionError(ABANDONED)
         except BaseException as error:
             await connection.disconnect(nowait=True)
-            if isinstance(error, CONNECTION_ERRORS):
-                raise connection_error(error, address) from error
-            if isinstance(error, Exception) and pool.abandoned.get(address) != abandoned:
-                raise connection_error(redis.ConnectionError(ABANDONED), address) from error
+            self._raise_own(error, abandoned)
             raise
         finally:
             pool.in_use.pop(connection, None)
         await pool.aput_back(address, generation, connection)
         return replies
+
+    def _check_may_open(self) -> None:
+        if self.connected:
+            raise NotConnected("No connection to Redis is open yet")
+
+    def _raise_own(self, error: BaseException, abandoned: int | None) -> None:
+        """Raise the caller's error for *error*, unless that is not about the connection."""
+        if isinstance(error, CONNECTION_ERRORS):
+            raise connection_error(error, self.address) from error
+        # redis-py is surprised if another thread closes its connection.
+        if isinstance(error, Exception) and self.pool.abandoned.get(self.address) != abandoned:
+            raise connection_error(redis.ConnectionError(ABANDONED), self.address) from error
 
 
 def expire(limit: asyncio.Timeout, turns: int = LATE_TURNS) -> None:

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from ..._ledger.model import UNREADABLE, Lease, Outcome, Record, decode_outcome, encode_outcome
+from ..._ledger.model import UNREADABLE, Outcome, Record, decode_outcome, encode_outcome
 from ..._ledger.states import State
 from ..._runtime.wakeups import Id
 from ...errors import InvalidKey
@@ -47,12 +47,6 @@ class RedisRow(msgspec.Struct, array_like=True):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_row = msgspec.msgpack.Decoder(RedisRow).decode
-
-
-class HeldLease(Lease, frozen=True, eq=False, kw_only=True):
-    """A lease that knows the name of its record."""
-
-    record: str = ""
 
 
 def digest(id: Id) -> str:

@@ -6,7 +6,9 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
@@ -15,7 +17,6 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from ..._ledger.connect import hide_password
 from ..._ledger.store import STORE_FAILURES
-from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import reset_in_child
 from ..._runtime.listening import Listener
 from ..._runtime.plan import Plan, run
@@ -26,7 +27,7 @@ SENTINEL_PORT = 26379
 REDIS_PORT = 6379
 SEPARATOR = re.compile(r"[/?#]")  # the host is between the second and the third of these
 
-QUESTION_PAUSE = 0.5  # seconds between two questions to a sentinel, or to the nodes of a cluster
+QUESTION_PAUSE = 0.25  # seconds between two questions to a sentinel, or to the nodes of a cluster
 ASK_SECONDS = 0.5  # for one of these to answer
 
 
@@ -101,7 +102,7 @@ class SentinelTopology(Topology):
         self.sentinels = sentinels
         self.service = service
         self.known = False
-        self.watchers = [SentinelListener(self, sentinel) for sentinel in sentinels]
+        self.watchers = [Watcher(partial(self._ask_and_hear, sentinel)) for sentinel in sentinels]
         self._epoch = -1
         self._replicas = 0
 
@@ -134,6 +135,9 @@ class SentinelTopology(Topology):
                 raise StoreUnavailable(str(reply))
         return read_sentinel_view(*replies)
 
+    def _ask_and_hear(self, sentinel: Address) -> Plan[None]:
+        self.hear((yield from self.ask(sentinel, 2 * ASK_SECONDS)))
+
     def hear(self, view: SentinelView) -> bool:
         """Use the primary of *view*, unless it is down, or a later view is known; whether it is used.  On any thread."""
         with self._lock:
@@ -148,38 +152,6 @@ class SentinelTopology(Topology):
 
     def replicas(self, primary: Address) -> int:
         return self._replicas
-
-
-class SentinelListener(Listener[Any]):
-    """Hears from one sentinel when another server becomes the primary, and asks it twice a second besides."""
-
-    name = "oncemore-sentinel"
-
-    def __init__(self, topology: SentinelTopology, sentinel: Address) -> None:
-        super().__init__()
-        self.topology = topology
-        self.sentinel = sentinel
-        self._asked_at = 0.0
-
-    def connect(self) -> Any:
-        """A redis-py PubSub that is subscribed."""
-        pubsub = self.topology.sentinel_pool.connector.pubsub(self.sentinel, ASK_SECONDS)
-        try:
-            pubsub.subscribe("+switch-master")
-            if pubsub.get_message(timeout=ASK_SECONDS) is None:
-                raise redis.TimeoutError("the sentinel does not answer")
-        except BaseException:
-            pubsub.close()
-            raise
-        self._asked_at = 0.0
-        return pubsub
-
-    def receive(self, connection: Any, seconds: float) -> None:
-        message = connection.get_message(timeout=seconds)
-        if message is not None or SYSTEM.monotonic() - self._asked_at >= QUESTION_PAUSE:
-            self._asked_at = SYSTEM.monotonic()
-            with suppress(ConfigurationError):  # the login is refused, perhaps for a while only
-                self.topology.hear(run(self.topology.ask(self.sentinel, 2 * ASK_SECONDS)))
 
 
 class ClusterTopology(Topology):
@@ -198,7 +170,7 @@ class ClusterTopology(Topology):
         super().__init__(connector)
         self.nodes = nodes  # of the URL
         self.known = False
-        self.watchers = [ClusterListener(self)]
+        self.watchers = [Watcher(partial(self.locate, 2 * ASK_SECONDS))]
         self._others: list[Address] = []  # nodes that are not in the URL
         self._heard: set[SlotRange] = set()  # in the latest answers
         self._ranges: list[SlotRange] = []  # the latest for each slot
@@ -272,22 +244,22 @@ class ClusterTopology(Topology):
         self._heard = set()
 
 
-class ClusterListener(Listener[Any]):
-    """Asks all nodes of a cluster twice a second which of them has which slot: no node announces that."""
+class Watcher(Listener[Any]):
+    """Runs the plan that *ask* makes, four times a second, on a thread of its own: nobody announces a new primary reliably."""
 
-    name = "oncemore-cluster"
+    name = "oncemore-topology"
 
-    def __init__(self, topology: ClusterTopology) -> None:
+    def __init__(self, ask: Callable[[], Plan[None]]) -> None:
         super().__init__()
-        self.topology = topology
+        self.ask = ask
 
     def connect(self) -> Any:
         return ExitStack()  # the questions are sent on the pool's connections
 
     def receive(self, connection: Any, seconds: float) -> None:
         time.sleep(QUESTION_PAUSE)
-        with suppress(*STORE_FAILURES):  # no node answers, or lets us in; callers notice that themselves
-            run(self.topology.locate(2 * ASK_SECONDS))
+        with suppress(*STORE_FAILURES):  # no server answers, or lets us in; callers notice that themselves
+            run(self.ask())
 
 
 class SentinelView(NamedTuple):

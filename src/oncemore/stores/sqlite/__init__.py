@@ -15,6 +15,411 @@ committed together.  The file must be on a local disk.  Options, as `?name=value
     timeout=5s          how long to wait for the file while other processes write it
 """
 
-from .store import OPTIONS, SqliteStore, connect, schema, url_of
+from __future__ import annotations
 
-__all__ = ["OPTIONS", "SqliteStore", "connect", "schema", "url_of"]
+import asyncio
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+import msgspec
+
+from ..._ledger.connect import adapter_module, take_options, with_options
+from ..._ledger.model import Claim, Holder, Lease, Operation, Outcome, Record
+from ..._ledger.store import Filter, Page, Stats, token_of
+from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, not_a_place, not_in_transaction
+from ..._ledger.transactions import Query, Rows, Statement, TransactionAdapter, TransactionSource
+from ..._runtime.batching import Batcher, Submit, own_error
+from ..._runtime.plan import Plan, Sleep
+from ..._runtime.wakeups import Id, Wakeups
+from ...errors import ConfigurationError, StoreError
+from .batch import (
+    NO_RECORD,
+    ChangeItem,
+    ClaimItem,
+    Item,
+    SettleItem,
+    SqliteBatch,
+    Sweep,
+    as_record,
+    find_record,
+    run_batch,
+)
+from .statements import NOW, SqliteStatements
+from .tables import feature_statements, make_ready, script
+from .transactions import (
+    JoinedSqlite,
+    LedgerFile,
+    OwnSqliteTransaction,
+    SqliteAdapter,
+    SqliteBelowDjango,
+    SqliteSource,
+    run_queries,
+)
+from .writer import MEMORY, Connection, Use, Write
+
+OPTIONS = {
+    "create": True,
+    "foreign_keys": False,
+    "prefix": "oncemore_",
+    "synchronous": "full",
+    "thread": "auto",
+    "timeout": 5.0,
+}
+OLDEST = (3, 33, 0)  # the first with UPDATE FROM
+
+# A purge goes in slices of so many records, a few milliseconds each, so that a claim never waits long for the commit that it
+# shares.  After each, it rests for so many times as long.
+SLICE, REST = 250, 0.5
+
+FILES = (Statement("PRAGMA database_list"), ())
+
+
+def connect(url: str) -> SqliteStore:
+    """The ledger in the file that *url* names; the file is opened, or made, on first use."""
+    return SqliteStore(url)
+
+
+def url_of(path: str, options: Mapping[str, str]) -> str:
+    """The URL of the ledger in a library's database: the file that the library opens at *path*."""
+    if path in ("", MEMORY) or path.startswith("file:"):
+        raise ConfigurationError(
+            f"{path or MEMORY!r} is a database that no other connection can open: the ledger needs a file, named by its path"
+        )
+    return with_options(f"sqlite:///{quote(os.path.abspath(path))}", options)
+
+
+def schema(url: str) -> str:
+    """The script that makes the tables."""
+    return script(read_url(url)[1]["prefix"])
+
+
+def read_url(url: str) -> tuple[str, dict[str, Any]]:
+    """The file's path and the options."""
+    place, _, query = url.partition("?")
+    rest, options = take_options(f"sqlite://?{query}", OPTIONS)
+    if not re.fullmatch(r"sqlite://(/[^#]+)?", place, re.ASCII | re.DOTALL):
+        raise ConfigurationError(
+            f"{url!r} names no file: write sqlite:/// and a path; a whole path begins with a fourth /"
+        )
+    if unknown := urlsplit(rest).query:
+        raise ConfigurationError(f"{unknown!r} in {url!r} is unknown: the options are {', '.join(OPTIONS)}")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options["prefix"], re.ASCII):
+        raise ConfigurationError(f"prefix={options['prefix']}: write letters, digits and underscores")
+    if options["synchronous"] not in ("full", "normal"):
+        raise ConfigurationError(f"synchronous={options['synchronous']}: write full or normal")
+    if options["thread"] not in ("auto", "always"):
+        raise ConfigurationError(f"thread={options['thread']}: write auto or always")
+    if sqlite3.sqlite_version_info < OLDEST:
+        raise ConfigurationError(f"SQLite {sqlite3.sqlite_version} is too old: 3.33 or newer is needed")
+    path = unquote(place.removeprefix("sqlite://")[1:])
+    return (os.path.abspath(path) if path not in ("", MEMORY) else MEMORY), options
+
+
+def empty_log(connection: sqlite3.Connection) -> None:
+    """Move the log into the file, as a commit does that finds the log long.  Writers do not wait for this."""
+    connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+class SqliteStore:
+    """Records in a file.  All writes of a process go in batches through one connection; long reads have another."""
+
+    poll = 0.25  # other processes send no notifications; looking again writes nothing, so it costs no sync
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.wakeups = Wakeups()
+        self.shift = 0.0
+        self.holder = Holder()
+        self.path, options = read_url(url)
+        self.timeout: float = options["timeout"]
+        self.sql = SqliteStatements(options["prefix"])
+        pragmas: dict[str, object] = {"synchronous": options["synchronous"]}
+        if options["foreign_keys"]:  # else as SQLite was built: off, mostly
+            pragmas["foreign_keys"] = True
+        create: bool = options["create"]
+        prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=self.path)
+        open_file = partial(Connection, self.path, prepare, overwrite=self.sql.overwrite, timeout=self.timeout)
+        self._writer = open_file(threaded=options["thread"] == "always")
+        self._reader = self._writer if self.path == MEMORY else open_file()
+        # One batcher for all, so that claims and outcomes share a commit.
+        self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self.unclaim, can_undo=attrgetter("can_undo"))
+        self._own = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
+        self.lender: TransactionSource = self._own
+        self.tables = SqliteTables(self, self._writer, self._reader, self._own, create=create)
+        self._sweep = Sweep()
+        self._ready = False
+
+    def ready(self) -> Plan[None]:
+        """Make the tables, if there are none."""
+        if not self._ready:
+            yield Use(self._writer, lambda connection: None)
+            self._ready = True
+
+    def _run_batch(self, items: list[Item]) -> Plan[Sequence[Any]]:
+        try:
+            work = partial(run_batch, sql=self.sql, shift=self.shift, items=items, sweep=self._sweep)
+            results: list[Any] = yield Write(self._writer, work)
+        except StoreError as error:  # nothing was committed
+            return [own_error(error) for _ in items]
+        for item in items:
+            if item.notifies and not isinstance(item.result, BaseException):
+                self.wakeups.notify(item.id)
+        return results
+
+    def _change(self, id: Id, apply: Callable[[SqliteBatch], Any], *, notifies: bool = False) -> Plan[Any]:
+        return (yield Submit(self._batcher, ChangeItem(id, apply, notifies=notifies)))
+
+    # The guard's verbs
+
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+        id = (operation.scope, operation.key)
+        item = ClaimItem(id, operation, lease, self.holder.next(), request)
+        found: Lease | Record = yield Submit(self._batcher, item)
+        return found
+
+    def unclaim(self, claims: Sequence[Claim | Item]) -> Plan[None]:
+        """Undo claims, behind a batch of theirs that may still be under way on the writer's thread."""
+        items: list[Item] = [
+            ChangeItem(claim.operation.id, partial(SqliteBatch.unclaim, id=claim.operation.id, holder=claim.holder))
+            for claim in claims
+            if isinstance(claim, Claim | ClaimItem)
+        ]
+        if items:
+            yield Use(self._writer, partial(run_batch, sql=self.sql, shift=self.shift, items=items))
+        for item in items:
+            self.wakeups.notify(item.id)
+
+    def renew(self, held: Lease, *, lease: float) -> Plan[Lease]:
+        until = yield from self._change(held.operation.id, lambda batch: batch.renew(held, lease))
+        return msgspec.structs.replace(held, expires_at=until)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        yield Submit(self._batcher, SettleItem(held, outcome, retention, audit, note))
+
+    def release(self, held: Lease, *, retention: float) -> Plan[None]:
+        yield from self._change(held.operation.id, lambda batch: batch.release(held, retention), notifies=True)
+
+    def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
+        yield from self._change(held.operation.id, lambda batch: batch.hold(held, note), notifies=True)
+
+    def touch(self, record: Record, *, retention: float) -> Plan[None]:
+        yield from self._change(record.id, lambda batch: batch.touch(record, retention))
+
+    def watch(self, record: Record) -> Plan[None]:
+        """Nothing to ask for: waiters look at the records of other processes themselves."""
+        return
+        yield
+
+    # The operator's verbs
+
+    def find(self, scope: str, key: str) -> Plan[Record | None]:
+        work = partial(find_record, sql=self.sql, shift=self.shift, id=(scope, key))
+        record: Record | None = yield Use(self._reader, work)
+        return record
+
+    def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
+        text, values = self.sql.page(where)
+        parameters = (self.shift, token_of(cursor), limit + 1, *values)
+        rows = yield Use(self._reader, lambda connection: connection.execute(text, parameters).fetchall())
+        records = tuple(as_record(row) for row in rows[:limit])
+        return Page(records, str(records[-1].token) if records and len(rows) > limit else None)
+
+    def resolve(
+        self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
+    ) -> Plan[Record]:
+        id = (scope, key)
+        record: Record = yield from self._change(
+            id, lambda batch: batch.resolve(id, outcome, retention, note), notifies=True
+        )
+        return record
+
+    def delete(self, scope: str, key: str) -> Plan[bool]:
+        id = (scope, key)
+        known: bool = yield from self._change(id, lambda batch: batch.delete(id), notifies=True)
+        return known
+
+    def purge(self, *, batch: int = 1000) -> Plan[int]:
+        total = 0
+        while total < batch:
+            most = min(SLICE, batch - total)
+            start = time.monotonic()
+            gone: int = yield from self._change(NO_RECORD, partial(SqliteBatch.purge, most=most))
+            took = time.monotonic() - start
+            total += gone
+            if gone:
+                yield Use(self._reader, empty_log)
+            if gone < most:
+                break
+            yield Sleep(REST * took)
+        return total
+
+    def stats(self) -> Plan[Stats]:
+        rows = yield Use(self._reader, lambda connection: connection.execute(self.sql.stats, (self.shift,)).fetchall())
+        counts = {"expired": 0, "lapsed": 0}
+        for state, count, expired, lapsed in rows:
+            counts[state] = count
+            counts["expired"] += expired
+            counts["lapsed"] += lapsed
+        return Stats(**counts)
+
+    def close(self) -> None:
+        """End this process's connections and threads; a later use opens them again."""
+        self.lender.close()
+        self._own.close()
+        self._writer.close()
+        self._reader.close()
+
+    async def aclose(self) -> None:
+        """As `close`, once no batch is under way on this event loop."""
+        await self._batcher.drain()
+        await self.lender.aclose()
+        await self._own.aclose()
+        await asyncio.to_thread(self.close)
+
+
+class SqliteTables:
+    """Tables beside the ledger's, in the same file."""
+
+    dialect: Dialect = "sqlite"
+
+    def __init__(
+        self, store: LedgerFile, writer: Connection, reader: Connection, source: SqliteSource, *, create: bool
+    ) -> None:
+        self.store = store
+        self._writer = writer
+        self._reader = reader
+        self._source = source
+        self._create = create
+        self._ready: set[str] = set()
+        self._made_in_transactions: set[str] = set()
+
+    def statement(self, text: str) -> Statement:
+        return Statement(text.format(p=self.store.sql.prefix, prefix=self.store.sql.prefix, now=NOW))
+
+    def ready(self, feature: Feature) -> Plan[None]:
+        if feature.name not in self._ready:
+            yield Use(self._writer, partial(self._make, feature))
+            self._ready.add(feature.name)
+
+    def _make(self, feature: Feature, connection: sqlite3.Connection) -> None:
+        def version() -> int:
+            exists = run_queries(connection, [self._exists])
+            return as_version(run_queries(connection, [self._version(feature)]) if exists else ())
+
+        if self._missing(feature, version()):
+            connection.execute("BEGIN IMMEDIATE")
+            for text in self._missing(feature, version()):  # again: another process may just have done it
+                connection.execute(text)
+            connection.execute("COMMIT")
+
+    def ready_in(self, feature: Feature, adapter: Executes) -> Plan[None]:
+        """Make the tables in the user's transaction: it may have locked the file, and then nobody else can make them.
+
+        If the transaction is rolled back, they are gone again; so a table that was made like this is not relied on later.
+        """
+        if feature.name in self._ready:
+            return
+        rows: Rows = yield from adapter.execute(self._exists)
+        if rows:
+            rows = yield from adapter.execute(self._version(feature))
+        missing = self._missing(feature, as_version(rows))
+        for text in missing:
+            yield from adapter.execute((Statement(text), ()))
+        if missing:
+            self._made_in_transactions.add(feature.name)
+        elif feature.name not in self._made_in_transactions:
+            self._ready.add(feature.name)
+
+    @property
+    def _exists(self) -> Query:
+        return Statement("SELECT 1 FROM sqlite_schema WHERE name = ?1"), (f"{self.store.sql.prefix}features",)
+
+    def _version(self, feature: Feature) -> Query:
+        return Statement(f"SELECT version FROM {self.store.sql.prefix}features WHERE name = ?1"), (feature.name,)
+
+    def _missing(self, feature: Feature, version: int) -> list[str]:
+        """The statements that bring the tables from *version* to the latest."""
+        latest = len(feature.sqlite)
+        if version == latest:
+            return []
+        if version > latest:
+            raise ConfigurationError(
+                f"{self.store.path}: the tables of the {feature.name} are of version {version}, made by a newer release; this "
+                f"one knows {latest}: upgrade it"
+            )
+        if not self._create:
+            raise ConfigurationError(
+                f"{self.store.path}: the tables of the {feature.name} are missing or old, and create=false; run the script "
+                "from oncemore.stores.schema(url)"
+            )
+        return feature_statements(self.store.sql.prefix, feature, since=version)
+
+    def execute(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:
+        if all(statement.text.lstrip().startswith("SELECT") for statement, _ in queries):
+            return (yield Use(self._reader, partial(run_together, queries=queries, begin="BEGIN")))  # type: ignore[no-any-return]
+        work = partial(run_together, queries=queries, begin="BEGIN IMMEDIATE")
+        return (yield Write(self._writer, work))  # type: ignore[no-any-return]
+
+    def open(self) -> TransactionAdapter:
+        return OwnSqliteTransaction(self._source)
+
+    def join(self, place: Any) -> Plan[Executes]:
+        adapter: Executes
+        if isinstance(place, sqlite3.Connection) or belongs_to(place, "aiosqlite"):
+            # sqlite3 begins a transaction with the first INSERT, unless it is in autocommit mode.
+            begins = place.isolation_level is not None and getattr(place, "autocommit", None) is not True
+            if not place.in_transaction and not begins:
+                raise not_in_transaction(place)
+            adapter = JoinedSqlite(place)
+        elif isinstance(place, str):
+            adapter = yield from adapter_module("django").join(place, "sqlite", SqliteBelowDjango(self.store.sql))
+        elif belongs_to(place, "sqlalchemy"):
+            adapter = yield from adapter_module("sqlalchemy").join(place, "sqlite")
+        else:
+            raise not_a_place(place)
+        yield from self._check_file(place, adapter)
+        return adapter
+
+    def _check_file(self, place: Any, adapter: Executes) -> Plan[None]:
+        """Refuse a connection to another file: the row would be there, and nobody would look for it."""
+        rows = yield from adapter.execute(FILES)
+        path = next((row[2] for row in rows if row[1] == "main"), "")
+        if self.store.path == MEMORY or os.path.realpath(path) != os.path.realpath(self.store.path):
+            raise ConfigurationError(
+                f"This {type(place).__name__} is on {path or MEMORY!r}, and the guard on {self.store.path!r}: what must commit "
+                "together must be in one file"
+            )
+
+    pooled = False
+
+    async def aclose(self) -> None:
+        """Nothing: the store's connections belong to threads."""
+
+    def notify(self, id: Id) -> Plan[None]:
+        """Nothing to send: other processes look for themselves."""
+        return
+        yield
+
+    def listen(self) -> None:
+        """Nothing to hear."""
+
+
+def as_version(rows: Rows) -> int:
+    return int(rows[0][0]) if rows else 0
+
+
+def run_together(connection: sqlite3.Connection, *, queries: Sequence[Query], begin: str) -> list[Rows]:
+    """Run *queries* in one transaction, and return the rows of each.  If one fails, the caller rolls back."""
+    connection.execute(begin)
+    results = [run_queries(connection, [query]) for query in queries]
+    connection.execute("COMMIT")
+    return results

@@ -12,11 +12,9 @@ import re
 import sqlite3
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from typing import Any, Protocol, Self, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from ..._ledger.model import Holder, Lease, Operation, Outcome, Record, state_of
 from ..._ledger.transactions import (
@@ -28,24 +26,22 @@ from ..._ledger.transactions import (
     Transaction,
     TransactionAdapter,
     commit_forbidden,
-    threads,
 )
 from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
 from ..._runtime.loops import PerLoop
-from ..._runtime.plan import Plan, Sleep
+from ..._runtime.plan import Call, Plan, Sleep
 from ..._runtime.wakeups import Id
 from ...errors import ConfigurationError, InProgress, OncemoreError, StoreTimeout
-from .._compat import check_aiosqlite, open_aiosqlite, run_in_aiosqlite, stop_aiosqlite
+from .._compat import check_aiosqlite, open_aiosqlite, run_in_aiosqlite
 from .batch import ClaimItem, as_record, claim_values, claimable, invalid_names, settle_row, taken_over
 from .statements import NOW, SqliteStatements
-from .writer import MEMORY, UNWRITTEN, as_store_error, code, is_busy
+from .writer import MEMORY, UNWRITTEN, Writer, as_store_error, code, is_busy
 
 T = TypeVar("T")
 
 # Seconds between two tries for a file that another process is writing.
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.01
-FORK_PAUSE = 0.001  # between two looks at whether a fork is over, which mostly takes no longer
 
 PARAMETER = re.compile(r"\$(\d+)")
 DEEPEST = 10  # of errors that are each the cause of another; they may form a circle
@@ -222,106 +218,6 @@ class SqliteTransaction(Transaction):
             self._writer.end_turn()
 
 
-class Writer:
-    """The queue of all threads, or of one event loop, for the turn to write the file at *path*.
-
-    Waiting in order is fairer and faster than contending for the file's lock.  *connection* is a connection of the
-    ledger's own, if there is one; it stays open between two turns.
-    """
-
-    def __init__(self, path: str, *, for_loop: bool = False) -> None:
-        self.path = path
-        self._for_loop = for_loop
-        self._reset()
-        reset_in_child(self)
-
-    def _reset(self) -> None:
-        self.operation: Id | None = None  # running now
-        self.owner: object = None  # the task or thread that runs it
-        self.connection: Any = None
-        self._queue = asyncio.Lock() if self._for_loop else None  # of tasks; threads wait for the lock itself
-        self._lock = threading.Lock()  # held during a turn, and during a fork: a fork may come from any thread
-        self._stop: Callable[[], object] = lambda: None
-        self._stopping: Future[Any] | None = None
-
-    def turn(self, limit: float, got: Callable[[], None]) -> Do[None]:
-        """Effect: wait for the turn, at most *limit* seconds.  *got* is called in the very moment that it is ours."""
-        return Do(lambda: self._wait(limit, got), lambda: self._await(limit, got))
-
-    def _wait(self, limit: float, got: Callable[[], None]) -> None:
-        if self._lock.acquire(timeout=limit):
-            got()
-
-    async def _await(self, limit: float, got: Callable[[], None]) -> None:
-        assert self._queue is not None, "the writer is that of an event loop"
-        if not await acquired(self._queue, limit):
-            return
-        try:
-            while not self._lock.acquire(blocking=False):  # only a fork has it, and not for long
-                await asyncio.sleep(FORK_PAUSE)
-        except BaseException:
-            self._queue.release()
-            raise
-        got()
-
-    def end_turn(self) -> None:
-        self.operation = self.owner = None
-        self._lock.release()
-        if self._queue is not None:
-            self._queue.release()
-
-    def keep_open(self, connection: Any) -> None:
-        """Keep *connection* open between turns, until it is closed or this writer is gone; closed before each fork."""
-        self.connection = connection
-        if not isinstance(connection, sqlite3.Connection):
-            self._stop = weakref.finalize(self, stop_aiosqlite, connection)
-
-    def close_connection(self) -> None:
-        """Close our own connection, if there is one.  An aiosqlite thread finishes its statement first; nobody waits."""
-        connection, self.connection = self.connection, None
-        if isinstance(connection, sqlite3.Connection):
-            connection.close()
-        elif connection is not None:
-            with suppress(RuntimeError):  # the interpreter ends, and the connection with it
-                self._stopping = threads().submit(self._stop)
-
-    def close(self) -> None:
-        with self._lock:
-            self.close_connection()
-
-    async def aclose(self) -> None:
-        assert self._queue is not None, "the writer is that of an event loop"
-        async with self._queue:
-            self.close_connection()
-        if self._stopping is not None:
-            await asyncio.to_thread(self._stopping.result)
-
-    def _close_for_fork(self) -> bool:
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            self.close_connection()
-            if self._stopping is not None:
-                self._stopping.result()
-        except BaseException:
-            self._lock.release()
-            raise
-        return True
-
-    def _end_fork(self) -> None:
-        self._lock.release()
-
-
-async def acquired(lock: asyncio.Lock, limit: float) -> bool:
-    if not lock.locked():
-        return await lock.acquire()  # does not wait
-    try:
-        async with asyncio.timeout(limit):
-            return await lock.acquire()
-    except TimeoutError:
-        return False
-
-
 def current_caller() -> object:
     """The running task, or else the thread."""
     loop = asyncio._get_running_loop()  # None if there is none, rather than an error
@@ -389,13 +285,6 @@ class SqliteAdapter:
     def __init__(self, writer: Writer, prepare: Callable[[sqlite3.Connection], None]) -> None:
         self._writer = writer
         self._prepare = prepare
-
-    @classmethod
-    def on(cls, connection: Any) -> Self:
-        """The adapter for `execute` in a transaction that the user has begun on *connection*, sqlite3's or aiosqlite's."""
-        writer = Writer("")
-        writer.connection = connection
-        return cls(writer, lambda _: None)
 
     @property
     def connection(self) -> Any:
@@ -521,6 +410,61 @@ def is_over(error: BaseException) -> bool:
     """Whether a commit failed because the performer has ended the transaction, closed the connection or changed the record."""
     text = str(error)
     return isinstance(error, sqlite3.ProgrammingError) or MARK in text or "integer overflow" in text
+
+
+class JoinedSqlite:
+    """Statements in a transaction on a connection of the user's, sqlite3's or aiosqlite's."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+
+    def on_commit(self, callback: Callable[[], object]) -> None:
+        """Nothing: the driver does not tell of commits, so relays find the message when they look."""
+
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        connection = self.connection
+        if not connection.in_transaction:  # sqlite3 itself begins before an INSERT, but not before a CREATE TABLE
+            queries = ((Statement(f"BEGIN {connection.isolation_level}"), ()), *queries)
+        if isinstance(connection, sqlite3.Connection):  # on this very thread, because the connection belongs to it
+            return (yield Call(run_queries, connection, queries))  # type: ignore[no-any-return]
+        work = partial(run_queries, queries=queries)
+        return (yield Do(None, lambda: run_in_aiosqlite(connection, work)))  # type: ignore[no-any-return]
+
+
+class OwnSqliteTransaction:
+    """A transaction of several steps on the store's own connection; on an event loop it needs aiosqlite."""
+
+    awaited = False
+
+    def __init__(self, source: SqliteSource) -> None:
+        self._source = source
+        self._transaction: Any = None
+
+    @property
+    def connection(self) -> Any:
+        return self._transaction.connection
+
+    def begin(self, *queries: Query) -> Plan[Rows]:
+        transaction: Any = yield from self._source.open()
+        self._transaction = transaction
+        # The name of no operation, and not that of another such transaction: this one waits until that has ended.
+        name = ("", str(id(self)))
+        rows = yield from transaction.begin_with(name, 0.0, SET_MARK, *queries)
+        return rows  # type: ignore[no-any-return]
+
+    def execute(self, *queries: Query) -> Plan[Rows]:
+        return (yield from self._transaction.execute(*queries))  # type: ignore[no-any-return]
+
+    def commit(self, *queries: Query) -> Plan[None]:
+        yield from self._transaction.commit(*queries)
+
+    def rollback(self) -> Plan[None]:
+        if self._transaction is not None:
+            yield from self._transaction.abort()
+
+    def discard(self) -> None:
+        if self._transaction is not None:
+            self._transaction.drop()
 
 
 class SqliteBelowDjango:

@@ -10,13 +10,16 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from ..._ledger.transactions import Do, threads
 from ..._runtime.batching import set_result
 from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
+from ..._runtime.wakeups import Id
 from ...errors import StoreError, StoreTimeout, StoreUnavailable
+from .._compat import stop_aiosqlite
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
@@ -30,6 +33,8 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.004
 # A write that takes less than this is done by the event loop itself, because calling a thread and being called back takes
 # as long.  The last write tells; a slow disk, or a file that another process is writing, is waited for on a thread.
 BRIEF = 0.003
+
+FORK_PAUSE = 0.001  # between two looks at whether a fork is over, which mostly takes no longer
 
 BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 
@@ -113,7 +118,7 @@ class Connection:
         self._took = 0.0
         if self.path != MEMORY:  # a child has its own copy of a database in memory
             self._connection = None
-        self._worker = Worker(f"oncemore-sqlite {self.path}")
+        self._thread = ThreadPoolExecutor(1, f"oncemore-sqlite {self.path}")  # starts with its first job
 
     def _close_for_fork(self) -> bool:
         if not self._lock.acquire(timeout=self.timeout):
@@ -161,7 +166,10 @@ class Connection:
 
     def use_on_thread(self, work: Work[T]) -> asyncio.Future[T]:
         """Return a future of the result of *work*, which this connection's own thread does."""
-        return self._worker.send(lambda: self.use(work))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._thread.submit(answer_on, loop, future, partial(self.use, work))
+        return future
 
     def _try(self, work: Work[T]) -> T:
         """Return the result of *work*.  Raises an error of SQLite's own only if another process has the lock."""
@@ -183,8 +191,9 @@ class Connection:
         return result
 
     def close(self) -> None:
-        """End the thread and the connection; a later use opens it again."""
-        self._worker.stop()
+        """End the thread, once its jobs are done, and the connection; a later use opens it again."""
+        thread, self._thread = self._thread, ThreadPoolExecutor(1, f"oncemore-sqlite {self.path}")
+        thread.shutdown()
         with self._lock:
             self._close_connection()
 
@@ -246,53 +255,111 @@ class Write(Use[T]):
         return done[0] if done is not None else await self.connection.use_on_thread(self.work)
 
 
-class Worker:
-    """A thread called *name* that does jobs one after another, and answers on the event loop that sent them.
+def answer_on(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], job: Callable[[], T]) -> None:
+    """Do *job* on this thread, and give its result to *future* on *loop*, even if the caller has gone meanwhile."""
+    try:
+        answer: Any = job()
+    except BaseException as error:
+        answer = error
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+        loop.call_soon_threadsafe(set_result, future, answer)
 
-    It starts with the first job, and ends with `stop` or with this object.
+
+class Writer:
+    """The queue of all threads, or of one event loop, for the turn to write the file at *path*.
+
+    Waiting in order is fairer and faster than contending for the file's lock.  *connection* is a connection of the
+    ledger's own, if there is one; it stays open between two turns.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._lock = threading.Lock()
-        self._jobs: SimpleQueue[Any] | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, path: str, *, for_loop: bool = False) -> None:
+        self.path = path
+        self._for_loop = for_loop
+        self._reset()
+        reset_in_child(self)
 
-    def send(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
-        """A future of what *job* returns, for the running event loop."""
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        with self._lock:
-            if self._jobs is None:
-                self._start()
-            assert self._jobs is not None
-            self._jobs.put((job, loop, future))
-        return future
+    def _reset(self) -> None:
+        self.operation: Id | None = None  # running now
+        self.owner: object = None  # the task or thread that runs it
+        self.connection: Any = None
+        self._queue = asyncio.Lock() if self._for_loop else None  # of tasks; threads wait for the lock itself
+        self._lock = threading.Lock()  # held during a turn, and during a fork: a fork may come from any thread
+        self._stop: Callable[[], object] = lambda: None
+        self._stopping: Future[Any] | None = None
 
-    def _start(self) -> None:
-        jobs: SimpleQueue[Any] = SimpleQueue()
-        thread = threading.Thread(target=serve, args=(jobs,), name=self.name, daemon=True)
-        thread.start()  # which may be refused; then the next job tries again
-        weakref.finalize(self, jobs.put, None)  # a store that nobody closed takes its thread with it
-        self._jobs, self._thread = jobs, thread
+    def turn(self, limit: float, got: Callable[[], None]) -> Do[None]:
+        """Effect: wait for the turn, at most *limit* seconds.  *got* is called in the very moment that it is ours."""
+        return Do(lambda: self._wait(limit, got), lambda: self._await(limit, got))
 
-    def stop(self) -> None:
-        """Return when all jobs are done and the thread is over."""
-        with self._lock:
-            jobs, thread, self._jobs, self._thread = self._jobs, self._thread, None, None
-        if jobs is not None and thread is not None:
-            jobs.put(None)
-            thread.join()
+    def _wait(self, limit: float, got: Callable[[], None]) -> None:
+        if self._lock.acquire(timeout=limit):
+            got()
 
-
-def serve(jobs: SimpleQueue[Any]) -> None:
-    """Do the jobs, one after another, until there is a None."""
-    while (entry := jobs.get()) is not None:
-        job, loop, future = entry
+    async def _await(self, limit: float, got: Callable[[], None]) -> None:
+        assert self._queue is not None, "the writer is that of an event loop"
+        if not await acquired(self._queue, limit):
+            return
         try:
-            answer = job()
-        except BaseException as error:
-            answer = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-            loop.call_soon_threadsafe(set_result, future, answer)
-        del entry, job, loop, future, answer  # while the thread waits, it keeps nothing alive
+            while not self._lock.acquire(blocking=False):  # only a fork has it, and not for long
+                await asyncio.sleep(FORK_PAUSE)
+        except BaseException:
+            self._queue.release()
+            raise
+        got()
+
+    def end_turn(self) -> None:
+        self.operation = self.owner = None
+        self._lock.release()
+        if self._queue is not None:
+            self._queue.release()
+
+    def keep_open(self, connection: Any) -> None:
+        """Keep *connection* open between turns, until it is closed or this writer is gone; closed before each fork."""
+        self.connection = connection
+        if not isinstance(connection, sqlite3.Connection):
+            self._stop = weakref.finalize(self, stop_aiosqlite, connection)
+
+    def close_connection(self) -> None:
+        """Close our own connection, if there is one.  An aiosqlite thread finishes its statement first; nobody waits."""
+        connection, self.connection = self.connection, None
+        if isinstance(connection, sqlite3.Connection):
+            connection.close()
+        elif connection is not None:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and the connection with it
+                self._stopping = threads().submit(self._stop)
+
+    def close(self) -> None:
+        with self._lock:
+            self.close_connection()
+
+    async def aclose(self) -> None:
+        assert self._queue is not None, "the writer is that of an event loop"
+        async with self._queue:
+            self.close_connection()
+        if self._stopping is not None:
+            await asyncio.to_thread(self._stopping.result)
+
+    def _close_for_fork(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self.close_connection()
+            if self._stopping is not None:
+                self._stopping.result()
+        except BaseException:
+            self._lock.release()
+            raise
+        return True
+
+    def _end_fork(self) -> None:
+        self._lock.release()
+
+
+async def acquired(lock: asyncio.Lock, limit: float) -> bool:
+    if not lock.locked():
+        return await lock.acquire()  # does not wait
+    try:
+        async with asyncio.timeout(limit):
+            return await lock.acquire()
+    except TimeoutError:
+        return False

@@ -22,6 +22,201 @@ outcome, the request is answered without PostgreSQL.  Copies are safe because se
   a copy while the mark is there.
 """
 
-from .store import OPTIONS, TieredStore, connect, schema
+from __future__ import annotations
 
-__all__ = ["OPTIONS", "TieredStore", "connect", "schema"]
+from contextlib import suppress
+from typing import Any, cast
+from urllib.parse import quote
+
+from ..._ledger.connect import connect as connect_store
+from ..._ledger.connect import hide_password, take_options
+from ..._ledger.encrypted import StoreWrapper
+from ..._ledger.model import Lease, Operation, Outcome, Record
+from ..._ledger.store import STORE_FAILURES, Store, TierCounts
+from ..._ledger.transactions import Transaction, TransactionSource
+from ..._runtime.plan import Plan
+from ...errors import ConfigurationError
+from ..postgres import PostgresStore
+from ..postgres import schema as postgres_schema
+from ..redis import RedisStore
+from .copies import Copies, Moment
+
+OPTIONS: dict[str, Any] = {"redis": "", "budget": 0.005, "cap": 3600.0, "largest": 65536}
+
+
+def connect(url: str) -> TieredStore:
+    """The ledger at *url*; nothing is opened before it is used."""
+    scheme, _, rest = url.partition("://")
+    if scheme == "redis+sqlite":
+        raise no_primary("SQLite")
+    address, options = take_options(rest, OPTIONS)
+    if not options["redis"]:
+        raise ConfigurationError(
+            f"{hide_password(url)} names no Redis: add ?redis= and its URL, percent-encoded, as in redis=redis%3A%2F%2Fhost%2F0"
+        )
+    primary = PostgresStore(f"postgresql://{address}")
+    try:
+        cache = RedisStore(options["redis"])
+    except ConfigurationError as error:
+        raise ConfigurationError(f"redis= in the store's URL: {error.detail}") from error
+    return TieredStore(primary, cache, budget=options["budget"], cap=options["cap"], largest=options["largest"])
+
+
+def schema(url: str) -> str:
+    """The script that creates the tables of the primary; Redis needs nothing."""
+    address, _ = take_options(url.partition("://")[2], OPTIONS)
+    return postgres_schema(f"postgresql://{address}")
+
+
+def no_primary(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} cannot be the primary of a tiered store: it has to be PostgreSQL. SQLite is a file of this machine, and "
+        "answers sooner than Redis could; Redis and memory forget"
+    )
+
+
+class TieredStore(StoreWrapper):
+    """A PostgreSQL ledger with copies of its settled outcomes in Redis.
+
+    Args:
+        primary: The PostgreSQL ledger, or its URL, or your own pool or engine.
+        cache: The Redis store, or its URL.
+        budget: How many seconds a look into Redis may take.
+        cap: How many seconds a copy is kept at most.
+        largest: How many bytes a copied outcome has at most.
+    """
+
+    def __init__(
+        self,
+        primary: Any,
+        cache: Any,
+        *,
+        budget: float = OPTIONS["budget"],
+        cap: float = OPTIONS["cap"],
+        largest: int = OPTIONS["largest"],
+    ) -> None:
+        primary = primary if hasattr(primary, "claim") else connect_store(primary)
+        if not isinstance(primary, PostgresStore):
+            raise no_primary(type(primary).__name__.removesuffix("Store").replace("Sqlite", "SQLite"))
+        cache = connect_store(cache) if isinstance(cache, str) else cache
+        if not isinstance(cache, RedisStore):
+            raise ConfigurationError(
+                f"The cache of a tiered store has to be Redis: a redis:// URL or a RedisStore, not a {type(cache).__name__}"
+            )
+        if budget <= 0 or cap <= 0:
+            raise ConfigurationError(f"budget = {budget:g} s and cap = {cap:g} s must both be greater than zero")
+        super().__init__(cast("Store", primary))
+        shown = quote(cache.url, safe="")
+        self.url = f"redis+{primary.url}{'&' if '?' in primary.url else '?'}redis={shown}"
+        self._cache = cache
+        self._copies = Copies(primary, cache, budget=budget, cap=cap, largest=largest)
+
+    @property
+    def tiers(self) -> TierCounts:
+        """How often Redis was asked by this process, and how it answered."""
+        return self._copies.counts()
+
+    @property
+    def lender(self) -> TransactionSource | None:
+        inner = self.inner.lender
+        return None if inner is None else cast("TransactionSource", TieredSource(inner, self._copies))
+
+    def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
+        return self._copies.or_else(operation, self.inner.claim(operation, lease=lease, request=request))
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        settling = self.inner.settle(held, outcome, retention=retention, audit=audit, note=note)
+        asked = self._copies.moment()
+        return settling if asked is None else self._copy_after(settling, held, outcome, retention, asked)
+
+    def _copy_after(
+        self, settling: Plan[None], held: Lease, outcome: Outcome, retention: float, asked: Moment
+    ) -> Plan[None]:
+        yield from settling
+        self._copies.keep_settled(held, outcome, retention, asked)
+
+    def touch(self, record: Record, *, retention: float) -> Plan[None]:
+        """Have the record expire later.  Its copy then ends too early, which is right; but too late if this is earlier."""
+        earlier = record.expires_at is not None and record.now + retention < record.expires_at
+        if earlier:
+            with suppress(*STORE_FAILURES):  # no later than the cap, the copy ends by itself
+                yield from self._copies.forget(record.id)
+        yield from self.inner.touch(record, retention=retention)
+        if earlier:
+            yield from self._forget_again(record.id)
+
+    def resolve(
+        self, scope: str, key: str, outcome: Outcome | None, *, retention: float, note: str = ""
+    ) -> Plan[Record]:
+        yield from self._copies.forget((scope, key))
+        record = yield from self.inner.resolve(scope, key, outcome, retention=retention, note=note)
+        yield from self._forget_again((scope, key))
+        return record
+
+    def delete(self, scope: str, key: str) -> Plan[bool]:
+        yield from self._copies.forget((scope, key))
+        deleted = yield from self.inner.delete(scope, key)
+        yield from self._forget_again((scope, key))
+        return deleted
+
+    def _forget_again(self, id: tuple[str, str]) -> Plan[None]:
+        """After the change, because that may have taken longer than the first mark lasts."""
+        with suppress(*STORE_FAILURES):
+            yield from self._copies.forget(id)
+
+    def close(self) -> None:
+        self._copies.close()
+        self._cache.close()
+        self.inner.close()
+
+    async def aclose(self) -> None:
+        await self._copies.aclose()
+        await self._cache.aclose()
+        await self.inner.aclose()
+
+
+class TieredSource:
+    """Opens transactions; after their commit, their outcomes are copied."""
+
+    def __init__(self, inner: TransactionSource, copies: Copies) -> None:
+        self.inner = inner
+        self._copies = copies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def open(self) -> Plan[Transaction]:
+        transaction = yield from self.inner.open()
+        return cast("Transaction", TieredTransaction(transaction, self._copies))
+
+
+class TieredTransaction:
+    """A transaction of the primary.  A repeat is answered by a copy, and outcomes are copied after the commit."""
+
+    def __init__(self, inner: Transaction, copies: Copies) -> None:
+        self.inner = inner
+        self._copies = copies
+        self._settled: list[tuple[Lease, Outcome, float, Moment]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def begin(self, operation: Operation, *, lease: float, wait: float, request: bytes = b"") -> Plan[Lease | Record]:
+        """Claim the operation; if there is a copy of its outcome, no transaction is opened."""
+        beginning = self.inner.begin(operation, lease=lease, wait=wait, request=request)
+        return self._copies.or_else(operation, beginning)
+
+    def settle(
+        self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
+    ) -> Plan[None]:
+        asked = self._copies.moment()
+        if asked is not None:
+            self._settled.append((held, outcome, retention, asked))
+        return self.inner.settle(held, outcome, retention=retention, audit=audit, note=note)
+
+    def commit(self) -> Plan[None]:
+        yield from self.inner.commit()
+        for settled in self._settled:
+            self._copies.keep_settled(*settled)

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import msgspec
 import redis
 
+from ..._ledger.events import log
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.states import SETTLED
 from ..._ledger.store import STORE_FAILURES, TierCounts
-from ..._ledger.transactions import Statement
+from ..._ledger.transactions import Do, Statement
 from ..._runtime.batching import Submit
 from ..._runtime.clock import SYSTEM
 from ..._runtime.forks import reset_in_child
-from ..._runtime.plan import Plan, run
+from ..._runtime.loops import PerLoop, keep_task
+from ..._runtime.plan import Plan, arun, run
 from ..._runtime.wakeups import Id
 from ...errors import StoreUnavailable
 from ..postgres import PostgresStore
 from ..redis import RedisStore
 from ..redis.commands import NodeBatchers
-from ..redis.connection import Address, SendCommands, pack
-from .connections import CONNECT_SECONDS, NotConnected, OpenConnections, RedisBreaker
+from ..redis.connection import Address, NotConnected, SendCommands, pack
 from .primary import PROBE, PrimaryWatch
 
 VERSION = 1  # of the form of a copy
@@ -36,6 +39,8 @@ MOST_PENDING = 2000  # copies that wait to be written; more are forgotten
 OLDEST_PENDING = 5.0  # seconds; an older copy is not written, because the mark of a deletion may be gone by then
 MARK_SECONDS = 60
 MARK = b"-"  # where a copy was: the record was deleted or resolved
+CONNECT_SECONDS = 1.0  # to open a connection to Redis, or to write to it, which no request waits for
+PING = pack("PING")
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
@@ -103,7 +108,6 @@ class Copies:
         )
         # For a server that answers, but is full or read-only.
         self.refusals = RedisBreaker("Redis takes no copies for now: %s", "Redis takes copies again")
-        self.pool = OpenConnections(cache.topology, self.breaker, self.watch.wake)
         self._lookups = NodeBatchers(cache.topology, self._look, limit=BATCH_LIMIT, linger=False)
         self._prefix = f"{cache.prefix}:copy"
         self._reset()
@@ -112,6 +116,10 @@ class Copies:
 
     def _reset(self) -> None:
         self._pending: dict[Id, tuple[Moment, Copy]] = {}
+        # Servers that a thread, or a loop, has found no connection to.  The first server from the start, so that it is
+        # noticed at once if Redis is missing.
+        self._wanted: set[Address] = {None}
+        self._opening: PerLoop[set[Address]] = PerLoop(set)
         self.hits = self.misses = self.errors = self.skipped = 0
 
     def counts(self) -> TierCounts:
@@ -119,7 +127,7 @@ class Copies:
         return TierCounts(**counts, open=self.breaker.open)
 
     def name(self, id: Id, namespace: str) -> bytes:
-        """The name of a copy in Redis; the length keeps scope and key apart.  PostgreSQL also takes half a character."""
+        """The name of a copy in Redis; the length keeps scope and key apart.  PostgreSQL refuses half a character later."""
         scope, key = id
         return f"{self._prefix}:{namespace}:{len(scope)}:{scope}{key}".encode("utf-8", "surrogatepass")
 
@@ -184,10 +192,11 @@ class Copies:
         topology = self.cache.topology
         together = topology.one_primary  # in a cluster, one command must keep to one slot
         packet = pack("MGET", *names) if together else b"".join(pack("GET", name) for name in names)
-        count = 1 if together else len(names)
+        count, address = 1 if together else len(names), topology.address(names[0])
         try:
-            replies = yield SendCommands(self.pool, topology.address(names[0]), packet, count, self.budget)
+            replies = yield SendCommands(topology.pool, address, packet, count, self.budget, connected=True)
         except NotConnected:
+            yield Do(partial(self._open_later, address), partial(self._open_on_loop, address))
             raise
         except STORE_FAILURES as error:
             self._failed(error)
@@ -208,7 +217,37 @@ class Copies:
         self.errors += 1
         if self.breaker.failed(error):
             self.cache.topology.known = False
-            self.pool.drop_all()
+            self.cache.topology.pool.drop_all()
+
+    # Opening connections, which no request waits for
+
+    def _open_later(self, wanted: Address) -> None:
+        """For a thread: the thread of the watch does it."""
+        self._wanted.add(wanted)
+        self.watch.wake()
+
+    async def _open_on_loop(self, wanted: Address) -> None:
+        """For an event loop: a task does it."""
+        opening = self._opening.get()
+        if wanted not in opening:
+            opening.add(wanted)
+            keep_task(arun(self._open(wanted))).add_done_callback(lambda _: opening.discard(wanted))
+
+    def _open(self, wanted: Address) -> Plan[None]:
+        """Have a connection open and free: one that has answered a PING.  None: to whatever server is the first."""
+        topology = self.cache.topology
+        try:
+            if not topology.known:
+                yield from topology.locate(CONNECT_SECONDS)
+            # If there is one primary, it may be another server by now.
+            address = topology.primaries()[0] if topology.one_primary or wanted is None else wanted
+            for error in errors_among((yield from self._send(address, [PING]))):
+                raise StoreUnavailable(f"Redis refused: {error}") from error
+        except STORE_FAILURES as error:
+            topology.known = False
+            self.breaker.failed(error, at_once=True)
+        else:
+            self.breaker.worked()
 
     # Writing
 
@@ -232,7 +271,10 @@ class Copies:
     def work(self) -> None:
         """Open the connections that are wanted, and write the copies that wait; on the thread of the watch."""
         self.cache.topology.watch()
-        self.pool.open_wanted()
+        if self.breaker.is_due():
+            self._wanted.add(None)
+        while self._wanted:
+            run(self._open(self._wanted.pop()))
         while self._pending:
             self._write(self._take_pending())
 
@@ -254,7 +296,7 @@ class Copies:
             milliseconds = int(1000 * min(copy.expires_at - MARGIN - now, self.cap))
             try:
                 value = pack_copy(copy)
-            except (TypeError, ValueError, OverflowError):  # such as half a character: PostgreSQL has it, and no copy
+            except (TypeError, ValueError, OverflowError):  # PostgreSQL has it, and there is no copy
                 continue
             if asked.at >= oldest and milliseconds > 0 and len(value) <= self.largest + 1024:
                 name = self.name((copy.scope, copy.key), asked.namespace)
@@ -304,11 +346,9 @@ class Copies:
 
     def close(self) -> None:
         self.watch.close()
-        self.pool.close()
 
     async def aclose(self) -> None:
         await self._lookups.drain()
-        await self.pool.aclose()
         self.close()
 
 
@@ -319,3 +359,57 @@ def errors_among(replies: Sequence[Any]) -> list[redis.ResponseError]:
 def is_refusal(reply: Any) -> bool:
     """Whether it says something about the server.  WRONGTYPE is about one name, under which somebody else's value lies."""
     return isinstance(reply, redis.ResponseError) and not str(reply).startswith("WRONGTYPE")
+
+
+# Whether Redis can be asked now
+
+FAILURES = 3  # in a row, until Redis is left alone
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
+
+
+class RedisBreaker:
+    """Open while Redis is left alone, after failures: for a pause that doubles with each failure soon after another.
+
+    It is logged when it opens, and when it closes.
+    """
+
+    def __init__(self, opened: str, closed: str) -> None:
+        self._opened = opened  # has a place for the reason
+        self._closed = closed
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self.open = False
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._failed_at = float("-inf")
+        self._pause = FIRST_PAUSE
+
+    def is_due(self) -> bool:
+        """Whether it is open, and one attempt should be made now."""
+        return self.open and SYSTEM.monotonic() >= self._failed_at + self._pause
+
+    def failed(self, error: BaseException, *, at_once: bool = False) -> bool:
+        """Count a failure.  Open, and return True, after the third in a row; or after this one, if *at_once*."""
+        with self._lock:
+            self._failures += 1
+            if self._failures < FAILURES and not at_once:
+                return False
+            now = SYSTEM.monotonic()
+            soon = now - self._failed_at < 2 * LONGEST_PAUSE
+            self._pause = min(2 * self._pause, LONGEST_PAUSE) if soon else FIRST_PAUSE
+            self._failed_at = now
+            opens, self.open = not self.open, True
+        if opens:
+            log.warning(self._opened, error)
+        return True
+
+    def worked(self) -> None:
+        """Close it, if it was open."""
+        self._failures = 0
+        if self.open:
+            with self._lock:
+                closes, self.open = self.open, False
+            if closes:
+                log.warning(self._closed)

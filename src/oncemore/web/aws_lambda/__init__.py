@@ -6,8 +6,7 @@ handler = IdempotencyMiddleware(handler, guard=Guard("dynamodb://..."))
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Concatenate, ParamSpec
@@ -21,10 +20,10 @@ from ..._ledger.context import current_operation, running
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call, Plan, run
 from ...errors import OncemoreError
-from ..door import Door, wait_of
+from ..door import Door
 from ..etag import Etag
 from ..problem import Response
-from ..request import Request, check_length, match_mounted, mount_prefix, value_of
+from ..request import Request, check_length, mount_prefix, value_of
 from ..shadow import Shadow
 from ..status import status_plan
 from .batch import check_plain, each_message
@@ -36,7 +35,8 @@ Handler = Callable[[Any, Any], Any]
 
 Options = ParamSpec("Options")
 
-# The middleware that lets an event happen, its operation, and the event as its function was given it.
+# The middleware that lets an event happen, its operation, and the event as its function was given it: not in the event itself,
+# which functions log as JSON.
 CURRENT_EVENT: ContextVar[tuple[Any, Any, Any]] = ContextVar("oncemore.lambda", default=(None, None, None))
 
 
@@ -66,11 +66,10 @@ class IdempotencyMiddleware(Door[Handler]):
         if method in SAFE_METHODS and not (method == "GET" and self.status_path in (path, inner)):
             return self.app(event, context)
         request = Request(method, path, source.query(event), source.headers(event), native=event)
+        if method in SAFE_METHODS:
+            return source.rendered(event, run(status_plan(self, request)))
         try:
-            if method in SAFE_METHODS:
-                return source.rendered(event, run(status_plan(self, request)))
-            found = match_mounted(self.contract, method, path, inner)
-            match = self.match(method, path, request.headers, found)
+            match = self.match(method, path, request.headers, event, inner)
         except OncemoreError as error:
             return source.rendered(event, self.refusal(error))
         if match is None:
@@ -83,18 +82,14 @@ class IdempotencyMiddleware(Door[Handler]):
         if not self.enforces(match.rule):
             return self._observe(source, match, request, context)
         try:
-            body = request_body(event)
-            check_length(match.rule, len(body))
-            request = request.with_body(body)
-            operation = self.operation(match, request)
+            request = request.with_body(request_body(event))
+            check_length(match.rule, len(request.body))
         except OncemoreError as error:
             return source.rendered(event, self.refusal(error, match))
-        if operation is None or self._is_guarded(event, operation):
-            return self.app(event, context)
-        wait, mount = longest_wait(wait_of(request.headers), left), mount_prefix(request.path, source.inner_path(event))
+        mount = mount_prefix(request.path, source.inner_path(event))
         etag = current_etag(self.app, source, event, context)
-        policy = within(self.policy(match.rule), left)
-        found = run(self.begin(operation, match, request, etag, wait=wait, mount=mount, policy=policy))
+        policy, wait = within(self.policy(match.rule), left), longest_wait(left)
+        found = run(self.begin(match, request, etag, mount=mount, policy=policy, longest_wait=wait))
         if found is None:
             return self.app(event, context)
         if isinstance(found, Response):
@@ -113,25 +108,27 @@ class IdempotencyMiddleware(Door[Handler]):
 
     def _call_function(self, source: RestApi, match: Match, attempt: LeaseAttempt, event: Event, context: Any) -> Any:
         """Call the function, record the outcome, and return its answer."""
-        rule, op = match.rule, attempt.op
         try:
-            with running(op), current_event(self, op.operation, event):
-                reply = source.reply(self.app(event, context))
+            with running(attempt.op):
+                token = CURRENT_EVENT.set((self, attempt.operation, event))
+                try:
+                    reply = source.reply(self.app(event, context))
+                finally:
+                    CURRENT_EVENT.reset(token)
         except BaseException as error:
             refused = run(self.fail(attempt, match, error))
             if refused is None:
                 raise
             return source.rendered(event, refused)
-        recording = self.record(attempt, rule, reply.status, reply.headers, reply.body)
+        recording = self.record(attempt, match.rule, reply.status, reply.headers, reply.body)
         found = run(self.finish(attempt, match, recording))
         if isinstance(found, Response):
             return source.rendered(event, found)
-        return source.added(event, reply, self.headers(rule, found))
+        return source.added(event, reply, self.headers(match.rule, found))
 
-    def _is_guarded(self, event: Event, operation: Operation) -> bool:
-        """Whether an outer middleware guards this operation of this event already: a second claim would wait for itself."""
+    def is_guarded(self, operation: Operation, native: Any) -> bool:
         outer, guarded, given = CURRENT_EVENT.get()
-        if outer is None or outer is self or event is not given:
+        if outer is None or outer is self or native is not given:
             return False
         return bool(guarded.id == operation.id)  # with another key or scope, it is guarded here as well
 
@@ -140,15 +137,6 @@ def current_etag(function: Handler, source: RestApi, event: Event, context: Any)
     """Status and ETag of the function's answer to a GET of the event's URL."""
     found = source.reply((yield Call(function, source.as_get(event), context)))
     return found.status, value_of(found.headers, "etag")
-
-
-@contextmanager
-def current_event(door: Door[Handler], operation: Operation, event: Event) -> Iterator[None]:
-    token = CURRENT_EVENT.set((door, operation, event))
-    try:
-        yield
-    finally:
-        CURRENT_EVENT.reset(token)
 
 
 def as_decorator(

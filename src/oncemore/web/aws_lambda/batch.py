@@ -101,7 +101,7 @@ class Batch:
 
         try:
             operation, policy = self.operation(message), within(self.policy, left)
-            answer = self.guard.run(operation, perform, policy=policy, wait=longest_wait(None, left))
+            answer = self.guard.run(operation, perform, policy=policy, wait=longest_wait(left))
         except Exception as error:
             if isinstance(error, DONE_BEFORE) and not begun:
                 return True

@@ -25,7 +25,7 @@ SENT = "Repeatability-First-Sent"
 
 
 def operation(door: Door, request: Request) -> Any:
-    match = door.match(request.method, request.path, request.headers)
+    match = door.match(request.method, request.path, request.headers, request.native)
     assert match is not None
     return door.operation(match, request)
 
@@ -117,7 +117,13 @@ def test_a_patience_without_end_takes_no_time_to_read(text: str) -> None:
     """A header of 16 KB, from anyone at all, held up every other request for 13 seconds."""
     began = time.process_time()
     assert wait_of([("x-request-timeout", text)]) is None
+    assert wait_of([("x-request-timeout", text)], 3.0) == 3.0
     assert time.process_time() - began < 0.1
+
+
+def test_wait_is_the_shorter_of_the_callers_and_the_longest() -> None:
+    assert [wait_of([("x-request-timeout", text)], 3.0) for text in ("1", "8s")] == [1.0, 3.0]
+    assert (wait_of([]), wait_of([], 3.0)) == (None, 3.0)
 
 
 def test_what_strangers_choose_the_length_of_is_not_remembered() -> None:

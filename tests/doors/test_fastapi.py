@@ -270,17 +270,16 @@ class TestDocument:
         OpenAPIV31SpecValidator(app.openapi()).validate()
         assert app.openapi()["paths"]["/refunds"]["post"]["x-idempotency"]["name"] == "refunds.create"
 
-    def test_it_is_made_once_and_anew_when_something_was_added(self, router: APIRouter) -> None:
+    def test_document_shows_what_was_added_since(self, router: APIRouter) -> None:
         app, contract = FastAPI(), Contract(undeclared="pass")
         document(app, contract)
         document(app, contract)
-        first = app.openapi()
-        assert app.openapi() is first
+        assert "refunds.create" not in repr(app.openapi())
         app.include_router(router)
         app.openapi_schema = None  # newer FastAPIs notice the new routes by themselves
         with_routes = app.openapi()
         assert "refunds.create" in repr(with_routes)
-        assert app.openapi() is with_routes
+        assert app.openapi() == with_routes
         contract.add(Rule("POST /refunds/search", name="searched"))
         assert "searched" in repr(app.openapi())
         assert "searched" not in repr(with_routes)

@@ -143,6 +143,8 @@ class Contract:
             problems, known = Problems(), self._table.rules
             same = [(rule.match, rule.given) for rule in known]
             new = [rule for rule in rules if (rule.match, rule.given) not in same]
+            if not new:
+                return
             table = table_of([*known, *read_rules(rules_in_python(new, len(known)), self._base, problems)], problems)
             if problems:
                 raise listing(self._source, problems)

@@ -80,8 +80,6 @@ class IdempotencyMiddleware(Idempotency):
         as_get = request_as_get(request) if "if-match" in headers.first else None
         query = request.rel_url.raw_query_string
         asked = Request(request.method, request.path, query, headers, await request.read(), request)
-        if self.asks:
-            await self.ask(request)
         return await finish_despite_cancel(self._guard(asked, request, handler, as_get))
 
     async def _guard(

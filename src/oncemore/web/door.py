@@ -19,12 +19,12 @@ from .._contract.rule import Rule
 from .._contract.templates import Field
 from .._ledger.attempt import LeaseAttempt, is_final
 from .._ledger.connect import hide_password
-from .._ledger.context import Op
+from .._ledger.context import CURRENT, Op
 from .._ledger.decisions import Answer
 from .._ledger.guard import ATTEMPTS, Guard, check_guard
 from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
 from .._ledger.transaction_attempt import NO_LENDER, TransactionAttempt
-from .._runtime.plan import Plan
+from .._runtime.plan import Call, Plan
 from ..errors import (
     ConfigurationError,
     CorruptRecord,
@@ -38,9 +38,11 @@ from ..errors import (
 from .etag import Etag, check_if_match
 from .problem import ProblemBody, Response, problem_response, stripe_problem, value_response
 from .rates import Admission, Rates, default_rates
-from .redrive import REDRIVEN, kept_request, redriven, resumed
+from .redrive import REDRIVEN, check_passed, kept_request, redriven, resumed
 from .request import (
+    GUARDED,
     AsyncPrincipal,
+    Fields,
     Fingerprints,
     Headers,
     Principal,
@@ -50,6 +52,7 @@ from .request import (
     is_sent,
     kept_headers,
     lines,
+    native_mapping,
     principal_of,
     value_of,
     warn_again,
@@ -188,7 +191,7 @@ class Door(Generic[App]):
         return AsyncPrincipal(function)
 
     async def ask(self, native: Any) -> None:
-        """Await the async functions that name the caller; if *asks*, call this before `operation` and the status lookup."""
+        """Await the async functions that name the caller; if *asks*, this comes before `operation` and the status lookup."""
         for function in (self.principal, self.tenant):
             if isinstance(function, AsyncPrincipal):
                 await function.ask(native)
@@ -198,13 +201,20 @@ class Door(Generic[App]):
 
     # From a request to an operation
 
-    def match(self, method: str, path: str, headers: Headers, found: Match | None = None) -> Match | None:
+    def match(
+        self, method: str, path: str, headers: Headers, native: Any, inner: str = "", found: Match | None = None
+    ) -> Match | None:
         """The rule that guards this request, or None if it passes untouched; raises what the contract refuses.
 
-        *found* is the rule, if the framework has its own way to find it.
+        *inner* is the path as an app that is mounted below a prefix sees it: rules may name either.  *found* is the rule, if
+        the framework has its own way to find it.
         """
         match = found or self.contract.match(method, path)
+        if inner and inner != path and not (match and match.declared):
+            within = self.contract.match(method, inner)
+            match = within if within is not None and within.declared else match
         if match is None or not match.rule.idempotent:
+            check_passed(native)
             return None
         key = match.rule.key
         keyed = key.source != "header" or key.required or is_sent(headers, key.name.lower())
@@ -214,6 +224,7 @@ class Door(Generic[App]):
         elif undeclared == "warn":
             log.warning("No rule of the contract matches %s %s", method, quote(path, errors="replace"))
         if key.source == "none" or not (keyed or match.rule.if_match):
+            check_passed(native)
             return None
         if match.rule.if_match and self.enforces(match.rule):
             self.check(match, method, path, headers)
@@ -231,6 +242,12 @@ class Door(Generic[App]):
             )
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
+
+    def named(self, match: Match, request: Request) -> Plan[Operation | None]:
+        """`operation`, after async functions have named the caller."""
+        if self.asks:
+            yield Call(self.ask, request.native)
+        return self.operation(match, request)
 
     def operation(self, match: Match, request: Request) -> Operation | None:
         """The operation that the request asks for; None if the key is optional and was not sent."""
@@ -336,21 +353,34 @@ class Door(Generic[App]):
 
     def begin(
         self,
-        operation: Operation,
         match: Match,
         request: Request,
         current_etag: Plan[Etag] | None,
         *,
-        wait: float | None,
         mount: str = "",
         policy: Policy | None = None,
+        longest_wait: float | None = None,
     ) -> Plan[Response | LeaseAttempt | None]:
         """Claim the operation: the response if the app is not to be called, else the attempt under which to call it.
 
-        None if the store is down and the rule says `store_down = "run"`: then the app is called unguarded.  *policy* is that
-        of the rule unless given, *mount* the prefix that the app is mounted at.
+        None if the app is to be called unguarded: the key is optional and was not sent, an outer middleware guards this
+        operation, or the store is down and the rule says `store_down = "run"`.
+
+        Args:
+            match: The rule of the request.
+            request: The whole request.
+            current_etag: Finds the resource's ETag, for a rule with `if_match`.
+            mount: The prefix that the app is mounted at.
+            policy: That of the rule unless given.
+            longest_wait: How long to wait for a running attempt, even if the caller would wait longer.
         """
-        policy = policy or self.policy(match.rule)
+        try:
+            operation = yield from self.named(match, request)
+        except OncemoreError as error:
+            return self.refusal(error, match)
+        if operation is None or (CURRENT.get() is not None and self.is_guarded(operation, request.native)):
+            return None
+        policy, wait = policy or self.policy(match.rule), wait_of(request.headers, longest_wait)
         attempt = ATTEMPTS[policy.effect](self.guard, operation, policy)
         try:
             answer = yield from attempt.begin(wait)
@@ -375,6 +405,11 @@ class Door(Generic[App]):
                 return self.refusal(error, match, operation)
             raise
         return attempt
+
+    def is_guarded(self, operation: Operation, native: Any) -> bool:
+        """Whether an outer middleware guards this operation of this request already: a second claim would wait for itself."""
+        outer = CURRENT.get()
+        return outer is not None and outer.operation.id == operation.id and native_mapping(native).get(GUARDED) is outer
 
     def admit(self, rule: Rule, op: Op, request: Request, current_etag: Plan[Etag] | None) -> Plan[None]:
         """Raise what the rule refuses before the app is called: too many new keys, or a resource that has changed."""
@@ -520,15 +555,18 @@ def issued_at(rule: Rule, headers: Headers, key: str) -> float | None:
     return (sent if sent.tzinfo else sent.replace(tzinfo=UTC)).timestamp()  # one of HTTP's three forms names no zone
 
 
-def wait_of(headers: Headers) -> float | None:
-    """How long the caller waits (X-Request-Timeout: seconds, or `500ms`); None if it does not say, or not readably."""
+def wait_of(headers: Headers, most: float | None = None) -> float | None:
+    """How long the caller waits (X-Request-Timeout: seconds, or `500ms`); *most* if it does not say, not readably, or longer."""
+    if isinstance(headers, Fields) and "x-request-timeout" not in headers.first:  # as most requests
+        return most
     text = value_of(headers, "x-request-timeout")
     if not text or len(text) > LONGEST_TIMEOUT:
-        return None
+        return most
     try:
-        return duration(float(text) if text.replace(".", "", 1).isdigit() else text)
+        asked = duration(float(text) if text.replace(".", "", 1).isdigit() else text)
     except (ConfigurationError, ValueError):
-        return None
+        return most
+    return asked if most is None else min(asked, most)
 
 
 def reads_body(rule: Rule) -> bool:

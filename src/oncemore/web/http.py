@@ -26,7 +26,7 @@ from .._ledger.context import current_operation, running
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import Call, Plan, arun, run
 from ..errors import ConfigurationError, OncemoreError
-from .door import Door, wait_of
+from .door import Door
 from .etag import Etag
 from .problem import Response
 from .request import Headers, Request, check_length
@@ -61,7 +61,7 @@ class Idempotency(Door[Any]):
         if method in SAFE_METHODS:
             return 0 if path == self.status_path and method in STATUS_METHODS else None
         try:
-            match = self.match(method, path, headers)
+            match = self.match(method, path, headers, None)
         except OncemoreError:  # `run` answers with it
             return self.contract.default.max_request
         return None if match is None else match.rule.max_request
@@ -86,8 +86,6 @@ class Idempotency(Door[Any]):
         etag: Callable[[], Awaitable[Etag]] | None = None,
     ) -> Answered:
         """As `run`, for an async server.  If the caller is cancelled, the operation is finished first."""
-        if self.asks:
-            await self.ask(request.native)
         return await finish_despite_cancel(arun(self._respond(request, perform, etag)))
 
     def _respond(self, request: Request, perform: Callable[[], Any], etag: Callable[[], Any] | None) -> Plan[Answered]:
@@ -119,23 +117,19 @@ class Idempotency(Door[Any]):
         In shadow mode, a `Shadow`, with which to perform.
         """
         match = None
+        if request.method in SAFE_METHODS:
+            is_status = request.path == self.status_path and request.method in STATUS_METHODS
+            return (yield from status_plan(self, request)) if is_status else None
         try:
-            if request.method in SAFE_METHODS:
-                is_status = request.path == self.status_path and request.method in STATUS_METHODS
-                return (yield from status_plan(self, request)) if is_status else None
-            match = self.match(request.method, request.path, request.headers)
+            match = self.match(request.method, request.path, request.headers, request.native)
             if match is None:
                 return None
             if not self.enforces(match.rule):
                 return Shadow(self, match)
             check_length(match.rule, len(request.body))
-            operation = self.operation(match, request)
         except OncemoreError as error:
             return self.refusal(error, match)
-        if operation is None:
-            return None
-        current = current_etag(match, etag)
-        found = yield from self.begin(operation, match, request, current, wait=wait_of(request.headers))
+        found = yield from self.begin(match, request, current_etag(match, etag))
         return Exchange(self, match, found) if isinstance(found, LeaseAttempt) else found
 
 

@@ -6,19 +6,16 @@ import hashlib
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from .._contract.contract import Contract, Match
 from .._contract.rule import Rule
 from .._fingerprint.canonical import read_json
 from .._fingerprint.fingerprint import Fingerprinter
-from .._ledger.context import CURRENT
-from .._ledger.model import Operation
 from ..errors import InvalidPayload, InvalidPrincipal, PayloadTooLarge, PrincipalFailed
 
 log = logging.getLogger("oncemore.web")
@@ -63,24 +60,6 @@ def native_mapping(request: Any) -> Any:
         return request
     meta = getattr(request, "META", None)
     return {} if meta is None else getattr(request, "scope", None) or meta  # others, as Sanic's, may refuse to be asked
-
-
-def is_current(operation: Operation, native: Mapping[str, Any]) -> bool:
-    """Whether an outer middleware guards this operation of this request already: a second claim would wait for itself."""
-    outer = CURRENT.get()
-    return outer is not None and outer.operation.id == operation.id and native.get(GUARDED) is outer
-
-
-# ── Paths of mounted apps ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def match_mounted(contract: Contract, method: str, path: str, inner: str) -> Match | None:
-    """The rule for a request to *path*, which an app mounted below a prefix sees as *inner*; rules may name either."""
-    found = contract.match(method, path)
-    if path == inner or (found is not None and found.declared):
-        return found
-    within = contract.match(method, inner)
-    return within if within is not None and within.declared else found
 
 
 def mount_prefix(path: str, inner: str) -> str:

@@ -10,14 +10,22 @@ from .._contract.contract import Contract
 from .._contract.keys import check_key
 from .._contract.rule import Rule
 from .._ledger.model import Outcome, Record
-from .._runtime.plan import Plan
-from ..errors import InvalidKey, NotFound
+from .._runtime.plan import Call, Plan
+from ..errors import InvalidKey, NotFound, OncemoreError
 from .door import Door
 from .problem import JSON, Response, encode_json
 from .request import Request, lines
 
 
 def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
+    """The response to a status lookup."""
+    try:
+        return (yield from find_record(door, request))
+    except OncemoreError as error:
+        return door.refusal(error)
+
+
+def find_record(door: Door[Any], request: Request) -> Plan[Response]:
     """Find the record that this principal's key names: `?operation=refunds.create&key=...`, or the key as a header."""
     query = parse_qs(request.query)
     operation = query.get("operation", [""])[0]
@@ -29,6 +37,8 @@ def status_plan(door: Door[Any], request: Request) -> Plan[Response]:
         key = rule.key.read(lines(request.headers, rule.key.name.lower())) or ""
     if not key or not operation:
         raise InvalidKey("Say which operation and which key: ?operation=refunds.create&key=...")
+    if door.asks:
+        yield Call(door.ask, request.native)
     scope = door.scope(rule, route, request, *door.caller(request))
     record = yield from door.guard.store.find(scope, key)
     if record is None and rule is door.contract.default and " /" not in operation:

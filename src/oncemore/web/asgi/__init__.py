@@ -15,12 +15,11 @@ from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import arun
 from ...errors import ConfigurationError, OncemoreError
 from ..discovery import declare_starlette
-from ..door import Door, wait_of
+from ..door import Door
 from ..etag import asgi_etag
 from ..openapi.app import document, outermost
 from ..problem import Response
-from ..redrive import check_passed
-from ..request import GUARDED, Fields, Request, check_length, is_current, match_mounted
+from ..request import GUARDED, Fields, Request, check_length
 from ..shadow import Shadow
 from ..status import status_plan
 from ..unserved import starlette_served, warn_of_routes
@@ -57,15 +56,10 @@ class IdempotencyMiddleware(Door[App]):
         if method in SAFE_METHODS and not (self.status_path in (path, inner) and method in ("GET", "HEAD")):
             return await self.app(scope, receive, send)
         headers = Fields(scope["headers"])
+        if method in SAFE_METHODS:
+            return await respond(send, await arun(status_plan(self, request_of(scope, headers))))
         try:
-            if method in SAFE_METHODS:
-                if self.asks:
-                    await self.ask(scope)
-                return await respond(send, await arun(status_plan(self, request_of(scope, headers))))
-            found = match_mounted(self.contract, method, path, inner) if path != inner else None
-            match = self.match(method, path, headers, found)
-            if match is None:
-                check_passed(scope)
+            match = self.match(method, path, headers, scope, inner)
         except OncemoreError as error:
             return await respond(send, self.refusal(error))
         if match is None:
@@ -138,21 +132,16 @@ class IdempotencyMiddleware(Door[App]):
             return await observe(self, match, headers, scope, receive, send)
         try:
             body = await read_body(receive, match, headers)
-            if body is None:
-                return None  # the client went away before it had asked for anything
-            if self.asks:
-                await self.ask(scope)
-            request = request_of(scope, headers, body)
-            operation = self.operation(match, request)
         except OncemoreError as error:
             return await respond(send, self.refusal(error, match))
-        if operation is None or (GUARDED in scope and is_current(operation, scope)):
-            return await self.app(scope, body_first(body, receive), send)
-        wait = wait_of(headers) if "x-request-timeout" in headers.first else None
+        if body is None:
+            return None  # the client went away before it had asked for anything
+        request = request_of(scope, headers, body)
         etag = asgi_etag(self.app, scope) if match.rule.if_match else None
-        found = await arun(self.begin(operation, match, request, etag, wait=wait, mount=scope.get("root_path", "")))
+        found = await arun(self.begin(match, request, etag, mount=scope.get("root_path", "")))
         if found is None:
-            return await self.app(scope, body_first(body, receive), send)
+            message: Message = {"type": "http.request", "body": body, "more_body": False}
+            return await self.app(scope, told_first([message], receive), send)
         if isinstance(found, Response):
             return await respond(send, found)
         return await GuardedResponse(self, match, found, request, receive, send).finish(self.app)
@@ -183,35 +172,37 @@ def request_of(scope: Scope, headers: Fields, body: bytes = b"") -> Request:
 
 async def read_body(receive: Receive, match: Match, headers: Fields) -> bytes | None:
     """The whole body; None if the client went away in the middle of it."""
-    most = match.rule.max_request
     declared = headers.first.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > most:
+    if declared.isascii() and declared.isdigit() and len(declared) < 20:
         check_length(match.rule, int(declared))
+    messages, body = await read_messages(receive, match.rule.max_request)
+    if body is None and messages[-1]["type"] != "http.disconnect":
+        check_length(match.rule, match.rule.max_request + 1)
+    return body
+
+
+async def read_messages(receive: Receive, most: int) -> tuple[list[Message], bytes | None]:
+    """The messages of the request, and its body; no body if it has more than *most* bytes, or the client has left."""
+    messages: list[Message] = []
     chunks: list[bytes] = []
     length = 0
     while True:
         message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
+        messages.append(message)
         chunk = message.get("body", b"")
-        length += len(chunk)
-        if length > most:
-            check_length(match.rule, length)
         chunks.append(chunk)
+        length += len(chunk)
+        if message["type"] == "http.disconnect" or length > most:
+            return messages, None
         if not message.get("more_body", False):
-            return chunk if len(chunks) == 1 else b"".join(chunks)
+            return messages, chunk if len(chunks) == 1 else b"".join(chunks)
 
 
-def body_first(body: bytes, receive: Receive) -> Receive:
-    """A receive that tells of the body that was read, and then of what the client does."""
-    told = False
+def told_first(messages: list[Message], receive: Receive) -> Receive:
+    """A receive that gives the *messages* that were read, and then what the client does."""
 
     async def receive_again() -> Message:
-        nonlocal told
-        if told:
-            return await receive()
-        told = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return messages.pop(0) if messages else await receive()
 
     return receive_again
 
@@ -224,9 +215,6 @@ async def observe(door: Door[App], match: Match, headers: Fields, scope: Scope, 
     shadow, status = Shadow(door, match), None
     messages, body = await read_messages(receive, match.rule.max_request)
 
-    async def receive_again() -> Message:
-        return messages.pop(0) if messages else await receive()
-
     async def note_status(message: Message) -> None:
         nonlocal status
         if message["type"] == "http.response.start":
@@ -234,27 +222,10 @@ async def observe(door: Door[App], match: Match, headers: Fields, scope: Scope, 
         await send(message)
 
     if body is not None:
-        if door.asks:
-            await door.ask(scope)
-        query = str(scope["query_string"], "latin-1")
-        await arun(shadow.begin(Request(scope["method"], scope["path"], query, headers, body, scope)))
+        await arun(shadow.begin(request_of(scope, headers, body)))
     try:
-        await door.app(scope, receive_again, note_status)
+        await door.app(scope, told_first(messages, receive), note_status)
     except BaseException:
         await finish_despite_cancel(arun(shadow.end(None)))
         raise
     await finish_despite_cancel(arun(shadow.end(status)))
-
-
-async def read_messages(receive: Receive, most: int) -> tuple[list[Message], bytes | None]:
-    """The messages of the request, and its body; no body if it has more than *most* bytes, or the client has left."""
-    messages, chunks, length = [], [], 0
-    while True:
-        message = await receive()
-        messages.append(message)
-        chunks.append(message.get("body", b""))
-        length += len(chunks[-1])
-        if message["type"] == "http.disconnect" or length > most:
-            return messages, None
-        if not message.get("more_body", False):
-            return messages, b"".join(chunks)

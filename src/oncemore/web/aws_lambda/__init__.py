@@ -6,28 +6,35 @@ handler = IdempotencyMiddleware(handler, guard=Guard("dynamodb://..."))
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import logging
+import time
+from collections.abc import Callable
 from contextvars import ContextVar
+from copy import deepcopy
 from functools import partial
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..._contract.contract import Match
+from ..._contract.keys import check_key, check_name, join
 from ..._contract.paths import SAFE_METHODS
+from ..._contract.policy import Policy
 from ..._contract.profiles import DEFAULT
 from ..._contract.rule import idempotent, rule_of
+from ..._contract.templates import Template, remembered
+from ..._fingerprint.canonical import read_json
+from ..._fingerprint.fingerprint import Fingerprinter
 from ..._ledger.attempt import LeaseAttempt
-from ..._ledger.context import current_operation, running
+from ..._ledger.context import Op, current_operation, running
+from ..._ledger.guard import Guard, check_guard
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call, Plan, run
-from ...errors import OncemoreError
-from ..door import Door, wait_of
+from ...errors import ConfigurationError, Duplicate, InvalidPayload, OncemoreError, OutcomeNotKept
+from ..door import Door
 from ..etag import Etag
 from ..problem import Response
-from ..request import Request, check_length, match_mounted, mount_prefix, value_of
+from ..request import Request, check_length, mount_prefix, value_of
 from ..shadow import Shadow
 from ..status import status_plan
-from .batch import check_plain, each_message
 from .events import Event, RestApi, caller_of, longest_wait, request_body, source_of, time_left, within
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "each_message", "guarded", "idempotent"]
@@ -35,8 +42,14 @@ __all__ = ["IdempotencyMiddleware", "current_operation", "each_message", "guarde
 Handler = Callable[[Any, Any], Any]
 
 Options = ParamSpec("Options")
+Message = dict[str, Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+Key = str | Callable[[Message], str]
 
-# The middleware that lets an event happen, its operation, and the event as its function was given it.
+log = logging.getLogger("oncemore.web")
+
+# The middleware that lets an event happen, its operation, and the event as its function was given it: not in the event itself,
+# which functions log as JSON.
 CURRENT_EVENT: ContextVar[tuple[Any, Any, Any]] = ContextVar("oncemore.lambda", default=(None, None, None))
 
 
@@ -66,11 +79,10 @@ class IdempotencyMiddleware(Door[Handler]):
         if method in SAFE_METHODS and not (method == "GET" and self.status_path in (path, inner)):
             return self.app(event, context)
         request = Request(method, path, source.query(event), source.headers(event), native=event)
+        if method in SAFE_METHODS:
+            return source.rendered(event, run(status_plan(self, request)))
         try:
-            if method in SAFE_METHODS:
-                return source.rendered(event, run(status_plan(self, request)))
-            found = match_mounted(self.contract, method, path, inner)
-            match = self.match(method, path, request.headers, found)
+            match = self.match(method, path, request.headers, event, inner)
         except OncemoreError as error:
             return source.rendered(event, self.refusal(error))
         if match is None:
@@ -83,18 +95,14 @@ class IdempotencyMiddleware(Door[Handler]):
         if not self.enforces(match.rule):
             return self._observe(source, match, request, context)
         try:
-            body = request_body(event)
-            check_length(match.rule, len(body))
-            request = request.with_body(body)
-            operation = self.operation(match, request)
+            request = request.with_body(request_body(event))
+            check_length(match.rule, len(request.body))
         except OncemoreError as error:
             return source.rendered(event, self.refusal(error, match))
-        if operation is None or self._is_guarded(event, operation):
-            return self.app(event, context)
-        wait, mount = longest_wait(wait_of(request.headers), left), mount_prefix(request.path, source.inner_path(event))
+        mount = mount_prefix(request.path, source.inner_path(event))
         etag = current_etag(self.app, source, event, context)
-        policy = within(self.policy(match.rule), left)
-        found = run(self.begin(operation, match, request, etag, wait=wait, mount=mount, policy=policy))
+        policy, wait = within(self.policy(match.rule), left), longest_wait(left)
+        found = run(self.begin(match, request, etag, mount=mount, policy=policy, longest_wait=wait))
         if found is None:
             return self.app(event, context)
         if isinstance(found, Response):
@@ -113,25 +121,27 @@ class IdempotencyMiddleware(Door[Handler]):
 
     def _call_function(self, source: RestApi, match: Match, attempt: LeaseAttempt, event: Event, context: Any) -> Any:
         """Call the function, record the outcome, and return its answer."""
-        rule, op = match.rule, attempt.op
         try:
-            with running(op), current_event(self, op.operation, event):
-                reply = source.reply(self.app(event, context))
+            with running(attempt.op):
+                token = CURRENT_EVENT.set((self, attempt.operation, event))
+                try:
+                    reply = source.reply(self.app(event, context))
+                finally:
+                    CURRENT_EVENT.reset(token)
         except BaseException as error:
             refused = run(self.fail(attempt, match, error))
             if refused is None:
                 raise
             return source.rendered(event, refused)
-        recording = self.record(attempt, rule, reply.status, reply.headers, reply.body)
+        recording = self.record(attempt, match.rule, reply.status, reply.headers, reply.body)
         found = run(self.finish(attempt, match, recording))
         if isinstance(found, Response):
             return source.rendered(event, found)
-        return source.added(event, reply, self.headers(rule, found))
+        return source.added(event, reply, self.headers(match.rule, found))
 
-    def _is_guarded(self, event: Event, operation: Operation) -> bool:
-        """Whether an outer middleware guards this operation of this event already: a second claim would wait for itself."""
+    def is_guarded(self, operation: Operation, native: Any) -> bool:
         outer, guarded, given = CURRENT_EVENT.get()
-        if outer is None or outer is self or event is not given:
+        if outer is None or outer is self or native is not given:
             return False
         return bool(guarded.id == operation.id)  # with another key or scope, it is guarded here as well
 
@@ -140,15 +150,6 @@ def current_etag(function: Handler, source: RestApi, event: Event, context: Any)
     """Status and ETag of the function's answer to a GET of the event's URL."""
     found = source.reply((yield Call(function, source.as_get(event), context)))
     return found.status, value_of(found.headers, "etag")
-
-
-@contextmanager
-def current_event(door: Door[Handler], operation: Operation, event: Event) -> Iterator[None]:
-    token = CURRENT_EVENT.set((door, operation, event))
-    try:
-        yield
-    finally:
-        CURRENT_EVENT.reset(token)
 
 
 def as_decorator(
@@ -167,3 +168,129 @@ def as_decorator(
 
 guarded = as_decorator(IdempotencyMiddleware)
 """A decorator that puts a function behind an `IdempotencyMiddleware` with these options, as in `@guarded(guard=guard)`."""
+
+
+# ── Messages from SQS, each performed once: the answer names those that failed, and only they are delivered again ──────────
+
+# A queue keeps a message for 14 days at most, so its record must not expire sooner.  If another invocation works on the same
+# message, this one does not wait: the message is delivered again.
+DEFAULTS: dict[str, Any] = {"ttl": "14d", "in_flight": "conflict"}
+SHORTEST = 1.0  # with less time left, no message is begun
+DONE_BEFORE = (Duplicate, OutcomeNotKept)
+
+
+def each_message(
+    guard: Guard, *, key: Key | None = None, **settings: Any
+) -> Callable[[Callable[[Message], Any]], Batch]:
+    """A decorator: the function of one message, as a handler of SQS batches that reports partial failures.
+
+    *key* names the operation: a template over the message (`"{body.orderId}"`, `"{header.MessageDeduplicationId}"` for
+    its attributes), or a function of it; the message's own id unless given.  *settings* are those of `Policy`.
+    """
+    policy = check_guard(guard).policy.but(**{**DEFAULTS, **settings})
+    return lambda function: Batch(guard, function, key, policy)
+
+
+class Batch:
+    """A Lambda handler that performs each message of a batch once."""
+
+    def __init__(self, guard: Guard, function: Callable[[Message], Any], key: Key | None, policy: Policy) -> None:
+        self.guard = guard
+        self.function = check_plain(function)
+        self.policy = policy
+        self.key = key if key is None or callable(key) else remembered(Template(key), policy.ttl)
+        self._fingerprinter = Fingerprinter()
+
+    def __call__(self, event: Any, context: Any) -> dict[str, list[dict[str, str]]]:
+        """Perform the messages of a batch; the answer has the ids of those that are to be delivered again."""
+        failed: list[str] = []
+        behind: set[str] = set()  # groups with a failed message, which their later ones must not overtake
+        slowest = SHORTEST
+        for message in messages_of(event):
+            began, left, group = time.monotonic(), time_left(context), group_of(message)
+            in_time = left is None or left > slowest
+            if group in behind or not in_time or not self._perform(message, left):
+                failed.append(message["messageId"])
+                behind |= {group} - {""}
+            slowest = max(slowest, time.monotonic() - began)
+        return {"batchItemFailures": [{"itemIdentifier": id} for id in failed]}
+
+    def operation(self, message: Message) -> Operation:
+        """The operation that the message asks for."""
+        queue, body = message["eventSourceARN"], message["body"].encode("utf-8", "surrogatepass")
+        parts = ("SQS", queue, "", "application/json", body)
+        return Operation(
+            scope=join("sqs", queue),
+            key=self._key(message, body),
+            fingerprint=self._fingerprinter.fingerprint(*parts),
+            name=f"sqs:{queue.rpartition(':')[2]}",
+            matches=lambda stored: self._fingerprinter.matches(stored, *parts),
+        )
+
+    def _key(self, message: Message, body: bytes) -> str:
+        if self.key is None:
+            return check_key(message["messageId"])
+        if not isinstance(self.key, Template):
+            return check_name(self.key(message), "What the key function gave")
+        sent = float(message["attributes"]["SentTimestamp"]) / 1000  # the present differs on every delivery
+        return self.key.render(headers=attributes_of(message), body=document_of(body), now=sent)
+
+    def _perform(self, message: Message, left: float | None) -> bool:
+        """Perform the message; whether it is done, now or by an earlier delivery."""
+        begun: list[Op] = []
+
+        def perform(op: Op) -> None:
+            begun.append(op)
+            with running(op):
+                Call(self.function, deepcopy(message)).run()  # if it is run again, it must get the message as it came
+
+        try:
+            operation, policy = self.operation(message), within(self.policy, left)
+            answer = self.guard.run(operation, perform, policy=policy, wait=longest_wait(left))
+        except Exception as error:
+            if isinstance(error, DONE_BEFORE) and not begun:
+                return True
+            is_refusal = isinstance(error, OncemoreError)  # then nothing was done
+            level, end = (logging.WARNING, "was refused") if is_refusal else (logging.ERROR, "failed")
+            log.log(level, "The message %s %s", message["messageId"], end, exc_info=error)
+            return False
+        return answer.how != "released"  # if it was released, it counts as not performed
+
+
+def check_plain(function: Function) -> Function:
+    """The function; a ConfigurationError if it is async, because Lambda would not await it."""
+    if inspect.iscoroutinefunction(function):
+        raise ConfigurationError(
+            f"{function!r} is async, and Lambda calls plain functions: wrap it in one that calls asyncio.run(...)"
+        )
+    return function
+
+
+def messages_of(event: Any) -> list[Message]:
+    found = event.get("Records") if isinstance(event, dict) else None
+    if not isinstance(found, list) or any(each.get("eventSource") != "aws:sqs" for each in found):
+        raise ConfigurationError(
+            "This function takes messages from SQS, and was given another event: connect it to SQS queues only"
+        )
+    return found
+
+
+def group_of(message: Message) -> str:
+    """The group within which messages keep their order; empty in a queue without order."""
+    is_ordered = message["eventSourceARN"].endswith(".fifo")
+    return message["attributes"].get("MessageGroupId", "") if is_ordered else ""
+
+
+def document_of(body: bytes) -> Any:
+    """The body if it is JSON, else None, in which a key's fields are missing."""
+    try:
+        return read_json(body)[0]
+    except InvalidPayload:
+        return None
+
+
+def attributes_of(message: Message) -> dict[str, str]:
+    """The message's attributes by their names in lower case; SQS's own count before the sender's."""
+    sent = {name: given.get("stringValue") for name, given in (message.get("messageAttributes") or {}).items()}
+    own = message.get("attributes") or {}
+    return {name.lower(): value for name, value in {**sent, **own}.items() if value is not None}

@@ -263,7 +263,6 @@ def within(policy: Policy, left: float | None) -> Policy:
     return dataclasses.replace(policy, lease=left + GRACE)
 
 
-def longest_wait(asked: float | None, left: float | None) -> float | None:
+def longest_wait(left: float | None) -> float | None:
     """How long to wait for a running attempt: at most half the time, because the other half is needed if it fails."""
-    known = [each for each in (asked, None if left is None else left / 2) if each is not None]
-    return min(known) if known else None
+    return None if left is None else left / 2

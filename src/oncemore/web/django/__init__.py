@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from contextlib import suppress
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
@@ -20,13 +21,13 @@ from ..._contract.paths import SAFE_METHODS
 from ..._contract.policy import Policy
 from ..._contract.rule import Rule
 from ..._ledger.context import current_operation
+from ..._ledger.model import Operation
 from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import OncemoreError
-from ..door import Door, wait_of
+from ..door import Door
 from ..problem import Response
-from ..redrive import check_passed
-from ..request import Request, is_current, match_mounted, mount_prefix, native_mapping
+from ..request import Request, mount_prefix
 from ..shadow import Shadow
 from ..status import status_plan
 from ..wsgi.environ import can_be_observed
@@ -59,6 +60,9 @@ class IdempotencyMiddleware(Door[GetResponse]):
         if self.principal is None:
             check_place(IdempotencyMiddleware)
 
+    def named(self, match: Match, request: Request) -> Plan[Operation | None]:
+        return (yield InThread(self.operation, match, request))  # type: ignore[no-any-return]
+
     def check_effects(self) -> None:
         if not is_testing():
             super().check_effects()
@@ -80,12 +84,9 @@ class IdempotencyMiddleware(Door[GetResponse]):
         if request.method in SAFE_METHODS:
             is_status = self.status_path in (request.path, request.path_info) and request.method in ("GET", "HEAD")
             return self._status(request) if is_status else None
-        asked = request_of(request)
-        found = self.views.match(request) or match_mounted(self.contract, asked.method, asked.path, request.path_info)
+        asked, found = request_of(request), self.views.match(request)
         try:
-            match = self.match(asked.method, asked.path, asked.headers, found)
-            if match is None:
-                check_passed(request)
+            match = self.match(asked.method, asked.path, asked.headers, request, request.path_info, found)
         except OncemoreError as error:
             return self._refuse(error)
         return self._guard(match, asked) if match is not None else None
@@ -97,14 +98,10 @@ class IdempotencyMiddleware(Door[GetResponse]):
             return (yield from self._observe(match, asked))
         try:
             asked = asked.with_body(body_of(request, match.rule))
-            operation = yield InThread(self.operation, match, asked)
         except OncemoreError as error:
             return to_django(self.refusal(error, match))
-        if operation is None or is_current(operation, native_mapping(request)):
-            return (yield Call(self.app, request))
         mount = mount_prefix(request.path, request.path_info)
-        etag, wait = current_etag(self.app, request), wait_of(asked.headers)
-        found = yield from self.begin(operation, match, asked, etag, wait=wait, mount=mount)
+        found = yield from self.begin(match, asked, current_etag(self.app, request), mount=mount)
         if found is None:
             return (yield Call(self.app, request))
         if isinstance(found, Response):
@@ -113,26 +110,17 @@ class IdempotencyMiddleware(Door[GetResponse]):
 
     def _observe(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         """Shadow mode: call the view as if there were no middleware, and note what would have been done."""
-        request, shadow = asked.native, Shadow(self, match)
-        if has_body(request) or can_be_observed(request.META, match.rule):
-            with suppress(OncemoreError):  # another middleware has read the body as a stream
-                yield InThread(run, shadow.begin(asked.with_body(body_of(request, match.rule))))
+        request, perform = asked.native, partial(self.app, asked.native)
         try:
-            response = yield Call(self.app, request)
-        except GeneratorExit:
-            shadow.drop()
-            raise
-        except BaseException:
-            yield InThread(run, shadow.end(None))
-            raise
-        yield InThread(run, shadow.end(response.status_code))
-        return response
+            if not has_body(request) and not can_be_observed(request.META, match.rule):
+                return (yield Call(perform))
+            asked = asked.with_body(body_of(request, match.rule))
+        except OncemoreError:  # another middleware has read the body as a stream
+            return (yield Call(perform))
+        return (yield from Shadow(self, match).around(asked, perform, attrgetter("status_code")))
 
     def _status(self, request: HttpRequest) -> Plan[HttpResponseBase]:
-        try:
-            return to_django((yield InThread(run, status_plan(self, request_of(request)))))
-        except OncemoreError as error:
-            return to_django(self.refusal(error))
+        return to_django((yield InThread(run, status_plan(self, request_of(request)))))
 
     def _refuse(self, error: OncemoreError) -> Plan[HttpResponseBase]:
         return to_django(self.refusal(error))

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from ..._contract.contract import Contract
-from ..._contract.rule import Rule
 from ..discovery import each_route, starlette_rules
 from . import PROBLEM_BASE, enrich
 from .parts import Json
@@ -21,10 +20,16 @@ def document(
     The middleware does so for the app that it is added to.  *prefix* is where the app itself is mounted.
     """
     for found, mounted in documented(app, prefix):
-        plain = getattr(found.openapi, "plain", found.openapi)  # a second call replaces the first
+        plain = found.openapi.args[1] if isinstance(found.openapi, partial) else found.openapi  # the second call counts
         lookup = status_path if mounted == prefix else None  # it is the outer app's
         options: Json = {"prefix": mounted, "status_path": lookup, "problem_base": problem_base}
-        found.openapi = Enriched(plain, found, contract, mounted, partial(enrich, contract=contract, **options))
+        found.openapi = partial(enriched, found, plain, contract, **options)
+
+
+def enriched(app: Any, plain: Callable[[], Json], contract: Contract, *, prefix: str, **options: Any) -> Json:
+    """The document that *plain* makes, with the rules of the contract, and those on routes that were added since."""
+    contract.add(*starlette_rules(getattr(app, "routes", ()), prefix))
+    return enrich(plain(), contract, prefix=prefix, **options)
 
 
 def documented(app: Any, prefix: str) -> Iterator[tuple[Any, str]]:
@@ -48,27 +53,3 @@ def outermost(app: Any) -> Any:
         seen.add(id(app))
         app = getattr(app, "app", None)
     return app
-
-
-class Enriched:
-    """An app's `openapi`, made anew only when the app's own or the contract has changed."""
-
-    def __init__(
-        self, plain: Callable[[], Json], app: Any, contract: Contract, prefix: str, enriched: Callable[[Json], Json]
-    ) -> None:
-        self.plain = plain
-        self._app = app
-        self._contract = contract
-        self._prefix = prefix
-        self._enriched = enriched
-        self._made: tuple[Json, tuple[Rule, ...], Json] | None = None
-
-    def __call__(self) -> Json:
-        document = self.plain()
-        if self._made is None or self._made[0] is not document:  # it has new routes, which may have rules
-            self._contract.add(*starlette_rules(getattr(self._app, "routes", ()), self._prefix))
-            self._made = None
-        rules = self._contract.rules
-        if self._made is None or self._made[1] is not rules:
-            self._made = (document, rules, self._enriched(document))
-        return self._made[2]

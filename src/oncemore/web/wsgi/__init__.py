@@ -17,11 +17,10 @@ from ..._ledger.context import current_operation
 from ..._runtime.plan import run
 from ...errors import OncemoreError
 from ..discovery import declare_flask
-from ..door import Door, wait_of
+from ..door import Door
 from ..etag import wsgi_etag
 from ..problem import Response
-from ..redrive import check_passed
-from ..request import Request, is_current, match_mounted
+from ..request import Request
 from ..shadow import Shadow
 from ..status import status_plan
 from ..unserved import flask_served, warn_of_routes
@@ -57,14 +56,12 @@ class IdempotencyMiddleware(Door[App]):
         if method in SAFE_METHODS:
             lookups = (inner, decode_path(environ.get("SCRIPT_NAME", "")) + inner)
             if self.status_path in lookups and method in ("GET", "HEAD"):
-                return self._status(request_of(environ), start_response)
+                response = run(status_plan(self, request_of(environ)))
+                return respond(start_response, response, head=method == "HEAD")
             return self.app(environ, start_response)
         request = request_of(environ)
         try:
-            found = match_mounted(self.contract, method, request.path, inner)
-            match = self.match(method, request.path, request.headers, found)
-            if match is None:
-                check_passed(environ)
+            match = self.match(method, request.path, request.headers, environ, inner)
         except OncemoreError as error:
             return respond(start_response, self.refusal(error))
         if match is None:
@@ -88,17 +85,12 @@ class IdempotencyMiddleware(Door[App]):
         if not self.enforces(match.rule):
             return self._observe(match, request, start_response)
         try:
-            body = read_body(environ, match.rule)
-            request = request.with_body(body)
-            operation = self.operation(match, request)
+            request = request.with_body(read_body(environ, match.rule))
         except OncemoreError as error:
             return respond(start_response, self.refusal(error, match))
-        put_back(environ, body)
-        if operation is None or is_current(operation, environ):
-            return self.app(environ, start_response)
+        put_back(environ, request.body)
         mount = decode_path(environ.get("SCRIPT_NAME", ""))
-        etag, wait = wsgi_etag(self.app, environ), wait_of(request.headers)
-        found = run(self.begin(operation, match, request, etag, wait=wait, mount=mount))
+        found = run(self.begin(match, request, wsgi_etag(self.app, environ), mount=mount))
         if found is None:
             return self.app(environ, start_response)
         if isinstance(found, Response):
@@ -133,10 +125,3 @@ class IdempotencyMiddleware(Door[App]):
             close(result)
         finally:
             run(shadow.end(statuses[-1] if statuses else None))
-
-    def _status(self, request: Request, start_response: StartResponse) -> Iterable[bytes]:
-        try:
-            response = run(status_plan(self, request))
-        except OncemoreError as error:
-            response = self.refusal(error)
-        return respond(start_response, response, head=request.method == "HEAD")

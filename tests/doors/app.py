@@ -46,7 +46,7 @@ from oncemore._ledger.guard import Guard
 from oncemore._ledger.store import Store
 from oncemore._runtime.plan import Plan, Sleep, arun, run
 from oncemore.errors import Duplicate, UnknownOutcome
-from oncemore.testing.faulty_store import FaultyStore
+from oncemore.testing.crashes import FaultyStore
 
 from .rules import RULES, NoAnswer
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from oncemore.testing.faulty_store import SECRET
+from oncemore.testing.crashes import SECRET
 
 from .caller import Caller, refused, said
 

@@ -9,7 +9,7 @@ from oncemore._contract.settings import Settings
 from oncemore._ledger.context import Op
 from oncemore._ledger.decisions import Resolution
 from oncemore._ledger.model import Outcome
-from oncemore.testing.faulty_store import CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS
+from oncemore.testing.crashes import CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS
 
 
 def rule(first: str, **settings: Unpack[Settings]) -> Rule:

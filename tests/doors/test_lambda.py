@@ -23,7 +23,7 @@ from oncemore._contract.contract import Contract
 from oncemore._contract.policy import Policy
 from oncemore._contract.rule import Rule
 from oncemore.errors import ConfigurationError, StoreUnavailable
-from oncemore.testing.faulty_store import FaultyStore
+from oncemore.testing.crashes import FaultyStore
 from oncemore.web.aws_lambda import IdempotencyMiddleware, current_operation, guarded, idempotent
 from oncemore.web.aws_lambda.events import GRACE, HttpApi, longest_wait, time_left, within
 

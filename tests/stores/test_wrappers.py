@@ -12,8 +12,7 @@ from oncemore._runtime.plan import run
 from oncemore.errors import StoreUnavailable
 from oncemore.stores.memory import connect
 from oncemore.testing.clock import Clock
-from oncemore.testing.crashes import POINTS, Crashing
-from oncemore.testing.faulty_store import CLAIM_FAILS, FaultyStore
+from oncemore.testing.crashes import CLAIM_FAILS, POINTS, Crashing, FaultyStore
 
 
 @pytest.mark.parametrize("around", [FaultyStore, lambda store: Crashing(store, at="after effect")])

@@ -22,8 +22,8 @@ from oncemore._ledger.values import replayed
 from oncemore._runtime.plan import run
 from oncemore.errors import ConfigurationError, StoreUnavailable, UnknownOutcome, WrongState
 from oncemore.messages.envelope import Envelope, parse_structured
-from oncemore.testing.faulty_store import SECRET as INTERNAL
-from oncemore.testing.faulty_store import FaultyStore
+from oncemore.testing.crashes import SECRET as INTERNAL
+from oncemore.testing.crashes import FaultyStore
 from oncemore.webhooks import Receiver
 from oncemore.webhooks.schemes.scheme import Description, Pairs
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .brokers import BrokerContract
     from .clock import Clock
-    from .crashes import POINTS, Crashing
-    from .faulty_store import FaultyStore
+    from .crashes import POINTS, Crashing, FaultyStore
     from .machine import store_machine
     from .stores import StoreContract
 
@@ -22,7 +21,7 @@ MODULES = {
     "BrokerContract": "brokers",
     "Clock": "clock",
     "Crashing": "crashes",
-    "FaultyStore": "faulty_store",
+    "FaultyStore": "crashes",
     "POINTS": "crashes",
     "StoreContract": "stores",
     "store_machine": "machine",

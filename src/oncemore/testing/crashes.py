@@ -1,4 +1,4 @@
-"""Crash points: kill the process between any two steps that matter to the ledger.
+"""Stores that fail on purpose: `Crashing` kills the process between two steps, `FaultyStore` answers with errors.
 
     guard.store = Crashing(guard.store, at="after claim")
 
@@ -10,15 +10,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from .._ledger.encrypted import StoreWrapper
 from .._ledger.model import Lease, Operation, Outcome, Record
 from .._ledger.store import Store
 from .._ledger.transactions import Transaction, TransactionSource
 from .._runtime.plan import Plan
+from ..errors import StoreTimeout, StoreUnavailable
 
 POINTS = ("before claim", "after claim", "after effect", "before commit", "after commit")
+
+# FaultyStore fails for operations with these names.
+CLAIM_FAILS, CLAIM_HANGS, SETTLE_FAILS = "down.claim", "down.late", "down.settle"
+SECRET = "db-7.internal"  # drivers put such details into errors; callers must not see them
 
 
 def die() -> None:
@@ -88,3 +93,24 @@ class CrashingTransaction:
         self.points.reached("before commit")
         yield from self.inner.commit()
         self.points.reached("after commit")
+
+
+class FaultyStore(StoreWrapper):
+    """Wraps a store, and fails for operations with a name that begins with CLAIM_FAILS, CLAIM_HANGS or SETTLE_FAILS."""
+
+    @classmethod
+    def around(cls, store: Store) -> Store:
+        """Wrap *store*, typed as a Store."""
+        return cast("Store", cls(store))
+
+    def claim(self, operation: Operation, **options: Any) -> Plan[Lease | Record]:
+        if operation.name.startswith(CLAIM_FAILS):
+            raise StoreUnavailable(f"{SECRET} is down, as the test asked")
+        if operation.name.startswith(CLAIM_HANGS):
+            raise StoreTimeout(f"{SECRET} did not answer, as the test asked")
+        return (yield from self.inner.claim(operation, **options))
+
+    def settle(self, held: Lease, outcome: Outcome, **options: Any) -> Plan[None]:
+        if held.operation.name.startswith(SETTLE_FAILS):
+            raise StoreUnavailable(f"{SECRET} is down, as the test asked")
+        yield from self.inner.settle(held, outcome, **options)

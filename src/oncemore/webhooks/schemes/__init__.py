@@ -1,4 +1,4 @@
-"""The signature schemes of webhook senders, by name.  A new one is a class, here or in a file of its own, and a line in SCHEMES."""
+"""The signature schemes of webhook senders, by name.  A new one is a class, here or in its own file, and a line in SCHEMES."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from .._runtime.wakeups import Id
 from ..errors import ConfigurationError, InvalidKey, InvalidPayload, NotFound, OncemoreError
 from . import outbox_sql as sql
 from .envelope import LIMIT, UNSET, Envelope, Extension, check_text, encode, format_time
-from .outbox_tables import FEATURE
+from .outbox_sql import FEATURE
 from .tracing import create_traceparent
 
 MessageState = Literal["pending", "sent", "dead"]
@@ -287,10 +287,8 @@ class Outbox:
         await arun(self._requeue(id))
 
     def _requeue(self, id: str) -> Plan[None]:
-        (((count,),), _) = yield from self.tables.execute(
-            self.tables.query(sql.COUNT_DEAD, self.source, id), self.tables.query(sql.REQUEUE, self.source, id)
-        )
-        if not count:
+        (rows,) = yield from self.tables.execute(self.tables.query(sql.REQUEUE, self.source, id))
+        if not rows:
             raise NotFound(f"The outbox of {self.source!r} has no dead letter {id!r}: outbox.dead() lists them")
         self.announcer.announce()
 
@@ -365,14 +363,11 @@ class Outbox:
         values = (self.source, "dead" if dead else "sent", age, check_positive("batch", batch))
         total = 0
         while True:
-            count: int
-            (((count,),), _) = yield from self.tables.execute(
-                self.tables.query(sql.COUNT_PURGEABLE, *values), self.tables.query(sql.PURGE, *values), patient=True
-            )
-            total += count
+            (rows,) = yield from self.tables.execute(self.tables.query(sql.PURGE, *values), patient=True)
+            total += len(rows)
             if progress is not None:
                 progress(total)
-            if count < batch:
+            if len(rows) < batch:
                 return total
 
     def _pattern(self, type: str | None) -> str | None:

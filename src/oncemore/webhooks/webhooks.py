@@ -24,7 +24,7 @@ from .bodies import BodyFormat, Render, body_of
 from .endpoints import Endpoint, Endpoints, check_text
 from .schedule import STEPS, DeliverySchedule
 from .signature import GOOD_ID, new_id
-from .tables import FEATURE
+from .statements import FEATURE
 from .targets import Network, Targets
 
 DeliveryState = Literal["pending", "delivered", "dead", "parked"]

@@ -15,6 +15,7 @@ from ..signature import one_header
 from .scheme import (
     Description,
     Pairs,
+    Scheme,
     base64_digest,
     check_signature,
     check_timestamp,
@@ -29,7 +30,7 @@ Encoding = Literal["hex", "base64"]
 PARTS = re.compile(r"\{(id|timestamp|body)\}")
 
 
-class HmacScheme:
+class HmacScheme(Scheme):
     """Webhooks that are signed with an HMAC, as the options say.
 
     Args:
@@ -131,6 +132,3 @@ class HmacScheme:
             id = required_id(value_at(data, self._id_pointer), f"/{'/'.join(self._id_pointer)} in the body")
         type = optional_header(headers, self._type_header) if self._type_header else value_at(data, self._type_pointer)
         return Description(id=id, type=type if isinstance(type, str) else "", compared=data)
-
-    def challenge(self, data: Any) -> None:
-        return None

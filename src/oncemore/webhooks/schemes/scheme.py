@@ -49,6 +49,7 @@ class Scheme(Protocol):
 
     def challenge(self, data: Any) -> bytes | None:
         """Return the plain text that a sender asks for to see that we are there, or None for an ordinary event."""
+        return None
 
 
 def read_secrets(secrets: Iterable[str | bytes]) -> tuple[bytes, ...]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from ..._runtime.clock import SYSTEM, TimeSource
 from ..signature import Signing, header_names, one_header
-from .scheme import Description, Pairs, text_member, time_of
+from .scheme import Description, Pairs, Scheme, text_member, time_of
 
 
-class StandardScheme:
+class StandardScheme(Scheme):
     """Standard Webhooks, versions v1 (`whsec_...`) and v1a (`whpk_...`).
 
     The type of an event is the member `type` of its body, or `eventType`.
@@ -34,6 +34,3 @@ class StandardScheme:
             subject=text_member(data, "subject"),
             compared=data,
         )
-
-    def challenge(self, data: Any) -> None:
-        return None

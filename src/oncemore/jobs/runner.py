@@ -9,9 +9,9 @@ import threading
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
-from .._runtime.plan import Effect, Plan, arun, run
+from .._runtime.plan import Call, Effect, Plan, arun, run
 
 
 class Runner(Protocol):
@@ -37,13 +37,7 @@ class ThreadRunner:
         future.add_done_callback(self._futures.discard)
 
     def drain(self) -> Effect[None]:
-        return Drain(self)
-
-    def wait(self) -> None:
-        wait(tuple(self._futures))
-
-    async def await_all(self) -> None:
-        raise NotImplementedError("threads are waited for on a thread")
+        return Call(lambda: wait(tuple(self._futures)))
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -74,12 +68,9 @@ class TaskRunner:
                 await arun(plan)
 
     def drain(self) -> Effect[None]:
-        return Drain(self)
+        return Call(self._await_all)
 
-    def wait(self) -> None:
-        raise NotImplementedError("tasks are awaited")
-
-    async def await_all(self) -> None:
+    async def _await_all(self) -> None:
         if self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
@@ -92,19 +83,6 @@ class TaskRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-
-
-class Drain:
-    """The effect of waiting until all plans of a runner have ended."""
-
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
-
-    def run(self) -> None:
-        self.runner.wait()
-
-    async def arun(self) -> None:
-        await self.runner.await_all()
 
 
 @contextmanager

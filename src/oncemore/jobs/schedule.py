@@ -144,20 +144,11 @@ class Schedule(Scheduler):
 
     def run_once(self, now: datetime.datetime | None = None) -> SlotCounts:
         """Run every slot that is due at *now*, and return when they have ended."""
-        self._check_sync()
-        runner = ThreadRunner()
-        try:
-            return run(self._once(self._moment(now), runner))
-        finally:
-            runner.close()
+        return self._in_threads(lambda runner: self._once(self._moment(now), runner))
 
     async def arun_once(self, now: datetime.datetime | None = None) -> SlotCounts:
         """As `run_once`, for sync and async jobs; sync ones run in threads."""
-        runner = TaskRunner()
-        try:
-            return await arun(self._once(self._moment(now), runner))
-        finally:
-            await runner.stop(self.grace)
+        return await self._in_tasks(lambda runner: self._once(self._moment(now), runner))
 
     def run(self, stop: threading.Event | None = None) -> None:
         """Run slots when they are due, until *stop* is set or SIGTERM comes; running slots are finished first."""
@@ -181,6 +172,21 @@ class Schedule(Scheduler):
         finally:
             await runner.stop(self.grace)
             await arun(self._finished())
+
+    def _in_threads(self, work: Callable[[Runner], Plan[SlotCounts]]) -> SlotCounts:
+        self._check_sync()
+        runner = ThreadRunner()
+        try:
+            return run(work(runner))
+        finally:
+            runner.close()
+
+    async def _in_tasks(self, work: Callable[[Runner], Plan[SlotCounts]]) -> SlotCounts:
+        runner = TaskRunner()
+        try:
+            return await arun(work(runner))
+        finally:
+            await runner.stop(self.grace)
 
     def _check_sync(self) -> None:
         for entry in self.entries:
@@ -352,19 +358,10 @@ class Schedule(Scheduler):
         return [owed for owed in planned if owed.tick is not None and owed.tick.at <= now]
 
     def _run_batch(self, planned: Plan[list[Owed]], progress: Progress | None) -> SlotCounts:
-        self._check_sync()
-        runner = ThreadRunner()
-        try:
-            return run(self._batch(planned, runner, progress))
-        finally:
-            runner.close()
+        return self._in_threads(lambda runner: self._batch(planned, runner, progress))
 
     async def _arun_batch(self, planned: Plan[list[Owed]], progress: Progress | None) -> SlotCounts:
-        runner = TaskRunner()
-        try:
-            return await arun(self._batch(planned, runner, progress))
-        finally:
-            await runner.stop(self.grace)
+        return await self._in_tasks(lambda runner: self._batch(planned, runner, progress))
 
     def _batch(self, planned: Plan[list[Owed]], runner: Runner, progress: Progress | None) -> Plan[SlotCounts]:
         """Try each slot once, a few at a time, so that an interruption ends it soon."""

@@ -25,7 +25,7 @@ from oncemore.client.errors import KeyringError, OutcomeUnknown, RetriesExhauste
 from oncemore.client.httpx import AsyncRetryTransport, HttpxRequest, RetryTransport
 from oncemore.client.keyring import open_keyring
 from oncemore.client.keyring.entry import Entry
-from oncemore.client.keyring.ledger import NAME, LedgerKeyring, operation_of
+from oncemore.client.keyring.ledger import MAX_FAILED, NAME, LedgerKeyring, operation_of
 from oncemore.client.retry import Retry
 from oncemore.encryption import Seal
 from oncemore.errors import StoreUnavailable
@@ -296,6 +296,59 @@ def test_claim_that_fails_leaves_the_key_free() -> None:
     with pytest.raises(KeyringError):
         claim(LedgerKeyring(Failing(inner, "claim")), entry())  # type: ignore[arg-type]
     assert claim(LedgerKeyring(inner), entry(body=b"other", token=2)).body == b"other"
+
+
+class FailingOver(Failing):
+    """A ledger that writes the claim and then breaks down, before it could answer."""
+
+    def claim(self, *arguments: Any, **options: Any) -> Any:
+        yield from self.store.claim(*arguments, **options)
+        self.verbs = ("find", "release", "renew")
+        raise StoreUnavailable("the ledger is gone")
+
+
+def test_claim_whose_answer_was_lost_is_withdrawn_and_never_sent() -> None:
+    """Its caller was told that nothing was sent, and makes a new key: to resume this one would do it twice."""
+    inner = connect("memory://")
+    store: Any = FailingOver(inner)
+    with closing(LedgerKeyring(store, lease=0.3)) as ring:
+        with pytest.raises(KeyringError):
+            claim(ring, entry())
+        time.sleep(0.2)  # it is still down
+        store.verbs = ()
+        eventually(lambda: run(inner.find(*operation_of(entry()).id)) is None)
+        time.sleep(0.4)
+        assert adopt_all(LedgerKeyring(inner), opened=True) == []
+        eventually(lambda: not ring.heartbeat.threads.renewals)
+
+
+def test_failed_claims_of_long_outage_are_bounded() -> None:
+    inner = connect("memory://")
+    store = Failing(inner, "claim", "find")
+    with closing(LedgerKeyring(store, lease=0.06)) as ring:  # type: ignore[arg-type]
+        for number in range(MAX_FAILED + 10):
+            with pytest.raises(KeyringError):
+                claim(ring, entry(f"k{number}"))
+        assert len(ring._failed) <= MAX_FAILED
+        assert len(ring.heartbeat.threads.renewals) <= 2
+        store.verbs = ()
+        eventually(lambda: not ring._failed and not ring.heartbeat.threads.renewals)
+
+
+def test_claim_whose_answer_was_lost_keeps_an_earlier_attempt_pending() -> None:
+    inner = connect("memory://")
+    first = LedgerKeyring(inner, lease=0.1)
+    claim(first, entry())
+    first.heartbeat.close()  # as if its process had died
+    time.sleep(0.15)
+    store: Any = FailingOver(inner)
+    with closing(LedgerKeyring(store, lease=0.3)) as ring:
+        with pytest.raises(KeyringError):
+            claim(ring, entry(token=3))
+        store.verbs = ()
+        eventually(lambda: not ring.heartbeat.threads.renewals)
+        time.sleep(0.3)
+        assert [one.key for one in adopt_all(LedgerKeyring(inner))] == ["k1"]
 
 
 def test_a_renewal_that_fails_is_tried_again(caplog: Any) -> None:

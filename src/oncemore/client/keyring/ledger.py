@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -27,6 +28,9 @@ NAME = "oncemore.keyring"
 
 # After its process died, an operation can be resumed when so many seconds have passed.
 LEASE = 15.0
+
+# In a long failure of the store, only the last claims can have been written.
+MAX_FAILED = 1000
 
 # An operation without a final answer stays until a person decides: a hundred years.
 FOREVER = 100 * 365 * 86400.0
@@ -70,6 +74,7 @@ class LedgerKeyring:
 
     def _reset(self) -> None:
         self._sending: dict[int, Renewal] = {}  # by the token of the entry
+        self._failed: deque[Entry] = deque(maxlen=MAX_FAILED)  # their claims failed, but may have been written
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
         found: Lease | Record | None = None
@@ -77,9 +82,8 @@ class LedgerKeyring:
             if entry.token in self._sending:  # it was adopted, and its lease is ours
                 found = yield from self.store.find(*operation_of(entry).id)
             while True:
-                if found is None:  # if the claim fails but was written, the store undoes it before its next claim
-                    operation = operation_of(entry)
-                    found = yield from self.store.claim(operation, lease=self.lease, request=encode(entry))
+                if found is None:
+                    found = yield from self._store_request(entry)
                 if isinstance(found, Lease):
                     return (yield from self._begin(found, entry, oldest))
                 check_reuse(replace(entry, fingerprint=found.fingerprint), entry)
@@ -169,6 +173,18 @@ class LedgerKeyring:
 
     # Sending
 
+    def _store_request(self, entry: Entry) -> Plan[Lease | Record]:
+        """Claim the operation of *entry*, with *entry* as its request."""
+        try:
+            return (yield from self.store.claim(operation_of(entry), lease=self.lease, request=encode(entry)))
+        except StoreError:
+            # The caller is told that nothing was sent, and may make a new key.  But the claim may have been written: it must
+            # be withdrawn, or another process would send it once its lease has lapsed.
+            self._failed.append(replace(entry, headers=(), body=None))
+            if len(self._failed) == 1:
+                yield Renewal(self.heartbeat, None, self.lease)
+            raise
+
     def _begin(self, lease: Lease, entry: Entry, oldest: float) -> Plan[Entry]:
         """Keep the lease alive while the entry is sent; or return the known entry, if it is too old."""
         if lease.attempt > 1:  # an earlier attempt was interrupted: its date counts
@@ -196,14 +212,33 @@ class LedgerKeyring:
         return lease
 
     def _renew(self, renewal: Renewal) -> Plan[None]:
-        """Renew the lease of an entry that is being sent."""
+        """Renew the lease of an entry that is being sent; if it is None, withdraw the failed claims."""
         try:
-            yield from self.store.renew(renewal.lease, lease=renewal.seconds)
+            if renewal.lease is not None:
+                yield from self.store.renew(renewal.lease, lease=renewal.seconds)
+                return
+            while self._failed:
+                yield from self._withdraw(entry := self._failed[0])
+                with suppress(ValueError):  # a failure since may have pushed it out
+                    self._failed.remove(entry)
+            renewal.stop()
         except StoreError as error:
             renewal.due = 0.0
             log.info("A lease on the keyring could not be renewed; the next tick tries again: %s", error)
         except Fenced:
             renewal.lost = True
+
+    def _withdraw(self, entry: Entry) -> Plan[None]:
+        """Remove the record of a claim that was written although the store said that it failed."""
+        record = yield from self.store.find(*operation_of(entry).id)
+        if record is None or record.state != "running" or record.attempts > 1:  # an earlier attempt stays pending
+            return
+        stored = stored_entry(record)
+        if stored is not None and stored.token == entry.token:
+            with suppress(Fenced):
+                yield from self.store.release(
+                    Lease(operation_of(stored), record.token, record.lease_until), retention=0.0
+                )
 
     # Pending operations
 

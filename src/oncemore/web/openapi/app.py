@@ -20,7 +20,8 @@ def document(
     The middleware does so for the app that it is added to.  *prefix* is where the app itself is mounted.
     """
     for found, mounted in documented(app, prefix):
-        plain = found.openapi.args[1] if isinstance(found.openapi, partial) else found.openapi  # the second call counts
+        again = getattr(found.openapi, "func", None) is enriched  # the last call counts
+        plain = found.openapi.args[1] if again else found.openapi
         lookup = status_path if mounted == prefix else None  # it is the outer app's
         options: Json = {"prefix": mounted, "status_path": lookup, "problem_base": problem_base}
         found.openapi = partial(enriched, found, plain, contract, **options)

@@ -160,6 +160,7 @@ class ValkeySentinel(ValkeyGroup):
         self.replica.start()
         wait_until(lambda: "master_link_status:up" in self.replica.ask("INFO", "replication"), "the replica")
         self.sentinel.start()
+        self.sentinel.ask("SENTINEL", "DEBUG", "INFO-PERIOD", 500, "PUBLISH-PERIOD", 500)  # else it needs ten seconds
         wait_until(lambda: len(self.sentinel.ask("SENTINEL", "REPLICAS", SERVICE)) == 1, "the sentinel")
 
     def primary_port(self) -> int:

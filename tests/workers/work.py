@@ -39,8 +39,8 @@ def note(what: str, kind: str, story: str, key: str, value: Any = None) -> None:
 def events(what: str, kind: str, story: str = "", key: str = "") -> list[Any]:
     """Return the values of these events so far."""
     path = folder() / "events"
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
+    text = path.read_text() if path.exists() else ""
+    found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # one may be half written
     return [
         each["value"]
         for each in found

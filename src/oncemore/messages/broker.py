@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 from urllib.parse import unquote
@@ -14,16 +14,16 @@ from .._ledger.connect import hide_password, naming_extras, take_options
 from ..errors import BrokerError, ConfigurationError, InvalidPayload
 from .envelope import Envelope
 
-# A new broker is one new file in brokers/ and one line here.
+# Scheme: the module in brokers/ and its subclass of UrlBroker.  A new broker is one new file and one line here.
 BROKERS = {
-    "memory": "memory",
-    "nats": "nats",
-    "amqp": "rabbitmq",
-    "amqps": "rabbitmq",
-    "kafka": "kafka",
-    "redis+stream": "redis_streams",
-    "rediss+stream": "redis_streams",
-    "sqs": "sqs",
+    "memory": ("memory", "MemoryBroker"),
+    "nats": ("nats", "NatsBroker"),
+    "amqp": ("rabbitmq", "RabbitBroker"),
+    "amqps": ("rabbitmq", "RabbitBroker"),
+    "kafka": ("kafka", "KafkaBroker"),
+    "redis+stream": ("redis_streams", "RedisStreamBroker"),
+    "rediss+stream": ("redis_streams", "RedisStreamBroker"),
+    "sqs": ("sqs", "SqsBroker"),
 }
 
 WITHOUT_SPACES = ("nats", "kafka", "sqs")  # a channel's name is the whole path there
@@ -185,6 +185,48 @@ class Address:
         return context
 
 
+class UrlBroker(ABC):
+    """The base class of the brokers in brokers/, each made from its URL and the driver's own *settings*."""
+
+    def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
+        self.address = address
+        self.settings = settings
+        self.url = address.url
+        self.channel = address.channel
+        self.group: str = address.options["group"]
+        self.timeout: float = address.options["timeout"]
+        self.window: float | None = address.options.get("window")
+
+    @abstractmethod
+    async def aopen(self) -> None: ...
+
+    @abstractmethod
+    async def aclose(self) -> None: ...
+
+    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+        """Connect if necessary, and send the envelopes: see `Broker`."""
+        try:
+            await self.aopen()
+        except BrokerError as error:
+            return [error] * len(envelopes)
+        return await self.send(envelopes)
+
+    @abstractmethod
+    async def send(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+        """Send the envelopes, on an open connection; one result for each."""
+
+    @abstractmethod
+    def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription: ...
+
+
+async def answered(broker: UrlBroker, answer: Awaitable[object], errors: tuple[type[Exception], ...]) -> None:
+    """Await the *answer* to a delivery; BrokerError if the driver raises one of *errors*."""
+    try:
+        await answer
+    except errors as error:
+        raise failed(broker, "The answer to a delivery of", error) from error
+
+
 def parse_address(url: str, known: Mapping[str, Any], channel: str = "") -> Address:
     """Read a broker's URL; *known* are the options of its kind, *channel* is for a URL that names none."""
     rest, options = take_options(url, {**COMMON, **known}, "broker")
@@ -237,10 +279,10 @@ def connect(url: str | Broker, *, channel: str = "", **settings: Any) -> Broker:
             return url
         raise ConfigurationError(f"{url!r} is no broker: give a URL as text, or an object with the methods of Broker")
     scheme, mark, _ = url.partition("://")
-    name = BROKERS.get(scheme.lower())
-    if not mark or name is None:
+    if not mark or scheme.lower() not in BROKERS:
         known = ", ".join(f"{each}://" for each in BROKERS)
         raise ConfigurationError(f"{hide_password(url)!r} names no broker; known are {known}")
+    name, kind = BROKERS[scheme.lower()]
     with naming_extras(f"{scheme}://"):
         module = importlib.import_module(f".brokers.{name}", __package__)
     address = parse_address(url, module.OPTIONS, channel)
@@ -248,7 +290,7 @@ def connect(url: str | Broker, *, channel: str = "", **settings: Any) -> Broker:
         raise ConfigurationError(
             f"{address.url!r}: a channel of {scheme}:// has nothing around it: write {scheme}://host/{address.channel}"
         )
-    return cast("Broker", module.connect(address, settings))
+    return cast("Broker", getattr(module, kind)(address, settings))
 
 
 def deduplication_id(envelope: Envelope, channel: str) -> str:

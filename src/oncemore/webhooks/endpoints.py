@@ -17,6 +17,7 @@ from .._ledger.tables import Sql, Tables
 from .._ledger.transactions import Query
 from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError, NotFound
+from ..messages.inbox import matches
 from . import statements as sql
 from .signature import new_key_pair, new_secret, public_key, read_key
 from .targets import Targets
@@ -82,26 +83,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"Endpoint(id={self.id!r}, url={self.url!r}, tenant={self.tenant!r}, state={self.state!r})"
-
-
-def matches(pattern: str, type: str) -> bool:
-    """Whether *pattern* is for events of the *type*; `*` stands for any characters.
-
-    Not by a regular expression: customers choose the patterns, and one with many `*` would take hours.
-    """
-    first, *others = pattern.split("*")
-    if not others:
-        return pattern == type
-    *inner, last = others
-    at, end = len(first), len(type) - len(last)
-    if at > end or not type.startswith(first) or not type.endswith(last):
-        return False
-    for part in inner:
-        found = type.find(part, at, end)
-        if found < 0:
-            return False
-        at = found + len(part)
-    return True
 
 
 class Registered(msgspec.Struct):

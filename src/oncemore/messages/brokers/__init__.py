@@ -1,1 +1,1 @@
-"""The brokers, one file each: `connect(address, settings)` makes one, `OPTIONS` are those of its URL."""
+"""The brokers, one file each: a subclass of `UrlBroker`, and the OPTIONS of its URL."""

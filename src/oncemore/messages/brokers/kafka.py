@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer, Topic
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from ...errors import BrokerError
-from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, failed
+from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, UrlBroker, failed
 from ..envelope import Envelope, binary, parse_binary
 
 log = logging.getLogger("oncemore.messages")
@@ -40,11 +40,7 @@ REBALANCES = (KafkaError.REBALANCE_IN_PROGRESS, KafkaError.ILLEGAL_GENERATION, K
 POLL = 0.1  # seconds; librdkafka expects to be asked again soon, also by a consumer that has no room for messages
 
 
-def connect(address: Address, settings: Mapping[str, Any]) -> KafkaBroker:
-    return KafkaBroker(address, settings)
-
-
-class KafkaBroker:
+class KafkaBroker(UrlBroker):
     """A topic, written by an idempotent producer with `acks=all`.
 
     The producer's own repetitions are recognised by the broker; those of another session, after a crash, are not.
@@ -52,13 +48,7 @@ class KafkaBroker:
     """
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
-        self.address = address
-        self.settings = {name.replace("_", "."): value for name, value in settings.items()}
-        self.url = address.url
-        self.channel = address.channel
-        self.group: str = address.options["group"]
-        self.window: float | None = None
-        self.timeout: float = address.options["timeout"]
+        super().__init__(address, {name.replace("_", "."): value for name, value in settings.items()})
         self._producer: Producer | None = None
 
     def configuration(self) -> dict[str, Any]:
@@ -129,11 +119,7 @@ class KafkaBroker:
             producer, self._producer = self._producer, None
             await asyncio.to_thread(producer.flush, 1.0)
 
-    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
-        try:
-            await self.aopen()
-        except BrokerError as error:
-            return [error] * len(envelopes)
+    async def send(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
         results: list[Exception | None] = [
             BrokerDown(f"{self.url} did not confirm the message within {self.timeout:g} s") for _ in envelopes
         ]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..broker import PREFETCH, VISIBILITY, Address, Delivery, Subscription, deduplication_id
+from ..broker import PREFETCH, VISIBILITY, Address, Delivery, Subscription, UrlBroker, deduplication_id
 from ..envelope import Envelope, parse_structured, structured
 
 OPTIONS = {"visibility": VISIBILITY, "window": 86400.0}
@@ -49,23 +49,16 @@ class Channel:
 CHANNELS: dict[tuple[str, str], Channel] = {}
 
 
-def connect(address: Address, settings: Mapping[str, Any]) -> MemoryBroker:
-    return MemoryBroker(address)
-
-
 def clear() -> None:
     """Forget all channels, as a new process would."""
     CHANNELS.clear()
 
 
-class MemoryBroker:
+class MemoryBroker(UrlBroker):
     """A channel in this process's memory.  An unacknowledged delivery is repeated after *visibility* seconds."""
 
-    def __init__(self, address: Address) -> None:
-        self.url = address.url
-        self.channel = address.channel
-        self.group: str = address.options["group"]
-        self.window: float | None = address.options["window"]
+    def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
+        super().__init__(address, settings)
         self.visibility: float = address.options["visibility"]
         self.shared = CHANNELS.setdefault((address.space, address.channel), Channel())
 
@@ -75,7 +68,7 @@ class MemoryBroker:
     async def aclose(self) -> None:
         return
 
-    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+    async def send(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
         now = time.monotonic()
         with self.shared.lock:
             for envelope in envelopes:

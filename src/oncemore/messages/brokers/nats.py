@@ -21,7 +21,18 @@ from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError
 
 from ...errors import BrokerError, ConfigurationError
-from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
+from ..broker import (
+    PREFETCH,
+    VISIBILITY,
+    Address,
+    BrokerDown,
+    Delivery,
+    Subscription,
+    UrlBroker,
+    answered,
+    deduplication_id,
+    failed,
+)
 from ..envelope import Envelope, binary, parse_binary
 
 OPTIONS = {"visibility": VISIBILITY, "window": 120.0, "replicas": 0, "credentials": "", "token": ""}
@@ -51,12 +62,6 @@ class PublishAnswer(msgspec.Struct):
 decode_answer = msgspec.json.Decoder(PublishAnswer).decode
 
 
-def connect(address: Address, settings: Mapping[str, Any]) -> NatsBroker:
-    if UNFIT.search(address.channel):
-        raise ConfigurationError(f"{address.channel!r} cannot name a NATS stream: use letters, digits, _ and -")
-    return NatsBroker(address, settings)
-
-
 @lru_cache(4096)
 def subject_of(channel: str, type: str) -> str:
     """The NATS subject for a type of event."""
@@ -71,17 +76,13 @@ def covers(pattern: str, subject: str) -> bool:
     return len(wanted) == len(given) and all(part in ("*", its) for part, its in zip(wanted, given, strict=True))
 
 
-class NatsBroker:
+class NatsBroker(UrlBroker):
     """A JetStream stream, with a file store.  The header `Nats-Msg-Id` lets the server recognise a repeated id."""
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
-        self.address = address
-        self.settings = settings
-        self.url = address.url
-        self.channel = address.channel
-        self.group: str = address.options["group"]
-        self.window: float | None = address.options["window"]
-        self.timeout: float = address.options["timeout"]
+        if UNFIT.search(address.channel):
+            raise ConfigurationError(f"{address.channel!r} cannot name a NATS stream: use letters, digits, _ and -")
+        super().__init__(address, settings)
         self._client: Client | None = None
         self.stream: JetStreamContext = None  # type: ignore[assignment]  # until it is open
         self._subjects: list[str] = []  # that the stream takes
@@ -168,11 +169,7 @@ class NatsBroker:
             client, self._client = self._client, None
             await client.close()
 
-    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
-        try:
-            await self.aopen()
-        except BrokerError as error:
-            return [error] * len(envelopes)
+    async def send(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
         results: list[Exception | None] = []
         for first in range(0, len(envelopes), IN_FLIGHT):
             sent = [await self._send(envelope) for envelope in envelopes[first : first + IN_FLIGHT]]
@@ -344,7 +341,7 @@ class NatsSubscription(Subscription):
                 raise failed(self.broker, "Receiving from", error) from error
             if message.reply:
                 self.asked = max(0, self.asked - 1)
-                found.append(NatsDelivery(self.client, message))
+                found.append(NatsDelivery(self, message))
                 continue
             self.asked = 0  # it says why there are no more messages
             headers = message.headers or {}
@@ -376,15 +373,15 @@ class NatsSubscription(Subscription):
 
 
 class NatsDelivery(Delivery):
-    __slots__ = ("client", "message")
+    __slots__ = ("message", "subscription")
 
-    def __init__(self, client: Client, message: Msg) -> None:
+    def __init__(self, subscription: NatsSubscription, message: Msg) -> None:
         super().__init__(
             lambda: parse_binary(message.headers or {}, message.data, "ce-", quoted=True),
             message.data,
             message.metadata.num_delivered,
         )
-        self.client = client
+        self.subscription = subscription
         self.message = message
 
     async def ack(self) -> None:
@@ -400,7 +397,8 @@ class NatsDelivery(Delivery):
         await self._tell(Msg.Ack.Progress)
 
     async def _tell(self, answer: bytes) -> None:
-        try:
-            await self.client.publish(self.message.reply, answer)
-        except (NatsError, OSError) as error:
-            raise BrokerError(f"The answer to a delivery could not be sent: {error}") from error
+        subscription = self.subscription
+        if subscription.client is None:
+            raise BrokerError(f"The subscription to {subscription.broker.url} is closed")
+        told = subscription.client.publish(self.message.reply, answer)
+        await answered(subscription.broker, told, (NatsError, OSError))

@@ -21,7 +21,7 @@ from aiormq.exceptions import (
 )
 
 from ...errors import BrokerError
-from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, failed
+from ..broker import PREFETCH, Address, BrokerDown, Delivery, Subscription, UrlBroker, answered, failed
 from ..envelope import Envelope, binary, parse_binary
 from ..inbox import DEFAULT_NAME
 
@@ -34,11 +34,7 @@ CLOSING = 5.0  # seconds
 LONGEST = 255  # bytes of a routing key or a message id; the envelope's own are among the headers
 
 
-def connect(address: Address, settings: Mapping[str, Any]) -> RabbitBroker:
-    return RabbitBroker(address, settings)
-
-
-class RabbitBroker:
+class RabbitBroker(UrlBroker):
     """A durable topic exchange, with publisher confirms; the routing key is the envelope's type.
 
     An exchange keeps nothing by itself.  If no queue is bound when the first message comes, the default group's queue,
@@ -47,13 +43,7 @@ class RabbitBroker:
     """
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
-        self.address = address
-        self.settings = settings
-        self.url = address.url
-        self.channel = address.channel
-        self.group: str = address.options["group"]
-        self.window: float | None = None
-        self.timeout: float = address.options["timeout"]
+        super().__init__(address, settings)
         self._connection: AbstractConnection | None = None
         self.exchange: Exchange = None  # type: ignore[assignment]  # until it is open
         self._binding: asyncio.Future[None] | None = None  # of the default group's queue, for all messages of one call
@@ -120,16 +110,11 @@ class RabbitBroker:
             connection, self._connection = self._connection, None
             await close(connection)
 
-    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+    async def send(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
         results: list[Exception | None] = []
+        self._binding = None
         for first in range(0, len(envelopes), MOST_IN_FLIGHT):
             some = envelopes[first : first + MOST_IN_FLIGHT]
-            try:
-                await self.aopen()
-            except BrokerError as error:
-                results += [error] * len(some)
-                continue
-            self._binding = None
             if len({shortened(envelope.id) for envelope in some}) == len(some):
                 results += await asyncio.gather(*map(self._publish, some))
             else:  # the driver tells returned messages apart by their ids
@@ -281,12 +266,12 @@ class RabbitDelivery(Delivery):
         self.message = message
 
     async def ack(self) -> None:
-        await self._tell(self.message.ack())
+        await answered(self.subscription.broker, self.message.ack(), ERRORS)
 
     async def nack(self, delay: float = 0.0) -> None:
         """RabbitMQ cannot delay a redelivery, so the message stays with this consumer until then."""
         if delay <= 0:
-            await self._tell(self.message.nack(requeue=True))
+            await answered(self.subscription.broker, self.message.nack(requeue=True), ERRORS)
             return
         task = asyncio.create_task(self._nack_later(delay))
         self.subscription.delayed.add(task)
@@ -298,12 +283,6 @@ class RabbitDelivery(Delivery):
             await self.nack()
         except BrokerError:  # the connection has ended, and it is delivered again because of that
             return
-
-    async def _tell(self, answer: Any) -> None:
-        try:
-            await answer
-        except ERRORS as error:
-            raise BrokerError(f"The answer to a delivery could not be sent: {error}") from error
 
 
 def headers_of(message: AbstractIncomingMessage) -> dict[str, str]:

@@ -23,7 +23,18 @@ from redis.exceptions import (
 )
 
 from ...errors import BrokerError, ConfigurationError
-from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
+from ..broker import (
+    PREFETCH,
+    VISIBILITY,
+    Address,
+    BrokerDown,
+    Delivery,
+    Subscription,
+    UrlBroker,
+    answered,
+    deduplication_id,
+    failed,
+)
 from ..envelope import Envelope, parse_structured, structured
 
 OPTIONS = {"visibility": VISIBILITY, "window": 86400.0}
@@ -54,30 +65,22 @@ return 1
 """
 
 
-def connect(address: Address, settings: Mapping[str, Any]) -> RedisStreamBroker:
-    if len(address.hosts) > 1:
-        raise ConfigurationError(f"{address.url!r} names several hosts: a stream is on one server, so name the primary")
-    if address.space and not address.space.isdecimal():
-        raise ConfigurationError(
-            f"{address.url!r}: {address.space!r} is no number of a database: write redis+stream://host/0/{address.channel}"
-        )
-    return RedisStreamBroker(address, settings)
-
-
-class RedisStreamBroker:
+class RedisStreamBroker(UrlBroker):
     """A stream.  A script remembers each id for *window* seconds, in the same step that adds the message.
 
     "Stored" means what the server is configured for: with `appendfsync always`, a message survives a crash.
     """
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
-        self.address = address
-        self.settings = settings
-        self.url = address.url
-        self.channel = address.channel
-        self.group: str = address.options["group"]
-        self.window: float | None = address.options["window"]
-        self.timeout: float = address.options["timeout"]
+        if len(address.hosts) > 1:
+            raise ConfigurationError(
+                f"{address.url!r} names several hosts: a stream is on one server, so name the primary"
+            )
+        if address.space and not address.space.isdecimal():
+            raise ConfigurationError(
+                f"{address.url!r}: {address.space!r} is no number of a database: write redis+stream://host/0/{address.channel}"
+            )
+        super().__init__(address, settings)
         self._client: redis.Redis | None = None
 
     async def aopen(self) -> None:
@@ -114,16 +117,13 @@ class RedisStreamBroker:
             client, self._client = self._client, None
             await client.aclose()
 
-    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+    async def send(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
+        assert self._client is not None
         try:
-            await self.aopen()
-            assert self._client is not None
             async with self._client.pipeline(transaction=False) as pipeline:
                 for envelope in envelopes:
                     pipeline.eval(ADD, 2, *self._add_arguments(envelope))
                 answers = await pipeline.execute(raise_on_error=False)
-        except BrokerError as error:
-            return [error] * len(envelopes)
         except (RedisError, OSError) as error:
             return [failed(self, "Publishing to", error)] * len(envelopes)
         return [self._error(each) if isinstance(each, Exception) else None for each in answers]
@@ -238,10 +238,7 @@ class RedisSubscription(Subscription):
     async def tell(self, command: str, *arguments: Any) -> None:
         if self.client is None:
             raise BrokerError(f"The subscription to {self.broker.url} is closed")
-        try:
-            await getattr(self.client, command)(*arguments)
-        except (RedisError, OSError) as error:
-            raise failed(self.broker, "The answer to a delivery of", error) from error
+        await answered(self.broker, getattr(self.client, command)(*arguments), (RedisError, OSError))
 
     async def aclose(self) -> None:
         if self.client is not None:

@@ -16,7 +16,18 @@ from botocore.config import Config  # type: ignore[import-untyped]
 from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError  # type: ignore[import-untyped]
 
 from ...errors import BrokerError, ConfigurationError
-from ..broker import PREFETCH, VISIBILITY, Address, BrokerDown, Delivery, Subscription, deduplication_id, failed
+from ..broker import (
+    PREFETCH,
+    VISIBILITY,
+    Address,
+    BrokerDown,
+    Delivery,
+    Subscription,
+    UrlBroker,
+    answered,
+    deduplication_id,
+    failed,
+)
 from ..envelope import Envelope, parse_structured, structured
 
 OPTIONS = {"visibility": VISIBILITY, "endpoint": "", "profile": ""}
@@ -32,30 +43,22 @@ NAME = re.compile(r"[0-9A-Za-z_-]{1,80}(\.fifo)?")
 FIT = frozenset(string.ascii_letters + string.digits + string.punctuation)
 
 
-def connect(address: Address, settings: Mapping[str, Any]) -> SqsBroker:
-    if not NAME.fullmatch(address.channel):
-        raise ConfigurationError(
-            f"{address.channel!r} cannot name an SQS queue: use letters, digits, _ and -, and .fifo at the end to keep order"
-        )
-    if len(address.hosts) != 1:
-        raise ConfigurationError(f"{address.url!r} names no region: write sqs://eu-central-1/{address.channel}")
-    return SqsBroker(address, settings)
-
-
-class SqsBroker:
+class SqsBroker(UrlBroker):
     """A queue.  Credentials are those of the URL, or those that boto3 finds by itself.
 
     A queue serves one group: whatever the group's name is, all consumers of the queue share its messages.
     """
 
     def __init__(self, address: Address, settings: Mapping[str, Any]) -> None:
-        self.address = address
-        self.settings = settings
-        self.url = address.url
-        self.channel = address.channel
-        self.group: str = address.options["group"]
+        if not NAME.fullmatch(address.channel):
+            raise ConfigurationError(
+                f"{address.channel!r} cannot name an SQS queue: use letters, digits, _ and -, and .fifo at the end to keep order"
+            )
+        if len(address.hosts) != 1:
+            raise ConfigurationError(f"{address.url!r} names no region: write sqs://eu-central-1/{address.channel}")
+        super().__init__(address, settings)
         self.fifo = address.channel.endswith(".fifo")
-        self.window: float | None = FIFO_WINDOW if self.fifo else None
+        self.window = FIFO_WINDOW if self.fifo else None
         self.visibility: float = address.options["visibility"]
         self._threads: ThreadPoolExecutor | None = None
 
@@ -109,11 +112,7 @@ class SqsBroker:
             threads, self._threads = self._threads, None
             threads.shutdown(wait=False, cancel_futures=True)
 
-    async def publish(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
-        try:
-            await self.aopen()
-        except BrokerError as error:
-            return [error] * len(envelopes)
+    async def send(self, envelopes: Sequence[Envelope]) -> Sequence[Exception | None]:
         batches = batched([self._entry(number, envelope) for number, envelope in enumerate(envelopes)])
         results: dict[str, Exception | None] = {}
         if self.fifo:  # one after the other, in the order of their subjects
@@ -207,10 +206,8 @@ class SqsSubscription(Subscription):
         return [SqsDelivery(self, message) for message in answer.get("Messages", ())]
 
     async def tell(self, function: Callable[..., Any], receipt: str, **more: Any) -> None:
-        try:
-            await self.broker.call(function, QueueUrl=self.broker.queue, ReceiptHandle=receipt, **more)
-        except ERRORS as error:
-            raise failed(self.broker, "The answer to a delivery of", error) from error
+        told = self.broker.call(function, QueueUrl=self.broker.queue, ReceiptHandle=receipt, **more)
+        await answered(self.broker, told, ERRORS)
 
     async def aclose(self) -> None:
         return

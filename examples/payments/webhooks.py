@@ -9,8 +9,7 @@ import msgspec
 from oncemore import Inbox, Op
 from oncemore.messages import Envelope
 from oncemore.webhooks import Receiver
-from oncemore.webhooks.schemes.scheme import Description, Pairs
-from oncemore.webhooks.schemes.standard import StandardScheme
+from oncemore.webhooks.schemes import Description, Pairs, StandardScheme
 
 from . import ledger
 from .unguarded import new_key

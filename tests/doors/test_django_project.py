@@ -108,6 +108,6 @@ def test_manage_py_check_finds_mistakes_in_the_settings(project: Path) -> None:
 def test_relative_ledger_is_in_base_dir_whatever_the_folder(
     project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    code = "from oncemore.web.django.settings import *; print(guard_of('sqlite:///once.db?timeout=1s').store.path)"
+    code = "from oncemore.web.django import guard_of; print(guard_of('sqlite:///once.db?timeout=1s').store.path)"
     ran = manage(project, "shell", "-v", "0", "-c", code, folder=tmp_path_factory.mktemp("elsewhere"))
     assert ran[1].strip().splitlines()[-1] == str(project / "once.db")

@@ -16,8 +16,8 @@ from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule
 from oncemore._ledger.guard import Guard
 from oncemore.errors import ConfigurationError
+from oncemore.web import django as django_door
 from oncemore.web.django import IdempotencyMiddleware, idempotent, required
-from oncemore.web.django import settings as django_settings
 from oncemore.web.django.request import body_of
 from oncemore.web.django.views import Views
 from oncemore.web.door import Door
@@ -46,14 +46,14 @@ def who(request: Any) -> str:
 
 
 def door_from_settings() -> Door[Any]:
-    return Door(None, **django_settings.options_from_settings(Door))
+    return Door(None, **django_door.options_from_settings(Door))
 
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The project's settings, of this test alone."""
     settings = SimpleNamespace(ONCEMORE={"guard": guard}, MIDDLEWARE=[DOOR])
-    monkeypatch.setattr(django_settings, "settings", settings)
+    monkeypatch.setattr(django_door, "settings", settings)
     return settings
 
 
@@ -142,8 +142,8 @@ def test_a_door_that_cannot_see_the_user_warns(
     settings: SimpleNamespace, middleware: list[str], warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {AUTH: AuthenticationMiddleware}  # Django's own needs a configured project
-    find = django_settings.import_string
-    monkeypatch.setattr(django_settings, "import_string", lambda path: known.get(path) or find(path))
+    find = django_door.import_string
+    monkeypatch.setattr(django_door, "import_string", lambda path: known.get(path) or find(path))
     settings.MIDDLEWARE = middleware
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

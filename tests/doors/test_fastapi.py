@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import Annotated, Any
 
 import httpx
@@ -79,6 +80,10 @@ def app(guard: Guard, router: APIRouter) -> FastAPI:
 
 
 REFUND = {"charge": "ch_9", "amount": 1000}
+
+
+def titled(plain: Callable[[], dict[str, Any]], title: str) -> dict[str, Any]:
+    return {**plain(), "info": {"title": title, "version": "1"}}
 
 
 def document_at(client: httpx.Client, path: str = "/openapi.json") -> dict[str, Any]:
@@ -283,6 +288,16 @@ class TestDocument:
         contract.add(Rule("POST /refunds/search", name="searched"))
         assert "searched" in repr(app.openapi())
         assert "searched" not in repr(with_routes)
+
+    def test_apps_own_function_for_its_document_is_called(self, router: APIRouter) -> None:
+        app = FastAPI()
+        app.include_router(router)
+        plain = app.openapi
+        app.openapi = partial(titled, plain, "Shop")  # type: ignore[method-assign]
+        document(app, Contract())
+        document(app, Contract())
+        assert app.openapi()["info"]["title"] == "Shop"
+        assert "refunds.create" in repr(app.openapi())
 
     def test_what_it_says_is_what_happens(self, app: FastAPI) -> None:
         """Each answer has a documented status, and is valid by the schema that stands there."""

@@ -10,11 +10,10 @@ from typing import Any
 from oncemore import Guard, Webhooks
 from oncemore._runtime.plan import Plan
 from oncemore.webhooks import Sender
-from oncemore.webhooks.claims import Claims
+from oncemore.webhooks.claims import Claims, MatchingPass
 from oncemore.webhooks.endpoints import Endpoints
-from oncemore.webhooks.matching import MatchingPass
 from oncemore.webhooks.requests import Requests
-from oncemore.webhooks.results import Results
+from oncemore.webhooks.sender import Results
 
 
 def crash_around(kind: type, name: str, point: str, wanted: str) -> None:

@@ -25,7 +25,7 @@ from oncemore.messages.envelope import Envelope, parse_structured
 from oncemore.testing.crashes import SECRET as INTERNAL
 from oncemore.testing.crashes import FaultyStore
 from oncemore.webhooks import Receiver
-from oncemore.webhooks.schemes.scheme import Description, Pairs
+from oncemore.webhooks.schemes import Description, Pairs
 
 from .senders import SECRET, SENDERS, Headers, Sender
 

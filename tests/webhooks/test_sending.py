@@ -32,8 +32,8 @@ from oncemore.errors import (
 from oncemore.testing.clock import Clock
 from oncemore.webhooks import Sender, Signing
 from oncemore.webhooks.bodies import WebhookMessage
+from oncemore.webhooks.claims import MatchingPass
 from oncemore.webhooks.endpoints import matches
-from oncemore.webhooks.matching import MatchingPass
 from oncemore.webhooks.schedule import STEPS, DeliverySchedule
 from tests.webhooks.conftest import send
 from tests.webhooks.hooks import OK, Hooks, response
@@ -120,7 +120,7 @@ def test_bad_events_are_refused_in_the_transaction(webhooks: Webhooks) -> None:
 def test_messages_for_many_endpoints_are_matched_in_small_transactions(
     webhooks: Webhooks, hooks: Hooks, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("oncemore.webhooks.matching.MOST_DELIVERIES", 10)
+    monkeypatch.setattr("oncemore.webhooks.claims.MOST_DELIVERIES", 10)
     for n in range(4):
         webhooks.endpoints.create(hooks.url(f"/{n}"), order="fifo" if n % 2 else "none")
     send(webhooks, *range(9))

@@ -225,7 +225,7 @@ def test_stopped_sender_gives_back_what_takes_too_long(webhooks: Webhooks, hooks
 
 def test_result_recorded_twice_is_one_attempt(webhooks: Webhooks, hooks: Hooks, monkeypatch: Any) -> None:
     from oncemore.errors import StoreUnavailable
-    from oncemore.webhooks.results import Results
+    from oncemore.webhooks.sender import Results
 
     record, lost = Results.record, []
 
@@ -259,7 +259,7 @@ def test_open_transaction_holds_back_ordered_endpoints_only(
 ) -> None:
     import psycopg
 
-    monkeypatch.setattr("oncemore.webhooks.matching.PAGE", 3)
+    monkeypatch.setattr("oncemore.webhooks.claims.PAGE", 3)
     url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}schema={postgres_schema}"
     guard = Guard(url, policy=Policy(effect="transaction"))
     webhooks = Webhooks(guard, allow=LOOPBACK, allow_http=True)

@@ -9,7 +9,7 @@ from .._contract.rule import idempotent
 from .._ledger import context
 from .._ledger.context import Op
 from .asgi import IdempotencyMiddleware
-from .openapi.app import document
+from .openapi import document
 
 __all__ = ["IdempotencyMiddleware", "Op", "current_operation", "document", "idempotent"]
 

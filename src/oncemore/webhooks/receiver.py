@@ -42,8 +42,7 @@ from ..web.wsgi.environ import headers_of
 from ..web.wsgi.environ import read_body as read_wsgi
 from ..web.wsgi.response import Environ, StartResponse
 from ..web.wsgi.response import respond as respond_wsgi
-from .schemes import Scheme, make_scheme
-from .schemes.scheme import Description, Pairs, optional_header
+from .schemes import Description, Pairs, Scheme, make_scheme, optional_header
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

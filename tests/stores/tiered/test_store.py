@@ -27,7 +27,6 @@ from oncemore.stores import TieredStore, connect, schema
 from oncemore.stores.redis import RedisStore
 from oncemore.stores.sqlite import connect as connect_sqlite
 from oncemore.stores.tiered import copies as tiered_copies
-from oncemore.stores.tiered import primary
 from oncemore.testing import Clock
 from oncemore.testing.machine import store_machine
 from oncemore.testing.stores import StoreContract
@@ -323,7 +322,7 @@ def test_copy_is_of_the_server_that_was_asked(store: TieredStore) -> None:
 def test_deletion_drops_a_pending_copy_even_if_redis_forgets_it(
     store: TieredStore, server: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(primary, "GATHER_SECONDS", 0.5)
+    monkeypatch.setattr(tiered_copies, "GATHER_SECONDS", 0.5)
     settled(warmed(store))
     run(store.delete("scope", "key"))
     server.flushdb()

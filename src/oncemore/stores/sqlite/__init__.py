@@ -51,8 +51,7 @@ from .batch import (
     find_record,
     run_batch,
 )
-from .statements import NOW, SqliteStatements
-from .tables import feature_statements, make_ready, script
+from .statements import NOW, SqliteStatements, feature_statements, make_ready, script
 from .transactions import (
     JoinedSqlite,
     LedgerFile,

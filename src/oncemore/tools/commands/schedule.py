@@ -11,7 +11,8 @@ from typing import Any
 import click
 import msgspec
 
-from ...jobs import Schedule, SlotCounts
+from ...jobs.schedule import Schedule
+from ...jobs.scheduler import SlotCounts
 from .options import json_option, load_object
 from .output import Output, print_table
 

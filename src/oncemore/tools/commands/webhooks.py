@@ -45,7 +45,7 @@ def run_sender(output: Output, place: str, once: bool) -> None:
 
     Any number of processes may do so.  SIGTERM lets the requests that are under way be finished first.
     """
-    from ...webhooks import Sender  # it needs aiohttp, and the other commands do not
+    from ...webhooks.sender import Sender  # it needs aiohttp, and the other commands do not
 
     found: Any = load_object(place, "a Sender or Webhooks")
     if isinstance(found, Webhooks):

@@ -17,7 +17,7 @@ from ...errors import ConfigurationError, OncemoreError
 from ..discovery import declare_starlette
 from ..door import Door
 from ..etag import asgi_etag
-from ..openapi.app import document, outermost
+from ..openapi import document, outermost
 from ..problem import Response
 from ..request import GUARDED, Fields, Request, check_length
 from ..shadow import Shadow

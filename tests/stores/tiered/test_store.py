@@ -21,7 +21,7 @@ from oncemore._ledger.events import Event
 from oncemore._ledger.model import Lease, Outcome, Record
 from oncemore._runtime.plan import Plan, Sleep, arun, run
 from oncemore.encryption import Seal
-from oncemore.errors import ConfigurationError, InvalidKey, StoreUnavailable
+from oncemore.errors import ConfigurationError, StoreUnavailable
 from oncemore.observe.prometheus import count_tiers
 from oncemore.stores import TieredStore, connect, schema
 from oncemore.stores.redis import RedisStore
@@ -243,9 +243,14 @@ def test_large_outcome_stays_in_the_database(url: str, server: redis.Redis, redi
     store.close()
 
 
-def test_key_with_half_a_character_is_refused(store: TieredStore) -> None:
-    with pytest.raises(InvalidKey, match="half a character"):
-        run(warmed(store).claim(Operation("scope", "a\ud800", "c1:aa"), lease=HOUR))
+def test_key_with_half_a_character_is_stored_and_deleted(store: TieredStore) -> None:
+    """As in PostgreSQL alone; it has no copy."""
+    odd = Operation("scope", "a\ud800", "c1:aa")
+    lease = run(warmed(store).claim(odd, lease=HOUR))
+    assert isinstance(lease, Lease)
+    run(store.settle(lease, DONE, retention=HOUR))
+    assert not is_hit(store, odd)
+    assert run(store.delete("scope", "a\ud800"))
 
 
 def test_absence_is_never_remembered(store: TieredStore, other: TieredStore, server: redis.Redis) -> None:

@@ -13,7 +13,7 @@ from psycopg import sql
 from ..._runtime.listening import CannotListen, Listener
 from ..._runtime.wakeups import Id, Wakeups
 from .connection import refusals_explained
-from .rows import storable
+from .rows import escape_text, unescape_text
 
 LONGEST_MESSAGE = 7900  # PostgreSQL takes less than 8000 bytes
 
@@ -63,15 +63,15 @@ class PostgresListener(Listener[psycopg.Connection[Any]]):
         except msgspec.MsgspecError:
             return  # any client may send to the channel
         if sender != self._sender:
-            for id in ids:
-                self.wakeups.notify(id)
+            for scope, key in ids:
+                self.wakeups.notify((unescape_text(scope), unescape_text(key)))
 
     def messages(self, ids: Iterable[Id]) -> Iterator[str]:
         """The messages that tell the other processes that *ids* have changed, in as few as they fit into."""
         batch: list[Id] = []
         size = 0
         for scope, key in ids:
-            id = (storable(scope), storable(key))
+            id = (escape_text(scope), escape_text(key))
             size += len(encode(id)) + 1
             if batch and size > LONGEST_MESSAGE:
                 yield encode((self._sender, batch)).decode()

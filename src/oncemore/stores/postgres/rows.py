@@ -1,4 +1,4 @@
-"""Items of a batch as JSON rows, rows as records, and the limits of what PostgreSQL can store."""
+"""Items of a batch as JSON rows, rows as records, and text in a form that PostgreSQL can store."""
 
 from __future__ import annotations
 
@@ -17,19 +17,29 @@ from ...errors import InvalidKey
 LONGEST_SPAN = 1e11  # seconds: PostgreSQL's calendar has an end
 LONGEST_ID = 2600  # bytes of scope and key that an index entry has room for
 
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+UNSAFE = re.compile(r"[\\\x00\ud800-\udfff]")
+ESCAPED = re.compile(r"\\(?:([\\0])|u([0-9a-f]{4}))")
 
 
-def storable(text: str) -> str:
-    """The text of a key or a name, if PostgreSQL can store it.  Raises InvalidKey if it has a NUL or half a character."""
-    if "\0" in text or not (text.isascii() or LONE_SURROGATE.search(text) is None):
-        raise InvalidKey("PostgreSQL cannot store a key or a name with a NUL or half a character (a lone surrogate)")
-    return text if type(text) is str else str.__str__(text)  # the JSON encoder refuses subclasses of str
+def escape_text(text: str) -> str:
+    """The text as it is stored.  PostgreSQL has no NUL and no lone surrogates, but a key may contain both."""
+    if text.isascii() and "\\" not in text and "\0" not in text:
+        return text if type(text) is str else str.__str__(text)  # the JSON encoder refuses subclasses of str
+    return UNSAFE.sub(_escape, text)
 
 
-def clean(note: str) -> str:
-    """The note as PostgreSQL can store it."""
-    return note.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+def unescape_text(text: str) -> str:
+    """The text that `escape_text` was given."""
+    return ESCAPED.sub(_unescape, text) if "\\" in text else text
+
+
+def _escape(found: re.Match[str]) -> str:
+    character = found[0]
+    return {"\\": "\\\\", "\0": "\\0"}.get(character) or f"\\u{ord(character):04x}"
+
+
+def _unescape(found: re.Match[str]) -> str:
+    return {"\\": "\\", "0": "\0"}[found[1]] if found[1] else chr(int(found[2], 16))
 
 
 def check_length(scope: str, key: str) -> None:
@@ -77,7 +87,7 @@ class Item:
     __slots__ = ("asked", "bytes", "id", "row", "subject", "verb")
 
     def __init__(self, verb: Verb, id: Id, subject: Any = None, bytes: bytes | None = None, **columns: Any) -> None:
-        scope, key = self.id = (storable(id[0]), storable(id[1]))
+        scope, key = self.id = (escape_text(id[0]), escape_text(id[1]))
         self.verb = verb
         self.subject = subject
         self.bytes = bytes
@@ -97,12 +107,13 @@ encode_rows = msgspec.json.Encoder().encode
 
 def read_record(row: Sequence[Any]) -> Record:
     """The record in a row of the columns RECORD.  An outcome that cannot be decoded counts as one that was not kept."""
-    columns = list(row)
+    columns: list[Any] = [*map(unescape_text, row[:4]), *row[4:]]
     if columns[OUTCOME] is not None:
         try:
             columns[OUTCOME] = decode_outcome(columns[OUTCOME])
         except (msgspec.MsgspecError, ValueError):
             columns[OUTCOME], columns[NOTE] = Outcome("tombstone"), UNREADABLE
+    columns[NOTE] = unescape_text(columns[NOTE])
     columns[REQUEST] = columns[REQUEST] or b""
     return Record(*columns)
 

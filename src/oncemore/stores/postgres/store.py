@@ -29,7 +29,7 @@ from .batch import LOCKED, Batches
 from .listener import PostgresListener
 from .pipeline import Pipeline
 from .psycopg import IDLE, FeatureTransaction, JoinedBelowDjango, JoinedPsycopg, OwnSource
-from .rows import LONGEST_SPAN, Item, check_length, clean, encode_rows, read_record, storable
+from .rows import LONGEST_SPAN, Item, check_length, encode_rows, escape_text, read_record
 from .session import HOW_TO_CREATE, Database
 from .statements import prepared
 
@@ -150,8 +150,8 @@ class PostgresStore:
             operation.id,
             operation,
             request or None,
-            name=storable(operation.name),
-            fingerprint=storable(operation.fingerprint),
+            name=escape_text(operation.name),
+            fingerprint=escape_text(operation.fingerprint),
             holder=self.holder.next(),
             lease=min(lease, LONGEST_SPAN),
         )
@@ -187,7 +187,7 @@ class PostgresStore:
             retention=min(retention, LONGEST_SPAN),
             status=outcome.status,
             response_hash=outcome.digest(),
-            note=clean(note),
+            note=escape_text(note),
             audit=audit,
         )
 
@@ -195,7 +195,7 @@ class PostgresStore:
         yield from self._change(held, RELEASED, retention=min(retention, LONGEST_SPAN))
 
     def hold(self, held: Lease, *, note: str = "") -> Plan[None]:
-        yield from self._change(held, HELD, note=clean(note))
+        yield from self._change(held, HELD, note=escape_text(note))
 
     def _change(self, held: Lease, state: State, outcome: bytes | None = None, **changes: Any) -> Plan[Any]:
         item = Item("change", held.operation.id, held, outcome, token=held.token, state=state, **changes)
@@ -232,7 +232,7 @@ class PostgresStore:
     def list(self, where: Filter, *, limit: int = 100, cursor: str | None = None) -> Plan[Page]:
         after = read_cursor(cursor) if cursor else None
         texts = {
-            name: storable(text) for name in ("scope", "key", "name") if (text := getattr(where, name)) is not None
+            name: escape_text(text) for name in ("scope", "key", "name") if (text := getattr(where, name)) is not None
         }
         where = msgspec.structs.replace(where, **texts)
         rows = yield from self.database.admin_rows(*self._sql.list(where, after, limit=limit + 1, shift=self.shift))
@@ -248,13 +248,13 @@ class PostgresStore:
             kept = (outcome.status, encode_outcome(outcome), outcome.digest())
         state = RELEASED if outcome is None else SETTLED
         values = [
-            storable(scope),
-            storable(key),
+            escape_text(scope),
+            escape_text(key),
             self.shift,
             state,
             min(retention, LONGEST_SPAN),
             *kept,
-            clean(note),
+            escape_text(note),
             holder,
         ]
         while True:
@@ -271,7 +271,9 @@ class PostgresStore:
         # Look first: if the answer is lost, the statement is sent again, and finds nothing any more.
         known = (yield from self.find(scope, key)) is not None
         while True:
-            rows = yield from self.database.admin_rows(self._sql.delete, [storable(scope), storable(key), self.shift])
+            rows = yield from self.database.admin_rows(
+                self._sql.delete, [escape_text(scope), escape_text(key), self.shift]
+            )
             if not rows:
                 if known:
                     yield from self._notify((scope, key))

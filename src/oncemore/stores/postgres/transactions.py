@@ -23,7 +23,7 @@ from ..._ledger.transactions import (
 from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, InProgress, OncemoreError, StoreUnavailable, TransactionEnded
 from .pipeline import ALREADY_PREPARED, NOT_PREPARED
-from .rows import LONGEST_SPAN, check_length, clean, is_expired, read_record, storable
+from .rows import LONGEST_SPAN, check_length, escape_text, is_expired, read_record
 from .session import NO_LOCK, SERIALIZATION_FAILURES, Database, translate_error
 from .statements import prepared
 
@@ -92,10 +92,10 @@ class PostgresTransaction(Transaction):
         return self._sql.claim_here, [*self._claim_values(operation, lease), str(milliseconds), request or None]
 
     def _claim_values(self, operation: Operation, lease: float) -> list[Any]:
-        scope, key = map(storable, operation.id)
+        scope, key = map(escape_text, operation.id)
         check_length(scope, key)
         holder = self._database.holder.next()
-        names = [scope, key, storable(operation.name), storable(operation.fingerprint), holder]
+        names = [scope, key, escape_text(operation.name), escape_text(operation.fingerprint), holder]
         return [*names, min(lease, LONGEST_SPAN), self._database.shift]
 
     def _take_over(self, operation: Operation, lease: float, request: bytes) -> Plan[Lease | Record]:
@@ -105,7 +105,7 @@ class PostgresTransaction(Transaction):
             if record is None:  # gone since, or not visible to this transaction
                 raise Again("the record in the way has gone")
             if is_expired(record):  # if it is audited, it must be archived first
-                yield from self._execute((self._sql.archive_here, [*map(storable, record.id), self._database.shift]))
+                yield from self._execute((self._sql.archive_here, [*map(escape_text, record.id), self._database.shift]))
             elif not is_over(record) or record.fingerprint != operation.fingerprint:
                 return record
             rows = yield from self._execute(
@@ -120,13 +120,15 @@ class PostgresTransaction(Transaction):
         return None if record is None or is_expired(record) else record
 
     def _find(self, scope: str, key: str) -> Plan[Record | None]:
-        rows = yield from self._execute((self._sql.find_here, [storable(scope), storable(key), self._database.shift]))
+        rows = yield from self._execute(
+            (self._sql.find_here, [escape_text(scope), escape_text(key), self._database.shift])
+        )
         return read_record(rows[0]) if rows else None
 
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        result = [outcome.status, encode_outcome(outcome), outcome.digest(), clean(note), audit]
+        result = [outcome.status, encode_outcome(outcome), outcome.digest(), escape_text(note), audit]
         self._writes.append((self._sql.settle_here, [*self._end_values(held, retention), *result]))
         return
         yield
@@ -137,7 +139,7 @@ class PostgresTransaction(Transaction):
         yield
 
     def _end_values(self, held: Lease, retention: float) -> list[Any]:
-        return [*map(storable, held.operation.id), held.token, min(retention, LONGEST_SPAN), self._database.shift]
+        return [*map(escape_text, held.operation.id), held.token, min(retention, LONGEST_SPAN), self._database.shift]
 
     def query(self, text: str, values: Sequence[Any]) -> Plan[Rows]:
         return (yield from self._adapter.execute((prepared(text), values)))  # its errors are the user's own

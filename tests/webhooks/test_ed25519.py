@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import builtins
-import sys
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore.errors import ConfigurationError, MissingDriver, WebhookError
-from oncemore.webhooks.ed25519 import Ed25519Key
-from oncemore.webhooks.signature import SIGNATURE, Signing, new_key_pair, new_secret, public_key
+from oncemore.webhooks.signature import SIGNATURE, Ed25519Key, Signing, new_key_pair, new_secret, public_key
 
 from ..unit.test_signature import BODY, SECRET, VECTOR, WHEN, signing
 
@@ -110,7 +108,6 @@ def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return real(name, *args, **more)
 
-    monkeypatch.delitem(sys.modules, "oncemore.webhooks.ed25519")
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingDriver, match=r"pip install 'oncemore\[cryptography\]'"):
         Signing(PRIVATE_KEY)

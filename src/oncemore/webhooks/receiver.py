@@ -151,8 +151,31 @@ class Receiver:
     def django(self) -> Callable[..., Any]:
         """The Django view, for `path("webhooks/stripe", receiver.django)`.  It is exempt from CSRF checks."""
         with naming_extras("receiver.django"):
-            from .django import make_view
-        return make_view(self._match.rule, self._answer, refusal, WRONG_METHOD)
+            from asgiref.sync import async_to_sync
+            from django.db import connections, transaction  # type: ignore[import-untyped]
+            from django.views.decorators.csrf import csrf_exempt  # type: ignore[import-untyped]
+
+        from ..web.django.request import body_of, request_of
+        from ..web.django.response import to_django
+
+        async def wait(coroutine: Coroutine[Any, Any, Received]) -> Received:
+            return await coroutine
+
+        def receive_webhook(request: Any) -> Any:
+            if request.method != "POST":
+                return to_django(WRONG_METHOD)
+            try:
+                body = body_of(request, self._match.rule)
+            except OncemoreError as error:
+                return to_django(refusal(error))
+            # An async handler runs on an event loop, and what it does by Django's ORM is done on this request's thread.
+            return to_django(run(self._answer(request_of(request).headers, body, async_to_sync(wait))))
+
+        # The inbox opens and commits the transaction itself, also with ATOMIC_REQUESTS.
+        view: Callable[..., Any] = csrf_exempt(receive_webhook)
+        for alias in connections:
+            view = transaction.non_atomic_requests(using=alias)(view)
+        return view
 
     def fastapi(self, path: str) -> APIRouter:
         """Return a router with one route, for `app.include_router(receiver.fastapi("/webhooks/stripe"))`.

@@ -15,17 +15,23 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from secrets import token_bytes, token_hex
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .._contract.policy import duration
 from .._ledger.connect import naming_extras
 from .._runtime.clock import SYSTEM, TimeSource
 from ..errors import ConfigurationError, WebhookError
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
 SVIX = ("svix-id", "svix-timestamp", "svix-signature")  # the same three, as Svix calls them
 PREFIX = "whsec_"
-KEY_PREFIXES = ("whsk_", "whpk_")  # Ed25519: see `ed25519`
+PRIVATE, PUBLIC = "whsk_", "whpk_"  # of Ed25519 keys
+SIGNATURE_LENGTH = 64  # bytes of an Ed25519 signature
+# A private key is its seed, or the seed and the public key behind it, as libsodium and Svix write it.
+SEED, PUBLIC_LENGTH = 32, 32  # bytes
 
 SHORTEST = 24  # bytes of a secret, as the standard requires
 # No full stop: it joins id, timestamp and body, so with one in the id, two messages could have the same signed text.
@@ -73,6 +79,55 @@ class HmacSecret:
         expected = self.sign(content).encode()
         matches = [hmac.compare_digest(one.encode(), expected) for one in offered]
         return any(matches)
+
+
+class Ed25519Key:
+    """A private or public Ed25519 key (version v1a).  Both verify; only a private one signs."""
+
+    version = "v1a"
+
+    def __init__(self, text: str) -> None:
+        self._private: Ed25519PrivateKey | None = None
+        prefix, data = text[:5], decode_key(text)
+        with naming_extras("A webhook key of version v1a"):
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+        if prefix == PUBLIC:
+            self._public = Ed25519PublicKey.from_public_bytes(data)
+        else:
+            self._private = Ed25519PrivateKey.from_private_bytes(data[:SEED])
+            self._public = self._private.public_key()
+            if data[SEED:] not in (b"", self._public.public_bytes_raw()):
+                raise ConfigurationError(
+                    f"A {PRIVATE} key is damaged: its second half is not the public key of the first"
+                )
+
+    @property
+    def signs(self) -> bool:
+        return self._private is not None
+
+    @property
+    def public(self) -> str:
+        """The public key as text, for the receivers."""
+        return PUBLIC + base64.b64encode(self._public.public_bytes_raw()).decode()
+
+    def sign(self, content: bytes) -> str:
+        assert self._private is not None, "`Signing` signs only with keys that can"
+        return base64.b64encode(self._private.sign(content)).decode()
+
+    def matches(self, content: bytes, offered: Sequence[str]) -> bool:
+        return any(self._verify(content, text) for text in offered)
+
+    def _verify(self, content: bytes, text: str) -> bool:
+        from cryptography.exceptions import InvalidSignature
+
+        try:
+            signature = base64.b64decode(text, validate=True)
+            if len(signature) != SIGNATURE_LENGTH:
+                return False
+            self._public.verify(signature, content)
+        except (binascii.Error, ValueError, InvalidSignature):
+            return False
+        return True
 
 
 class Signing:
@@ -197,9 +252,7 @@ def header_text(value: object) -> str:
 
 def read_key(secret: str | bytes) -> Key:
     """Return the key for a secret, or raise ConfigurationError, which never shows the secret."""
-    if isinstance(secret, str) and secret.startswith(KEY_PREFIXES):
-        with naming_extras("A webhook key of version v1a"):
-            from .ed25519 import Ed25519Key
+    if isinstance(secret, str) and secret.startswith((PRIVATE, PUBLIC)):
         return Ed25519Key(secret)
     return HmacSecret(read_secret(secret))
 
@@ -221,6 +274,21 @@ def read_secret(secret: str | bytes) -> bytes:
     return bytes(secret)
 
 
+def decode_key(text: str) -> bytes:
+    """Return the bytes of a key, or raise ConfigurationError, which never shows the key."""
+    prefix, rest = text[:5], text[5:]
+    try:
+        data = base64.b64decode(rest + "=" * (-len(rest) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise ConfigurationError(f"A webhook key is not base64: write it as {prefix}...") from None
+    lengths = (PUBLIC_LENGTH,) if prefix == PUBLIC else (SEED, SEED + PUBLIC_LENGTH)
+    if len(data) not in lengths:
+        raise ConfigurationError(
+            f"A {prefix} key has {len(data)} bytes, but needs {' or '.join(map(str, lengths))}; new_key_pair() makes one"
+        )
+    return data
+
+
 def new_secret() -> str:
     """Return a random secret, to be shared with one receiver."""
     return PREFIX + base64.b64encode(token_bytes(32)).decode()
@@ -229,15 +297,14 @@ def new_secret() -> str:
 def new_key_pair() -> tuple[str, str]:
     """Return a random Ed25519 key pair: `whsk_...` for the sender, and `whpk_...` for the receivers."""
     with naming_extras("A webhook key of version v1a"):
-        from .ed25519 import new_private_key
-    private = new_private_key()
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    key = Ed25519PrivateKey.generate()
+    private = PRIVATE + base64.b64encode(key.private_bytes_raw() + key.public_key().public_bytes_raw()).decode()
     return private, public_key(private)
 
 
 def public_key(private: str) -> str:
     """Return the public key (`whpk_...`) that belongs to a private one (`whsk_...`)."""
-    with naming_extras("A webhook key of version v1a"):
-        from .ed25519 import Ed25519Key
     return Ed25519Key(private).public
 
 

@@ -146,7 +146,7 @@ AROUND = {
     "Django": ("INSTALLED_APPS, MIDDLEWARE = [], []", ""),
     "aiohttp": ("from aiohttp import web; app = web.Application()", ""),
     "Any function": ("", "def send_invoice(invoice_id: int) -> None: ..."),
-    "A client that retries": ("import httpx; from oncemore import Retry", ""),
+    "A client that retries": ("", ""),
 }
 
 

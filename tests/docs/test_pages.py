@@ -26,7 +26,7 @@ from oncemore._ledger.guard import Guard
 from oncemore._ledger.model import Operation, Outcome
 from oncemore._runtime.plan import run
 from tests.client.server import Server, answer, performed
-from tests.support.processes import without_coverage
+from tests.support.processes import run_to_end, without_coverage
 
 from .pages import BLOCKS, ROOT, Block, commands
 
@@ -104,7 +104,7 @@ def test_python_block_runs_twice(block: Block, replacements: dict[str, str], tmp
     command = [sys.executable, "run.py", "example.py"]
     printed = ""
     for _ in ("as pasted", "pasted again, in the same folder"):
-        ran = subprocess.run(command, cwd=tmp_path, env=without_coverage(), capture_output=True, text=True, timeout=100)
+        ran = run_to_end(command, cwd=tmp_path, env=without_coverage(), timeout=100)
         assert ran.returncode == 0, ran.stderr
         printed += ran.stdout
     if "sending invoice 42" in printed:  # called four times, it sends once

@@ -168,7 +168,16 @@ class Connection:
         """Return a future of the result of *work*, which this connection's own thread does."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._thread.submit(answer_on, loop, future, partial(self.use, work))
+        try:
+            self._thread.submit(answer_on, loop, future, partial(self.use, work))
+        except (
+            RuntimeError
+        ):  # no thread can be had: the main thread has ended, the system has too many, or `close` runs
+            try:
+                result: Any = self.use(work)
+            except Exception as error:
+                result = error
+            set_result(future, result)
         return future
 
     def _try(self, work: Work[T]) -> T:
@@ -257,6 +266,10 @@ class Write(Use[T]):
 
 def answer_on(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], job: Callable[[], T]) -> None:
     """Do *job* on this thread, and give its result to *future* on *loop*, even if the caller has gone meanwhile."""
+    if (
+        future.done() and not future.cancelled()
+    ):  # the loop did it: no thread could be started for it, but one for the next
+        return
     try:
         answer: Any = job()
     except BaseException as error:

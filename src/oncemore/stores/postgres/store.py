@@ -109,6 +109,7 @@ class PostgresStore:
         self._claims = Batcher(self._batches.run_claims, limit=BATCH_LIMIT, undo=self._batches.undo_claims)
         self._writes = Batcher(self._batches.run_writes, limit=BATCH_LIMIT)
         # Calls for records that open transactions have locked.  They wait here, so that no other call waits with them.
+        self._locked: set[Id] = set()  # the records, until a call finds one free
         self._locked_calls = Batcher(
             self._batches.run_locked,
             limit=BATCH_LIMIT,
@@ -160,14 +161,19 @@ class PostgresStore:
 
     def _submit(self, batcher: Batcher[Item], item: Item) -> Plan[Any]:
         """The item's answer.  Raises StoreTimeout if another transaction keeps its record locked for too long."""
-        answer = yield Submit(batcher, item)
+        answer = LOCKED if item.id in self._locked else (yield Submit(batcher, item))
         while answer is LOCKED:
             waited = SYSTEM.monotonic() - item.asked
             if waited > self.database.timeout / 5:
                 raise StoreTimeout(
                     f"Another transaction kept the record of this key locked for {waited:.1f} s; retry later"
                 )
+            if len(self._locked) >= MOST_REMEMBERED:
+                self._locked.clear()
+            self._locked.add(item.id)
             answer = yield Submit(self._locked_calls, item)
+            if answer is not LOCKED:
+                self._locked.discard(item.id)
         return answer
 
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:

@@ -82,6 +82,35 @@ async def serve() -> None:
 
 threading.Thread(target=lambda: asyncio.run(serve())).start()
 """
+DROPPED_ON_A_THREAD = """
+import asyncio
+import threading
+import time
+from contextlib import suppress
+
+from oncemore import Guard, current_operation, once
+
+guard = Guard("sqlite:///once.db?timeout=1s")
+
+
+@once(guard, key="charge:{order}", effect="transaction")
+async def charge(order: str, dropped: bool = False) -> str:
+    if dropped:  # as if nobody could wait for the rollback
+        current_operation().transaction.drop()
+    return order
+
+
+async def serve() -> None:
+    with suppress(RuntimeError):  # once the main thread has ended
+        while True:
+            await asyncio.to_thread(time.sleep, 0.01)
+    with suppress(Exception):
+        await charge("A-1", dropped=True)
+    print(await charge("A-2"))
+
+
+threading.Thread(target=lambda: asyncio.run(serve())).start()
+"""
 WAYS = {
     "a script": ["tasks.py"],
     "a module": ["-m", "tasks"],
@@ -125,6 +154,11 @@ def test_loop_that_outlives_the_main_thread_keeps_outcomes(tmp_path: Path) -> No
     """Python's executors take no work any more, but a server on a thread of its own goes on."""
     (tmp_path / "served.py").write_text(SERVED_ON_A_THREAD)
     assert python(tmp_path, "served.py") == "charged A-1\nA-1 A-1\n"
+
+
+def test_dropped_transaction_frees_the_file_after_main_thread(tmp_path: Path) -> None:
+    (tmp_path / "served.py").write_text(DROPPED_ON_A_THREAD)
+    assert python(tmp_path, "served.py") == "A-2\n"
 
 
 def python(folder: Path, *words: str) -> str:

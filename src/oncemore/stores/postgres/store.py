@@ -146,15 +146,16 @@ class PostgresStore:
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
         self._listener.listen()  # also for the guard's cache, which must hear of deletions
+        claim = Claim(operation, self.holder.next(), min(lease, LONGEST_SPAN))
         item = Item(
             "claim",
             operation.id,
-            operation,
+            claim,
             request or None,
             name=escape_text(operation.name),
             fingerprint=escape_text(operation.fingerprint),
-            holder=self.holder.next(),
-            lease=min(lease, LONGEST_SPAN),
+            holder=claim.holder,
+            lease=claim.lease,
         )
         check_length(*item.id)
         return (yield from self._submit(self._claims, item))  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from ..._ledger.decisions import not_deletable, not_resolvable
 from ..._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_outcome, state_of
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State
 from ..._ledger.store import Filter, Page, Stats, Store
-from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, features, not_a_place, not_in_transaction
+from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, not_a_place, not_in_transaction
 from ..._ledger.transactions import Query, Rows, Statement, TransactionAdapter, TransactionSource
 from ..._runtime.batching import Batcher, Submit
 from ..._runtime.clock import SYSTEM
@@ -30,7 +30,7 @@ from .listener import PostgresListener
 from .pipeline import Pipeline
 from .psycopg import IDLE, FeatureTransaction, JoinedBelowDjango, JoinedPsycopg, OwnSource
 from .rows import LONGEST_SPAN, Item, check_length, encode_rows, escape_text, read_record
-from .session import HOW_TO_CREATE, Database
+from .session import Database
 from .statements import prepared
 
 OPTIONS: dict[str, Any] = {
@@ -75,8 +75,7 @@ def url_of(settings: Mapping[str, Any], options: Mapping[str, str]) -> str:
 def schema(url: str) -> str:
     """The script that creates the tables, with comments for an administrator."""
     _, options = take_options(url, OPTIONS)
-    names = tables.names(options["schema"], options["prefix"])
-    return "\n".join([tables.script(names), *(tables.feature_script(names, feature) for feature in features())])
+    return tables.script(tables.names(options["schema"], options["prefix"]))
 
 
 class PostgresStore:
@@ -329,38 +328,12 @@ class PostgresTables:
     def __init__(self, database: Database, batches: Batches) -> None:
         self.database = database
         self.batches = batches
-        self._ready: set[str] = set()
 
     def statement(self, text: str) -> Statement:
         return prepared(text.format(**self.database.names, now=NOW))
 
     def ready(self, feature: Feature) -> Plan[None]:
-        if feature.name in self._ready:
-            return
-        yield from self.database.ready()
-        names = self.database.names
-        version = yield from self._version(feature)
-        if version > feature.version:
-            raise ConfigurationError(
-                f"The tables of the {feature.name} are of version {version}, made by a newer release; this one knows "
-                f"{feature.version}: upgrade it"
-            )
-        if version < feature.version:
-            if not self.database.create:
-                raise ConfigurationError(
-                    f"The tables of the {feature.name} are missing or outdated, and create=false; {HOW_TO_CREATE}"
-                )
-            yield from self.database.admin_rows(Statement(tables.feature_block(names, feature)), ())
-        self._ready.add(feature.name)
-
-    def _version(self, feature: Feature) -> Plan[int]:
-        known = Statement(f"SELECT to_regclass('{self.database.names['features']}') IS NOT NULL")
-        [(exists,)] = yield from self.database.admin_rows(known, ())
-        if not exists:
-            return 0
-        statement = Statement(tables.FEATURE_VERSION.format(**self.database.names))
-        rows = yield from self.database.admin_rows(statement, (feature.name,))
-        return int(rows[0][0]) if rows else 0
+        return self.database.ready(feature)
 
     def ready_in(self, feature: Feature, adapter: Executes) -> Plan[None]:
         """Make the tables on a connection of our own: nobody else can use a table that the user has not committed."""

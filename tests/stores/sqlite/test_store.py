@@ -117,9 +117,9 @@ def test_tables_of_a_newer_version_are_left_alone(path: Path, url: str, store: S
     claimed(store)
     store.close()
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE oncemore_meta SET version = 99")
+        connection.execute("UPDATE oncemore_features SET version = 99")
     for each in (store, connect(f"{url}?create=false")):
-        with pytest.raises(ConfigurationError, match="99, newer than"):
+        with pytest.raises(ConfigurationError, match="99, made by a newer release"):
             claimed(each)
 
 

@@ -167,9 +167,8 @@ class Database:
             texts += [tables.block(self.names, feature), "COMMIT"]
             try:
                 yield Pipeline(connection, [(Statement(text), ()) for text in texts], deadline)
-            except (
-                psycopg.Error
-            ) as error:  # the connection is closed when it is given back, and the transaction with it
+            except psycopg.Error as error:
+                # The connection is closed when it is given back, and the transaction with it.
                 if is_lost(error):
                     raise
                 if error.sqlstate in SERIALIZATION_FAILURES | CREATED_MEANWHILE:

@@ -51,7 +51,7 @@ from .batch import (
     find_record,
     run_batch,
 )
-from .statements import NOW, SqliteStatements, feature_statements, make_ready, script
+from .statements import NOW, SqliteStatements, TableMaker, make_ready, script
 from .transactions import (
     JoinedSqlite,
     LedgerFile,
@@ -142,8 +142,8 @@ class SqliteStore:
         pragmas: dict[str, object] = {"synchronous": options["synchronous"]}
         if options["foreign_keys"]:  # else as SQLite was built: off, mostly
             pragmas["foreign_keys"] = True
-        create: bool = options["create"]
-        prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=self.path)
+        maker = TableMaker(self.path, options["prefix"], create=options["create"])
+        prepare = partial(make_ready, tables=maker, pragmas=pragmas)
         open_file = partial(Connection, self.path, prepare, overwrite=self.sql.overwrite, timeout=self.timeout)
         self._writer = open_file(threaded=options["thread"] == "always")
         self._reader = self._writer if self.path == MEMORY else open_file()
@@ -151,7 +151,7 @@ class SqliteStore:
         self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self.unclaim, can_undo=attrgetter("can_undo"))
         self._own = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self.lender: TransactionSource = self._own
-        self.tables = SqliteTables(self, self._writer, self._reader, self._own, create=create)
+        self.tables = SqliteTables(self, self._writer, self._reader, self._own, maker)
         self._sweep = Sweep()
         self._ready = False
 
@@ -291,13 +291,13 @@ class SqliteTables:
     dialect: Dialect = "sqlite"
 
     def __init__(
-        self, store: LedgerFile, writer: Connection, reader: Connection, source: SqliteSource, *, create: bool
+        self, store: LedgerFile, writer: Connection, reader: Connection, source: SqliteSource, maker: TableMaker
     ) -> None:
         self.store = store
         self._writer = writer
         self._reader = reader
         self._source = source
-        self._create = create
+        self._maker = maker
         self._ready: set[str] = set()
         self._made_in_transactions: set[str] = set()
 
@@ -306,19 +306,8 @@ class SqliteTables:
 
     def ready(self, feature: Feature) -> Plan[None]:
         if feature.name not in self._ready:
-            yield Use(self._writer, partial(self._make, feature))
+            yield Use(self._writer, partial(self._maker.make, feature=feature))
             self._ready.add(feature.name)
-
-    def _make(self, feature: Feature, connection: sqlite3.Connection) -> None:
-        def version() -> int:
-            exists = run_queries(connection, [self._exists])
-            return as_version(run_queries(connection, [self._version(feature)]) if exists else ())
-
-        if self._missing(feature, version()):
-            connection.execute("BEGIN IMMEDIATE")
-            for text in self._missing(feature, version()):  # again: another process may just have done it
-                connection.execute(text)
-            connection.execute("COMMIT")
 
     def ready_in(self, feature: Feature, adapter: Executes) -> Plan[None]:
         """Make the tables in the user's transaction: it may have locked the file, and then nobody else can make them.
@@ -327,40 +316,16 @@ class SqliteTables:
         """
         if feature.name in self._ready:
             return
-        rows: Rows = yield from adapter.execute(self._exists)
+        rows: Rows = yield from adapter.execute((Statement(self._maker.exist), ()))
         if rows:
-            rows = yield from adapter.execute(self._version(feature))
-        missing = self._missing(feature, as_version(rows))
+            rows = yield from adapter.execute((Statement(self._maker.version), (feature.name,)))
+        missing = self._maker.missing(feature, rows)
         for text in missing:
             yield from adapter.execute((Statement(text), ()))
         if missing:
             self._made_in_transactions.add(feature.name)
         elif feature.name not in self._made_in_transactions:
             self._ready.add(feature.name)
-
-    @property
-    def _exists(self) -> Query:
-        return Statement("SELECT 1 FROM sqlite_schema WHERE name = ?1"), (f"{self.store.sql.prefix}features",)
-
-    def _version(self, feature: Feature) -> Query:
-        return Statement(f"SELECT version FROM {self.store.sql.prefix}features WHERE name = ?1"), (feature.name,)
-
-    def _missing(self, feature: Feature, version: int) -> list[str]:
-        """The statements that bring the tables from *version* to the latest."""
-        latest = len(feature.sqlite)
-        if version == latest:
-            return []
-        if version > latest:
-            raise ConfigurationError(
-                f"{self.store.path}: the tables of the {feature.name} are of version {version}, made by a newer release; this "
-                f"one knows {latest}: upgrade it"
-            )
-        if not self._create:
-            raise ConfigurationError(
-                f"{self.store.path}: the tables of the {feature.name} are missing or old, and create=false; run the script "
-                "from oncemore.stores.schema(url)"
-            )
-        return feature_statements(self.store.sql.prefix, feature, since=version)
 
     def execute(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:
         if all(statement.text.lstrip().startswith("SELECT") for statement, _ in queries):
@@ -410,10 +375,6 @@ class SqliteTables:
 
     def listen(self) -> None:
         """Nothing to hear."""
-
-
-def as_version(rows: Rows) -> int:
-    return int(rows[0][0]) if rows else 0
 
 
 def run_together(connection: sqlite3.Connection, *, queries: Sequence[Query], begin: str) -> list[Rows]:

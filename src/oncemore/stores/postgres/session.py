@@ -60,27 +60,28 @@ class Database:
         """Create the tables of the ledger, or of *feature*, unless they are known to be there."""
         feature = feature or tables.LEDGER
         if feature.name not in self._ready:
-            yield from self._patient_rows(self.admin, (), ADMIN_PATIENCE, feature)
+            yield from self._patient_rows(self.admin, [], ADMIN_PATIENCE, feature)
 
     def rows(self, statement: Statement, values: Sequence[Any], deadline: float) -> Plan[Rows]:
         """The rows of a statement for claims or writes, which may be sent twice.  It is sent again until *deadline*.
 
         Raises a StoreError if the server does not answer in time, and psycopg.Error if it refuses the statement.
         """
-        (rows,) = yield from self._send(self.connections, [(statement, values)], deadline, deadline)
+        (rows,) = yield from self._send(self.connections, [(statement, values)], deadline, deadline, tables.LEDGER)
         return rows
 
     def admin_rows(self, statement: Statement, values: Sequence[Any]) -> Plan[Rows]:
         """The rows of an operator's statement.  Once the server was reached, it may take a minute."""
-        (rows,) = yield from self._patient_rows(self.admin, [(statement, values)], ADMIN_PATIENCE)
+        (rows,) = yield from self._patient_rows(self.admin, [(statement, values)], ADMIN_PATIENCE, tables.LEDGER)
         return rows
 
     def feature_rows(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:
         """The rows of each statement of a feature.  They run in one transaction, and may be sent twice."""
-        return self._patient_rows(self.features, queries, ADMIN_PATIENCE if patient else self.timeout)
+        patience = ADMIN_PATIENCE if patient else self.timeout
+        return self._patient_rows(self.features, queries, patience, tables.LEDGER)
 
     def _patient_rows(
-        self, connections: Connections, queries: Sequence[Query], patience: float, feature: Feature | None = None
+        self, connections: Connections, queries: Sequence[Query], patience: float, feature: Feature
     ) -> Plan[list[Rows]]:
         now = SYSTEM.monotonic()
         try:
@@ -89,15 +90,9 @@ class Database:
             raise translate_error(error) from error
 
     def _send(
-        self,
-        connections: Connections,
-        queries: Sequence[Query],
-        deadline: float,
-        answer_by: float,
-        feature: Feature | None = None,
+        self, connections: Connections, queries: Sequence[Query], deadline: float, answer_by: float, feature: Feature
     ) -> Plan[list[Rows]]:
-        """Send *queries* once the tables of *feature*, or else of the ledger, are there."""
-        feature = feature or tables.LEDGER
+        """Send *queries* once the tables of *feature* are there."""
         pause, failure = 0.0, psycopg.Error("no time was left for it")
         while SYSTEM.monotonic() + pause < deadline:
             if pause:

@@ -1,4 +1,4 @@
-"""Runs the store's statements on its own connections: sets them up, creates the tables, and sends again what was lost."""
+"""Runs the store's statements on its own connections: sets them up, creates the tables, and sends lost statements again."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ WITH gone AS (
 )
 INSERT INTO {{archive}} ({ARCHIVED}) SELECT {ARCHIVED} FROM gone ON CONFLICT DO NOTHING"""
 
-# The same for one record, inside an effect's transaction.  $1 scope, $2 key, $3 shift
+# ARCHIVE for one record, inside an effect's transaction.  $1 scope, $2 key, $3 shift
 ARCHIVE_HERE = f"""
 WITH gone AS (
     DELETE FROM {{records}} r

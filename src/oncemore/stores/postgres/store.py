@@ -312,7 +312,7 @@ class PostgresStore:
         self.database.close()
 
     async def aclose(self) -> None:
-        """The same, and also close the connections of the running event loop."""
+        """Do the same, and close the connections of the running event loop."""
         for batcher in (self._claims, self._writes, self._locked_calls):
             await batcher.drain()
         await self.lender.aclose()

@@ -4,8 +4,8 @@
     sqlite:////var/lib/once.db  a file by its whole path
     sqlite://                   in memory, for this store alone
 
-Each commit is on the disk before anyone hears of it (WAL, `synchronous=FULL`); what callers ask for at the same time is
-committed together.  The file must be on a local disk.  Options, as `?name=value`:
+Each commit is on the disk before anyone hears of it (WAL, `synchronous=FULL`); concurrent calls are committed together.
+The file must be on a local disk.  Options, as `?name=value`:
 
     create=true         make the tables on first use; with false they must exist: see `oncemore.stores.schema(url)`
     foreign_keys=false  with true, the foreign keys of your own tables are enforced in transactions: SQLite ignores them by itself
@@ -359,8 +359,8 @@ class SqliteTables:
         path = next((row[2] for row in rows if row[1] == "main"), "")
         if self.store.path == MEMORY or os.path.realpath(path) != os.path.realpath(self.store.path):
             raise ConfigurationError(
-                f"This {type(place).__name__} is on {path or MEMORY!r}, and the guard on {self.store.path!r}: what must commit "
-                "together must be in one file"
+                f"This {type(place).__name__} is on {path or MEMORY!r}, and the guard on {self.store.path!r}: rows can "
+                "commit together only in one file"
             )
 
     pooled = False

@@ -1,4 +1,4 @@
-"""The SQL of the SQLite ledger: statements for one row, and for many rows at once; the tables, and the set-up of a connection."""
+"""The SQL of the SQLite ledger: statements for one row and for many; the tables, and the set-up of a connection."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ class SqliteStatements:
         self.delete = f"DELETE FROM {records} WHERE token = ?"
         # Keep an expired record, if its rule says so.
         self.archive = f"INSERT INTO {archive} ({ARCHIVED}) SELECT {ARCHIVED} FROM {records} WHERE audit AND token = ?"
-        # The purge: first what is to be archived, then the same records gone.  Both at the time that is parameter 1, or
-        # what expires between the two would be lost.
+        # The purge: the audited records are archived, then all are deleted.  Both at the time that is parameter 1, or a
+        # record that expires between the two would be lost.
         expired = f"SELECT token FROM {records} WHERE expires_at <= ?1 ORDER BY expires_at, token LIMIT ?2"
         self.archive_expired = (
             f"INSERT INTO {archive} ({ARCHIVED}) SELECT {ARCHIVED} FROM {records} WHERE audit AND token IN ({expired})"

@@ -70,7 +70,7 @@ def is_busy(error: BaseException) -> bool:
 
 
 def is_bad_value(error: BaseException) -> bool:
-    """Whether *error* concerns what was asked, rather than the file or its lock."""
+    """Whether *error* concerns the caller's values, rather than the file or its lock."""
     return isinstance(error, BAD_VALUES) and code(error) not in FAULTS and not is_busy(error)
 
 

@@ -73,9 +73,10 @@ OPTIONS = {
 }
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
 
-# A purge goes in slices of so many records, a few milliseconds each, so that a claim never waits long for the commit that it
-# shares.  After each, it rests for so many times as long.
-SLICE, REST = 250, 0.5
+# A purge goes in slices of about SLICE_SECONDS, so that a claim never waits long for the commit that it shares.  While the
+# store is busy, a slice takes longer, and the next one is smaller.  After each, it rests for so many times as long.
+SMALLEST_SLICE, LARGEST_SLICE = 50, 2000  # records
+SLICE_SECONDS, REST = 0.005, 0.5
 
 FILES = (Statement("PRAGMA database_list"), ())
 
@@ -247,12 +248,15 @@ class SqliteStore:
         return known
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
-        total = 0
+        total, size = 0, SMALLEST_SLICE
         while total < batch:
-            most = min(SLICE, batch - total)
+            most = min(size, batch - total)
             start = time.monotonic()
             gone: int = yield from self._change(NO_RECORD, partial(SqliteBatch.purge, most=most))
             took = time.monotonic() - start
+            # At most halved or doubled, because a single slice may have waited for another process.
+            size = int(size * min(2.0, max(0.5, SLICE_SECONDS / max(took, 1e-6))))
+            size = min(LARGEST_SLICE, max(SMALLEST_SLICE, size))
             total += gone
             if gone:
                 yield Use(self._reader, empty_log)

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from psycopg_pool import ConnectionPool
 
-from oncemore.errors import TransactionEnded
+from oncemore.errors import MissingDriver, TransactionEnded
 from oncemore.stores import _compat
 
 
@@ -25,10 +25,17 @@ async def test_aiosqlite_runs_a_function_on_its_thread(tmp_path: Path) -> None:
         return raw.execute("SELECT 7").fetchone(), threading.current_thread()
 
     row, thread = await _compat.run_in_aiosqlite(connection, work)
-    assert (row, thread) == ((7,), _compat.thread_of(connection))
+    assert (row, thread) == ((7,), connection._thread)
     assert thread.daemon
     await asyncio.to_thread(_compat.stop_aiosqlite, connection)
     assert not thread.is_alive()
+
+
+async def test_aiosqlite_that_cannot_be_stopped_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 0.22.1: a transaction that is dropped would keep the file locked for ever."""
+    monkeypatch.delattr(aiosqlite.Connection, "stop")
+    with pytest.raises(MissingDriver, match=r"aiosqlite 0\.22\.1 or newer"):
+        await _compat.open_aiosqlite(str(tmp_path / "file.db"))
 
 
 async def test_aiosqlite_closed_connection_is_refused(tmp_path: Path) -> None:

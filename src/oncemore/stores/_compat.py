@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,18 +18,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# aiosqlite 0.20 to 0.22
+# aiosqlite 0.22.1
 
 
 def check_aiosqlite() -> None:
-    """Raise MissingDriver unless aiosqlite can be imported."""
+    """Raise MissingDriver unless there is an aiosqlite whose connections can be stopped, which gives up their locks."""
     try:
-        import aiosqlite  # noqa: F401
-    except ModuleNotFoundError as error:
+        from aiosqlite import Connection
+    except ModuleNotFoundError:
+        found = False
+    else:
+        found = hasattr(Connection, "stop")
+    if not found:
         raise MissingDriver(
-            "effect = 'transaction' on sqlite:/// from an event loop needs a driver; install it with: "
+            "effect = 'transaction' on sqlite:/// from an event loop needs aiosqlite 0.22.1 or newer; install it with: "
             "pip install 'oncemore[aiosqlite]'"
-        ) from error
+        )
 
 
 async def open_aiosqlite(path: str, **settings: Any) -> aiosqlite.Connection:
@@ -39,7 +42,7 @@ async def open_aiosqlite(path: str, **settings: Any) -> aiosqlite.Connection:
     import aiosqlite
 
     connection = aiosqlite.connect(path, **settings)
-    thread_of(connection).daemon = True
+    connection._thread.daemon = True
     return await connection
 
 
@@ -55,12 +58,7 @@ async def run_in_aiosqlite(connection: aiosqlite.Connection, work: Callable[[sql
 def stop_aiosqlite(connection: aiosqlite.Connection) -> None:
     """End the connection and its thread.  Call this on a thread without a loop: aiosqlite then tells no loop of it."""
     connection.stop()
-    thread_of(connection).join(5)
-
-
-def thread_of(connection: Any) -> threading.Thread:
-    thread: threading.Thread = getattr(connection, "_thread", connection)  # before 0.22 it was the thread itself
-    return thread
+    connection._thread.join(5)
 
 
 # asyncpg 0.29 to 0.32

@@ -54,7 +54,7 @@ def postgres_store(alias: str, said: Mapping[str, Any], options: Mapping[str, st
 
 
 def libpq_settings(said: Mapping[str, Any]) -> dict[str, Any]:
-    """libpq's settings for what settings.DATABASES says: the ledger has connections of its own, through psycopg."""
+    """libpq's settings for an entry of settings.DATABASES: the ledger has connections of its own, through psycopg."""
     from psycopg.pq import Conninfo
 
     known = {option.keyword.decode() for option in Conninfo.get_defaults()}

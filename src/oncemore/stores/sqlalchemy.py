@@ -150,7 +150,7 @@ class NoCommitSession(Session):
 
 
 class NoCommitAsyncSession(AsyncSession):
-    """The same for an AsyncEngine."""
+    """A NoCommitSession for an AsyncEngine."""
 
     sync_session_class = NoCommitSession
     sync_session: NoCommitSession
@@ -293,7 +293,7 @@ class SqlalchemyAdapter:
 
 
 class PipelineAdapter(SqlalchemyAdapter):
-    """The same on psycopg, with the ledger's statements in libpq pipelines on the connection below: no round trip more."""
+    """Sends the ledger's statements in libpq pipelines, on the psycopg connection below: no round trip more."""
 
     def __init__(self, engine: Engine | AsyncEngine) -> None:
         from .postgres import pipeline, psycopg  # here, because an engine on SQLite does without psycopg

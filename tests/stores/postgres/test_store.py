@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -18,7 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from oncemore._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_outcome
 from oncemore._ledger.store import Filter
-from oncemore._runtime.plan import arun, run
+from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import (
     Fenced,
     InvalidKey,
@@ -28,7 +29,7 @@ from oncemore.errors import (
 )
 from oncemore.stores.postgres import PostgresStore, session
 from oncemore.stores.postgres.pipeline import Pipeline
-from oncemore.stores.postgres.rows import escape_text, unescape_text
+from oncemore.stores.postgres.rows import Item, escape_text, unescape_text
 from oncemore.testing.machine import store_machine
 from oncemore.testing.stores import DONE, LEASE, RETENTION, StoreContract
 
@@ -152,6 +153,32 @@ async def test_calls_beside_locked_records_do_not_wait(
     assert record is not None
     assert record.outcome == DONE
     await store.aclose()
+
+
+async def test_later_calls_for_a_locked_record_join_no_batch(
+    store: PostgresStore, server: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would hold up the batch that it is in."""
+    mine = await arun(store.claim(Operation("s", "mine"), lease=LEASE))
+    run_batch, batched = store._writes.run_batch, list[str]()
+
+    def noting(items: list[Item]) -> Plan[Sequence[Any]]:
+        batched.extend(item.row.key for item in items)
+        return run_batch(items)
+
+    monkeypatch.setattr(store._writes, "run_batch", noting)
+    with server.transaction():
+        server.execute(f"SELECT FROM {store.database.names['records']} WHERE key = 'mine' FOR UPDATE")
+        first = asyncio.create_task(arun(store.settle(mine, DONE, retention=RETENTION)))
+        async with asyncio.timeout(10):
+            while not store._locked:
+                await asyncio.sleep(0.01)
+        later = asyncio.create_task(arun(store.settle(mine, DONE, retention=RETENTION)))
+        await asyncio.sleep(0.1)
+    await first
+    await later
+    await arun(store.settle(mine, DONE, retention=RETENTION))
+    assert batched == ["mine", "mine"]
 
 
 async def test_cancelled_claims_are_undone_and_cancelled_writes_are_kept(

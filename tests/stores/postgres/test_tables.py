@@ -12,6 +12,7 @@ from psycopg import sql
 
 from oncemore._ledger.model import Lease, Operation
 from oncemore._ledger.store import Filter
+from oncemore._ledger.tables import Feature
 from oncemore._runtime.plan import run
 from oncemore.errors import (
     ConfigurationError,
@@ -153,7 +154,7 @@ def test_missing_right_to_create_names_the_script(
         server.execute(f"""
             GRANT USAGE ON SCHEMA {names["schema"]} TO {role};
             GRANT SELECT, INSERT, UPDATE, DELETE ON {names["records"]}, {names["archive"]} TO {role};
-            GRANT SELECT ON {names["version"]} TO {role};
+            GRANT SELECT ON {names["features"]} TO {role};
             GRANT USAGE ON SEQUENCE {names["tokens"]} TO {role}""")
         lease = run(store.claim(Operation("s", "k"), lease=LEASE))  # what the script lists is enough
         run(store.settle(lease, DONE, retention=RETENTION, audit=True))
@@ -184,7 +185,7 @@ def test_statement_is_prepared_again_after_a_migration(store: PostgresStore, ser
 
 def test_tables_of_a_newer_release_are_left_alone(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
     run(store.stats())
-    server.execute(f"UPDATE {store.database.names['version']} SET version = 99")
+    server.execute(f"UPDATE {store.database.names['features']} SET version = 99")
     with pytest.raises(ConfigurationError, match="99, made by a newer release"):
         run(PostgresStore(same(store)).stats())
 
@@ -194,12 +195,12 @@ def test_older_schema_is_migrated_once(
 ) -> None:
     run(store.stats())
     more = "ALTER TABLE {records} ADD COLUMN more integer NOT NULL DEFAULT 7;\n"
-    monkeypatch.setattr(tables, "SCRIPTS", (*tables.SCRIPTS, more))
+    monkeypatch.setattr(tables, "LEDGER", Feature("ledger", tables.FIRST, more))
     stores = [PostgresStore(same(store)) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda each: run(each.stats()), stores))
-    version = server.execute(f"SELECT version FROM {store.database.names['version']}").fetchone()
-    assert version == (len(tables.SCRIPTS),)
+    version = server.execute(f"SELECT version FROM {store.database.names['features']}").fetchone()
+    assert version == (2,)
     for each in stores:
         each.close()
 
@@ -209,7 +210,7 @@ def test_tables_are_made_once_by_processes_that_start_together(
 ) -> None:
     """All of them have found no tables, and wait for the lock of the one that makes them."""
     count = "DO $$ BEGIN PERFORM nextval('{tokens}'); END $$;\n"  # a sequence counts what is rolled back, too
-    monkeypatch.setattr(tables, "SCRIPTS", (tables.FIRST + count,))
+    monkeypatch.setattr(tables, "LEDGER", Feature("ledger", tables.FIRST + count))
     stores = [PostgresStore(url) for _ in range(4)]
     names = stores[0].database.names
     waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
@@ -223,6 +224,24 @@ def test_tables_are_made_once_by_processes_that_start_together(
     assert server.execute(f"SELECT last_value FROM {names['tokens']}").fetchone() == (1,)
     for store in stores:
         store.close()
+
+
+def test_older_process_does_not_set_a_version_back(store: PostgresStore, server: psycopg.Connection[Any]) -> None:
+    """It has found no tables, and waits for a newer release that makes them: the next one would make its changes again."""
+    run(store.ready())
+    names = store.database.names
+    waiting = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    things = Feature("things", "CREATE TABLE IF NOT EXISTS {p}things (id integer);\n")
+    with ThreadPoolExecutor(1) as pool:
+        with server.transaction():
+            server.execute(tables.BEGIN[-1].format(**names))
+            made = pool.submit(run, store.tables.ready(things))
+            assert until(lambda: server.execute(waiting).fetchone() == (1,))
+            server.execute(f"CREATE TABLE IF NOT EXISTS {names['features']} (name text PRIMARY KEY, version integer)")
+            server.execute(f"INSERT INTO {names['features']} VALUES ('things', 2)")
+        made.result()
+    version = f"SELECT version FROM {names['features']} WHERE name = 'things'"
+    assert server.execute(version).fetchone() == (2,)
 
 
 def test_schema_script_does_not_wait_for_open_transactions(url: str, server: psycopg.Connection[Any]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from oncemore import Guard, Policy
 from oncemore._ledger.model import Lease, Operation
 from oncemore._runtime.plan import arun, run
-from oncemore.errors import Suspected
+from oncemore.errors import InvalidKey, Suspected
 from oncemore.stores.sqlite import SqliteStore, connect, writer
 from oncemore.stores.sqlite.batch import NO_RECORD
 from oncemore.testing.stores import StoreContract
@@ -142,20 +142,30 @@ async def test_settle_is_written_though_cancelled_before_its_turn(store: SqliteS
     other.close()
 
 
-async def test_writer_thread_that_failed_to_start_is_retried(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that is short of threads for a moment fails one claim; it must not leave the others waiting for ever."""
+async def test_write_without_a_thread_is_done_by_the_loop(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that is short of threads fails no claim, and the executor's queue does not repeat it later."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    store = connect(url)
+    store, places = connect(f"{url}?thread=always"), list[str]()
+    add = arun(store._change(NO_RECORD, lambda batch: places.append(threading.current_thread().name)))
     with monkeypatch.context() as short:
         short.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError):
-            await arun(store.claim(Operation("scope", "key"), lease=HOUR))
-    claim = arun(store.claim(Operation("scope", "key"), lease=HOUR))
-    assert isinstance(await asyncio.wait_for(claim, 5), Lease)
+        await add
+        assert isinstance(await arun(store.claim(Operation("scope", "key"), lease=HOUR)), Lease)
+        with pytest.raises(InvalidKey):
+            await arun(store.claim(Operation("scope", "\ud800"), lease=HOUR))
+    assert await place(store) != threading.current_thread().name
+    assert places == [threading.current_thread().name]
     await store.aclose()
+
+
+async def test_write_while_the_store_is_closing_is_done(store: SqliteStore) -> None:
+    """`close` may come from another thread, between two lines of a write."""
+    store._writer._thread.shutdown()
+    store._writer.threaded = True
+    assert isinstance(await arun(store.claim(Operation("scope", "key"), lease=HOUR)), Lease)
 
 
 async def test_cancelled_claim_keeps_the_failures_retention(store: SqliteStore, path: Path) -> None:

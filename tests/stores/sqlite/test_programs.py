@@ -56,6 +56,61 @@ if __name__ == "__main__":
     assert main.charge("A-1") == main.charge("A-1") == main.Receipt("A-1")
     assert charge("A-2") == charge("A-2") == Receipt("A-2")
 """
+SERVED_ON_A_THREAD = """
+import asyncio
+import threading
+import time
+from contextlib import suppress
+
+from oncemore import Guard, once
+
+guard = Guard("sqlite:///once.db?thread=always")
+
+
+@once(guard, key="charge:{order}")
+async def charge(order: str) -> str:
+    with suppress(RuntimeError):  # once the main thread has ended
+        while True:
+            await asyncio.to_thread(time.sleep, 0.01)
+    print("charged", order, flush=True)
+    return order
+
+
+async def serve() -> None:
+    print(await charge("A-1"), await charge("A-1"))
+
+
+threading.Thread(target=lambda: asyncio.run(serve())).start()
+"""
+DROPPED_ON_A_THREAD = """
+import asyncio
+import threading
+import time
+from contextlib import suppress
+
+from oncemore import Guard, current_operation, once
+
+guard = Guard("sqlite:///once.db?timeout=1s")
+
+
+@once(guard, key="charge:{order}", effect="transaction")
+async def charge(order: str, dropped: bool = False) -> str:
+    if dropped:  # as if nobody could wait for the rollback
+        current_operation().transaction.drop()
+    return order
+
+
+async def serve() -> None:
+    with suppress(RuntimeError):  # once the main thread has ended
+        while True:
+            await asyncio.to_thread(time.sleep, 0.01)
+    with suppress(Exception):
+        await charge("A-1", dropped=True)
+    print(await charge("A-2"))
+
+
+threading.Thread(target=lambda: asyncio.run(serve())).start()
+"""
 WAYS = {
     "a script": ["tasks.py"],
     "a module": ["-m", "tasks"],
@@ -93,6 +148,17 @@ def test_command_named_like_its_module_replays(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "shop").write_text("from shop import replayed\nassert replayed() and replayed()\n")
     assert python(tmp_path, "bin/shop") == "charged A-1\n"
+
+
+def test_loop_that_outlives_the_main_thread_keeps_outcomes(tmp_path: Path) -> None:
+    """Python's executors take no work any more, but a server on a thread of its own goes on."""
+    (tmp_path / "served.py").write_text(SERVED_ON_A_THREAD)
+    assert python(tmp_path, "served.py") == "charged A-1\nA-1 A-1\n"
+
+
+def test_dropped_transaction_frees_the_file_after_main_thread(tmp_path: Path) -> None:
+    (tmp_path / "served.py").write_text(DROPPED_ON_A_THREAD)
+    assert python(tmp_path, "served.py") == "A-2\n"
 
 
 def python(folder: Path, *words: str) -> str:

@@ -22,7 +22,7 @@ from oncemore.observe import Event
 from oncemore.stores import schema
 from oncemore.stores import sqlite as sqlite_store
 from oncemore.stores.sqlite import SqliteStore, connect, empty_log
-from oncemore.stores.sqlite.batch import NO_RECORD
+from oncemore.stores.sqlite.batch import NO_RECORD, SqliteBatch
 from oncemore.testing.machine import store_machine
 from oncemore.testing.stores import StoreContract
 
@@ -117,9 +117,9 @@ def test_tables_of_a_newer_version_are_left_alone(path: Path, url: str, store: S
     claimed(store)
     store.close()
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE oncemore_meta SET version = 99")
+        connection.execute("UPDATE oncemore_features SET version = 99")
     for each in (store, connect(f"{url}?create=false")):
-        with pytest.raises(ConfigurationError, match="99, newer than"):
+        with pytest.raises(ConfigurationError, match="99, made by a newer release"):
             claimed(each)
 
 
@@ -188,8 +188,26 @@ def test_an_audited_record_is_archived_whole(path: Path, store: SqliteStore) -> 
     assert rows == [("scope", "key", lease.token, 201, DONE.digest(), "seen")]
 
 
+def test_purge_takes_smaller_slices_while_they_take_long(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that shares the commit of a slice waits for it."""
+    slices: list[int] = []
+    purge = SqliteBatch.purge
+
+    def noting(batch: SqliteBatch, most: int) -> int:
+        slices.append(most)
+        monkeypatch.setattr(sqlite_store, "SLICE_SECONDS", 60.0 if len(slices) < 3 else 0.0)
+        return purge(batch, most)
+
+    monkeypatch.setattr(SqliteBatch, "purge", noting)
+    for n in range(501):
+        settled(store, str(n))
+    store.shift += 2 * HOUR
+    assert run(store.purge()) == 501
+    assert slices == [50, 100, 200, 100, 50, 50]
+
+
 def test_a_purge_larger_than_a_slice_counts_them_all(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite_store, "SLICE", 50)
+    monkeypatch.setattr(sqlite_store, "LARGEST_SLICE", 50)
     for n in range(130):
         settled(store, str(n))
     store.shift += 2 * HOUR

@@ -56,7 +56,7 @@ class Batches:
                 share(found, left, answers)
             left = self._unanswered(left, answers, deadline)
         # A claim that failed may have been granted.  It is undone with the next batch, once the server answers again.
-        lost = [claim_of(item) for item in items if isinstance(answers[item], STORE_FAILURES)]
+        lost = [item.subject for item in items if isinstance(answers[item], STORE_FAILURES)]
         if self._pending_undos and len(lost) < len(items):
             yield from self._undo_pending()
         self._pending_undos.extend(lost)
@@ -64,7 +64,7 @@ class Batches:
 
     def undo_claims(self, items: list[Item]) -> Plan[None]:
         """Undo claims, because their callers have gone; with the next batch, if the server does not answer now."""
-        self._pending_undos.extend(map(claim_of, items))
+        self._pending_undos.extend(item.subject for item in items)
         yield from self._undo_pending()
 
     def _undo_pending(self) -> Plan[None]:
@@ -183,7 +183,7 @@ class Batches:
         rows = yield from self._rows(self.sql.claim, group, deadline, requests)
         by_holder = {item.row.holder: item for item in group}
         answers: Answers = {
-            by_holder[holder]: Lease(by_holder[holder].subject, token, until, attempts, lapsed)
+            by_holder[holder]: Lease(by_holder[holder].subject.operation, token, until, attempts, lapsed)
             for holder, token, attempts, until, lapsed in rows
         }
         if len(answers) < len(group):
@@ -198,7 +198,7 @@ class Batches:
         answers, expired = Answers(), []
         for n, lapsed, *columns in rows:
             item, record = group[n], read_record(columns)
-            operation = item.subject
+            operation = item.subject.operation
             if is_expired(record):
                 expired.append(item)
             elif record.holder == item.row.holder:  # the claim was granted, but the answer was lost
@@ -260,10 +260,6 @@ class Batches:
                 yield from self.database.rows(self.sql.notify, [self.listener.channel, message], deadline)
             except (OncemoreError, psycopg.Error) as error:
                 log.info("No message about a change could be sent: %s", error)
-
-
-def claim_of(item: Item) -> Claim:
-    return Claim(item.subject, item.row.holder or "", item.row.lease or 0.0, item.bytes or b"")
 
 
 def in_lock_order(items: list[Item]) -> list[Item]:

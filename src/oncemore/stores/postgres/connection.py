@@ -93,7 +93,7 @@ class Connections:
         return connection
 
     async def atake(self, timeout: float) -> Any:
-        """The same for the running event loop."""
+        """Like `take`, for the running event loop."""
         free, ends = self.loops.get(), SYSTEM.monotonic() + timeout
         if free.slots is not None:
             try:

@@ -154,11 +154,11 @@ class Noting:
 
 
 class NotingCursor(Noting, psycopg.Cursor[Any]):
-    """The one for threads."""
+    """For threads."""
 
 
 class AsyncNotingCursor(Noting, psycopg.AsyncCursor[Any]):
-    """The one for event loops.  Its `execute` returns a coroutine."""
+    """For event loops.  `execute` returns a coroutine."""
 
 
 class NoCommit:
@@ -183,11 +183,11 @@ class NoCommit:
 
 
 class NoCommitConnection(NoCommit, psycopg.Connection[Any]):
-    """The one for threads."""
+    """For threads."""
 
 
 class AsyncNoCommitConnection(NoCommit, psycopg.AsyncConnection[Any]):
-    """The one for event loops.  Its `commit` and `rollback` return coroutines."""
+    """For event loops.  `commit` and `rollback` return coroutines."""
 
 
 class OwnSource(PostgresSource):

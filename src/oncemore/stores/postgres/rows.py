@@ -79,7 +79,7 @@ class Item:
     Args:
         verb: Its statement.  "change" is any write of a lease's owner.
         id: The record's scope and key.
-        subject: The Operation, Lease or Claim that the call is about.
+        subject: The Claim or Lease that the call is about, if there is one.
         bytes: The outcome or the request.
         columns: The other columns of its row.
     """

@@ -1,4 +1,4 @@
-"""Runs the store's statements on its own connections: sets them up, creates the tables, and sends again what was lost."""
+"""Runs the store's statements on its own connections: sets them up, creates the tables, and sends lost statements again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 
 from ..._ledger.model import Holder
+from ..._ledger.tables import Feature
 from ..._ledger.transactions import Do
 from ..._runtime.clock import SYSTEM
 from ..._runtime.plan import Plan, Sleep
@@ -52,41 +53,46 @@ class Database:
         self.admin = Connections(conninfo, limit=ADMIN_CONNECTIONS)
         self.features = Connections(conninfo)  # for the tables of features
         self.holder = Holder()
-        self._tables_known = False
+        self._ready: set[str] = set()  # the names of features whose tables are there; the ledger is one
         self.pooled = False  # a pooler is in between: the session keeps neither settings nor prepared statements
 
-    def ready(self) -> Plan[None]:
-        """Create the tables, unless they are known to be there."""
-        if not self._tables_known:
-            yield from self.admin_rows(self.sql.version, [])
+    def ready(self, feature: Feature | None = None) -> Plan[None]:
+        """Create the tables of the ledger, or of *feature*, unless they are known to be there."""
+        feature = feature or tables.LEDGER
+        if feature.name not in self._ready:
+            yield from self._patient_rows(self.admin, [], ADMIN_PATIENCE, feature)
 
     def rows(self, statement: Statement, values: Sequence[Any], deadline: float) -> Plan[Rows]:
         """The rows of a statement for claims or writes, which may be sent twice.  It is sent again until *deadline*.
 
         Raises a StoreError if the server does not answer in time, and psycopg.Error if it refuses the statement.
         """
-        (rows,) = yield from self._send(self.connections, [(statement, values)], deadline, deadline)
+        (rows,) = yield from self._send(self.connections, [(statement, values)], deadline, deadline, tables.LEDGER)
         return rows
 
     def admin_rows(self, statement: Statement, values: Sequence[Any]) -> Plan[Rows]:
         """The rows of an operator's statement.  Once the server was reached, it may take a minute."""
-        (rows,) = yield from self._patient_rows(self.admin, [(statement, values)], ADMIN_PATIENCE)
+        (rows,) = yield from self._patient_rows(self.admin, [(statement, values)], ADMIN_PATIENCE, tables.LEDGER)
         return rows
 
     def feature_rows(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:
         """The rows of each statement of a feature.  They run in one transaction, and may be sent twice."""
-        return self._patient_rows(self.features, queries, ADMIN_PATIENCE if patient else self.timeout)
+        patience = ADMIN_PATIENCE if patient else self.timeout
+        return self._patient_rows(self.features, queries, patience, tables.LEDGER)
 
-    def _patient_rows(self, connections: Connections, queries: Sequence[Query], patience: float) -> Plan[list[Rows]]:
+    def _patient_rows(
+        self, connections: Connections, queries: Sequence[Query], patience: float, feature: Feature
+    ) -> Plan[list[Rows]]:
         now = SYSTEM.monotonic()
         try:
-            return (yield from self._send(connections, queries, now + self.timeout, now + patience))
+            return (yield from self._send(connections, queries, now + self.timeout, now + patience, feature))
         except psycopg.Error as error:
             raise translate_error(error) from error
 
     def _send(
-        self, connections: Connections, queries: Sequence[Query], deadline: float, answer_by: float
+        self, connections: Connections, queries: Sequence[Query], deadline: float, answer_by: float, feature: Feature
     ) -> Plan[list[Rows]]:
+        """Send *queries* once the tables of *feature* are there."""
         pause, failure = 0.0, psycopg.Error("no time was left for it")
         while SYSTEM.monotonic() + pause < deadline:
             if pause:
@@ -97,6 +103,8 @@ class Database:
                 connection = yield Do(partial(connections.take, left), partial(connections.atake, left))
                 if not state_of(connection).configured:
                     yield from self._configure(connections, connection, deadline)
+                if feature.name not in self._ready:
+                    yield from self._make_tables(connection, feature)
                 sent = queries
                 if self.pooled and connections is self.connections:
                     sent = [(self.sql.lock_wait, [milliseconds(LOCK_WAIT)]), *queries]
@@ -125,13 +133,10 @@ class Database:
         return self.sql.configure_admin if is_admin else self.sql.configure, values
 
     def _configure(self, connections: Connections, connection: Any, deadline: float) -> Plan[None]:
-        """Set up the session of a new connection; create the tables, if this is the first one."""
+        """Set up the session of a new connection."""
         (rows,) = yield Pipeline(connection, [self.session_query(connections, connection)], deadline)
         if self.pooled or not rows:
             self._prepare_nothing(connection)
-        if not self._tables_known:
-            yield from self._create_tables(connection)
-            self._tables_known = True
         state_of(connection).configured = True
 
     def _prepare_nothing(self, connection: Any) -> None:
@@ -139,38 +144,41 @@ class Database:
         self.connections.prepares = self.admin.prepares = self.features.prepares = False
         connection.prepare_threshold = None
 
-    def _create_tables(self, connection: Any) -> Plan[None]:
-        """Bring the schema to the latest version, one process at a time.  If that fails, nothing has changed."""
+    def _make_tables(self, connection: Any, feature: Feature) -> Plan[None]:
+        """Bring the tables of *feature* to the latest version, one process at a time.  If that fails, nothing has changed."""
         deadline = SYSTEM.monotonic() + ADMIN_PATIENCE
-        if (yield from self._version(connection, deadline)) == len(tables.SCRIPTS):
-            return
-        if not self.create:
-            raise ConfigurationError(f"The tables are missing or outdated, and create=false; {HOW_TO_CREATE}")
-        try:
-            yield Pipeline(connection, [(Statement(text.format(**self.names)), ()) for text in tables.BEGIN], deadline)
-            version = yield from self._version(connection, deadline)
-            texts = [tables.block(self.names, since=version)] if version < len(tables.SCRIPTS) else []
-            yield Pipeline(connection, [(Statement(text), ()) for text in (*texts, "COMMIT")], deadline)
-        except psycopg.Error as error:  # the connection is closed when it is given back, and the transaction with it
-            if is_lost(error):
-                raise
-            if error.sqlstate in SERIALIZATION_FAILURES | CREATED_MEANWHILE:
-                raise psycopg.OperationalError(str(error)) from error  # try again
+        version = yield from self._version(connection, feature, deadline)
+        if version > feature.version:
             raise ConfigurationError(
-                f"The tables could not be created: {message_of(error)}; {HOW_TO_CREATE}"
-            ) from error
+                f"The tables of the {feature.name} are of version {version}, made by a newer release; this one knows "
+                f"{feature.version}: upgrade it"
+            )
+        if version < feature.version:
+            if not self.create:
+                raise ConfigurationError(
+                    f"The tables of the {feature.name} are missing or outdated, and create=false; {HOW_TO_CREATE}"
+                )
+            texts = [text.format(**self.names) for text in tables.BEGIN]
+            texts += [tables.block(self.names, feature), "COMMIT"]
+            try:
+                yield Pipeline(connection, [(Statement(text), ()) for text in texts], deadline)
+            except psycopg.Error as error:
+                # The connection is closed when it is given back, and the transaction with it.
+                if is_lost(error):
+                    raise
+                if error.sqlstate in SERIALIZATION_FAILURES | CREATED_MEANWHILE:
+                    raise psycopg.OperationalError(str(error)) from error  # try again
+                raise ConfigurationError(
+                    f"The tables of the {feature.name} could not be created: {message_of(error)}; {HOW_TO_CREATE}"
+                ) from error
+        self._ready.add(feature.name)
 
-    def _version(self, connection: Any, deadline: float) -> Plan[int]:
+    def _version(self, connection: Any, feature: Feature, deadline: float) -> Plan[int]:
         (((known,),),) = yield Pipeline(connection, [(self.sql.known, ())], deadline)
         if not known:
             return 0
-        (((version,),),) = yield Pipeline(connection, [(self.sql.version, ())], deadline)
-        if version > len(tables.SCRIPTS):
-            raise ConfigurationError(
-                f"The tables are of version {version}, made by a newer release; this one knows {len(tables.SCRIPTS)}: "
-                "upgrade it"
-            )
-        return version  # type: ignore[no-any-return]
+        (rows,) = yield Pipeline(connection, [(self.sql.version, [feature.name])], deadline)
+        return rows[0][0] if rows else 0
 
     def close(self) -> None:
         for connections in (self.connections, self.admin, self.features):

@@ -186,7 +186,7 @@ WITH gone AS (
 )
 INSERT INTO {{archive}} ({ARCHIVED}) SELECT {ARCHIVED} FROM gone ON CONFLICT DO NOTHING"""
 
-# The same for one record, inside an effect's transaction.  $1 scope, $2 key, $3 shift
+# ARCHIVE for one record, inside an effect's transaction.  $1 scope, $2 key, $3 shift
 ARCHIVE_HERE = f"""
 WITH gone AS (
     DELETE FROM {{records}} r
@@ -258,12 +258,11 @@ NOTIFY = "SELECT pg_notify($1, $2), set_config('lock_timeout', '1s', true)"
 # Behind a pooler: how long the next statement of the same pipeline waits for a locked row.  $1: milliseconds
 LOCK_WAIT = "SELECT set_config('lock_timeout', $1, true)"
 
-# Whether the database has had any of our migrations, and which was the latest.
-# Not by to_regclass: in a transaction that has waited for another process to make the tables, it does not see them yet.
+# Whether the database has any tables of ours, and the version of a feature's.  $1: the feature's name
 KNOWN = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    WHERE c.relname = '{prefix}version' AND n.nspname = btrim('{schema}', '"'))"""
-VERSION = "SELECT version FROM {version}"
+    WHERE c.relname = '{prefix}features' AND n.nspname = btrim('{schema}', '"'))"""
+VERSION = "SELECT version FROM {features} WHERE name = $1"
 
 # If this machine vanishes without a word, the server notices it within a minute, and ends the session with its locks.
 # By default, TCP takes two hours.

@@ -17,7 +17,7 @@ from ..._ledger.decisions import not_deletable, not_resolvable
 from ..._ledger.model import Claim, Lease, Operation, Outcome, Record, encode_outcome, state_of
 from ..._ledger.states import HELD, RELEASED, RUNNING, SETTLED, State
 from ..._ledger.store import Filter, Page, Stats, Store
-from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, features, not_a_place, not_in_transaction
+from ..._ledger.tables import Dialect, Executes, Feature, belongs_to, not_a_place, not_in_transaction
 from ..._ledger.transactions import Query, Rows, Statement, TransactionAdapter, TransactionSource
 from ..._runtime.batching import Batcher, Submit
 from ..._runtime.clock import SYSTEM
@@ -30,7 +30,7 @@ from .listener import PostgresListener
 from .pipeline import Pipeline
 from .psycopg import IDLE, FeatureTransaction, JoinedBelowDjango, JoinedPsycopg, OwnSource
 from .rows import LONGEST_SPAN, Item, check_length, encode_rows, escape_text, read_record
-from .session import HOW_TO_CREATE, Database
+from .session import Database
 from .statements import prepared
 
 OPTIONS: dict[str, Any] = {
@@ -75,8 +75,7 @@ def url_of(settings: Mapping[str, Any], options: Mapping[str, str]) -> str:
 def schema(url: str) -> str:
     """The script that creates the tables, with comments for an administrator."""
     _, options = take_options(url, OPTIONS)
-    names = tables.names(options["schema"], options["prefix"])
-    return "\n".join([tables.script(names), *(tables.feature_script(names, feature) for feature in features())])
+    return tables.script(tables.names(options["schema"], options["prefix"]))
 
 
 class PostgresStore:
@@ -109,6 +108,7 @@ class PostgresStore:
         self._claims = Batcher(self._batches.run_claims, limit=BATCH_LIMIT, undo=self._batches.undo_claims)
         self._writes = Batcher(self._batches.run_writes, limit=BATCH_LIMIT)
         # Calls for records that open transactions have locked.  They wait here, so that no other call waits with them.
+        self._locked: set[Id] = set()  # the records, until a call finds one free
         self._locked_calls = Batcher(
             self._batches.run_locked,
             limit=BATCH_LIMIT,
@@ -145,29 +145,35 @@ class PostgresStore:
 
     def claim(self, operation: Operation, *, lease: float, request: bytes = b"") -> Plan[Lease | Record]:
         self._listener.listen()  # also for the guard's cache, which must hear of deletions
+        claim = Claim(operation, self.holder.next(), min(lease, LONGEST_SPAN))
         item = Item(
             "claim",
             operation.id,
-            operation,
+            claim,
             request or None,
             name=escape_text(operation.name),
             fingerprint=escape_text(operation.fingerprint),
-            holder=self.holder.next(),
-            lease=min(lease, LONGEST_SPAN),
+            holder=claim.holder,
+            lease=claim.lease,
         )
         check_length(*item.id)
         return (yield from self._submit(self._claims, item))  # type: ignore[no-any-return]
 
     def _submit(self, batcher: Batcher[Item], item: Item) -> Plan[Any]:
         """The item's answer.  Raises StoreTimeout if another transaction keeps its record locked for too long."""
-        answer = yield Submit(batcher, item)
+        answer = LOCKED if item.id in self._locked else (yield Submit(batcher, item))
         while answer is LOCKED:
             waited = SYSTEM.monotonic() - item.asked
             if waited > self.database.timeout / 5:
                 raise StoreTimeout(
                     f"Another transaction kept the record of this key locked for {waited:.1f} s; retry later"
                 )
+            if len(self._locked) >= MOST_REMEMBERED:
+                self._locked.clear()
+            self._locked.add(item.id)
             answer = yield Submit(self._locked_calls, item)
+            if answer is not LOCKED:
+                self._locked.discard(item.id)
         return answer
 
     def unclaim(self, claims: Sequence[Claim]) -> Plan[None]:
@@ -306,7 +312,7 @@ class PostgresStore:
         self.database.close()
 
     async def aclose(self) -> None:
-        """The same, and also close the connections of the running event loop."""
+        """Do the same, and close the connections of the running event loop."""
         for batcher in (self._claims, self._writes, self._locked_calls):
             await batcher.drain()
         await self.lender.aclose()
@@ -322,38 +328,12 @@ class PostgresTables:
     def __init__(self, database: Database, batches: Batches) -> None:
         self.database = database
         self.batches = batches
-        self._ready: set[str] = set()
 
     def statement(self, text: str) -> Statement:
         return prepared(text.format(**self.database.names, now=NOW))
 
     def ready(self, feature: Feature) -> Plan[None]:
-        if feature.name in self._ready:
-            return
-        yield from self.database.ready()
-        names = self.database.names
-        version = yield from self._version(feature)
-        if version > feature.version:
-            raise ConfigurationError(
-                f"The tables of the {feature.name} are of version {version}, made by a newer release; this one knows "
-                f"{feature.version}: upgrade it"
-            )
-        if version < feature.version:
-            if not self.database.create:
-                raise ConfigurationError(
-                    f"The tables of the {feature.name} are missing or outdated, and create=false; {HOW_TO_CREATE}"
-                )
-            yield from self.database.admin_rows(Statement(tables.feature_block(names, feature)), ())
-        self._ready.add(feature.name)
-
-    def _version(self, feature: Feature) -> Plan[int]:
-        known = Statement(f"SELECT to_regclass('{self.database.names['features']}') IS NOT NULL")
-        [(exists,)] = yield from self.database.admin_rows(known, ())
-        if not exists:
-            return 0
-        statement = Statement(tables.FEATURE_VERSION.format(**self.database.names))
-        rows = yield from self.database.admin_rows(statement, (feature.name,))
-        return int(rows[0][0]) if rows else 0
+        return self.database.ready(feature)
 
     def ready_in(self, feature: Feature, adapter: Executes) -> Plan[None]:
         """Make the tables on a connection of our own: nobody else can use a table that the user has not committed."""

@@ -1,10 +1,10 @@
-"""The tables of the PostgreSQL store: scripts that are applied in order, each of which takes the schema one version on."""
+"""The tables of the PostgreSQL store: the ledger's own and those of features, made and brought up to date in one way."""
 
 from __future__ import annotations
 
 import re
 
-from ..._ledger.tables import Feature
+from ..._ledger.tables import Feature, features
 from ...errors import ConfigurationError
 
 SCHEMA = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -16,7 +16,7 @@ FIRST = """\
 -- The ledger: one row per operation.
 --
 -- Rights that the application needs: USAGE on the schema; SELECT, INSERT, UPDATE and DELETE on {records} and
--- {archive}; SELECT on {version}; USAGE on the sequence.
+-- {archive}; SELECT on {features}; USAGE on the sequence.
 --
 -- Each operation is one INSERT (the claim) and one UPDATE (its outcome), so half of all row versions die young.
 -- No CHECK: PostgreSQL reads it anew for every statement, which takes as long as the rest of a claim.
@@ -92,22 +92,24 @@ CREATE TABLE IF NOT EXISTS {archive} (
 
 # Scripts are only ever added.  Each must leave a schema that the release before it can still work with, because
 # during a deployment both are at work.
-SCRIPTS = (FIRST,)
+LEDGER = Feature("ledger", FIRST)
 
-MAKE_SCHEMA = """\
+# A version for the ledger and for each feature.
+MAKE_FEATURES = """\
 -- Not IF NOT EXISTS: that needs the right to create schemas even where there is nothing to create.
 DO $$ BEGIN IF to_regnamespace('{schema}') IS NULL THEN CREATE SCHEMA {schema}; END IF; END $$;
-"""
 
-MAKE_VERSION = """\
-CREATE TABLE IF NOT EXISTS {version} (
-    one      boolean PRIMARY KEY DEFAULT true CHECK (one),
+CREATE TABLE IF NOT EXISTS {features} (
+    name     text PRIMARY KEY,
     version  integer NOT NULL
 );
-INSERT INTO {version} (version) VALUES (0) ON CONFLICT DO NOTHING;
 """
 
-SET_VERSION = "UPDATE {version} SET version = {number};\n"
+# Not back to an older version, in a process that has waited for a newer release to bring the tables up to date.
+SET_VERSION = """\
+INSERT INTO {features} AS known (name, version) VALUES ('{name}', {number})
+ON CONFLICT (name) DO UPDATE SET version = greatest(known.version, excluded.version);
+"""
 
 # One process at a time changes the schema, however long the others have to wait.
 BEGIN = (
@@ -127,51 +129,31 @@ def names(schema: str, prefix: str) -> dict[str, str]:
                 + (", all in lower case" if option == "prefix" else "")
             )
     schema = f'"{schema}"'  # it may be in upper case, or a word that SQL has reserved
-    tables = {name: f"{schema}.{prefix}{name}" for name in ("records", "archive", "version", "tokens", "features")}
+    tables = {name: f"{schema}.{prefix}{name}" for name in ("records", "archive", "tokens", "features")}
     return {"schema": schema, "prefix": prefix, "p": f"{schema}.{prefix}", **tables}
 
 
-# The tables of features: a version for each, apart from that of the ledger.
-MAKE_FEATURES = """\
-CREATE TABLE IF NOT EXISTS {features} (
-    name     text PRIMARY KEY,
-    version  integer NOT NULL
-);
-"""
-SET_FEATURE = """\
-INSERT INTO {features} (name, version) VALUES ('{name}', {number})
-ON CONFLICT (name) DO UPDATE SET version = excluded.version;
-"""
-FEATURE_VERSION = "SELECT version FROM {features} WHERE name = $1"
-LOCK = """\
-PERFORM set_config('lock_timeout', '0', true), set_config('statement_timeout', '0', true);
-PERFORM pg_advisory_xact_lock(hashtextextended('oncemore {schema}.{prefix}', 0));
-"""
+def script(names: dict[str, str]) -> str:
+    """The statements that create all tables."""
+    parts = [MAKE_FEATURES.format(**names)]
+    for feature in (LEDGER, *features()):
+        parts += [part.format(**names) for part in feature.postgres]
+        parts.append(set_version(names, feature))
+    return "\n".join(parts)
 
 
-def feature_script(names: dict[str, str], feature: Feature) -> str:
-    """The statements that create the tables of *feature*."""
-    parts = [MAKE_FEATURES, *feature.postgres, SET_FEATURE]
-    return "\n".join(part.format(**names, name=feature.name, number=feature.version) for part in parts)
+def set_version(names: dict[str, str], feature: Feature) -> str:
+    return SET_VERSION.format(**names, name=feature.name, number=feature.version)
 
 
-def feature_block(names: dict[str, str], feature: Feature) -> str:
-    """One statement that brings the tables of *feature* to the latest version, one process at a time."""
-    parts = [LOCK, MAKE_FEATURES]
+def block(names: dict[str, str], feature: Feature) -> str:
+    """One statement that brings the tables of *feature* to the latest version.
+
+    A pipeline takes no scripts.  No part of it must contain a line of `$oncemore$`.
+    """
+    known = f"coalesce((SELECT version FROM {names['features']} WHERE name = '{feature.name}'), 0)"
+    parts = [MAKE_FEATURES.format(**names)]
     for number, part in enumerate(feature.postgres, 1):
-        known = f"(SELECT version FROM {names['features']} WHERE name = '{feature.name}')"
-        parts.append(f"IF coalesce({known}, 0) < {number} THEN\n{part}\nEND IF;\n")
-    text = "\n".join([*parts, SET_FEATURE]).format(**names, name=feature.name, number=feature.version)
+        parts.append(f"IF {known} < {number} THEN\n{part.format(**names)}\nEND IF;")
+    text = "\n".join([*parts, set_version(names, feature)])
     return f"DO $oncemore$ BEGIN\n{text}END $oncemore$"
-
-
-def script(names: dict[str, str], *, since: int = 0) -> str:
-    """The statements that take the schema from version *since* to the latest; from 0, they create everything."""
-    parts = [MAKE_SCHEMA, MAKE_VERSION] if since == 0 else []
-    parts += SCRIPTS[since:]
-    return "\n".join(part.format(**names) for part in parts) + SET_VERSION.format(**names, number=len(SCRIPTS))
-
-
-def block(names: dict[str, str], *, since: int) -> str:
-    """The same script as one statement, because a pipeline takes no others; it must contain no line of `$oncemore$`."""
-    return f"DO $oncemore$ BEGIN\n{script(names, since=since)}END $oncemore$"

@@ -4,8 +4,8 @@
     sqlite:////var/lib/once.db  a file by its whole path
     sqlite://                   in memory, for this store alone
 
-Each commit is on the disk before anyone hears of it (WAL, `synchronous=FULL`); what callers ask for at the same time is
-committed together.  The file must be on a local disk.  Options, as `?name=value`:
+Each commit is on the disk before anyone hears of it (WAL, `synchronous=FULL`); concurrent calls are committed together.
+The file must be on a local disk.  Options, as `?name=value`:
 
     create=true         make the tables on first use; with false they must exist: see `oncemore.stores.schema(url)`
     foreign_keys=false  with true, the foreign keys of your own tables are enforced in transactions: SQLite ignores them by itself
@@ -51,7 +51,7 @@ from .batch import (
     find_record,
     run_batch,
 )
-from .statements import NOW, SqliteStatements, feature_statements, make_ready, script
+from .statements import NOW, SqliteStatements, TableMaker, make_ready, script
 from .transactions import (
     JoinedSqlite,
     LedgerFile,
@@ -73,9 +73,10 @@ OPTIONS = {
 }
 OLDEST = (3, 33, 0)  # the first with UPDATE FROM
 
-# A purge goes in slices of so many records, a few milliseconds each, so that a claim never waits long for the commit that it
-# shares.  After each, it rests for so many times as long.
-SLICE, REST = 250, 0.5
+# A purge goes in slices of about SLICE_SECONDS, so that a claim never waits long for the commit that it shares.  While the
+# store is busy, a slice takes longer, and the next one is smaller.  After each, it rests for so many times as long.
+SMALLEST_SLICE, LARGEST_SLICE = 50, 2000  # records
+SLICE_SECONDS, REST = 0.005, 0.5
 
 FILES = (Statement("PRAGMA database_list"), ())
 
@@ -142,8 +143,8 @@ class SqliteStore:
         pragmas: dict[str, object] = {"synchronous": options["synchronous"]}
         if options["foreign_keys"]:  # else as SQLite was built: off, mostly
             pragmas["foreign_keys"] = True
-        create: bool = options["create"]
-        prepare = partial(make_ready, sql=self.sql, create=create, pragmas=pragmas, path=self.path)
+        maker = TableMaker(self.path, options["prefix"], create=options["create"])
+        prepare = partial(make_ready, tables=maker, pragmas=pragmas)
         open_file = partial(Connection, self.path, prepare, overwrite=self.sql.overwrite, timeout=self.timeout)
         self._writer = open_file(threaded=options["thread"] == "always")
         self._reader = self._writer if self.path == MEMORY else open_file()
@@ -151,7 +152,7 @@ class SqliteStore:
         self._batcher: Batcher[Item] = Batcher(self._run_batch, undo=self.unclaim, can_undo=attrgetter("can_undo"))
         self._own = SqliteSource(self, lambda writer: SqliteAdapter(writer, prepare))
         self.lender: TransactionSource = self._own
-        self.tables = SqliteTables(self, self._writer, self._reader, self._own, create=create)
+        self.tables = SqliteTables(self, self._writer, self._reader, self._own, maker)
         self._sweep = Sweep()
         self._ready = False
 
@@ -247,12 +248,15 @@ class SqliteStore:
         return known
 
     def purge(self, *, batch: int = 1000) -> Plan[int]:
-        total = 0
+        total, size = 0, SMALLEST_SLICE
         while total < batch:
-            most = min(SLICE, batch - total)
+            most = min(size, batch - total)
             start = time.monotonic()
             gone: int = yield from self._change(NO_RECORD, partial(SqliteBatch.purge, most=most))
             took = time.monotonic() - start
+            # At most halved or doubled, because a single slice may have waited for another process.
+            size = int(size * min(2.0, max(0.5, SLICE_SECONDS / max(took, 1e-6))))
+            size = min(LARGEST_SLICE, max(SMALLEST_SLICE, size))
             total += gone
             if gone:
                 yield Use(self._reader, empty_log)
@@ -291,13 +295,13 @@ class SqliteTables:
     dialect: Dialect = "sqlite"
 
     def __init__(
-        self, store: LedgerFile, writer: Connection, reader: Connection, source: SqliteSource, *, create: bool
+        self, store: LedgerFile, writer: Connection, reader: Connection, source: SqliteSource, maker: TableMaker
     ) -> None:
         self.store = store
         self._writer = writer
         self._reader = reader
         self._source = source
-        self._create = create
+        self._maker = maker
         self._ready: set[str] = set()
         self._made_in_transactions: set[str] = set()
 
@@ -306,19 +310,8 @@ class SqliteTables:
 
     def ready(self, feature: Feature) -> Plan[None]:
         if feature.name not in self._ready:
-            yield Use(self._writer, partial(self._make, feature))
+            yield Use(self._writer, partial(self._maker.make, feature=feature))
             self._ready.add(feature.name)
-
-    def _make(self, feature: Feature, connection: sqlite3.Connection) -> None:
-        def version() -> int:
-            exists = run_queries(connection, [self._exists])
-            return as_version(run_queries(connection, [self._version(feature)]) if exists else ())
-
-        if self._missing(feature, version()):
-            connection.execute("BEGIN IMMEDIATE")
-            for text in self._missing(feature, version()):  # again: another process may just have done it
-                connection.execute(text)
-            connection.execute("COMMIT")
 
     def ready_in(self, feature: Feature, adapter: Executes) -> Plan[None]:
         """Make the tables in the user's transaction: it may have locked the file, and then nobody else can make them.
@@ -327,40 +320,16 @@ class SqliteTables:
         """
         if feature.name in self._ready:
             return
-        rows: Rows = yield from adapter.execute(self._exists)
+        rows: Rows = yield from adapter.execute((Statement(self._maker.exist), ()))
         if rows:
-            rows = yield from adapter.execute(self._version(feature))
-        missing = self._missing(feature, as_version(rows))
+            rows = yield from adapter.execute((Statement(self._maker.version), (feature.name,)))
+        missing = self._maker.missing(feature, rows)
         for text in missing:
             yield from adapter.execute((Statement(text), ()))
         if missing:
             self._made_in_transactions.add(feature.name)
         elif feature.name not in self._made_in_transactions:
             self._ready.add(feature.name)
-
-    @property
-    def _exists(self) -> Query:
-        return Statement("SELECT 1 FROM sqlite_schema WHERE name = ?1"), (f"{self.store.sql.prefix}features",)
-
-    def _version(self, feature: Feature) -> Query:
-        return Statement(f"SELECT version FROM {self.store.sql.prefix}features WHERE name = ?1"), (feature.name,)
-
-    def _missing(self, feature: Feature, version: int) -> list[str]:
-        """The statements that bring the tables from *version* to the latest."""
-        latest = len(feature.sqlite)
-        if version == latest:
-            return []
-        if version > latest:
-            raise ConfigurationError(
-                f"{self.store.path}: the tables of the {feature.name} are of version {version}, made by a newer release; this "
-                f"one knows {latest}: upgrade it"
-            )
-        if not self._create:
-            raise ConfigurationError(
-                f"{self.store.path}: the tables of the {feature.name} are missing or old, and create=false; run the script "
-                "from oncemore.stores.schema(url)"
-            )
-        return feature_statements(self.store.sql.prefix, feature, since=version)
 
     def execute(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:
         if all(statement.text.lstrip().startswith("SELECT") for statement, _ in queries):
@@ -394,8 +363,8 @@ class SqliteTables:
         path = next((row[2] for row in rows if row[1] == "main"), "")
         if self.store.path == MEMORY or os.path.realpath(path) != os.path.realpath(self.store.path):
             raise ConfigurationError(
-                f"This {type(place).__name__} is on {path or MEMORY!r}, and the guard on {self.store.path!r}: what must commit "
-                "together must be in one file"
+                f"This {type(place).__name__} is on {path or MEMORY!r}, and the guard on {self.store.path!r}: rows can "
+                "commit together only in one file"
             )
 
     pooled = False
@@ -410,10 +379,6 @@ class SqliteTables:
 
     def listen(self) -> None:
         """Nothing to hear."""
-
-
-def as_version(rows: Rows) -> int:
-    return int(rows[0][0]) if rows else 0
 
 
 def run_together(connection: sqlite3.Connection, *, queries: Sequence[Query], begin: str) -> list[Rows]:

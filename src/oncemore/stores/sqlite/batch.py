@@ -334,7 +334,7 @@ class SqliteBatch:
         return self.find(id)
 
     def delete(self, id: Id) -> bool:
-        """Whether there was a record; now there is none.  What has expired is left to the purge, which may archive it."""
+        """Whether there was a record; now there is none.  An expired one is left to the purge, which may archive it."""
         record = self.find(id)
         state = state_of(record)
         if state == RUNNING:

@@ -1,4 +1,4 @@
-"""The SQL of the SQLite ledger: statements for one row, and for many rows at once; the tables, and the set-up of a connection."""
+"""The SQL of the SQLite ledger: statements for one row and for many; the tables, and the set-up of a connection."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from ..._ledger.states import HELD, RELEASED, RUNNING
 from ..._ledger.store import Filter
 from ..._ledger.tables import Feature, features
+from ..._ledger.transactions import Rows
 from ...errors import ConfigurationError
 from .writer import MEMORY
 
@@ -115,8 +116,8 @@ class SqliteStatements:
         self.delete = f"DELETE FROM {records} WHERE token = ?"
         # Keep an expired record, if its rule says so.
         self.archive = f"INSERT INTO {archive} ({ARCHIVED}) SELECT {ARCHIVED} FROM {records} WHERE audit AND token = ?"
-        # The purge: first what is to be archived, then the same records gone.  Both at the time that is parameter 1, or
-        # what expires between the two would be lost.
+        # The purge: the audited records are archived, then all are deleted.  Both at the time that is parameter 1, or a
+        # record that expires between the two would be lost.
         expired = f"SELECT token FROM {records} WHERE expires_at <= ?1 ORDER BY expires_at, token LIMIT ?2"
         self.archive_expired = (
             f"INSERT INTO {archive} ({ARCHIVED}) SELECT {ARCHIVED} FROM {records} WHERE audit AND token IN ({expired})"
@@ -133,8 +134,6 @@ class SqliteStatements:
             f" UNION ALL SELECT 'archived', count(*), 0, 0 FROM {archive}"
         )
         self._page = f"SELECT {COLUMNS} FROM {records} WHERE token > ?2 AND {{conditions}} ORDER BY token LIMIT ?3"
-        self.version = f"SELECT version FROM {meta}"
-        self.set_version = f"UPDATE {meta} SET version = ?"
         # A harmless change, since SQLite writes no page that stays the same: see Connection.
         self.overwrite = f"UPDATE {meta} SET token = token + 1"
         self.lock = f"UPDATE {meta} SET token = token WHERE false"  # a write that writes nothing, but takes the lock
@@ -162,16 +161,13 @@ class SqliteStatements:
 # Kilobytes: enough for the upper levels of a million records' indexes.
 CACHE = 8192
 
-# One list of statements per version of the schema; {p} is the prefix of all names.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        """\
+# Scripts are only ever added, one for each version of the tables; {p} is the prefix of all names.
+FIRST = """\
 -- One row.
 CREATE TABLE {p}meta (
-    version INTEGER NOT NULL,  -- of this schema
-    token   INTEGER NOT NULL   -- is never given again, nor is any lower one
-)""",
-        """\
+    token INTEGER NOT NULL  -- is never given again, nor is any lower one
+);
+
 -- One row per operation.  All times are seconds since 1970; a state's meaning is in the documentation.
 CREATE TABLE {p}records (
     token         INTEGER PRIMARY KEY,       -- grows with every claim, and fences late owners
@@ -196,18 +192,20 @@ CREATE TABLE {p}records (
     lapsed        INTEGER NOT NULL DEFAULT 0, -- 1: the claim took over a lapsed lease, so the effect is in doubt
     request       BLOB,                      -- what was asked, if it may have to be finished without its caller
     UNIQUE (key, scope)                      -- keys that grow with time then fill the index from one end
-)""",
-        """\
+);
+
 -- Tokens never come again, whatever is deleted: a late owner of a former life must stay fenced.
 CREATE TRIGGER {p}records_deleted AFTER DELETE ON {p}records WHEN OLD.token > (SELECT token FROM {p}meta)
 BEGIN
     UPDATE {p}meta SET token = OLD.token;
-END""",
-        "-- For the purge, for lists of running and held records (which have no expires_at), and to count.\n"
-        "CREATE INDEX {p}records_expiry ON {p}records (expires_at, state)",
-        "-- For schedules and inboxes, which look for the few that failed among the many that did not.\n"
-        "CREATE INDEX {p}records_released ON {p}records (scope) WHERE state = 'released'",
-        """\
+END;
+
+-- For the purge, for lists of running and held records (which have no expires_at), and to count.
+CREATE INDEX {p}records_expiry ON {p}records (expires_at, state);
+
+-- For schedules and inboxes, which look for the few that failed among the many that did not.
+CREATE INDEX {p}records_released ON {p}records (scope) WHERE state = 'released';
+
 -- Expired records of rules that keep them for the audit.
 CREATE TABLE {p}archive (
     scope         TEXT    NOT NULL,
@@ -227,29 +225,30 @@ CREATE TABLE {p}archive (
     response_hash TEXT    NOT NULL,
     note          TEXT    NOT NULL,
     PRIMARY KEY (scope, key, token)
-)""",
-        "INSERT INTO {p}meta (version, token) VALUES (0, 0)",
-    ),
-)
+);
+
+INSERT INTO {p}meta (token) VALUES (0);
+"""
+LEDGER = Feature("ledger", FIRST)
 
 
 def script(prefix: str) -> str:
     """The whole schema, for users that create it themselves."""
-    statements = [statement.format(p=prefix) for migration in MIGRATIONS for statement in migration]
-    version = f"UPDATE {prefix}meta SET version = {len(MIGRATIONS)}"
-    more = [statement for feature in features() for statement in feature_statements(prefix, feature)]
-    return ";\n\n".join(["PRAGMA journal_mode = WAL", "BEGIN IMMEDIATE", *statements, version, *more, "COMMIT"]) + ";\n"
+    statements = [statement for feature in (LEDGER, *features()) for statement in feature_statements(prefix, feature)]
+    return ";\n\n".join(["PRAGMA journal_mode = WAL", "BEGIN IMMEDIATE", *statements, "COMMIT"]) + ";\n"
 
 
-# The tables of features: a version for each, apart from that of the ledger.
+# A version for the ledger and for each feature.
 MAKE_FEATURES = "CREATE TABLE IF NOT EXISTS {p}features (name TEXT PRIMARY KEY, version INTEGER NOT NULL)"
+FIND_FEATURES = "SELECT 1 FROM sqlite_schema WHERE name = '{p}features'"
+FEATURE_VERSION = "SELECT version FROM {p}features WHERE name = ?1"
 
 
 def feature_statements(prefix: str, feature: Feature, *, since: int = 0) -> list[str]:
     """The statements that bring the tables of *feature* from version *since* to the latest."""
     names = {"p": prefix, "prefix": prefix}
     scripts = [statement for text in feature.sqlite[since:] for statement in split(text.format(**names))]
-    version = f"INSERT OR REPLACE INTO {prefix}features VALUES ('{feature.name}', {len(feature.sqlite)})"
+    version = f"INSERT OR REPLACE INTO {prefix}features VALUES ('{feature.name}', {feature.version})"
     return [MAKE_FEATURES.format(**names), *scripts, version]
 
 
@@ -264,38 +263,55 @@ def split(text: str) -> list[str]:
     return [*statements, part.strip()] if part.strip() else statements
 
 
-def make_ready(
-    connection: sqlite3.Connection, *, sql: SqliteStatements, create: bool, pragmas: Mapping[str, object], path: str
-) -> None:
-    """Set up a new connection, and make or migrate the tables if they are not as this version needs them."""
+def make_ready(connection: sqlite3.Connection, *, tables: TableMaker, pragmas: Mapping[str, object]) -> None:
+    """Set up a new connection, and make or migrate the ledger's tables if they are not as this version needs them."""
     [(mode,)] = connection.execute("PRAGMA journal_mode = WAL")
-    if path != MEMORY and mode != "wal":
-        raise ConfigurationError(f"{path}: SQLite cannot keep a log here (mode {mode}); put the file on a local disk")
+    if tables.path != MEMORY and mode != "wal":
+        raise ConfigurationError(
+            f"{tables.path}: SQLite cannot keep a log here (mode {mode}); put the file on a local disk"
+        )
     for name, value in {**pragmas, "cache_size": -CACHE}.items():
         connection.execute(f"PRAGMA {name} = {value}")
-    if schema_version(connection, sql, path) < len(MIGRATIONS):
-        if not create:
+    tables.make(connection, LEDGER)
+
+
+class TableMaker:
+    """Makes the tables in the file at *path*, whose names begin with *prefix*; with *create* false, they must be there."""
+
+    def __init__(self, path: str, prefix: str, *, create: bool) -> None:
+        self.path = path
+        self.create = create
+        self.prefix = prefix
+        self.exist = FIND_FEATURES.format(p=prefix)  # any tables; a row comes back if they do
+        self.version = FEATURE_VERSION.format(p=prefix)
+
+    def make(self, connection: sqlite3.Connection, feature: Feature) -> None:
+        """Bring the tables of *feature* to the latest version, in one transaction."""
+        if self._missing_now(connection, feature):
+            connection.execute("BEGIN IMMEDIATE")
+            for text in self._missing_now(connection, feature):  # again: another process may just have done it
+                connection.execute(text)
+            connection.execute("COMMIT")
+
+    def _missing_now(self, connection: sqlite3.Connection, feature: Feature) -> list[str]:
+        rows = connection.execute(self.exist).fetchall()
+        if rows:
+            rows = connection.execute(self.version, (feature.name,)).fetchall()
+        return self.missing(feature, rows)
+
+    def missing(self, feature: Feature, rows: Rows) -> list[str]:
+        """The statements that bring the tables from the version in *rows* to the latest."""
+        version = rows[0][0] if rows else 0
+        if version == feature.version:
+            return []
+        if version > feature.version:
             raise ConfigurationError(
-                f"{path}: the tables are missing or old, and create=false; run the script from oncemore.stores.schema(url)"
+                f"{self.path}: the tables of the {feature.name} are of version {version}, made by a newer release; this one "
+                f"knows {feature.version}: upgrade it"
             )
-        migrate(connection, sql, path)
-
-
-def migrate(connection: sqlite3.Connection, sql: SqliteStatements, path: str) -> None:
-    """Bring the tables to this version, in one transaction."""
-    connection.execute("BEGIN IMMEDIATE")
-    version = schema_version(connection, sql, path)  # again: another process may just have done it
-    for migration in MIGRATIONS[version:]:
-        for statement in migration:
-            connection.execute(statement.format(p=sql.prefix))
-    connection.execute(sql.set_version, (len(MIGRATIONS),))
-    connection.execute("COMMIT")
-
-
-def schema_version(connection: sqlite3.Connection, sql: SqliteStatements, path: str) -> int:
-    """The version of the tables: 0 if there are none, and never one that is unknown here."""
-    exists = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", (f"{sql.prefix}meta",)).fetchall()
-    [(version,)] = connection.execute(sql.version) if exists else [(0,)]
-    if version > len(MIGRATIONS):
-        raise ConfigurationError(f"{path}: its tables are of version {version}, newer than this oncemore; upgrade it")
-    return int(version)
+        if not self.create:
+            raise ConfigurationError(
+                f"{self.path}: the tables of the {feature.name} are missing or old, and create=false; run the script from "
+                "oncemore.stores.schema(url)"
+            )
+        return feature_statements(self.prefix, feature, since=version)

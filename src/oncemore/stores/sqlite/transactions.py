@@ -36,12 +36,9 @@ from ...errors import ConfigurationError, InProgress, OncemoreError, StoreTimeou
 from .._compat import check_aiosqlite, open_aiosqlite, run_in_aiosqlite
 from .batch import ClaimItem, as_record, claim_values, claimable, invalid_names, settle_row, taken_over
 from .statements import NOW, SqliteStatements
-from .writer import MEMORY, UNWRITTEN, Writer, as_store_error, code, is_busy
+from .writer import LONGEST_PAUSE, MEMORY, SHORTEST_PAUSE, UNWRITTEN, Writer, as_store_error, code, is_busy
 
 T = TypeVar("T")
-
-# Seconds between two tries for a file that another process is writing.
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.01
 
 PARAMETER = re.compile(r"\$(\d+)")
 DEEPEST = 10  # of errors that are each the cause of another; they may form a circle

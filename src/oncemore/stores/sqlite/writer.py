@@ -10,11 +10,11 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ..._ledger.transactions import Do, threads
+from ..._ledger.transactions import Do
 from ..._runtime.batching import set_result
 from ..._runtime.forks import check_usable, close_before_fork, reset_in_child
 from ..._runtime.wakeups import Id
@@ -70,7 +70,7 @@ def is_busy(error: BaseException) -> bool:
 
 
 def is_bad_value(error: BaseException) -> bool:
-    """Whether *error* concerns what was asked, rather than the file or its lock."""
+    """Whether *error* concerns the caller's values, rather than the file or its lock."""
     return isinstance(error, BAD_VALUES) and code(error) not in FAULTS and not is_busy(error)
 
 
@@ -168,7 +168,16 @@ class Connection:
         """Return a future of the result of *work*, which this connection's own thread does."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._thread.submit(answer_on, loop, future, partial(self.use, work))
+        try:
+            self._thread.submit(answer_on, loop, future, partial(self.use, work))
+        except (
+            RuntimeError
+        ):  # no thread can be had: the main thread has ended, the system has too many, or `close` runs
+            try:
+                result: Any = self.use(work)
+            except Exception as error:
+                result = error
+            set_result(future, result)
         return future
 
     def _try(self, work: Work[T]) -> T:
@@ -257,6 +266,10 @@ class Write(Use[T]):
 
 def answer_on(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], job: Callable[[], T]) -> None:
     """Do *job* on this thread, and give its result to *future* on *loop*, even if the caller has gone meanwhile."""
+    if (
+        future.done() and not future.cancelled()
+    ):  # the loop did it: no thread could be started for it, but one for the next
+        return
     try:
         answer: Any = job()
     except BaseException as error:
@@ -285,7 +298,7 @@ class Writer:
         self._queue = asyncio.Lock() if self._for_loop else None  # of tasks; threads wait for the lock itself
         self._lock = threading.Lock()  # held during a turn, and during a fork: a fork may come from any thread
         self._stop: Callable[[], object] = lambda: None
-        self._stopping: Future[Any] | None = None
+        self._stopping: threading.Thread | None = None
 
     def turn(self, limit: float, got: Callable[[], None]) -> Do[None]:
         """Effect: wait for the turn, at most *limit* seconds.  *got* is called in the very moment that it is ours."""
@@ -325,8 +338,10 @@ class Writer:
         if isinstance(connection, sqlite3.Connection):
             connection.close()
         elif connection is not None:
+            stopping = threading.Thread(target=self._stop, daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter ends, and the connection with it
-                self._stopping = threads().submit(self._stop)
+                stopping.start()
+                self._stopping = stopping
 
     def close(self) -> None:
         with self._lock:
@@ -337,7 +352,7 @@ class Writer:
         async with self._queue:
             self.close_connection()
         if self._stopping is not None:
-            await asyncio.to_thread(self._stopping.result)
+            await asyncio.to_thread(self._stopping.join)
 
     def _close_for_fork(self) -> bool:
         if not self._lock.acquire(blocking=False):
@@ -345,7 +360,7 @@ class Writer:
         try:
             self.close_connection()
             if self._stopping is not None:
-                self._stopping.result()
+                self._stopping.join()
         except BaseException:
             self._lock.release()
             raise

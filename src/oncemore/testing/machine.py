@@ -144,7 +144,7 @@ def comparable(answer: Any) -> Any:
         case Lease():
             return ("lease", answer.attempt, answer.lapsed)
         case Record():
-            lapsed = answer.lease_until <= answer.now
+            lapsed = answer.state == "running" and answer.lease_until <= answer.now  # a copy in a cache has no lease
             return (
                 "record",
                 answer.key,

@@ -6,6 +6,7 @@ import array
 import io
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,16 @@ def test_error_outside_the_network_is_not_retried() -> None:
 
     with httpx.Client(transport=RetryTransport(RETRY, transport=Broken())) as http, pytest.raises(ZeroDivisionError):
         http.post("http://x/")
+
+
+@pytest.mark.parametrize("length", [b"\xb2", b"9" * 5000, b"-5"], ids=["no digit", "too long", "negative"])
+def test_senseless_content_length_is_no_error_of_ours(library: Any, length: bytes) -> None:
+    """Each library takes the answer for what it is, or for a connection that failed."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\nConnection: close\r\n\r\n" % length
+    with Server(default=raw(head + b"hello")) as server, no_sleeping():
+        with suppress(RetriesExhausted):
+            reply = library(RETRY).request("POST", server.url, b"x")
+            assert (reply.status, reply.body) == (200, b"hello")
 
 
 def test_a_pending_operation_can_be_forgotten(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import httpx
 from .._ledger.transactions import Do
 from .._runtime.plan import Effect, Plan, arun, run
 from ._compat import wrap_network_backend
-from .bodies import MAX_BODY, READ_AHEAD, read_mode
+from .bodies import MAX_BODY, READ_AHEAD, content_length, read_mode
 from .deadlines import Deadline, call_with_deadline, with_deadline
 from .engine import AsyncPendingOperations, Engine, LibraryErrors, PendingOperations, RetryableRequest
 from .errors import OutcomeUnknown, RetriesExhausted
@@ -165,8 +165,8 @@ class HttpxRequest(RetryableRequest):
     def body(self) -> Plan[bytes | None]:
         if isinstance(self.request.stream, httpx.ByteStream):
             return self.request.read()  # in memory already, for async clients too
-        length = self.headers.get("Content-Length", "")
-        if length.isdigit() and int(length) <= MAX_BODY:
+        length = content_length(self.headers)
+        if length is not None and length <= MAX_BODY:
             content: bytes = yield Do(self.request.read, self.request.aread)
             return content
         self.request.stream = SingleUseBody(self.request.stream)

@@ -11,7 +11,7 @@ from urllib3 import ProxyManager
 from urllib3.exceptions import HTTPError, MaxRetryError
 
 from .._runtime.plan import run
-from .bodies import MAX_BODY, SentBody, read_mode
+from .bodies import MAX_BODY, SentBody, content_length, read_mode
 from .engine import Engine, LibraryErrors, PendingOperations
 from .errors import OutcomeUnknown, RetriesExhausted
 from .hosts import host_name
@@ -141,8 +141,8 @@ class RequestsRequest(BlockingRequest):
 
     def _is_body_read(self, response: requests.Response) -> bool:
         """Whether reading the body belongs to the attempt: the caller does not stream, or it is a short error."""
-        length = response.headers.get("Content-Length", "")
-        short = response.status_code >= 400 and length.isdigit() and int(length) <= MAX_BODY
+        length = content_length(response.headers)
+        short = response.status_code >= 400 and length is not None and length <= MAX_BODY
         return short or not self._options.get("stream")
 
     def fault(self, error: Exception) -> Fault:

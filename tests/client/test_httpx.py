@@ -21,6 +21,7 @@ from oncemore.client.deadlines import no_sleeping
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, BoundedBackend, RetryTransport
 from oncemore.client.retry import Retry
+from oncemore.errors import ConfigurationError
 
 from .server import Server, Visit, answer, raw, reset, response, trickle
 
@@ -138,6 +139,12 @@ def test_a_request_brings_its_own_policy() -> None:
     with Server(default=answer(503)) as server, client() as http, no_sleeping():
         http.post(server.url, extensions={"retry": Retry(attempts=2, budget=None)})
     assert len(server.visits) == 2
+
+
+def test_request_with_a_policy_of_another_type_is_refused() -> None:
+    with Server() as server, client() as http, pytest.raises(ConfigurationError, match="give a Retry"):
+        http.post(server.url, extensions={"retry": 3})
+    assert not server.visits
 
 
 def test_a_transport_without_sockets_works_too() -> None:

@@ -25,7 +25,7 @@ from oncemore.client.keyring.ledger import LedgerKeyring
 from oncemore.client.retry import Retry
 from oncemore.encryption import Seal
 
-from .server import Server, Visit
+from .server import Server, Visit, answer
 from .test_keyring import adopt_all, claim, entry
 from .test_ledger_keyring import Failing
 
@@ -103,6 +103,17 @@ def test_what_lacked_its_credentials_is_resumed_once_they_are_there(opened: Call
         with httpx.Client(transport=transport, headers={"Authorization": "Bearer x"}) as client:
             assert [done.error for done in transport.resume(client)] == [None] * 3
     assert server.effects == dict.fromkeys(KEYS, 1)
+
+
+def test_refused_resume_leaves_entries_open(opened: Callable[[], Keyring]) -> None:
+    """The dead process may have had them performed; a token that has expired since says nothing about that."""
+    with Server(*[answer(401)] * 3) as server:
+        leave_behind(opened, server.url)
+        transport = RetryTransport(RETRY, opened())
+        assert [done.response.status_code for done in transport.resume()] == [401] * 3
+        assert [(one.key, one.state) for one in transport.pending()] == [(key, "open") for key in KEYS]
+        assert [done.response.status_code for done in transport.resume(opened=True)] == [201] * 3
+        assert transport.pending() == []
 
 
 @pytest.mark.parametrize("often", [False, True])

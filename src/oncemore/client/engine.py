@@ -115,7 +115,7 @@ class RetryableRequest:
 
     def too_old(self, entry: Entry) -> OutcomeUnknown:
         """Return the error for a key that the server may have forgotten."""
-        story = Story(self.name, self.key, reason="key_lifetime")
+        story = Story(self.name, self.key, reason="key_lifetime", continued=True)
         outcome = f"it ended with {entry.status}" if entry.state == "settled" else "its outcome is not known"
         return self.errors.unknown(
             f"{entry.scope}: key {entry.key} is older than the server remembers, or of unknown age; {outcome}. "
@@ -162,7 +162,7 @@ class Engine:
     def prepare(self, request: RetryableRequest, policy: Retry | None = None) -> None:
         """Give *request* its policy and, in its headers, its key."""
         request.key = self.put_key(request.method, request.headers)
-        request.policy = policy or self.policy
+        request.policy = self.policy if policy is None else check_policy(policy)
         request.lasts = NEVER if request.key is None else request.policy.sendable
         request.timeout_header = self.timeout_header
 
@@ -201,19 +201,19 @@ class Engine:
                 raise request.too_old(known)
             held = known
             request.lasts = held.created_at - oldest
+            if held.state != "settled" and not is_new(held, entry):
+                request.story = Story(request.name, request.key, continued=True)
             reply: HttpReply = yield from send_with_retries(request, policy, self.environment, started)
         except GeneratorExit:
             raise
         except Exception:
             if held is not None:
-                yield from self._note_ending(request, keyring, held, new=held.created_at == entry.created_at)
+                yield from self._note_ending(request, keyring, held, new=is_new(held, entry))
             raise
         except BaseException:  # interrupted while it was stored, or in an attempt, of which the story does not tell
             yield from _despite_all(keyring.leave(entry))
             raise
-        yield from self._note_ending(
-            request, keyring, held, new=held.created_at == entry.created_at, status=reply.status
-        )
+        yield from self._note_ending(request, keyring, held, new=is_new(held, entry), status=reply.status)
         return reply
 
     def _note_ending(
@@ -316,6 +316,11 @@ class Engine:
         """Close the keyring, including its connections on the running event loop."""
         if self.keyring is not None:
             await self.keyring.aclose()
+
+
+def is_new(held: Entry, entry: Entry) -> bool:
+    """Whether the claim of *entry*, which returned *held*, was the first one of its key."""
+    return held.created_at == entry.created_at
 
 
 def _despite_all(plan: Plan[None]) -> Plan[None]:

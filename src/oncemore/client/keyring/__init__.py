@@ -130,7 +130,7 @@ class MemoryKeyring:
                 entry = replace(entry, created_at=known.created_at)
             self._entries[entry.scope, entry.key] = entry
             self._purge(entry.created_at - self.retention)
-            return entry
+            return replace(entry, state=known.state) if known else entry
 
     def _change(self, entry: Entry, state: State, status: int) -> None:
         with self._lock:

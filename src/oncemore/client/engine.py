@@ -331,7 +331,7 @@ def _despite_all(plan: Plan[None]) -> Plan[None]:
 def _log_failure(plan: Plan[None]) -> Plan[None]:
     try:
         yield from plan
-    except OncemoreError:
+    except Exception:
         log.exception("The keyring could not note the outcome; the operation stays pending")
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 from msgspec.structs import replace
 
+from ..._ledger.connect import connect
 from ..._ledger.decisions import is_over
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Store
@@ -298,6 +299,23 @@ class LedgerKeyring:
             yield
         except StoreError as error:
             raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
+
+
+class MemoryKeyring(LedgerKeyring):
+    """Keys for as long as the process lives, for tests and short-lived programs.
+
+    A key used for two requests is noticed, but nothing survives a crash.
+    """
+
+    def __init__(self, *, retention: float = RETENTION) -> None:
+        super().__init__(connect("memory://"), lease=FOREVER, retention=retention, own_store=True)
+        self._claims = 0
+
+    def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
+        self._claims += 1
+        if self._claims % 1000 == 0:  # a process that lives long would otherwise keep expired keys
+            yield from self.store.purge(batch=2000)
+        return (yield from super().claim(entry, oldest=oldest))
 
 
 def operation_of(entry: Entry) -> Operation:

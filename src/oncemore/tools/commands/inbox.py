@@ -20,6 +20,7 @@ from .options import (
     open_ledger,
     read_text,
     reading_cursor,
+    run_or_once,
     store_option,
 )
 from .output import Output, escape, iso_date, print_csv, print_page
@@ -53,12 +54,7 @@ def consume(output: Output, consumer: str, once: bool) -> None:
 
     SIGTERM and Ctrl-C let running handlers finish.  With --once, the number of acknowledged messages is printed.
     """
-    found: Consumer = load_object(consumer, "a consumer", Consumer)
-    if not once:
-        found.run()
-        return
-    handled = found.run_once()
-    output.show({"acknowledged": handled}, f"{handled} acknowledged")
+    run_or_once(output, load_object(consumer, "a consumer", Consumer), once, "acknowledged", "{} acknowledged")
 
 
 @click.group()

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import msgspec
 
+from ..._contract.keysource import HEADER_NAME
 from ..._ledger.context import derive as derive_key
 from ..._ledger.decisions import Resolution
 from ..._ledger.guard import Guard
@@ -34,8 +35,7 @@ from .output import Output, date, escape, iso_date, print_csv, print_page, print
 STATES = ("running", "settled", "released", "held", "lapsed")
 CSV_COLUMNS = ("key", "payload_hash", "status", "http_code", "result_id", "notes")
 COLUMNS = ("key", "scope", "state", "attempts", "created (UTC)", "expires (UTC)", "status", "note")
-# Headers that a server can send: a token, and text without line breaks.
-HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+# The value of a header that a server can send: text without line breaks.
 HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 MOST_SCOPES = 20  # to list if a key exists in several
 

@@ -11,7 +11,16 @@ from ..._ledger.guard import Guard
 from ...errors import ConfigurationError
 from ...messages.outbox import MessageState, Outbox, OutboxMessage, sources_of
 from ...messages.relay import Relay
-from .options import confirm, json_option, load_object, open_ledger, read_duration, store_option, yes_option
+from .options import (
+    confirm,
+    json_option,
+    load_object,
+    open_ledger,
+    read_duration,
+    run_or_once,
+    store_option,
+    yes_option,
+)
 from .output import Output, print_table, struct_fields
 
 source_option = click.option(
@@ -135,12 +144,7 @@ def relay(output: Output, place: str, once: bool) -> None:
 
     Any number of processes may run the same relay.  SIGTERM lets the messages that are under way be finished first.
     """
-    found: Relay = load_object(place, "a relay", Relay)
-    if not once:
-        found.run()
-        return
-    sent = found.run_once()
-    output.show({"sent": sent}, f"Sent {sent:,}.")
+    run_or_once(output, load_object(place, "a relay", Relay), once, "sent", "Sent {:,}.")
 
 
 def find_outbox(guard: Guard, source: str | None) -> Outbox:

@@ -23,7 +23,15 @@ from ...webhooks.receiver import Receiver
 from ...webhooks.schemes import SCHEMES
 from ...webhooks.signature import new_secret
 from ...webhooks.webhooks import STATES, DeliveryState, Only, Webhooks
-from .options import json_option, load_object, open_ledger, read_duration, seal_from_environment, store_option
+from .options import (
+    json_option,
+    load_object,
+    open_ledger,
+    read_duration,
+    run_or_once,
+    seal_from_environment,
+    store_option,
+)
 from .output import Output, escape, print_table, struct_fields
 
 tenant_option = click.option("--tenant", metavar="NAME", help="Only those of this tenant.")
@@ -54,11 +62,7 @@ def run_sender(output: Output, place: str, once: bool) -> None:
         raise ConfigurationError(
             f"{place!r} is a {type(found).__name__}, not a Sender or Webhooks of oncemore: write module:name of one"
         )
-    if not once:
-        found.run()
-        return
-    delivered = found.run_once()
-    output.show({"delivered": delivered}, f"Delivered {delivered:,}.")
+    run_or_once(output, found, once, "delivered", "Delivered {:,}.")
 
 
 @webhooks.command(short_help="list endpoints")

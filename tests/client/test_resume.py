@@ -6,26 +6,32 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import anyio
 import httpx
 import pytest
+import requests
 from msgspec.structs import replace
 
 from oncemore import Guard
 from oncemore._ledger.connect import connect
 from oncemore._runtime.plan import arun, run
-from oncemore.client.errors import CredentialsMissing, KeyringError, OutcomeUnknown
+from oncemore.client.aiohttp import RetryMiddleware
+from oncemore.client.errors import CredentialsMissing, KeyringError, OutcomeUnknown, RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.keyring import open_keyring
-from oncemore.client.keyring.entry import Keyring, scope_of
+from oncemore.client.keyring.entry import Keyring, Resumed, scope_of
 from oncemore.client.keyring.ledger import LedgerKeyring
+from oncemore.client.requests import RetryAdapter
 from oncemore.client.retry import Retry
 from oncemore.encryption import Seal
 
-from .server import Server, Visit, answer
+from .clients import Httpx
+from .server import Server, Visit, answer, reset
 from .test_keyring import adopt_all, claim, entry
 from .test_ledger_keyring import Failing
 
@@ -238,3 +244,51 @@ def test_adopt_skips_request_sealed_with_a_lost_key(caplog: Any) -> None:
     assert [one.key for one in adopt_all(ring, opened=True)] == ["kept"]
     assert "lost" in caplog.text
     assert [one.key for one in adopt_all(open_keyring(old), opened=True)] == ["lost"]  # with the old key it can
+
+
+# Clients of several hosts that share a keyring
+
+SECRET = {"Authorization": "Bearer secret"}
+
+
+async def resume_by_httpx(place: str, base: str) -> list[Resumed]:
+    transport = RetryTransport(RETRY, place)
+    with httpx.Client(base_url=base, transport=transport, headers=SECRET) as client:
+        return transport.resume(client, opened=True)
+
+
+async def resume_by_async_httpx(place: str, base: str) -> list[Resumed]:
+    transport = AsyncRetryTransport(RETRY, place)
+    async with httpx.AsyncClient(base_url=base, transport=transport, headers=SECRET) as client:
+        return await transport.resume(client, opened=True)
+
+
+async def resume_by_requests(place: str, base: str) -> list[Resumed]:
+    adapter, session = RetryAdapter(RETRY, place), requests.Session()
+    session.adapters.clear()
+    session.mount(base.rstrip("/"), adapter)
+    session.headers.update(SECRET)
+    return adapter.resume(session, opened=True)
+
+
+async def resume_by_aiohttp(place: str, base: str) -> list[Resumed]:
+    middleware = RetryMiddleware(RETRY, place)
+    async with aiohttp.ClientSession(base, middlewares=[middleware], headers=SECRET) as session:
+        return await middleware.resume(session, opened=True)
+
+
+@pytest.mark.parametrize("resume", [resume_by_httpx, resume_by_async_httpx, resume_by_requests, resume_by_aiohttp])
+async def test_resume_sends_no_credentials_to_another_host(resume: Any, tmp_path: Path) -> None:
+    """The operation is of another client, which has the same keyring and credentials of its own."""
+    place = f"sqlite:///{tmp_path}/keys.db"
+    with Server(reset) as other, Server() as ours:
+        with suppress(RetriesExhausted):
+            Httpx(Retry(attempts=1, budget=None), place).request(
+                "POST", other.url, b"x", {"Content-Type": "text/plain"}
+            )
+        [refused] = await resume(place, f"{ours.url}/")
+        assert isinstance(refused.error, CredentialsMissing)
+        assert len(other.visits) == 1
+        [done] = await resume(place, f"{other.url}/")
+        assert done.error is None
+        assert other.visits[-1].headers["authorization"] == "Bearer secret"

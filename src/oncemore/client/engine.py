@@ -39,6 +39,11 @@ STORED_HEADERS = ("Content-Type", "Content-Encoding", "Accept")
 
 NEVER = float("inf")
 
+ANOTHER_HOST = (
+    "the client is for another host, which would get its credentials; nothing was sent: resume the operation through the "
+    "client that sent it, and give each client a keyring of its own"
+)
+
 # The entry that is being resumed in this context.
 _resuming: ContextVar[Entry | None] = ContextVar("oncemore_resuming", default=None)
 
@@ -256,12 +261,20 @@ class Engine:
             )
         return replace(entry, token=resumed.token)
 
-    def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
-        """Send each interrupted operation again through *send*, under its own key, and return the results."""
+    def resume(
+        self, send: Callable[[Entry], Any], *, opened: bool = False, serves: Callable[[str], bool] | None = None
+    ) -> Plan[list[Resumed]]:
+        """Send each interrupted operation again through *send*, under its own key, and return the results.
+
+        *serves* tells whether the client that sends is meant for a URL: another host must not get its credentials.
+        """
         keyring = self.require_keyring()
         resumed = []
         for entry in (yield from keyring.pending()):
             if entry.state == "sending" or opened:
+                if serves is not None and not serves(entry.url):
+                    resumed.append(Resumed(entry, error=CredentialsMissing(f"{entry.scope}: {ANOTHER_HOST}")))
+                    continue
                 done = yield from self._resume(keyring, send, entry)
                 if done is not None:
                     resumed.append(done)
@@ -348,8 +361,10 @@ class PendingOperations:
         """Remove a pending operation: its outcome is known now, or no longer matters."""
         run(self.engine.require_keyring().forget(entry))
 
-    def _resume(self, send: Callable[[Entry], Any], opened: bool) -> list[Resumed]:
-        return run(self.engine.resume(send, opened=opened))
+    def _resume(
+        self, send: Callable[[Entry], Any], opened: bool, serves: Callable[[str], bool] | None = None
+    ) -> list[Resumed]:
+        return run(self.engine.resume(send, opened=opened, serves=serves))
 
 
 class AsyncPendingOperations:
@@ -365,5 +380,7 @@ class AsyncPendingOperations:
         """Remove a pending operation: its outcome is known now, or no longer matters."""
         await arun(self.engine.require_keyring().forget(entry))
 
-    async def _resume(self, send: Callable[[Entry], Awaitable[Any]], opened: bool) -> list[Resumed]:
-        return await arun(self.engine.resume(send, opened=opened))
+    async def _resume(
+        self, send: Callable[[Entry], Awaitable[Any]], opened: bool, serves: Callable[[str], bool]
+    ) -> list[Resumed]:
+        return await arun(self.engine.resume(send, opened=opened, serves=serves))

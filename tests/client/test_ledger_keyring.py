@@ -369,7 +369,7 @@ def test_first_failed_claims_of_an_outage_are_withdrawn() -> None:
         eventually(lambda: run(inner.find(*operation_of(entry()).id)) is None)
 
 
-def test_failed_claim_of_an_ended_loop_is_withdrawn_by_a_later_claim() -> None:
+def test_failed_claim_of_ended_loop_is_withdrawn_later() -> None:
     inner = connect("memory://")
     store: Any = FailingOver(inner)
 
@@ -386,7 +386,7 @@ def test_failed_claim_of_an_ended_loop_is_withdrawn_by_a_later_claim() -> None:
 
 
 @pytest.mark.parametrize("broken", ["claim", "find"])
-def test_open_entry_stays_open_if_ledger_fails_while_it_is_continued(broken: str) -> None:
+def test_open_entry_stays_open_if_ledger_fails_meanwhile(broken: str) -> None:
     """Its caller knows of it, so no other process may send it by itself."""
     inner = connect("memory://")
     first = LedgerKeyring(inner)

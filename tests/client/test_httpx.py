@@ -1,4 +1,4 @@
-"""What is httpx's own: streams, other transports, certificates, names that do not resolve, interrupts."""
+"""Tests of httpx alone: streams, other transports, certificates, names that do not resolve, interrupts."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_transport_without_sockets_works_too() -> None:
 
 
 def test_sockets_of_the_callers_own_transport_are_bounded_too() -> None:
-    """Whoever changes the names inside httpx learns it here."""
+    """Fails if httpx renames its private parts."""
     inner = httpx.HTTPTransport(retries=1)
     RetryTransport(transport=inner)
     RetryTransport(transport=inner)
@@ -212,7 +212,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TlsServer(Server):
-    """The same server behind TLS."""
+    """A `Server` behind TLS."""
 
     def __init__(self, folder: Path, *script: Any, **options: Any) -> None:
         super().__init__(*script, **options)

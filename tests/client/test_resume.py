@@ -124,7 +124,7 @@ def test_refused_resume_leaves_entries_open(opened: Callable[[], Keyring]) -> No
 
 @pytest.mark.parametrize("often", [False, True])
 async def test_cancelled_resume_leaves_unreached_entries_pending(opened: Callable[[], Keyring], often: bool) -> None:
-    """The first was sent and is open, for whoever cancelled knows; the others are as they were."""
+    """The first was sent and is open, because its caller knows that it was cancelled; the others are as they were."""
     reached = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -180,7 +180,7 @@ async def test_adopting_that_is_cancelled_adopts_nothing(opened: Callable[[], Ke
 async def test_repeated_cancellation_leaves_entries_open(
     opened: Callable[[], Keyring],
 ) -> None:
-    """As anyio's do, at every await until the task has left them: whoever called knows, so all is open."""
+    """anyio cancels at every await until the task has ended.  Each caller knows of it, so all entries are open."""
     rest = asyncio.Event()
     with Server(default=lambda visit: rest.is_set() or time.sleep(3)) as server:
         transport = AsyncRetryTransport(RETRY, opened())

@@ -17,11 +17,11 @@ from .options import (
     json_option,
     limit_option,
     load_object,
+    on_ledger,
     open_ledger,
     read_text,
     reading_cursor,
     run_or_once,
-    store_option,
 )
 from .output import Output, escape, iso_date, print_csv, print_page
 
@@ -70,9 +70,7 @@ def inbox() -> None:
 )
 @limit_option
 @cursor_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def list_events(
     output: Output,
     url: str | None,
@@ -97,9 +95,7 @@ def list_events(
 @inbox_filter
 @limit_option
 @cursor_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def dead(output: Output, url: str | None, source: str | None, name: str | None, limit: int, cursor: str | None) -> None:
     """List the dead letters: events that have failed too often, or cannot be read.
 
@@ -118,9 +114,7 @@ def dead(output: Output, url: str | None, source: str | None, name: str | None, 
 @click.argument("event_id", callback=read_text)
 @click.option("--source", required=True, callback=read_text, help="The source of the event.")
 @name_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def requeue(output: Output, url: str | None, event_id: str, source: str, name: str) -> None:
     """Have the dead letter EVENT_ID handled after all, under the same id.
 

@@ -21,13 +21,12 @@ from ...errors import ConfigurationError, NotFound, WrongState
 from .options import (
     confirm,
     cursor_option,
-    json_option,
     limit_option,
+    on_ledger,
     open_ledger,
     read_duration,
     read_text,
     reading_cursor,
-    store_option,
     yes_option,
 )
 from .output import Output, date, escape, iso_date, print_csv, print_page, print_pairs
@@ -61,9 +60,7 @@ def keys() -> None:
 @limit_option
 @cursor_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with the result's id if the response has one.")
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def list_keys(
     output: Output,
     url: str | None,
@@ -95,9 +92,7 @@ def list_keys(
 @scope_option
 @click.option("--outcome", is_flag=True, help="Also show its outcome, which may be confidential.")
 @click.option("--derive", metavar="NAME", help="Also show the key that op.derive(NAME) gave the provider.")
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def show(output: Output, url: str | None, key: str, scope: str | None, outcome: bool, derive: str | None) -> None:
     """Show the record of KEY."""
     with open_ledger(url) as guard:
@@ -130,9 +125,7 @@ def show(output: Output, url: str | None, key: str, scope: str | None, outcome: 
 )
 @click.option("--note", default="", callback=read_text, help="The reason, stored with the record.")
 @yes_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def resolve(
     output: Output,
     url: str | None,
@@ -165,9 +158,7 @@ def resolve(
 @key_argument
 @scope_option
 @yes_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def delete(output: Output, url: str | None, key: str, scope: str | None, yes: bool) -> None:
     """Delete the record of KEY.  The next request with it performs the operation, even if it already happened."""
     with open_ledger(url) as guard:

@@ -42,6 +42,11 @@ store_option = click.option(
 )
 
 
+def on_ledger(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Make *command* one that works on a ledger: with `--store` and `--json`, and the Output as its first argument."""
+    return store_option(json_option(click.pass_obj(command)))
+
+
 limit_option = click.option(
     "--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="How many to show."
 )

@@ -151,7 +151,7 @@ class Aiohttp:
 
 
 def resumed(client: Any) -> tuple[list[Entry], list[Resumed]]:
-    """What was left behind, and what came of it; nothing is left after that."""
+    """Return the pending entries and the results of resuming them; nothing is pending after that."""
     before = client.pending()
     results = client.resume()
     assert client.pending() == []

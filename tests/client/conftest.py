@@ -1,4 +1,4 @@
-"""What the client tests share: one parameter for the library, and budgets that no other test has spent."""
+"""Fixtures of the client tests: each library in turn, and the places of durable keyrings."""
 
 from __future__ import annotations
 

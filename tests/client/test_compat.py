@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import aiohttp
 import httpcore
 import httpx
 import pytest
 from urllib3.connection import HTTPConnection, HTTPSConnection
+from yarl import URL
 
+from oncemore.client._compat import base_url
 from oncemore.client.httpx import BoundedBackend, RetryTransport
 from oncemore.client.urllib3 import BoundedHTTPConnection
 
@@ -19,6 +22,12 @@ def test_httpx_transport_keeps_backend_where_it_is_wrapped() -> None:
     assert isinstance(transport._pool._network_backend, httpcore.NetworkBackend)
     RetryTransport(transport=transport)
     assert isinstance(transport._pool._network_backend, BoundedBackend)
+
+
+async def test_aiohttp_session_keeps_its_base_url() -> None:
+    for url in (None, URL("http://h/")):
+        async with aiohttp.ClientSession(url) as session:
+            assert base_url(session) == url
 
 
 @pytest.mark.parametrize("kind", [HTTPConnection, HTTPSConnection])

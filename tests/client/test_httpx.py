@@ -1,4 +1,4 @@
-"""What is httpx's own: streams, other transports, certificates, names that do not resolve, interrupts."""
+"""Tests of httpx alone: streams, other transports, certificates, names that do not resolve, interrupts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from oncemore.client.deadlines import no_sleeping
 from oncemore.client.errors import RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, BoundedBackend, RetryTransport
 from oncemore.client.retry import Retry
+from oncemore.errors import ConfigurationError
 
 from .server import Server, Visit, answer, raw, reset, response, trickle
 
@@ -140,6 +141,12 @@ def test_a_request_brings_its_own_policy() -> None:
     assert len(server.visits) == 2
 
 
+def test_request_with_a_policy_of_another_type_is_refused() -> None:
+    with Server() as server, client() as http, pytest.raises(ConfigurationError, match="give a Retry"):
+        http.post(server.url, extensions={"retry": 3})
+    assert not server.visits
+
+
 def test_a_transport_without_sockets_works_too() -> None:
     seen = []
 
@@ -156,7 +163,7 @@ def test_a_transport_without_sockets_works_too() -> None:
 
 
 def test_sockets_of_the_callers_own_transport_are_bounded_too() -> None:
-    """Whoever changes the names inside httpx learns it here."""
+    """Fails if httpx renames its private parts."""
     inner = httpx.HTTPTransport(retries=1)
     RetryTransport(transport=inner)
     RetryTransport(transport=inner)
@@ -205,7 +212,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TlsServer(Server):
-    """The same server behind TLS."""
+    """A `Server` behind TLS."""
 
     def __init__(self, folder: Path, *script: Any, **options: Any) -> None:
         super().__init__(*script, **options)

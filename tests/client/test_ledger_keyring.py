@@ -19,8 +19,9 @@ from msgspec.structs import replace
 
 from oncemore import Guard
 from oncemore._ledger.connect import connect
+from oncemore._ledger.model import Record
 from oncemore._ledger.store import Filter
-from oncemore._runtime.plan import run
+from oncemore._runtime.plan import Sleep, arun, run
 from oncemore.client.errors import KeyringError, OutcomeUnknown, RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, HttpxRequest, RetryTransport
 from oncemore.client.keyring import open_keyring
@@ -302,7 +303,9 @@ class FailingOver(Failing):
     """A ledger that writes the claim and then breaks down, before it could answer."""
 
     def claim(self, *arguments: Any, **options: Any) -> Any:
-        yield from self.store.claim(*arguments, **options)
+        found = yield from self.store.claim(*arguments, **options)
+        if isinstance(found, Record):
+            return found
         self.verbs = ("find", "release", "renew")
         raise StoreUnavailable("the ledger is gone")
 
@@ -349,6 +352,84 @@ def test_claim_whose_answer_was_lost_keeps_an_earlier_attempt_pending() -> None:
         eventually(lambda: not ring.heartbeat.threads.renewals)
         time.sleep(0.3)
         assert [one.key for one in adopt_all(LedgerKeyring(inner))] == ["k1"]
+
+
+def test_first_failed_claims_of_an_outage_are_withdrawn() -> None:
+    """The first was written and its answer lost; the many after it did not reach the ledger."""
+    inner = connect("memory://")
+    store: Any = FailingOver(inner)
+    with closing(LedgerKeyring(store, lease=0.3)) as ring:
+        with pytest.raises(KeyringError):
+            claim(ring, entry())
+        ring.store = Failing(inner, "claim", "find")  # type: ignore[assignment]
+        for number in range(MAX_FAILED + 10):
+            with pytest.raises(KeyringError):
+                claim(ring, entry(f"later-{number}", token=number + 2))
+        ring.store = inner
+        eventually(lambda: run(inner.find(*operation_of(entry()).id)) is None)
+
+
+def test_failed_claim_of_ended_loop_is_withdrawn_later() -> None:
+    inner = connect("memory://")
+    store: Any = FailingOver(inner)
+
+    async def claim_on_a_loop() -> None:
+        with pytest.raises(KeyringError):
+            await arun(ring.claim(entry(), oldest=0))
+
+    with closing(LedgerKeyring(store, lease=0.3)) as ring:
+        asyncio.run(claim_on_a_loop())
+        ring.store = inner
+        time.sleep(0.4)
+        claim(ring, entry("later", token=2))
+        eventually(lambda: run(inner.find(*operation_of(entry()).id)) is None)
+
+
+@pytest.mark.parametrize("broken", ["claim", "find"])
+def test_open_entry_stays_open_if_ledger_fails_meanwhile(broken: str) -> None:
+    """Its caller knows of it, so no other process may send it by itself."""
+    inner = connect("memory://")
+    first = LedgerKeyring(inner)
+    run(first.leave(claim(first, entry())))
+    store: Any = FailingOver(inner) if broken == "claim" else Failing(inner, "find")
+    with closing(LedgerKeyring(store, lease=0.3)) as ring:
+        with pytest.raises(KeyringError):
+            claim(ring, entry(token=2))
+        assert not ring._sending
+        store.verbs = ()
+        eventually(lambda: not ring._failed)
+        time.sleep(0.4)
+        assert [one.state for one in run(first.pending())] == ["open"]
+
+
+class Pausing:
+    """A store whose `find` lets others run first."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def find(self, *arguments: Any) -> Any:
+        yield Sleep(0.05)
+        return (yield from self.store.find(*arguments))
+
+
+async def test_open_entry_stays_open_if_cancelled_while_it_is_continued() -> None:
+    inner = connect("memory://")
+    first = LedgerKeyring(inner)
+    run(first.leave(claim(first, entry(body=b"x"))))
+    ring = LedgerKeyring(Pausing(inner), lease=0.2)  # type: ignore[arg-type]
+    one = entry(body=b"x", token=2)
+    task = asyncio.create_task(arun(ring.claim(one, oldest=0)))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await arun(ring.leave(one))  # as the engine does
+    await asyncio.sleep(0.3)
+    assert [known.state for known in await arun(first.pending())] == ["open"]
 
 
 def test_a_renewal_that_fails_is_tried_again(caplog: Any) -> None:

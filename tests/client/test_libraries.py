@@ -1,4 +1,4 @@
-"""What is each library's own: proxies, streams, files, and the verbs of the keyring."""
+"""Tests of single libraries: proxies, streams, files, and the verbs of the keyring."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import array
 import io
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ LONG = 2 * 1024 * 1024
 @pytest.mark.parametrize("size", [0, 1000, 200_000, LONG])
 @pytest.mark.parametrize("kind", ["application/json", "text/csv"])
 async def test_aiohttp_streams_what_was_read_ahead_too(method: str, size: int, kind: str) -> None:
-    """Whoever reads `response.content` gets the body, as without us."""
+    """A reader of `response.content` gets the body, as without the middleware."""
     body = bytes(range(256)) * (size // 256)
     async with aiohttp.ClientSession(middlewares=[RetryMiddleware(RETRY)]) as http:
         with Server(default=answer(200, body, content_type=kind)) as server:
@@ -170,7 +171,7 @@ def test_a_body_that_is_used_up_is_not_redirected(library: Any) -> None:
 @pytest.mark.parametrize("size", [10, LONG])
 @pytest.mark.parametrize("library", [Requests, Urllib3])
 def test_file_with_short_reads_is_sent_whole(library: Any, size: int) -> None:
-    """As raw files may, and those that are read over a network do."""
+    """Raw files, and files on a network, may return less than they are asked for."""
 
     class Piecemeal(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
@@ -238,6 +239,16 @@ def test_error_outside_the_network_is_not_retried() -> None:
 
     with httpx.Client(transport=RetryTransport(RETRY, transport=Broken())) as http, pytest.raises(ZeroDivisionError):
         http.post("http://x/")
+
+
+@pytest.mark.parametrize("length", [b"\xb2", b"9" * 5000, b"-5"], ids=["no digit", "too long", "negative"])
+def test_senseless_content_length_is_no_error_of_ours(library: Any, length: bytes) -> None:
+    """Each library takes the answer for what it is, or for a connection that failed."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\nConnection: close\r\n\r\n" % length
+    with Server(default=raw(head + b"hello")) as server, no_sleeping():
+        with suppress(RetriesExhausted):
+            reply = library(RETRY).request("POST", server.url, b"x")
+            assert (reply.status, reply.body) == (200, b"hello")
 
 
 def test_a_pending_operation_can_be_forgotten(tmp_path: Path) -> None:

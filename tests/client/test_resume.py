@@ -6,26 +6,32 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import anyio
 import httpx
 import pytest
+import requests
 from msgspec.structs import replace
 
 from oncemore import Guard
 from oncemore._ledger.connect import connect
 from oncemore._runtime.plan import arun, run
-from oncemore.client.errors import CredentialsMissing, KeyringError, OutcomeUnknown
+from oncemore.client.aiohttp import RetryMiddleware
+from oncemore.client.errors import CredentialsMissing, KeyringError, OutcomeUnknown, RetriesExhausted
 from oncemore.client.httpx import AsyncRetryTransport, RetryTransport
 from oncemore.client.keyring import open_keyring
-from oncemore.client.keyring.entry import Keyring, scope_of
+from oncemore.client.keyring.entry import Keyring, Resumed, scope_of
 from oncemore.client.keyring.ledger import LedgerKeyring
+from oncemore.client.requests import RetryAdapter
 from oncemore.client.retry import Retry
 from oncemore.encryption import Seal
 
-from .server import Server, Visit
+from .clients import Httpx
+from .server import Server, Visit, answer, reset
 from .test_keyring import adopt_all, claim, entry
 from .test_ledger_keyring import Failing
 
@@ -105,9 +111,20 @@ def test_what_lacked_its_credentials_is_resumed_once_they_are_there(opened: Call
     assert server.effects == dict.fromkeys(KEYS, 1)
 
 
+def test_refused_resume_leaves_entries_open(opened: Callable[[], Keyring]) -> None:
+    """The dead process may have had them performed; a token that has expired since says nothing about that."""
+    with Server(*[answer(401)] * 3) as server:
+        leave_behind(opened, server.url)
+        transport = RetryTransport(RETRY, opened())
+        assert [done.response.status_code for done in transport.resume()] == [401] * 3
+        assert [(one.key, one.state) for one in transport.pending()] == [(key, "open") for key in KEYS]
+        assert [done.response.status_code for done in transport.resume(opened=True)] == [201] * 3
+        assert transport.pending() == []
+
+
 @pytest.mark.parametrize("often", [False, True])
 async def test_cancelled_resume_leaves_unreached_entries_pending(opened: Callable[[], Keyring], often: bool) -> None:
-    """The first was sent and is open, for whoever cancelled knows; the others are as they were."""
+    """The first was sent and is open, because its caller knows that it was cancelled; the others are as they were."""
     reached = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -163,7 +180,7 @@ async def test_adopting_that_is_cancelled_adopts_nothing(opened: Callable[[], Ke
 async def test_repeated_cancellation_leaves_entries_open(
     opened: Callable[[], Keyring],
 ) -> None:
-    """As anyio's do, at every await until the task has left them: whoever called knows, so all is open."""
+    """anyio cancels at every await until the task has ended.  Each caller knows of it, so all entries are open."""
     rest = asyncio.Event()
     with Server(default=lambda visit: rest.is_set() or time.sleep(3)) as server:
         transport = AsyncRetryTransport(RETRY, opened())
@@ -227,3 +244,51 @@ def test_adopt_skips_request_sealed_with_a_lost_key(caplog: Any) -> None:
     assert [one.key for one in adopt_all(ring, opened=True)] == ["kept"]
     assert "lost" in caplog.text
     assert [one.key for one in adopt_all(open_keyring(old), opened=True)] == ["lost"]  # with the old key it can
+
+
+# Clients of several hosts that share a keyring
+
+SECRET = {"Authorization": "Bearer secret"}
+
+
+async def resume_by_httpx(place: str, base: str) -> list[Resumed]:
+    transport = RetryTransport(RETRY, place)
+    with httpx.Client(base_url=base, transport=transport, headers=SECRET) as client:
+        return transport.resume(client, opened=True)
+
+
+async def resume_by_async_httpx(place: str, base: str) -> list[Resumed]:
+    transport = AsyncRetryTransport(RETRY, place)
+    async with httpx.AsyncClient(base_url=base, transport=transport, headers=SECRET) as client:
+        return await transport.resume(client, opened=True)
+
+
+async def resume_by_requests(place: str, base: str) -> list[Resumed]:
+    adapter, session = RetryAdapter(RETRY, place), requests.Session()
+    session.adapters.clear()
+    session.mount(base.rstrip("/"), adapter)
+    session.headers.update(SECRET)
+    return adapter.resume(session, opened=True)
+
+
+async def resume_by_aiohttp(place: str, base: str) -> list[Resumed]:
+    middleware = RetryMiddleware(RETRY, place)
+    async with aiohttp.ClientSession(base, middlewares=[middleware], headers=SECRET) as session:
+        return await middleware.resume(session, opened=True)
+
+
+@pytest.mark.parametrize("resume", [resume_by_httpx, resume_by_async_httpx, resume_by_requests, resume_by_aiohttp])
+async def test_resume_sends_no_credentials_to_another_host(resume: Any, tmp_path: Path) -> None:
+    """The operation is of another client, which has the same keyring and credentials of its own."""
+    place = f"sqlite:///{tmp_path}/keys.db"
+    with Server(reset) as other, Server() as ours:
+        with suppress(RetriesExhausted):
+            Httpx(Retry(attempts=1, budget=None), place).request(
+                "POST", other.url, b"x", {"Content-Type": "text/plain"}
+            )
+        [refused] = await resume(place, f"{ours.url}/")
+        assert isinstance(refused.error, CredentialsMissing)
+        assert len(other.visits) == 1
+        [done] = await resume(place, f"{other.url}/")
+        assert done.error is None
+        assert other.visits[-1].headers["authorization"] == "Bearer secret"

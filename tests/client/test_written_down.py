@@ -22,7 +22,7 @@ from oncemore.stores.sqlite import SqliteStore
 from oncemore.web.request import CREDENTIALS as KNOWN_BY
 
 from .clients import Httpx, Requests
-from .server import Server, answer, effect, hang, performed, reset, then
+from .server import Server, answer, effect, hang, performed, problem, reset, then
 
 RETRY = Retry(base=0.005, cap=0.01, budget=None)
 BODY = b'{"amount": 100}'
@@ -122,6 +122,41 @@ def test_a_refusal_after_a_doubtful_attempt_settles_nothing(tmp_path: Path) -> N
     assert [one.state for one in client.pending()] == ["open"]
 
 
+def test_answer_of_unknown_outcome_leaves_entry_open(library: Any, tmp_path: Path) -> None:
+    """The server's own worker died; it answers so until somebody has decided."""
+    client = library(RETRY, f"sqlite:///{tmp_path}/keys.db")
+    with Server(problem(409, error_code="CONFLICT.idempotency.outcome_unknown", retryable=False)) as server:
+        reply = client.request("POST", server.url, BODY)
+        assert (reply.status, reply.story.known) == (409, "unknown")
+        assert [one.state for one in client.pending()] == ["open"]
+        assert [done.error for done in client.resume(opened=True)] == [None]
+        assert client.pending() == []
+
+
+def test_refusal_of_a_continued_operation_settles_nothing(library: Any, place: str) -> None:
+    """Its first call may have had it performed; the second one's token has expired."""
+    own = {"Idempotency-Key": "order-17"}
+    client = library(RETRY, place)
+    with no_sleeping(), Server(*[then(effect, reset)] * 5, answer(401)) as server:
+        with pytest.raises(RetriesExhausted):
+            client.request("POST", server.url, BODY, own)
+        reply = client.request("POST", server.url, BODY, own)
+        assert (reply.status, reply.story.known) == (401, "unknown")
+        assert [one.state for one in client.pending()] == ["open"]
+        assert [done.response is not None for done in client.resume(opened=True)] == [True]
+        assert client.pending() == []
+    assert list(server.effects.values()) == [1]
+
+
+def test_refusal_of_a_settled_key_settles_it_again(place: str) -> None:
+    client = Httpx(RETRY, place)
+    with Server(default=answer(422)) as server:
+        for _ in range(2):
+            reply = client.request("POST", server.url, BODY, {"Idempotency-Key": "order-17"})
+            assert reply.story.known == "refused"
+            assert client.pending() == []
+
+
 def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(library: Any, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/keys.db"
     short = Retry(base=0.001, attempts=2, deadline=0.5, key_lifetime=1.0, budget=None)
@@ -135,6 +170,7 @@ def test_past_the_servers_memory_it_says_unknown_and_sends_nothing(library: Any,
         results = library(short, url).resume(opened=True)
         assert isinstance(results[0].error, OutcomeUnknown)
     assert caught.value.key == "order-17"
+    assert caught.value.story.known == "unknown"
     assert len(server.visits) == sent
 
 

@@ -12,25 +12,28 @@ from hypothesis import strategies as st
 
 import bench.storage as bench
 from oncemore.tools.cli import main
-from oncemore.tools.commands.capacity import NAMES, SIZES, STORES, Load, bytes_text, interpolate, requirements
+from oncemore.tools.commands.capacity import NAMES, SIZES, STORES, bytes_text, interpolate, requirements
 from tests.tools.command import oncemore
 
-LOAD = Load(rate=100, ttl=86400, outcome=1024, names=NAMES, processes=4, sync=0.002)
+LOAD: dict[str, Any] = {"rate": 100, "ttl": 86400, "outcome": 1024, "names": NAMES, "processes": 4, "sync": 0.002}
 
 
 def test_storage_is_rate_times_retention_times_bytes() -> None:
     for name, store in STORES.items():
-        found = requirements(LOAD, store)
-        assert found.records == 8_640_000, name
-        assert found.record_bytes == store.kept[SIZES.index(1024)], name
-        assert found.kept_bytes == found.records * found.record_bytes, name
-        assert found.connections == 4 * store.connections, name
+        found = requirements(store, **LOAD)
+        assert found["records"] == 8_640_000, name
+        assert found["record_bytes"] == store.kept[SIZES.index(1024)], name
+        assert found["kept_bytes"] == found["records"] * found["record_bytes"], name
+        assert found["connections"] == 4 * store.connections, name
 
 
 def test_syncs_are_two_per_operation_up_to_the_disks_limit() -> None:
-    slow, fast = (Load(rate=rate, ttl=60, outcome=0, names=80, processes=4, sync=0.01) for rate in (1, 100_000))
-    assert [requirements(slow, store).syncs_per_second for store in STORES.values()] == [2, 2, 2]
-    assert {name: requirements(fast, store).syncs_per_second for name, store in STORES.items()} == {
+    def syncs(rate: float) -> dict[str, int]:
+        load = {**LOAD, "rate": rate, "sync": 0.01}
+        return {name: requirements(store, **load)["syncs_per_second"] for name, store in STORES.items()}
+
+    assert list(syncs(1).values()) == [2, 2, 2]
+    assert syncs(100_000) == {
         "sqlite": 100,  # one writer for all processes
         "postgresql": 800,  # two per process
         "redis": 100,  # one thread
@@ -43,10 +46,9 @@ def test_larger_outcome_or_names_never_need_less(size: int, names: int) -> None:
         for curve in (store.kept, store.written):
             assert interpolate(curve, size + 1) >= interpolate(curve, size) >= curve[0]
         smaller, larger = (
-            requirements(Load(rate=1, ttl=1e6, outcome=size, names=each, processes=1, sync=1), store)
-            for each in (names, names + 9)
+            requirements(store, **{**LOAD, "outcome": size, "names": each})["kept_bytes"] for each in (names, names + 9)
         )
-        assert larger.kept_bytes > smaller.kept_bytes > 0
+        assert larger > smaller > 0
 
 
 def test_measured_size_returns_the_measured_figure() -> None:
@@ -62,7 +64,7 @@ def test_bytes_text_chooses_the_unit() -> None:
 
 def test_table_and_json_show_the_same_figures() -> None:
     data = oncemore("capacity", "--rate", 100, "--ttl", "24h", "--json").json
-    assert data["stores"]["sqlite"]["kept_bytes"] == requirements(LOAD, STORES["sqlite"]).kept_bytes
+    assert data["stores"]["sqlite"]["kept_bytes"] == requirements(STORES["sqlite"], **LOAD)["kept_bytes"]
     shown = oncemore("capacity", "--rate", 100, "--ttl", "24h").out
     assert "8,640,000" in shown
     assert "bench.storage" in shown

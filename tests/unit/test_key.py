@@ -256,7 +256,7 @@ def test_long_name_is_cut_and_ends_in_its_digest():
 
 
 def test_short_name_cannot_pass_for_a_long_one():
-    """The digest's mark is escaped where a part has it."""
+    """The mark before a digest is escaped if a part contains it."""
     long = join("u", "x" * 300)
     assert join(*long.split(":")) != long
 

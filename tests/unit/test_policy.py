@@ -75,7 +75,7 @@ def test_setting_without_choices_takes_any_value():
 
 @pytest.mark.parametrize("errors", [[LookupError], LookupError, ("LookupError",), (BaseException,), (LookupError(),)])
 def test_errors_are_a_tuple_of_exceptions(errors):
-    """What is no such thing would be found out after the effect, and lose its result."""
+    """A mistake here would be noticed only after the effect, and its result would be lost."""
     with pytest.raises(ConfigurationError, match=r"CardDeclined"):
         Policy(errors=errors)
 

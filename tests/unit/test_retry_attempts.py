@@ -91,6 +91,22 @@ def test_the_story_says_why_it_stopped(work: Scripted, reason: str) -> None:
     assert work.story.reason == reason
 
 
+def test_pause_that_outlasts_the_key_is_followed_by_nothing() -> None:
+    """The machine was frozen; the server may have forgotten the key meanwhile."""
+    work = Scripted(Step(), lasts=60)
+    virtual = VirtualRun(work, Retry(attempts=3, deadline=3600))
+
+    def thaw() -> None:
+        virtual.now += 100
+
+    work.close = lambda reply: thaw()  # type: ignore[method-assign]
+    with pytest.raises(RetriesExhausted):
+        virtual.run()
+    assert work.story is not None
+    assert work.story.reason == "key_lifetime"
+    assert virtual.begun == [0]
+
+
 def test_observers_hear_of_retries_of_recovery_and_of_exhaustion() -> None:
     virtual = VirtualRun(Scripted(Step(), Step(), OK), Retry())
     virtual.run()

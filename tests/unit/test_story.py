@@ -39,6 +39,14 @@ def test_what_is_known_is_never_more_than_was_seen() -> None:
     assert story(TIMEOUT, Verdict(False, "5xx", "", known="refused", stored=True)).known == "refused"
 
 
+def test_continued_operation_is_unknown_until_an_answer_tells() -> None:
+    """An earlier call may have had it performed, and this one's credentials have expired."""
+    for verdicts, known in [((), "unknown"), ((REFUSED,), "unknown"), ((UNSENT,), "unknown"), ((DONE,), "performed")]:
+        told = story(*verdicts)
+        told.continued = True
+        assert told.known == known
+
+
 def test_story_text_names_attempts_reason_and_outcome() -> None:
     told = story(TIMEOUT, PROXY)
     told.reason = "deadline"

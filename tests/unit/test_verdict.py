@@ -130,6 +130,16 @@ def test_error_code_beats_the_status() -> None:
             assert judge(status, body, content_type="application/problem+json").again is again, (code, status)
 
 
+@pytest.mark.parametrize(
+    ("code", "known"),
+    [("outcome_unknown", "unknown"), ("outcome_not_kept", "performed"), ("duplicate", "performed"), ("x", "refused")],
+)
+def test_conflict_that_tells_of_the_operation_is_believed(code: str, known: str) -> None:
+    body = json.dumps({"error_code": f"CONFLICT.idempotency.{code}"}).encode()
+    verdict = judge(409, body, content_type="application/problem+json")
+    assert (verdict.again, verdict.known) == (False, known)
+
+
 def test_should_retry_header_beats_document_and_code() -> None:
     body = b'{"retryable": true, "error_code": "VALIDATION.x"}'
     assert judge(400, body, content_type="application/json").again

@@ -77,12 +77,12 @@ class Policy:
     *on_refusal* is what a transaction does with its rows if the answer is 400 or above: it rolls them back, or commits them.
     """
 
-    lease: Seconds = 30.0  # type: ignore[assignment]
-    ttl: Seconds = 86400.0  # type: ignore[assignment]
+    lease: Seconds = "30s"  # type: ignore[assignment]
+    ttl: Seconds = "24h"  # type: ignore[assignment]
     ttl_from: TtlFrom = "creation"
     expired: Expired = "delete"
     in_flight: InFlight = "wait"
-    wait: Seconds = 10.0  # type: ignore[assignment]
+    wait: Seconds = "10s"  # type: ignore[assignment]
     on_duplicate: OnDuplicate = "replay"
     on_mismatch: OnMismatch = 409
     keep: Keep | Callable[[Any], bool] = "final"
@@ -96,7 +96,7 @@ class Policy:
     resolver: Callable[..., Any] | None = None
     on_unique: OnUnique = "replay"
     suspect: Suspect = "off"
-    suspect_window: Seconds = 30.0  # type: ignore[assignment]
+    suspect_window: Seconds = "30s"  # type: ignore[assignment]
     late: Late = "run"
 
     def __post_init__(self) -> None:

@@ -165,7 +165,7 @@ def read_rule(
 def attributes(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of the rule: the settings of the guard in a policy, and the others as they are."""
     suspect, window = values.pop("suspect")
-    policy = {name: values.pop(name) for name in POLICY & values.keys()}
+    policy = {name: values.pop(name) for name in POLICY.keys() & values.keys()}
     match = values["pattern"].text
     return {
         **dict.fromkeys(SETTINGS.keys() - POLICY),

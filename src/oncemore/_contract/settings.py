@@ -221,6 +221,7 @@ class Setting:
         read: Its reader.  A setting needs none if its type has choices; `read_rule` reads `key` and `unique_by`, because
             they depend on the rule's path.
         default: The value that holds if neither the rule, `[defaults]` nor the profile gives one; None if there is none.
+            Settings of the guard's policy have the default that `Policy` gives them.
         only_in_rules: Whether `[defaults]` must not give it, because it tells rules apart or is too grave for all at once.
         if_unguarded: Whether a rule may give it beside `idempotent = false`.
         doc: Its meaning, as the reference page says it.
@@ -259,43 +260,43 @@ class Settings(TypedDict, total=False):
     fingerprint: Annotated[Mode | Mapping[str, Any], Setting(read=fingerprint, default="canonical",
         doc="how requests are compared (`unordered`: the fields of a form in any order); or a table with `include` or `exclude`, "
         "lists of members of the body")]
-    ttl: Annotated[float | str, Setting(read=positive_span, default="24h",
+    ttl: Annotated[float | str, Setting(read=positive_span,
         doc="how long the outcome is kept: longer than anyone retries")]
-    ttl_from: Annotated[TtlFrom, Setting(default="creation", doc="counted from the creation, or from the last replay")]
-    expired: Annotated[Expired, Setting(default="delete", doc="expired records are deleted, or archived for the audit")]
-    lease: Annotated[float | str, Setting(read=positive_span, default="30s",
+    ttl_from: Annotated[TtlFrom, Setting(doc="counted from the creation, or from the last replay")]
+    expired: Annotated[Expired, Setting(doc="expired records are deleted, or archived for the audit")]
+    lease: Annotated[float | str, Setting(read=positive_span,
         doc="how long a silent holder keeps the right to perform; renewed while it works")]
-    in_flight: Annotated[InFlight, Setting(default="wait",
+    in_flight: Annotated[InFlight, Setting(
         doc="a duplicate of a running operation waits, gets 409, or 202 with a status URL")]
-    wait: Annotated[float | str, Setting(read=span, default="10s", doc="how long it waits, at most")]
+    wait: Annotated[float | str, Setting(read=span, doc="how long it waits, at most")]
     retry_after: Annotated[float | str, Setting(read=span, default="1s", doc="the `Retry-After` of a 409 or 202")]
-    on_duplicate: Annotated[OnDuplicate, Setting(default="replay",
+    on_duplicate: Annotated[OnDuplicate, Setting(
         doc="a repeat gets the first outcome, 409, or an empty 200")]
-    on_mismatch: Annotated[OnMismatch, Setting(default=409, doc="the status for another payload under a used key")]
-    keep: Annotated[Keep | str | Function, Setting(default="final",
+    on_mismatch: Annotated[OnMismatch, Setting(doc="the status for another payload under a used key")]
+    keep: Annotated[Keep | str | Function, Setting(
         doc="which outcomes are final: 2xx and deterministic 4xx, only 2xx, or all but 401, 403, 408, 425 and 429; or "
         "a function of the outcome")]
-    effect: Annotated[EffectLevel, Setting(default="lease",
+    effect: Annotated[EffectLevel, Setting(
         doc="the [level](../explain/guarantees.md) of the guarantee")]
-    on_refusal: Annotated[OnRefusal, Setting(default="rollback",
+    on_refusal: Annotated[OnRefusal, Setting(
         doc='with `effect = "transaction"`: an answer of 400 or above rolls back what was written, or commits it; a refusal '
         "that the rule keeps is stored in either case")]
-    on_unknown: Annotated[OnUnknown, Setting(default="hold",
+    on_unknown: Annotated[OnUnknown, Setting(
         doc="what follows if a process died in mid-operation: see [Unknown outcomes](../howto/unknown.md)")]
-    doubt: Annotated[Sequence[int | str | type[Exception]], Setting(read=doubt, default=(),
+    doubt: Annotated[Sequence[int | str | type[Exception]], Setting(read=doubt,
         doc="the statuses and exceptions after which nobody knows whether it took effect, such as `502`, `504` and "
         '`"httpx:TimeoutException"`: `on_unknown` decides. Ignored with `effect = "transaction"`, which is rolled back')]
-    reruns: Annotated[int, Setting(read=count, default=3,
+    reruns: Annotated[int, Setting(read=count,
         doc='with `effect = "steps"`: how often a step that the database refused (a deadlock, a serialization '
         'failure) is run again; a request with `effect = "transaction"` is not, but gets 503')]
     resolver: Annotated[str | Function, Setting(read=function,
         doc='with `on_unknown = "resolve"`: asks whether it happened')]
     unique_by: Annotated[str, Setting(doc="a name that must be unique whatever the key: one payment per order")]
-    on_unique: Annotated[OnUnique, Setting(default="replay",
+    on_unique: Annotated[OnUnique, Setting(
         doc="what the second gets: the first outcome, 409; or `serialize`: they run one after the other")]
-    suspect: Annotated[Suspect | Mapping[str, Any], Setting(read=suspect, default="off",
+    suspect: Annotated[Suspect | Mapping[str, Any], Setting(read=suspect,
         doc="the same request under another key within 30 s; or a table with `action` and `window`")]
-    late: Annotated[Late, Setting(default="run",
+    late: Annotated[Late, Setting(
         doc="a key of known age that is older than `ttl`: runs as new, or 412")]
     first_sent: Annotated[str, Setting(read=optional_header_name, default="",
         doc="the header with the time of the first sending")]
@@ -317,15 +318,18 @@ class Settings(TypedDict, total=False):
 # fmt: on
 
 
-def declared(hint: Any) -> Setting:
+# The settings of the guard's policy, with their defaults; the others are of the rule itself.
+POLICY = {field.name: field.default for field in fields(Policy)}
+
+
+def declared(name: str, hint: Any) -> Setting:
     """Return the setting in an annotation of `Settings`, with the choices that its type has."""
     written: Any = hint.__origin__
     setting: Setting = hint.__metadata__[0]
     choices = choices_of(written)
     usual = partial(one_of, choices=choices, or_function=Function in get_args(written)) if choices else None
-    return replace(setting, read=setting.read or usual, choices=choices)
+    default = POLICY.get(name, setting.default)
+    return replace(setting, read=setting.read or usual, default=default, choices=choices)
 
 
-SETTINGS = {name: declared(hint) for name, hint in get_type_hints(Settings, include_extras=True).items()}
-# These are settings of the guard's policy; the others are of the rule itself.
-POLICY = frozenset(field.name for field in fields(Policy))
+SETTINGS = {name: declared(name, hint) for name, hint in get_type_hints(Settings, include_extras=True).items()}

@@ -1,4 +1,4 @@
-"""Private parts of HTTP libraries that hard deadlines need, and the versions that they are known for.
+"""Private parts of HTTP libraries that the client needs, and the versions that they are known for.
 
 `tests/client/test_compat.py` fails by name if an upgrade moves one of them.
 """
@@ -20,6 +20,11 @@ def wrap_network_backend(transport: Any, wrap: Callable[[Any], Any]) -> None:
     backend = getattr(pool, "_network_backend", None)
     if backend is not None:
         pool._network_backend = wrap(backend)  # type: ignore[union-attr]
+
+
+def base_url(session: Any) -> object:
+    """Return the base URL of an aiohttp session; None if it has none.  aiohttp 3.14 keeps it in `_base_url`."""
+    return session._base_url
 
 
 class ConnectHook:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -13,11 +14,12 @@ from aiohttp.base_protocol import BaseProtocol
 from yarl import URL
 
 from .._runtime.plan import Call, Effect, Plan, arun
+from ._compat import base_url
 from .bodies import MAX_BODY, read_mode
 from .deadlines import with_deadline
 from .engine import AsyncPendingOperations, Engine, LibraryErrors, RetryableRequest
 from .errors import OutcomeUnknown, RetriesExhausted
-from .hosts import host_name
+from .hosts import has_origin, host_name
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
@@ -187,7 +189,7 @@ class RetryMiddleware(AsyncPendingOperations):
             await response.read()
             return response
 
-        return await self._resume(send, opened)
+        return await self._resume(send, opened, partial(has_origin, base_url(session)))
 
     def close(self) -> None:
         """Close the keyring's files and connections."""

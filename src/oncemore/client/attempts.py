@@ -68,8 +68,8 @@ def send_with_retries(
     run = RetryRun(request, policy, environment, started)
     error: Exception | None = None
     while True:
-        if run.begun >= run.ends:  # storing the key, or the pause, took longer than it should
-            return run.give_up("deadline", None, error or AttemptTimeout("no time was left for the attempt"))
+        if reason := run.reason_not_to_begin():
+            return run.give_up(reason, None, error or AttemptTimeout("no time was left for the attempt"))
         run.check_circuit_breaker()
         reply, error = None, None
         try:
@@ -124,6 +124,12 @@ class RetryRun:
             story = self.story()
             story.reason = "breaker"
             raise CircuitOpen(f"{story} Nothing is sent to this host for {wait:.1f} s.", story=story, retry_after=wait)
+
+    def reason_not_to_begin(self) -> Reason:
+        """Return the reason against the attempt, if storing the key or the pause took longer than it should."""
+        if self.begun >= self.ends:
+            return "deadline"
+        return "key_lifetime" if self.begun >= self.started + self.request.lasts else ""
 
     def attempt_timeout(self) -> float:
         """Return the seconds that this attempt may take."""

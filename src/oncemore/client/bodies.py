@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any, Literal
@@ -16,6 +17,14 @@ MAX_BODY = 1024 * 1024
 
 ReadMode = Literal["whole", "streamed", "endless"]
 
+LENGTH = re.compile(r"[0-9]{1,15}")
+
+
+def content_length(headers: Headers) -> int | None:
+    """Return the Content-Length; None if there is none, or if it is no number of a sensible size."""
+    length = headers.get("Content-Length") or ""
+    return int(length) if LENGTH.fullmatch(length) else None
+
 
 def read_mode(status: int, headers: Headers) -> ReadMode:
     """Say how a response is read, by its Content-Type and Content-Length.
@@ -23,13 +32,14 @@ def read_mode(status: int, headers: Headers) -> ReadMode:
     Reading a *whole* body is part of the attempt, because only all of it is of use.  A *streamed* body is read by the caller,
     until the deadline.  An *endless* one, such as an event stream, has no deadline.
     """
-    content_type, length = headers.get("Content-Type") or "", headers.get("Content-Length") or ""
+    content_type = headers.get("Content-Type") or ""
     if status == 101 or content_type.startswith("text/event-stream"):
         return "endless"
     if status >= 400:
         return "whole"
-    if length:
-        return "whole" if length.isdigit() and int(length) <= READ_AHEAD else "streamed"
+    if headers.get("Content-Length"):
+        length = content_length(headers)
+        return "whole" if length is not None and length <= READ_AHEAD else "streamed"
     content_type = content_type.partition(";")[0].strip().lower()
     return "whole" if content_type == "application/json" or content_type.endswith("+json") else "streamed"
 

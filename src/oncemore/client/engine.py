@@ -39,6 +39,11 @@ STORED_HEADERS = ("Content-Type", "Content-Encoding", "Accept")
 
 NEVER = float("inf")
 
+ANOTHER_HOST = (
+    "the client is for another host, which would get its credentials; nothing was sent: resume the operation through the "
+    "client that sent it, and give each client a keyring of its own"
+)
+
 # The entry that is being resumed in this context.
 _resuming: ContextVar[Entry | None] = ContextVar("oncemore_resuming", default=None)
 
@@ -115,7 +120,7 @@ class RetryableRequest:
 
     def too_old(self, entry: Entry) -> OutcomeUnknown:
         """Return the error for a key that the server may have forgotten."""
-        story = Story(self.name, self.key, reason="key_lifetime")
+        story = Story(self.name, self.key, reason="key_lifetime", continued=True)
         outcome = f"it ended with {entry.status}" if entry.state == "settled" else "its outcome is not known"
         return self.errors.unknown(
             f"{entry.scope}: key {entry.key} is older than the server remembers, or of unknown age; {outcome}. "
@@ -162,7 +167,7 @@ class Engine:
     def prepare(self, request: RetryableRequest, policy: Retry | None = None) -> None:
         """Give *request* its policy and, in its headers, its key."""
         request.key = self.put_key(request.method, request.headers)
-        request.policy = policy or self.policy
+        request.policy = self.policy if policy is None else check_policy(policy)
         request.lasts = NEVER if request.key is None else request.policy.sendable
         request.timeout_header = self.timeout_header
 
@@ -201,19 +206,19 @@ class Engine:
                 raise request.too_old(known)
             held = known
             request.lasts = held.created_at - oldest
+            if held.state != "settled" and not is_new(held, entry):
+                request.story = Story(request.name, request.key, continued=True)
             reply: HttpReply = yield from send_with_retries(request, policy, self.environment, started)
         except GeneratorExit:
             raise
         except Exception:
             if held is not None:
-                yield from self._note_ending(request, keyring, held, new=held.created_at == entry.created_at)
+                yield from self._note_ending(request, keyring, held, new=is_new(held, entry))
             raise
         except BaseException:  # interrupted while it was stored, or in an attempt, of which the story does not tell
             yield from _despite_all(keyring.leave(entry))
             raise
-        yield from self._note_ending(
-            request, keyring, held, new=held.created_at == entry.created_at, status=reply.status
-        )
+        yield from self._note_ending(request, keyring, held, new=is_new(held, entry), status=reply.status)
         return reply
 
     def _note_ending(
@@ -256,12 +261,20 @@ class Engine:
             )
         return replace(entry, token=resumed.token)
 
-    def resume(self, send: Callable[[Entry], Any], *, opened: bool = False) -> Plan[list[Resumed]]:
-        """Send each interrupted operation again through *send*, under its own key, and return the results."""
+    def resume(
+        self, send: Callable[[Entry], Any], *, opened: bool = False, serves: Callable[[str], bool] | None = None
+    ) -> Plan[list[Resumed]]:
+        """Send each interrupted operation again through *send*, under its own key, and return the results.
+
+        *serves* tells whether the client that sends is meant for a URL: another host must not get its credentials.
+        """
         keyring = self.require_keyring()
         resumed = []
         for entry in (yield from keyring.pending()):
             if entry.state == "sending" or opened:
+                if serves is not None and not serves(entry.url):
+                    resumed.append(Resumed(entry, error=CredentialsMissing(f"{entry.scope}: {ANOTHER_HOST}")))
+                    continue
                 done = yield from self._resume(keyring, send, entry)
                 if done is not None:
                     resumed.append(done)
@@ -318,6 +331,11 @@ class Engine:
             await self.keyring.aclose()
 
 
+def is_new(held: Entry, entry: Entry) -> bool:
+    """Whether the claim of *entry*, which returned *held*, was the first one of its key."""
+    return held.created_at == entry.created_at
+
+
 def _despite_all(plan: Plan[None]) -> Plan[None]:
     """Carry *plan* out even if the caller is cancelled; if the keyring fails, log it: the caller still gets its answer."""
     yield FinishDespiteCancel(_log_failure(plan))
@@ -326,7 +344,7 @@ def _despite_all(plan: Plan[None]) -> Plan[None]:
 def _log_failure(plan: Plan[None]) -> Plan[None]:
     try:
         yield from plan
-    except OncemoreError:
+    except Exception:
         log.exception("The keyring could not note the outcome; the operation stays pending")
 
 
@@ -343,8 +361,10 @@ class PendingOperations:
         """Remove a pending operation: its outcome is known now, or no longer matters."""
         run(self.engine.require_keyring().forget(entry))
 
-    def _resume(self, send: Callable[[Entry], Any], opened: bool) -> list[Resumed]:
-        return run(self.engine.resume(send, opened=opened))
+    def _resume(
+        self, send: Callable[[Entry], Any], opened: bool, serves: Callable[[str], bool] | None = None
+    ) -> list[Resumed]:
+        return run(self.engine.resume(send, opened=opened, serves=serves))
 
 
 class AsyncPendingOperations:
@@ -360,5 +380,7 @@ class AsyncPendingOperations:
         """Remove a pending operation: its outcome is known now, or no longer matters."""
         await arun(self.engine.require_keyring().forget(entry))
 
-    async def _resume(self, send: Callable[[Entry], Awaitable[Any]], opened: bool) -> list[Resumed]:
-        return await arun(self.engine.resume(send, opened=opened))
+    async def _resume(
+        self, send: Callable[[Entry], Awaitable[Any]], opened: bool, serves: Callable[[str], bool]
+    ) -> list[Resumed]:
+        return await arun(self.engine.resume(send, opened=opened, serves=serves))

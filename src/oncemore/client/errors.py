@@ -65,7 +65,7 @@ class KeyReused(PayloadMismatch):
 
 
 class CredentialsMissing(OncemoreError):
-    """The client that resumes an operation lacks the credentials that it was sent with; it stays pending."""
+    """The client that resumes an operation lacks its credentials, or is for another host; the operation stays pending."""
 
     code = "CLIENT.credentials_missing"
     title = "The resumed operation lacks its credentials"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -18,6 +19,18 @@ MAX_HOSTS = 10_000
 def host_name(scheme: str, host: str, port: int | None) -> str:
     """Return one name for a host, however a library writes it."""
     return f"{host.lower()}:{port or DEFAULT_PORTS.get(scheme, 0)}"
+
+
+def has_origin(base: object, url: str) -> bool:
+    """Whether *url* has the scheme, host and port of *base*; None and an empty base, of a client that has none, fit any."""
+    if not base or not str(base):
+        return True
+    ours, theirs = urlsplit(str(base)), urlsplit(url)
+    return ours.scheme == theirs.scheme and name_in(ours) == name_in(theirs)
+
+
+def name_in(parts: SplitResult) -> str:
+    return host_name(parts.scheme, parts.hostname or "", parts.port)
 
 
 class Budget(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ import ssl
 import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import httpcore
@@ -15,11 +16,11 @@ import httpx
 from .._ledger.transactions import Do
 from .._runtime.plan import Effect, Plan, arun, run
 from ._compat import wrap_network_backend
-from .bodies import MAX_BODY, READ_AHEAD, read_mode
+from .bodies import MAX_BODY, READ_AHEAD, content_length, read_mode
 from .deadlines import Deadline, call_with_deadline, with_deadline
 from .engine import AsyncPendingOperations, Engine, LibraryErrors, PendingOperations, RetryableRequest
 from .errors import OutcomeUnknown, RetriesExhausted
-from .hosts import host_name
+from .hosts import has_origin, host_name
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
@@ -95,7 +96,8 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
         """
 
         sender = client or httpx.Client(transport=self, timeout=None)
-        return self._resume(lambda entry: sender.send(_stored_request(sender, entry)), opened)
+        serves = partial(has_origin, sender.base_url)
+        return self._resume(lambda entry: sender.send(_stored_request(sender, entry)), opened, serves)
 
     def close(self) -> None:
         self._transport.close()
@@ -125,7 +127,8 @@ class AsyncRetryTransport(AsyncPendingOperations, httpx.AsyncBaseTransport):
         """Send pending operations again through *client*; see `RetryTransport.resume`."""
 
         sender = client or httpx.AsyncClient(transport=self, timeout=None)
-        return await self._resume(lambda entry: sender.send(_stored_request(sender, entry)), opened)
+        serves = partial(has_origin, sender.base_url)
+        return await self._resume(lambda entry: sender.send(_stored_request(sender, entry)), opened, serves)
 
     async def aclose(self) -> None:
         await self._transport.aclose()
@@ -165,8 +168,8 @@ class HttpxRequest(RetryableRequest):
     def body(self) -> Plan[bytes | None]:
         if isinstance(self.request.stream, httpx.ByteStream):
             return self.request.read()  # in memory already, for async clients too
-        length = self.headers.get("Content-Length", "")
-        if length.isdigit() and int(length) <= MAX_BODY:
+        length = content_length(self.headers)
+        if length is not None and length <= MAX_BODY:
             content: bytes = yield Do(self.request.read, self.request.aread)
             return content
         self.request.stream = SingleUseBody(self.request.stream)

@@ -11,10 +11,10 @@ from urllib3 import ProxyManager
 from urllib3.exceptions import HTTPError, MaxRetryError
 
 from .._runtime.plan import run
-from .bodies import MAX_BODY, SentBody, read_mode
+from .bodies import MAX_BODY, SentBody, content_length, read_mode
 from .engine import Engine, LibraryErrors, PendingOperations
 from .errors import OutcomeUnknown, RetriesExhausted
-from .hosts import host_name
+from .hosts import name_in
 from .keyring import KeyringPlace
 from .keyring.entry import Entry, Resumed
 from .retry import Retry
@@ -99,7 +99,13 @@ class RetryAdapter(PendingOperations, HTTPAdapter):
             params = dict.fromkeys(session.params or ())  # None, so that they are not added again: the URL has them
             return session.request(entry.method, entry.url, params, data=entry.body, headers=entry.kept_headers)
 
-        return self._resume(send, opened)
+        return self._resume(send, opened, lambda url: self._is_mounted(session, url))
+
+    def _is_mounted(self, session: requests.Session, url: str) -> bool:
+        try:
+            return session.get_adapter(url) is self
+        except requests.exceptions.InvalidSchema:
+            return False
 
     def close(self) -> None:
         super().close()
@@ -117,8 +123,7 @@ class RequestsRequest(BlockingRequest):
         self.request = request
         self.method = request.method or "GET"
         self.url = request.url or ""
-        parts = urlsplit(self.url)
-        self.name = host_name(parts.scheme, parts.hostname or "", parts.port)
+        self.name = name_in(urlsplit(self.url))
         self.headers: Any = request.headers
         for name, value in self.headers.items():
             if isinstance(value, bytes):  # requests allows both
@@ -141,8 +146,8 @@ class RequestsRequest(BlockingRequest):
 
     def _is_body_read(self, response: requests.Response) -> bool:
         """Whether reading the body belongs to the attempt: the caller does not stream, or it is a short error."""
-        length = response.headers.get("Content-Length", "")
-        short = response.status_code >= 400 and length.isdigit() and int(length) <= MAX_BODY
+        length = content_length(response.headers)
+        short = response.status_code >= 400 and length is not None and length <= MAX_BODY
         return short or not self._options.get("stream")
 
     def fault(self, error: Exception) -> Fault:

@@ -36,22 +36,26 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Story(msgspec.Struct):
-    """All attempts of one operation under *key*; *reason* says why there was no further one."""
+    """All attempts of one call under *key*; *reason* says why there was no further one.
+
+    *continued*: an earlier call, of which this story does not tell, may have had the operation performed.
+    """
 
     name: str
     key: str | None = None
     attempts: list[Attempt] = []
     reason: Reason = ""
+    continued: bool = False
 
     @property
     def known(self) -> Known:
         """The knowledge of the outcome; an attempt that may have been performed leaves it unknown until an answer comes."""
         if not self.attempts:
-            return "not_performed"
+            return "unknown" if self.continued else "not_performed"
         last = self.attempts[-1].verdict
         if last.known == "performed" or last.stored:
             return last.known
-        doubtful = any(attempt.verdict.known == "unknown" for attempt in self.attempts)
+        doubtful = self.continued or any(attempt.verdict.known == "unknown" for attempt in self.attempts)
         return "unknown" if doubtful else last.known
 
     def csv(self) -> str:

@@ -83,7 +83,7 @@ def judge_reply(reply: HttpReply, *, repeatable: bool, keyed: bool, statuses: fr
         name=f"{status // 100}xx",
         note=_note(status, error_code, replayed=replayed, barred=wanted and not repeatable),
         code=str(status),
-        known="refused" if replayed or (status < 500 and not in_flight) else "unknown",
+        known=KNOWN.get(error_code, "refused" if replayed or (status < 500 and not in_flight) else "unknown"),
         after=after,
         at_once=status == 408,
         blame=(status == 429 or status >= 500) and not replayed,
@@ -163,6 +163,13 @@ CODES = (
     ("PROVIDER.duplicate", False),
     ("idempotency_key_in_use", True),  # Stripe's code for a request that is still running
 )
+
+# Error codes that say what is known of the operation itself; it was refused now, but an earlier attempt was not.
+KNOWN: dict[str, Known] = {
+    "CONFLICT.idempotency.outcome_unknown": "unknown",
+    "CONFLICT.idempotency.outcome_not_kept": "performed",
+    "CONFLICT.idempotency.duplicate": "performed",
+}
 
 MAX_PROBLEM = 64 * 1024
 

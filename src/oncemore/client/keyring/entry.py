@@ -71,7 +71,7 @@ class Keyring(Protocol):
     """A store of keys and requests; each method is atomic, and `claim` is durable when it returns."""
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
-        """Store *entry* and return it; if its (scope, key) is known, with the *created_at* of the first time.
+        """Store *entry* and return it; if its (scope, key) is known, with the first *created_at* and the *state* until now.
 
         A known entry that is too old (see `is_sendable`) is returned as it is: it must not be sent.  Raise KeyReused if the
         known entry is another request.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import msgspec
 from msgspec.structs import replace
 
+from ..._ledger.connect import connect
 from ..._ledger.decisions import is_over
 from ..._ledger.model import Lease, Operation, Outcome, Record
 from ..._ledger.store import Filter, Store
@@ -21,7 +21,7 @@ from ..._runtime.plan import Plan
 from ...errors import ConfigurationError, CorruptRecord, Fenced, Refusal, StoreError
 from ..errors import KeyringError
 from ..story import log
-from .entry import CLOCK_TOLERANCE, RETENTION, Entry, check_reuse, is_sendable
+from .entry import CLOCK_TOLERANCE, RETENTION, Entry, State, check_reuse, is_sendable
 
 # The name of our operations in the ledger, and the beginning of their scopes.
 NAME = "oncemore.keyring"
@@ -29,14 +29,13 @@ NAME = "oncemore.keyring"
 # After its process died, an operation can be resumed when so many seconds have passed.
 LEASE = 15.0
 
-# In a long failure of the store, only the last claims can have been written.
+# Of the claims that failed in one outage, the first can have been written: the connection broke before their answers came.
 MAX_FAILED = 1000
 
 # An operation without a final answer stays until a person decides: a hundred years.
 FOREVER = 100 * 365 * 86400.0
 
 TOLD = "its caller was told that the outcome is unknown"
-TOO_OLD = "the server may have forgotten the key"
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Entry).decode
@@ -74,25 +73,28 @@ class LedgerKeyring:
 
     def _reset(self) -> None:
         self._sending: dict[int, Renewal] = {}  # by the token of the entry
-        self._failed: deque[Entry] = deque(maxlen=MAX_FAILED)  # their claims failed, but may have been written
+        self._failed: dict[int, Entry] = {}  # by token; their claims failed, but may have been written
+        self._withdraws_until = 0.0  # until then, a renewal is at work that withdraws them
 
     def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
-        found: Lease | Record | None = None
+        found: Entry | Record | None = None
         with self._store_errors():
             if entry.token in self._sending:  # it was adopted, and its lease is ours
                 found = yield from self.store.find(*operation_of(entry).id)
             while True:
                 if found is None:
-                    found = yield from self._store_request(entry)
-                if isinstance(found, Lease):
-                    return (yield from self._begin(found, entry, oldest))
+                    found = yield from self._store_request(entry, oldest)
+                if isinstance(found, Entry):
+                    return found
                 check_reuse(replace(entry, fingerprint=found.fingerprint), entry)
                 known = stored_entry(found) or entry
                 known = replace(known, created_at=first_date(found, known))
                 if not is_sendable(known, entry, oldest):
                     return known
                 # The record may have another form of the same fingerprint, and only that form can claim it.
-                entry = replace(entry, created_at=known.created_at, fingerprint=found.fingerprint)
+                entry = replace(
+                    entry, created_at=known.created_at, fingerprint=found.fingerprint, state=state_in(found)
+                )
                 if found.state == "held":
                     yield from self._reopen(entry)
                 elif not is_over(found):
@@ -173,30 +175,40 @@ class LedgerKeyring:
 
     # Sending
 
-    def _store_request(self, entry: Entry) -> Plan[Lease | Record]:
-        """Claim the operation of *entry*, with *entry* as its request."""
+    def _store_request(self, entry: Entry, oldest: float) -> Plan[Entry | Record]:
+        """Claim the operation of *entry*, with *entry* as its request, and keep the lease alive while it is sent.
+
+        Return the entry, the known one if it is too old, or the record that prevents the claim.
+        """
+        record: Record | None = None
         try:
-            return (yield from self.store.claim(operation_of(entry), lease=self.lease, request=encode(entry)))
+            lease = yield from self.store.claim(operation_of(entry), lease=self.lease, request=encode(entry))
+            if isinstance(lease, Record):
+                return lease
+            yield from self._keep_alive(
+                lease, entry
+            )  # at once: if the caller is cancelled from here on, `leave` holds it
+            if self._failed:
+                yield from self._withdraw_failed()
+            if lease.attempt > 1:
+                record = yield from self.store.find(*lease.operation.id)
         except StoreError:
             # The caller is told that nothing was sent, and may make a new key.  But the claim may have been written: it must
             # be withdrawn, or another process would send it once its lease has lapsed.
-            self._failed.append(replace(entry, headers=(), body=None))
-            if len(self._failed) == 1:
-                yield Renewal(self.heartbeat, None, self.lease)
+            self._stop(entry)
+            if len(self._failed) < MAX_FAILED:
+                self._failed[entry.token] = replace(entry, headers=(), body=None)
+            yield from self._withdraw_failed()
             raise
-
-    def _begin(self, lease: Lease, entry: Entry, oldest: float) -> Plan[Entry]:
-        """Keep the lease alive while the entry is sent; or return the known entry, if it is too old."""
-        if lease.attempt > 1:  # an earlier attempt was interrupted: its date counts
-            record = yield from self.store.find(*lease.operation.id)
-            known = entry if record is None else replace(entry, created_at=first_date(record, entry))
-            if not is_sendable(known, entry, oldest):
-                with suppress(Fenced):
-                    yield from self.store.hold(lease, note=TOO_OLD)
-                return replace(known, token=0, state="open")
-            entry = known
-        yield from self._keep_alive(lease, entry)
-        return entry
+        if record is None:
+            return entry
+        known = replace(
+            entry, created_at=first_date(record, entry)
+        )  # an earlier attempt was interrupted: its date counts
+        if is_sendable(known, entry, oldest):
+            return known
+        yield from self.leave(entry)
+        return replace(known, token=0, state="open")
 
     def _keep_alive(self, lease: Lease, entry: Entry) -> Plan[None]:
         self._sending[entry.token] = renewal = Renewal(self.heartbeat, lease, self.lease)
@@ -218,9 +230,13 @@ class LedgerKeyring:
                 yield from self.store.renew(renewal.lease, lease=renewal.seconds)
                 return
             while self._failed:
-                yield from self._withdraw(entry := self._failed[0])
-                with suppress(ValueError):  # a failure since may have pushed it out
-                    self._failed.remove(entry)
+                self._withdraws_until = SYSTEM.monotonic() + self.lease
+                for entry in [*self._failed.values()]:
+                    yield from self._withdraw(entry)
+                    self._failed.pop(entry.token, None)
+                self._withdraws_until = (
+                    0.0  # before the last look, so that a claim that fails after it starts another renewal
+                )
             renewal.stop()
         except StoreError as error:
             renewal.due = 0.0
@@ -228,17 +244,24 @@ class LedgerKeyring:
         except Fenced:
             renewal.lost = True
 
+    def _withdraw_failed(self) -> Plan[None]:
+        """Have failed claims withdrawn, unless a renewal is at it.  One whose event loop was closed is at it no longer."""
+        if SYSTEM.monotonic() >= self._withdraws_until:
+            self._withdraws_until = SYSTEM.monotonic() + self.lease
+            yield Renewal(self.heartbeat, None, self.lease)
+
     def _withdraw(self, entry: Entry) -> Plan[None]:
-        """Remove the record of a claim that was written although the store said that it failed."""
+        """Undo a claim that was written although the store said that it failed."""
         record = yield from self.store.find(*operation_of(entry).id)
-        if record is None or record.state != "running" or record.attempts > 1:  # an earlier attempt stays pending
+        stored = stored_entry(record) if record is not None and record.state == "running" else None
+        if record is None or stored is None or stored.token != entry.token:
             return
-        stored = stored_entry(record)
-        if stored is not None and stored.token == entry.token:
-            with suppress(Fenced):
-                yield from self.store.release(
-                    Lease(operation_of(stored), record.token, record.lease_until), retention=0.0
-                )
+        lease = Lease(operation_of(stored), record.token, record.lease_until)
+        with suppress(Fenced):
+            if record.attempts == 1:
+                yield from self.store.release(lease, retention=0.0)
+            elif entry.state == "open":  # a caller knows of the earlier attempt.  Otherwise it stays to be resumed
+                yield from self.store.hold(lease, note=TOLD)
 
     # Pending operations
 
@@ -262,9 +285,7 @@ class LedgerKeyring:
             return None
         if entry is None:
             return None
-        return replace(
-            entry, created_at=first_date(found, entry), state="sending" if found.state == "running" else "open"
-        )
+        return replace(entry, created_at=first_date(found, entry), state=state_in(found))
 
     def _reopen(self, entry: Entry) -> Plan[None]:
         """Make a held record claimable, unless another process was quicker."""
@@ -278,6 +299,23 @@ class LedgerKeyring:
             yield
         except StoreError as error:
             raise KeyringError(f"The keyring {self.store.url} failed: {error}") from error
+
+
+class MemoryKeyring(LedgerKeyring):
+    """Keys for as long as the process lives, for tests and short-lived programs.
+
+    A key used for two requests is noticed, but nothing survives a crash.
+    """
+
+    def __init__(self, *, retention: float = RETENTION) -> None:
+        super().__init__(connect("memory://"), lease=FOREVER, retention=retention, own_store=True)
+        self._claims = 0
+
+    def claim(self, entry: Entry, *, oldest: float) -> Plan[Entry]:
+        self._claims += 1
+        if self._claims % 1000 == 0:  # a process that lives long would otherwise keep expired keys
+            yield from self.store.purge(batch=2000)
+        return (yield from super().claim(entry, oldest=oldest))
 
 
 def operation_of(entry: Entry) -> Operation:
@@ -294,6 +332,11 @@ def stored_entry(record: Record) -> Entry | None:
         return decode(data)
     except msgspec.MsgspecError as error:
         raise CorruptRecord(f"The request under key {record.key!r} cannot be read; was it encrypted?") from error
+
+
+def state_in(record: Record) -> State:
+    """Return the state of the entry in a record."""
+    return "sending" if record.state == "running" else "settled" if record.state == "settled" else "open"
 
 
 def first_date(record: Record, entry: Entry) -> float:

@@ -136,14 +136,14 @@ class SqliteKeyring:
             entry = replace(entry, owner=this_process(self._owners))
             database.execute(PURGE, (entry.created_at - self.retention,))
             row = database.execute(FIND, (entry.scope, entry.key)).fetchone()
-            if row:
-                known = _entry(row)
+            known = _entry(row) if row else None
+            if known:
                 check_reuse(known, entry)
                 if not is_sendable(known, entry, oldest):
                     return known
                 entry = replace(entry, created_at=known.created_at)
             database.execute(PUT, _row(entry))
-        return entry
+        return replace(entry, state=known.state) if known else entry
 
     def _write(self, statement: str, *values: Any) -> bool:
         # NORMAL: if the machine loses power, the operation is merely sent once more under its key.

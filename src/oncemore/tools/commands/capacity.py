@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from ..._contract.settings import size
-from ...errors import ConfigurationError
-from .options import json_option, read_duration
+from .options import json_option, number_or_text, read_duration
 from .output import Output, print_table
 
 SIZES = (0, 256, 1024, 2048, 4096, 16384)  # bytes of the outcomes that were measured
@@ -85,47 +84,27 @@ STORES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """New operations per second, kept for *ttl* seconds; *outcome* and *names* are bytes, *sync* is seconds."""
+def requirements(
+    store: StoreFigures, *, rate: float, ttl: float, outcome: int, names: int, processes: int, sync: float
+) -> dict[str, Any]:
+    """Compute what a load needs once a retention has passed: from then on, as many records expire as are added.
 
-    rate: float
-    ttl: float
-    outcome: int
-    names: int
-    processes: int
-    sync: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requirements:
-    """The resources that a load needs on one store."""
-
-    records: int
-    record_bytes: int
-    kept_bytes: int
-    where: str
-    written_per_second: int
-    syncs_per_second: int
-    connections: int
-
-
-def requirements(load: Load, store: StoreFigures) -> Requirements:
-    """Compute what *load* needs once a retention has passed: from then on, as many records expire as are added."""
-    record = interpolate(store.kept, load.outcome) + store.kept_per_name_byte * (load.names - NAMES)
-    written = interpolate(store.written, load.outcome) + store.written_per_name_byte * (load.names - NAMES)
+    The load is *rate* new operations per second, kept for *ttl* seconds; *outcome* and *names* are bytes, *sync* is seconds.
+    """
+    record = interpolate(store.kept, outcome) + store.kept_per_name_byte * (names - NAMES)
+    written = interpolate(store.written, outcome) + store.written_per_name_byte * (names - NAMES)
     # Operations that arrive during a sync share the next one, so a writer's syncs follow each other.
-    most_syncs = (store.writers or 1) * (load.processes if store.writers else 1) / load.sync
-    records = round(load.rate * load.ttl)
-    return Requirements(
-        records=records,
-        record_bytes=round(record),
-        kept_bytes=round(records * record),
-        where=store.where,
-        written_per_second=round(load.rate * written),
-        syncs_per_second=round(min(WRITES * load.rate, most_syncs)),
-        connections=store.connections * load.processes,
-    )
+    most_syncs = (store.writers or 1) * (processes if store.writers else 1) / sync
+    records = round(rate * ttl)
+    return {
+        "records": records,
+        "record_bytes": round(record),
+        "kept_bytes": round(records * record),
+        "where": store.where,
+        "written_per_second": round(rate * written),
+        "syncs_per_second": round(min(WRITES * rate, most_syncs)),
+        "connections": store.connections * processes,
+    }
 
 
 def interpolate(figures: tuple[int, ...], size: int) -> float:
@@ -143,12 +122,7 @@ class FiniteNumber(click.FloatRange):
         return number if math.isfinite(number) else self.fail(f"{value} is not a finite number", param, ctx)
 
 
-def read_size(ctx: click.Context, option: click.Parameter, value: str) -> int:
-    """Return bytes, from a number or from text such as 4KiB."""
-    try:
-        return size(int(value) if value.isdecimal() else value)
-    except ConfigurationError as error:
-        raise click.BadParameter(error.detail) from None
+read_size = number_or_text(size)
 
 
 @click.command()
@@ -190,42 +164,32 @@ def read_size(ctx: click.Context, option: click.Parameter, value: str) -> int:
 )
 @json_option
 @click.pass_obj
-def capacity(
-    output: Output,
-    rate: float,
-    ttl: float,
-    outcome: int,
-    names: int,
-    processes: int,
-    sync: float,
-    stores: tuple[str, ...],
-) -> None:
+def capacity(output: Output, /, stores: tuple[str, ...], **load: Any) -> None:
     """Compute the storage, connections and syncs that a load needs on each store.
 
     Replays are not counted, because they write nothing.  Records of failed operations are kept too, without an outcome.
     """
-    if ttl <= 0 or sync <= 0:
+    if load["ttl"] <= 0 or load["sync"] <= 0:
         raise click.UsageError("--ttl and --sync must be longer than zero.")
-    load = Load(rate=rate, ttl=ttl, outcome=outcome, names=names, processes=processes, sync=sync)
-    needed = {name: requirements(load, STORES[name]) for name in stores or STORES}
+    needed = {name: requirements(STORES[name], **load) for name in stores or STORES}
 
     def print_needed() -> None:
         print_table(HEADS, (store_cells(name, each) for name, each in needed.items()), numbers=True)
         click.echo(f"\n{NOTE}")
 
-    output.show({"load": asdict(load), "stores": {name: asdict(each) for name, each in needed.items()}}, print_needed)
+    output.show({"load": load, "stores": needed}, print_needed)
 
 
-def store_cells(name: str, needed: Requirements) -> list[object]:
+def store_cells(name: str, needed: dict[str, Any]) -> list[object]:
     """Return the cells of a store's line in the table."""
     return [
         name,
-        f"{needed.records:,}",
-        f"{needed.record_bytes:,}",
-        f"{bytes_text(needed.kept_bytes)} of {needed.where}",
-        f"{bytes_text(needed.written_per_second)}/s",
-        f"{needed.syncs_per_second:,}/s",
-        needed.connections,
+        f"{needed['records']:,}",
+        f"{needed['record_bytes']:,}",
+        f"{bytes_text(needed['kept_bytes'])} of {needed['where']}",
+        f"{bytes_text(needed['written_per_second'])}/s",
+        f"{needed['syncs_per_second']:,}/s",
+        needed["connections"],
     ]
 
 

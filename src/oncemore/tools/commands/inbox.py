@@ -17,10 +17,11 @@ from .options import (
     json_option,
     limit_option,
     load_object,
+    on_ledger,
     open_ledger,
     read_text,
     reading_cursor,
-    store_option,
+    run_or_once,
 )
 from .output import Output, escape, iso_date, print_csv, print_page
 
@@ -53,12 +54,7 @@ def consume(output: Output, consumer: str, once: bool) -> None:
 
     SIGTERM and Ctrl-C let running handlers finish.  With --once, the number of acknowledged messages is printed.
     """
-    found: Consumer = load_object(consumer, "a consumer", Consumer)
-    if not once:
-        found.run()
-        return
-    handled = found.run_once()
-    output.show({"acknowledged": handled}, f"{handled} acknowledged")
+    run_or_once(output, load_object(consumer, "a consumer", Consumer), once, "acknowledged", "{} acknowledged")
 
 
 @click.group()
@@ -74,9 +70,7 @@ def inbox() -> None:
 )
 @limit_option
 @cursor_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def list_events(
     output: Output,
     url: str | None,
@@ -101,9 +95,7 @@ def list_events(
 @inbox_filter
 @limit_option
 @cursor_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def dead(output: Output, url: str | None, source: str | None, name: str | None, limit: int, cursor: str | None) -> None:
     """List the dead letters: events that have failed too often, or cannot be read.
 
@@ -122,9 +114,7 @@ def dead(output: Output, url: str | None, source: str | None, name: str | None, 
 @click.argument("event_id", callback=read_text)
 @click.option("--source", required=True, callback=read_text, help="The source of the event.")
 @name_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def requeue(output: Output, url: str | None, event_id: str, source: str, name: str) -> None:
     """Have the dead letter EVENT_ID handled after all, under the same id.
 

@@ -11,7 +11,7 @@ from ..._ledger.connect import hide_password, schema
 from ..._ledger.tables import features
 from ..._runtime.plan import run
 from ...errors import ConfigurationError
-from .options import NO_STORE, json_option, load_contract, open_ledger, store_option
+from .options import NO_STORE, load_contract, on_ledger, open_ledger
 from .output import Output
 
 FIRST_CONTRACT = """\
@@ -50,9 +50,7 @@ idempotent = false               # runs unguarded, on purpose
     help="The set of defaults to start from.",
 )
 @click.option("--print-schema", is_flag=True, help="Only print the script that creates the tables; change nothing.")
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def init(output: Output, url: str | None, path: Path, profile: str, print_schema: bool) -> None:
     """Write a first contract to PATH (oncemore.toml), and create the tables of the ledger at --store.
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import msgspec
 
+from ..._contract.keysource import HEADER_NAME
 from ..._ledger.context import derive as derive_key
 from ..._ledger.decisions import Resolution
 from ..._ledger.guard import Guard
@@ -20,13 +21,12 @@ from ...errors import ConfigurationError, NotFound, WrongState
 from .options import (
     confirm,
     cursor_option,
-    json_option,
     limit_option,
+    on_ledger,
     open_ledger,
     read_duration,
     read_text,
     reading_cursor,
-    store_option,
     yes_option,
 )
 from .output import Output, date, escape, iso_date, print_csv, print_page, print_pairs
@@ -34,8 +34,7 @@ from .output import Output, date, escape, iso_date, print_csv, print_page, print
 STATES = ("running", "settled", "released", "held", "lapsed")
 CSV_COLUMNS = ("key", "payload_hash", "status", "http_code", "result_id", "notes")
 COLUMNS = ("key", "scope", "state", "attempts", "created (UTC)", "expires (UTC)", "status", "note")
-# Headers that a server can send: a token, and text without line breaks.
-HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+# The value of a header that a server can send: text without line breaks.
 HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 MOST_SCOPES = 20  # to list if a key exists in several
 
@@ -61,9 +60,7 @@ def keys() -> None:
 @limit_option
 @cursor_option
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV, with the result's id if the response has one.")
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def list_keys(
     output: Output,
     url: str | None,
@@ -95,9 +92,7 @@ def list_keys(
 @scope_option
 @click.option("--outcome", is_flag=True, help="Also show its outcome, which may be confidential.")
 @click.option("--derive", metavar="NAME", help="Also show the key that op.derive(NAME) gave the provider.")
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def show(output: Output, url: str | None, key: str, scope: str | None, outcome: bool, derive: str | None) -> None:
     """Show the record of KEY."""
     with open_ledger(url) as guard:
@@ -130,9 +125,7 @@ def show(output: Output, url: str | None, key: str, scope: str | None, outcome: 
 )
 @click.option("--note", default="", callback=read_text, help="The reason, stored with the record.")
 @yes_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def resolve(
     output: Output,
     url: str | None,
@@ -165,9 +158,7 @@ def resolve(
 @key_argument
 @scope_option
 @yes_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def delete(output: Output, url: str | None, key: str, scope: str | None, yes: bool) -> None:
     """Delete the record of KEY.  The next request with it performs the operation, even if it already happened."""
     with open_ledger(url) as guard:

@@ -8,7 +8,7 @@ import msgspec
 from ..._ledger.connect import hide_password
 from ..._ledger.shadow import count_verdicts
 from ..._runtime.plan import run
-from .options import confirm, json_option, open_ledger, store_option, yes_option
+from .options import confirm, on_ledger, open_ledger, yes_option
 from .output import Output, print_table
 
 MEANING = {
@@ -23,9 +23,7 @@ MEANING = {
 
 
 @click.command()
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def stats(output: Output, url: str | None) -> None:
     """Count the records of the ledger, by state; and, in shadow mode, the requests by what would have been done with them."""
     with open_ledger(url) as guard:
@@ -46,9 +44,7 @@ def stats(output: Output, url: str | None) -> None:
 @click.command()
 @click.option("--batch", type=click.IntRange(1), default=1000, show_default=True, help="Records per transaction.")
 @yes_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def purge(output: Output, url: str | None, batch: int, yes: bool) -> None:
     """Delete expired records, which are never replayed, to free their space.
 

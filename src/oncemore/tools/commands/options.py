@@ -6,7 +6,7 @@ import base64
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ..._ledger.connect import hide_password, store_module
 from ..._ledger.encrypted import Sealing
 from ..._ledger.guard import Guard
 from ...errors import ConfigurationError, InvalidPayload, MissingDriver, StoreTimeout, StoreUnavailable
+from .output import Output
 
 SEAL_KEYS = "ONCEMORE_SEAL_KEYS"
 NO_STORE = (
@@ -41,6 +42,11 @@ store_option = click.option(
 )
 
 
+def on_ledger(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Make *command* one that works on a ledger: with `--store` and `--json`, and the Output as its first argument."""
+    return store_option(json_option(click.pass_obj(command)))
+
+
 limit_option = click.option(
     "--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="How many to show."
 )
@@ -58,12 +64,19 @@ def reading_cursor(cursor: str | None) -> Iterator[None]:
         ) from error
 
 
-def read_duration(ctx: click.Context, option: click.Parameter, value: str) -> float:
-    """Return seconds, from a number or from text such as 30d."""
-    try:
-        return duration(float(value) if value.isdecimal() else value)
-    except ConfigurationError as error:
-        raise click.BadParameter(error.detail) from None
+def number_or_text(read: Callable[[int | str], Any]) -> Callable[..., Any]:
+    """Return an option's callback: *read* is given a number, or text such as 30d or 4KiB, and says if that is wrong."""
+
+    def callback(ctx: click.Context, option: click.Parameter, value: str) -> Any:
+        try:
+            return read(int(value) if value.isdecimal() else value)
+        except ConfigurationError as error:
+            raise click.BadParameter(error.detail) from None
+
+    return callback
+
+
+read_duration = number_or_text(duration)
 
 
 def read_text(ctx: click.Context, option: click.Parameter, value: str | None) -> str | None:
@@ -149,13 +162,17 @@ def init_command(url: str) -> str:
     return f"oncemore init --store '{hide_password(url)}'"
 
 
+def import_from_working_folder() -> None:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
 def load_object(place: str, what: str, kind: type = object) -> Any:
     """Import the object that `module:name` names, an instance of *kind*; the module may be in the working folder."""
     module, colon, name = place.partition(":")
     if not colon:
         raise ConfigurationError(f"{place!r} does not name {what}: write module:name")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    import_from_working_folder()
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -167,9 +184,18 @@ def load_object(place: str, what: str, kind: type = object) -> Any:
     return found
 
 
+def run_or_once(output: Output, worker: Any, once: bool, name: str, text: str) -> None:
+    """Run *worker* until SIGTERM or Ctrl-C; with *once*, do what is due now and show the count as *name*, or in *text*."""
+    if not once:
+        worker.run()
+        return
+    count = worker.run_once()
+    output.show({name: count}, text.format(count))
+
+
 def load_contract(path: str) -> Contract:
     """Load and check the contract in *path*.  It may name functions in modules of the working folder."""
-    sys.path.insert(0, "")
+    import_from_working_folder()
     contract = Contract.load(path)
     contract.check()
     return contract

@@ -11,7 +11,7 @@ from ..._ledger.guard import Guard
 from ...errors import ConfigurationError
 from ...messages.outbox import MessageState, Outbox, OutboxMessage, sources_of
 from ...messages.relay import Relay
-from .options import confirm, json_option, load_object, open_ledger, read_duration, store_option, yes_option
+from .options import confirm, json_option, load_object, on_ledger, open_ledger, read_duration, run_or_once, yes_option
 from .output import Output, print_table, struct_fields
 
 source_option = click.option(
@@ -33,9 +33,7 @@ def outbox() -> None:
 
 @outbox.command(short_help="count the messages")
 @source_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def stats(output: Output, url: str | None, source: str | None) -> None:
     """Count the messages, by source: pending, dead, and for how long the oldest has been due."""
     with open_ledger(url) as guard:
@@ -56,9 +54,7 @@ def stats(output: Output, url: str | None, source: str | None) -> None:
 @limit_option
 @after_option
 @source_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def list_messages(
     output: Output,
     url: str | None,
@@ -80,9 +76,7 @@ def list_messages(
 @limit_option
 @after_option
 @source_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def list_dead(output: Output, url: str | None, source: str | None, type_: str | None, limit: int, after: int) -> None:
     """List the dead letters: messages that have failed too often, with their last error."""
     with open_ledger(url) as guard:
@@ -93,9 +87,7 @@ def list_dead(output: Output, url: str | None, source: str | None, type_: str | 
 @outbox.command(short_help="send dead letters again")
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @source_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def requeue(output: Output, url: str | None, source: str | None, ids: tuple[str, ...]) -> None:
     """Send dead letters again, under the same ids."""
     with open_ledger(url) as guard:
@@ -110,9 +102,7 @@ def requeue(output: Output, url: str | None, source: str | None, ids: tuple[str,
 @click.option("--older-than", callback=read_duration, default="7d", show_default=True, metavar="AGE", help="How old.")
 @yes_option
 @source_option
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def purge(output: Output, url: str | None, source: str | None, dead: bool, older_than: float, yes: bool) -> None:
     """Delete messages that were sent and kept, or dead letters.  Pending messages stay."""
     with open_ledger(url) as guard:
@@ -135,12 +125,7 @@ def relay(output: Output, place: str, once: bool) -> None:
 
     Any number of processes may run the same relay.  SIGTERM lets the messages that are under way be finished first.
     """
-    found: Relay = load_object(place, "a relay", Relay)
-    if not once:
-        found.run()
-        return
-    sent = found.run_once()
-    output.show({"sent": sent}, f"Sent {sent:,}.")
+    run_or_once(output, load_object(place, "a relay", Relay), once, "sent", "Sent {:,}.")
 
 
 def find_outbox(guard: Guard, source: str | None) -> Outbox:

@@ -53,7 +53,7 @@ def run_schedule(output: Output, place: str, once: bool) -> int:
     "--day",
     type=click.DateTime(["%Y-%m-%d"]),
     metavar="YYYY-MM-DD",
-    help="The day, in the jobs' time zones; by default today.",
+    help="The day, in the jobs' time zones; by default the date in UTC.",
 )
 @job_option
 @json_option

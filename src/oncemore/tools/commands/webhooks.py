@@ -23,7 +23,7 @@ from ...webhooks.receiver import Receiver
 from ...webhooks.schemes import SCHEMES
 from ...webhooks.signature import new_secret
 from ...webhooks.webhooks import STATES, DeliveryState, Only, Webhooks
-from .options import json_option, load_object, open_ledger, read_duration, seal_from_environment, store_option
+from .options import json_option, load_object, on_ledger, open_ledger, read_duration, run_or_once, seal_from_environment
 from .output import Output, escape, print_table, struct_fields
 
 tenant_option = click.option("--tenant", metavar="NAME", help="Only those of this tenant.")
@@ -54,11 +54,7 @@ def run_sender(output: Output, place: str, once: bool) -> None:
         raise ConfigurationError(
             f"{place!r} is a {type(found).__name__}, not a Sender or Webhooks of oncemore: write module:name of one"
         )
-    if not once:
-        found.run()
-        return
-    delivered = found.run_once()
-    output.show({"delivered": delivered}, f"Delivered {delivered:,}.")
+    run_or_once(output, found, once, "delivered", "Delivered {:,}.")
 
 
 @webhooks.command(short_help="list endpoints")
@@ -66,9 +62,7 @@ def run_sender(output: Output, place: str, once: bool) -> None:
 @click.option("--state", type=click.Choice(["enabled", "disabled"]), help="Only those in this state.")
 @limit_option
 @click.option("--after", default="", metavar="ID", help="Continue behind the endpoint with this id.")
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def endpoints(output: Output, url: str | None, tenant: str | None, state: State | None, limit: int, after: str) -> None:
     """List endpoints.  Secrets and the values of headers are never shown."""
     with opened_webhooks(url) as found:
@@ -89,9 +83,7 @@ def endpoints(output: Output, url: str | None, tenant: str | None, state: State 
 @click.option("--type", "type_", metavar="TYPE", help="Only events of this type.")
 @limit_option
 @click.option("--after", default="0", metavar="ID", help="Continue behind the delivery with this id.")
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def deliveries(
     output: Output,
     url: str | None,
@@ -122,9 +114,7 @@ def deliveries(
 
 @webhooks.command(short_help="send deliveries once more")
 @click.argument("ids", nargs=-1, required=True, metavar="DELIVERY...")
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def resend(output: Output, url: str | None, ids: tuple[str, ...]) -> None:
     """Send deliveries once more, under the same webhook-ids; a sender does it at once."""
     with opened_webhooks(url) as found:
@@ -150,9 +140,7 @@ def resend(output: Output, url: str | None, ids: tuple[str, ...]) -> None:
     show_default=True,
     help="Dead letters; or events that it did not get, because it was disabled or not there; or everything.",
 )
-@store_option
-@json_option
-@click.pass_obj
+@on_ledger
 def recover(output: Output, url: str | None, endpoint: str, since: float, only: Only) -> None:
     """Send again what an endpoint has not got.  If it is interrupted, run it again, and it goes on."""
     with opened_webhooks(url) as found:

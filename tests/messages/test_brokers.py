@@ -102,6 +102,23 @@ async def test_kafka_subscription_goes_on_after_a_rebalance(kafka_url: str, monk
         await broker.aclose()
 
 
+async def test_kafka_rebalances_of_a_quiet_partition_are_not_counted(kafka_url: str) -> None:
+    """Each deployment is one or more; after ten of them, an inbox would not even try the next message."""
+    broker = connect(f"{kafka_url}/{new_channel()}?partitions=1", session_timeout_ms=6000, heartbeat_interval_ms=500)
+    try:
+        for _ in range(2):
+            subscription = broker.subscribe("group-1")
+            await subscription.aopen()
+            await subscription.aclose()
+        assert await broker.publish([message(1)]) == [None]
+        subscription = broker.subscribe("group-1")
+        [delivery] = await subscription.receive(1, 30)
+        assert delivery.count == 1
+        await subscription.aclose()
+    finally:
+        await broker.aclose()
+
+
 class TestRedisStreams(BrokerContract):
     @pytest.fixture
     def make(self, valkey_url: str, redis_prefix: str) -> Make:

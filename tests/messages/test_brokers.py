@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import redis.asyncio as redis
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from oncemore.messages.broker import Broker, connect
+from oncemore.errors import BrokerError
+from oncemore.messages.broker import Broker, BrokerDown, connect
 from oncemore.messages.brokers import kafka
 from oncemore.messages.brokers.memory import MemoryBroker
 from oncemore.testing import BrokerContract
@@ -115,6 +117,34 @@ async def test_kafka_rebalances_of_a_quiet_partition_are_not_counted(kafka_url: 
         [delivery] = await subscription.receive(1, 30)
         assert delivery.count == 1
         await subscription.aclose()
+    finally:
+        await broker.aclose()
+
+
+async def test_rabbit_subscription_whose_queue_is_deleted_ends(rabbit_url: str) -> None:
+    """RabbitMQ leaves the channel open then; the consumer must subscribe again, or it would wait for ever."""
+    broker = connect(f"{rabbit_url}/{new_channel()}?group=group-1")
+    subscription = broker.subscribe("group-1")
+    await subscription.aopen()
+    try:
+        async with await aio_pika.connect(rabbit_url + "/") as connection:
+            await (await connection.channel()).queue_delete(f"{broker.channel}.group-1")
+        with pytest.raises(BrokerError, match="has ended the subscription to the queue"):
+            for _ in range(30):
+                assert await subscription.receive(1, 1.0) == ()
+    finally:
+        await subscription.aclose()
+        await broker.aclose()
+
+
+async def test_rabbit_queue_that_is_not_bound_in_time_is_down(rabbit_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue whose leader is not elected does not answer; the relay must not wait for ever."""
+    broker = connect(f"{rabbit_url}/{new_channel()}?timeout=1")
+    await broker.aopen()
+    monkeypatch.setattr(broker, "queue", lambda *_: asyncio.sleep(3600))
+    try:
+        [error] = await asyncio.wait_for(broker.publish([message(1)]), 30)
+        assert isinstance(error, BrokerDown)
     finally:
         await broker.aclose()
 

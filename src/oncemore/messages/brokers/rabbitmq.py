@@ -162,7 +162,8 @@ class RabbitBroker(UrlBroker):
             self.channel,
             self.channel,
         )
-        await self.queue(self.exchange.channel, self.exchange, DEFAULT_NAME)
+        async with asyncio.timeout(self.timeout):
+            await self.queue(self.exchange.channel, self.exchange, DEFAULT_NAME)
 
     def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
         return RabbitSubscription(self, group, prefetch)
@@ -205,7 +206,7 @@ class RabbitSubscription(Subscription):
                 queue = await broker.queue(channel, await broker.declared(channel), self.group)
                 channel.close_callbacks.add(lambda *_: self.changed.set())
                 self.tag = await queue.consume(self._take)
-                self.queue = queue
+                self.queue, self.driver = queue, await channel.get_underlay_channel()
         except ERRORS as error:
             await close(connection)
             hint = "; the URL says create=false" if isinstance(error, ChannelNotFoundEntity) else ""
@@ -223,6 +224,8 @@ class RabbitSubscription(Subscription):
             self.changed.clear()
             if self.channel.is_closed:
                 raise BrokerError(f"{self.broker.url} has closed the connection")
+            if self.tag not in self.driver.consumers:  # the queue was deleted, or has failed
+                raise BrokerError(f"{self.broker.url} has ended the subscription to the queue {self.queue.name!r}")
             try:
                 await asyncio.wait_for(self.changed.wait(), wait)
             except TimeoutError:

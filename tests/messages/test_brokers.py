@@ -13,8 +13,8 @@ import redis.asyncio as redis
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from oncemore.errors import BrokerError
-from oncemore.messages.broker import Broker, BrokerDown, connect
-from oncemore.messages.brokers import kafka
+from oncemore.messages.broker import Broker, BrokerDown, Subscription, connect
+from oncemore.messages.brokers import kafka, redis_streams
 from oncemore.messages.brokers.memory import MemoryBroker
 from oncemore.testing import BrokerContract
 from oncemore.testing.brokers import Make, message, numbers
@@ -121,6 +121,11 @@ async def test_kafka_rebalances_of_a_quiet_partition_are_not_counted(kafka_url: 
         await broker.aclose()
 
 
+async def receive_for_ever(subscription: Subscription) -> None:
+    while True:
+        await subscription.receive(1, 1.0)
+
+
 async def test_rabbit_subscription_whose_queue_is_deleted_ends(rabbit_url: str) -> None:
     """RabbitMQ leaves the channel open then; the consumer must subscribe again, or it would wait for ever."""
     broker = connect(f"{rabbit_url}/{new_channel()}?group=group-1")
@@ -130,8 +135,7 @@ async def test_rabbit_subscription_whose_queue_is_deleted_ends(rabbit_url: str) 
         async with await aio_pika.connect(rabbit_url + "/") as connection:
             await (await connection.channel()).queue_delete(f"{broker.channel}.group-1")
         with pytest.raises(BrokerError, match="has ended the subscription to the queue"):
-            for _ in range(30):
-                assert await subscription.receive(1, 1.0) == ()
+            await asyncio.wait_for(receive_for_ever(subscription), 30)
     finally:
         await subscription.aclose()
         await broker.aclose()
@@ -147,6 +151,45 @@ async def test_rabbit_queue_that_is_not_bound_in_time_is_down(rabbit_url: str, m
         assert isinstance(error, BrokerDown)
     finally:
         await broker.aclose()
+
+
+async def test_redis_sweep_loses_no_message_of_an_idle_consumer(
+    valkey_url: str, redis_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may get one after it was found idle, and what a consumer has goes with it when it is removed."""
+    monkeypatch.setattr(redis_streams, "GONE", 0.0)
+    monkeypatch.setattr(redis_streams, "SWEEP", 0.0)
+    look = redis.Redis.xinfo_consumers
+
+    async def deliver(client: Any, consumer: str) -> None:
+        await client.xreadgroup("group-1", consumer, {redis_prefix: ">"}, count=1)
+
+    async def look_and_deliver(client: Any, *given: Any) -> Any:
+        found = await look(client, *given)
+        await deliver(client, "idle")
+        return found
+
+    monkeypatch.setattr(redis.Redis, "xinfo_consumers", look_and_deliver)
+    client: Any = redis.Redis.from_url(valkey_url)
+    broker: Any = connect(f"{valkey_url.replace('redis://', 'redis+stream://')}/{redis_prefix}?visibility=1")
+    subscription: Any = broker.subscribe("group-1")
+    await subscription.aopen()
+    try:
+        assert await broker.publish([message(1), message(2)]) == [None, None]
+        await deliver(client, "busy")
+        await client.xgroup_createconsumer(redis_prefix, "group-1", "idle")
+        await asyncio.sleep(0.01)
+        await subscription._sweep()
+        assert [each["name"] for each in await look(client, redis_prefix, "group-1")] == [b"busy"]
+        found: list[int] = []
+        while len(found) < 2 and (some := await subscription.receive(1, 10)):
+            found += numbers(some)
+            await some[0].ack()
+        assert sorted(found) == [1, 2]
+    finally:
+        await subscription.aclose()
+        await broker.aclose()
+        await client.aclose()
 
 
 class TestRedisStreams(BrokerContract):

@@ -206,7 +206,8 @@ class RabbitSubscription(Subscription):
                 queue = await broker.queue(channel, await broker.declared(channel), self.group)
                 channel.close_callbacks.add(lambda *_: self.changed.set())
                 self.tag = await queue.consume(self._take)
-                self.queue, self.driver = queue, await channel.get_underlay_channel()
+                driver: Any = await channel.get_underlay_channel()
+                self.queue, self.driver = queue, driver
         except ERRORS as error:
             await close(connection)
             hint = "; the URL says create=false" if isinstance(error, ChannelNotFoundEntity) else ""

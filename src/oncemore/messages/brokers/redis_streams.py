@@ -44,6 +44,7 @@ FOR_NOW = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MAST
 BLOCK = 0.5  # seconds for one read; then look for deliveries that are due again
 LOOK = 0.1  # seconds between two looks for them
 SWEEP = 10.0  # seconds between two removals of what all groups have acknowledged
+GONE = 3600.0  # seconds after which a consumer that has asked for nothing, and has nothing, has crashed
 
 # An id is remembered in a key of its own, in the stream's slot of a cluster.  It is written last: a script that fails in
 # the middle is not rolled back, and an id without its message would be a lost message.  KEYS: the stream, the id's key.
@@ -62,6 +63,18 @@ MOVE = """
 if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then return 0 end
 redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'IDLE', ARGV[4], 'JUSTID')
 return 1
+"""
+
+# In one step: a consumer that was given a message since it was looked at would lose it, because its deliveries go with it.
+# KEYS: the stream.  ARGV: the group, the milliseconds for which a consumer has asked for nothing.
+REMOVE_GONE = """
+for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+    local its = {}
+    for n = 1, #consumer, 2 do its[consumer[n]] = consumer[n + 1] end
+    if its.pending == 0 and its.idle > tonumber(ARGV[2]) then
+        redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], its.name)
+    end
+end
 """
 
 
@@ -227,9 +240,7 @@ class RedisSubscription(Subscription):
             oldest.append(summary["min"] or group["last-delivered-id"])
         if oldest:
             await self.client.xtrim(self.stream, minid=min(oldest, key=entry_order), approximate=True)
-        for consumer in await self.client.xinfo_consumers(self.stream, self.group):
-            if consumer["pending"] == 0 and consumer["idle"] > 3_600_000:
-                await self.client.xgroup_delconsumer(self.stream, self.group, consumer["name"])
+        await self.client.eval(REMOVE_GONE, 1, self.stream, self.group, int(GONE * 1000))
 
     async def move(self, id: bytes, idle: float) -> None:
         """Let the delivery seem to be idle for *idle* seconds, if it is still this consumer's."""

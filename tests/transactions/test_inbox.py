@@ -297,6 +297,24 @@ def test_an_inbox_that_forgets_sooner_than_its_sender_warns() -> None:
         assert Inbox(Guard("memory://")).policy.ttl == 7 * 86400
 
 
+@on_two_kinds
+async def test_error_that_no_database_can_store_makes_a_dead_letter(shop: Shop) -> None:
+    """It would otherwise be handled, and fail, for ever."""
+
+    class Strange(Exception):
+        def __repr__(self) -> str:
+            return "Strange(\ud800, \0)"
+
+    def fail(op: Op, payload: Any) -> Generator[Any, Any, Any]:
+        yield shop.insert(op, op.key)
+        raise Strange
+
+    inbox = Inbox(shop.guard, attempts=1)
+    assert (await deliver(shop, inbox, fail)).how == "dead"
+    (letter,) = (await inbox.adead("payments")).records
+    assert letter.note == f"{DEAD}: Strange(\\ud800, \\x00)"
+
+
 @pytest.mark.parametrize("attempts", [0, "10"])
 def test_an_inbox_without_attempts_is_refused(attempts: Any) -> None:
     with pytest.raises(ConfigurationError, match="one at least"):

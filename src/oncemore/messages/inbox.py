@@ -44,6 +44,7 @@ DEAD = "dead letter"
 FLAGGED = "flagged|"  # before the scope of an event's own record
 DEFAULT_NAME = "inbox"
 WEEK, DAY = 7 * 86400.0, 86400.0
+LONGEST_NOTE = 500  # characters of a dead letter's reason
 # What an event that cannot be requeued is instead, by its record's state.
 NOT_DEAD = {
     "running": "it is being handled",
@@ -291,7 +292,7 @@ class Inbox:
         if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect == "lease":
             yield from self.guard.lapse(lease)  # its last holder may have handled it, so it is no dead letter
             return False
-        yield from self.guard.store.hold(lease, note=f"{DEAD}: {why}"[:500])
+        yield from self.guard.store.hold(lease, note=storable(f"{DEAD}: {why}"[:LONGEST_NOTE]))
         yield from self._failed(operation, 0.0)  # one that is requeued has as many attempts as a new one
         self.guard.emit("held", operation, token=lease.token, detail=DEAD)
         return True
@@ -528,6 +529,11 @@ def matches(pattern: str, type: str) -> bool:
 def is_dead(record: Record) -> bool:
     """Whether the event has failed too often, rather than that nobody knows whether it was handled."""
     return record.state == "held" and record.note.startswith(DEAD)
+
+
+def storable(text: str) -> str:
+    """The text of an error in a form that each database can store: half characters and NULs are written out."""
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
 
 
 def tell_dead(on_dead: OnDead | None, payload: Any, why: str) -> Plan[None]:

@@ -30,7 +30,7 @@ from ..errors import BrokerError, ConfigurationError, OncemoreError
 from . import outbox_sql as sql
 from .broker import Broker, BrokerDown, connect
 from .envelope import Envelope
-from .inbox import matches
+from .inbox import matches, storable
 from .outbox import LONG_WAIT, Outbox, read_envelope
 from .tracing import send_span
 
@@ -646,7 +646,7 @@ def as_json(values: Sequence[int] | Sequence[str]) -> str:
 
 def describe(error: Exception) -> str:
     detail = error.detail if isinstance(error, OncemoreError) else str(error)
-    return f"{type(error).__name__}: {detail}"[:LONGEST_ERROR]
+    return storable(f"{type(error).__name__}: {detail}"[:LONGEST_ERROR])
 
 
 def new_token() -> str:

@@ -219,6 +219,20 @@ def test_broker_that_is_down_holds_up_no_other_broker(
     assert outbox.stats().pending == 0
 
 
+def test_one_run_passes_over_a_broker_that_is_down(outbox: Outbox, mode: Mode | None) -> None:
+    """As a cron job, say: more than a batch of older messages is for the other broker."""
+    up, down = RecordingBroker(), RecordingBroker()
+    down.down = True
+    add(outbox, *((n, None) for n in range(30)), type="a")
+    relay = Relay(outbox, to={"a": down, "b": up}, mode=mode, batch=10)
+    with pytest.raises(BrokerError, match="cannot be reached"):
+        relay.run_once()
+    add(outbox, *((n, None) for n in range(30)), type="b")
+    assert relay.run_once() == 30
+    assert sorted(up.data()) == list(range(30))
+    assert outbox.stats().pending == 30
+
+
 @pytest.mark.parametrize("character", ["\ud800", "\0"])
 def test_error_that_no_database_can_store_is_kept(outbox: Outbox, mode: Mode | None, character: str) -> None:
     """The rest of its batch would never be marked as sent, and so be sent again and again."""

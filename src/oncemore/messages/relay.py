@@ -226,17 +226,26 @@ class RelayRun:
     # Rounds
 
     async def drain(self) -> int:
-        """Send all that is due."""
-        total = 0
+        """Send all that is due.  If nothing can be sent, because a broker is down, raise its error."""
+        total, down = 0, None
         try:
             await self._open()
             while True:
-                sent, found = await self._round()
+                try:
+                    sent, found = await self._round()
+                except BrokerDown as error:
+                    if len(self.brokers) == 1:
+                        raise
+                    down = error  # its types are left out of the next rounds
+                    continue
                 total += sent
                 if not found:
-                    if not self.since:
+                    if self.since:
+                        self.since = 0.0  # look once more, at all rows
+                    elif down is not None and not total:
+                        raise down
+                    else:
                         return total
-                    self.since = 0.0  # look once more, at all rows
         finally:
             await self._close()
 

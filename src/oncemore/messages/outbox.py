@@ -193,18 +193,20 @@ class Outbox:
                 f"This operation has no transaction with which the message could commit: {how}; or give your own open connection "
                 "or session instead of the operation"
             )
+        transaction = transaction_of(place)
         values = [envelope.id, self.source, envelope.type, envelope.subject, pack_attributes(envelope), envelope.raw]
         if delay is not None or at is not None:
             query = self.tables.query(sql.ADD_LATER, *values, *when(delay, at))
         else:
             query = self.tables.query(sql.ADD, *values)
-            if isinstance(place, Op) and place.transaction is not None:
-                if place.transaction.can_defer():
-                    yield from self.tables.access.ready(FEATURE)
-                    place.transaction.on_commit(self.announcer.announce)
-                    place.transaction.deferred.append(query)
-                    return envelope.id
-                yield from self._number_deferred(place.transaction)
+            if isinstance(place, Op) and transaction is not None and transaction.can_defer():
+                yield from self.tables.access.ready(FEATURE)
+                transaction.on_commit(self.announcer.announce)
+                transaction.deferred.append(query)
+                transaction.connection.deferring = transaction  # another message may be added on the connection itself
+                return envelope.id
+        if transaction is not None:
+            yield from self._number_deferred(transaction)
         yield from self.tables.execute_in(place, query, after_commit=self.announcer.announce)
         return envelope.id
 
@@ -426,6 +428,14 @@ class Announcer:
             with contextlib.suppress(OncemoreError):  # they look for themselves, too
                 run(self._tables.access.notify(self._id))
             clocks.sleep(PAUSE)
+
+
+def transaction_of(place: Any) -> Transaction | None:
+    """The open transaction of an operation, if *place* is the operation, or a connection of it with deferred messages."""
+    if isinstance(place, Op):
+        return place.transaction
+    transaction: Transaction | None = getattr(place, "deferring", None)
+    return transaction if transaction is not None and transaction._open else None
 
 
 def sources_of(guard: Guard) -> list[str]:

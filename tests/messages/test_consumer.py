@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry
 
 from oncemore import Guard, Inbox, Op
 from oncemore._runtime.plan import run
-from oncemore.errors import ConfigurationError, StoreUnavailable
+from oncemore.errors import BrokerError, ConfigurationError, StoreUnavailable
 from oncemore.messages import Consumer, Envelope
 from oncemore.messages.broker import connect
-from oncemore.messages.brokers.memory import MemoryBroker
+from oncemore.messages.brokers.memory import MemoryBroker, MemorySubscription
 from oncemore.messages.envelope import structured
 from oncemore.messages.inbox import EventHandler
 from oncemore.observe import prometheus
@@ -487,6 +487,71 @@ def test_stop_finishes_running_handlers_and_gives_back_the_rest(service: Service
     assert service.bookings == ["ev_1"]
     assert Consumer(service.inbox(), service.url, {"*": book}).run_once() == 2  # at once, not after their time-out
     assert service.bookings == ["ev_1", "ev_2", "ev_3"]
+
+
+def test_stop_finishes_handlers_while_the_broker_is_down(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An async handler that is cancelled under a lease leaves an event that an operator must decide about."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    seen: list[str] = []
+    losses: list[bool] = []
+
+    async def slow(op: Op, envelope: Envelope) -> None:
+        begun.set()
+        await go_on.wait()
+        seen.append(envelope.id)
+
+    async def lose(*_: Any) -> Any:
+        losses.append(True)
+        raise BrokerError("the connection was lost")
+
+    async def consume() -> None:
+        consumer = Consumer(service.inbox(effect="lease"), service.url, {"*": slow})
+        task = asyncio.create_task(consumer.arun())
+        await asyncio.wait_for(begun.wait(), PATIENCE)
+        monkeypatch.setattr(MemorySubscription, "receive", lose)
+        monkeypatch.setattr(MemorySubscription, "aopen", lose)
+        await until(lambda: len(losses) > 1)  # it tries to connect again
+        consumer.stop()
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        go_on.set()
+        await asyncio.wait_for(task, PATIENCE)
+
+    service.publish(refund(1))
+    asyncio.run(consume())
+    assert seen == ["ev_1"]
+
+
+def test_stop_finishes_a_requeued_letter(service: Service) -> None:
+    def fail(op: Op, envelope: Envelope) -> None:
+        raise ValueError("poison")
+
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(op: Op, envelope: Envelope) -> str:
+        begun.set()
+        await go_on.wait()
+        return "handled"
+
+    inbox = service.inbox(effect="lease", attempts=1)
+    service.publish(refund(1))
+    Consumer(inbox, service.url, {"*": fail}).run_once()
+    inbox.requeue("ev_1", "payments")
+
+    async def consume() -> None:
+        consumer = Consumer(inbox, service.url, {"*": slow})
+        task = asyncio.create_task(consumer.arun())
+        await asyncio.wait_for(begun.wait(), PATIENCE)
+        consumer.stop()
+        await asyncio.sleep(2)  # longer than the consumer waits for messages
+        assert not task.done()
+        go_on.set()
+        await asyncio.wait_for(task, PATIENCE)
+
+    asyncio.run(consume())
+    record = service.guard.find(inbox.scope("payments"), "ev_1")
+    assert record is not None
+    assert record.state == "settled"
 
 
 def test_no_more_messages_are_taken_than_the_prefetch(service: Service) -> None:

@@ -223,13 +223,14 @@ class ConsumerRun:
         self.busy: set[asyncio.Task[None]] = set()  # of these, the ones whose handler runs
         self.last: dict[tuple[str, str], asyncio.Task[None]] = {}  # by source and subject
         self.unfinished: list[Delivery] = []  # given back when the subscription takes no more
+        self.background: list[asyncio.Task[None]] = []  # the search for requeued letters, which it also handles
         self.met: WeakSet[Delivery] = WeakSet()  # those whose message was in progress elsewhere
         self.left: set[str] = set()  # requeued letters for which there is no handler here
         self.acknowledged = 0
 
     async def forever(self) -> None:
         """Subscribe, again after each loss of the connection, until the consumer is stopped."""
-        looking = asyncio.create_task(self._look_for_requeued())
+        self.background.append(asyncio.create_task(self._look_for_requeued()))
         failures = 0
         try:
             while not self.stopping.is_set():
@@ -243,8 +244,8 @@ class ConsumerRun:
                     failures += 1
                     await self._pause(RECONNECT.delay(failures, random.random()))
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            self.stopping.set()
+            await self._finish()  # if the connection was lost, handlers of what came on it may still run
             await self._close()
 
     async def round(self, wait: float) -> int:
@@ -350,13 +351,14 @@ class ConsumerRun:
         waiting = {task: delivery for task, delivery in self.tasks.items() if task not in self.busy}
         await cancelled(waiting)
         left = dict(self.tasks)
-        if left:
-            await asyncio.wait(left, timeout=self.consumer.grace)
+        if running := [*left, *self.background]:
+            await asyncio.wait(running, timeout=self.consumer.grace)
         late = {task: delivery for task, delivery in left.items() if not task.done()}
-        await cancelled(late)
+        await cancelled([*late, *self.background])
         for delivery in (*waiting.values(), *late.values(), *self.unfinished):
             with suppress(BrokerError):
                 await delivery.nack()
+        self.unfinished.clear()
 
     # One delivery
 
@@ -456,18 +458,20 @@ class ConsumerRun:
                     log.warning("A delivery was not extended: %s", error.detail)
 
     async def _look_for_requeued(self) -> None:
-        while True:
+        while not self.stopping.is_set():
             try:
                 await self._handle_requeued()
             except StoreError as error:
                 log.warning("Requeued dead letters were not looked for: %s", error.detail)
             except Exception:  # or nobody would look for them again
                 log.exception("Requeued dead letters could not be handled; looking again in %g s", REQUEUED)
-            await asyncio.sleep(REQUEUED)
+            await self._pause(REQUEUED)
 
     async def _handle_requeued(self) -> None:
         inbox, handlers = self.consumer.inbox, self.consumer.handlers
         for marker, letter in await self._drive(inbox.requeued(), False):
+            if self.stopping.is_set():
+                return
             envelope, awaited = None, False
             try:
                 envelope, handler = inbox.requeued_event(inbox.kept(letter), handlers)

@@ -198,6 +198,7 @@ class NatsBroker(UrlBroker):
             return BrokerError(f"{self.url} is not connected")
         headers, body = binary(envelope, "ce-", quoted=True)
         headers[api.Header.MSG_ID.value] = deduplication_id(envelope, self.channel)
+        headers[api.Header.EXPECTED_STREAM.value] = self.channel  # another stream may take the subject
         number, subject = str(next(self._numbers)), subject_of(self.channel, envelope.type)
         answer: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = subject, answer

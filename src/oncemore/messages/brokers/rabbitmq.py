@@ -14,6 +14,7 @@ from aio_pika import Exchange
 from aio_pika.abc import AbstractConnection, AbstractIncomingMessage
 from aiormq.exceptions import (
     AMQPError,
+    ChannelAccessRefused,
     ChannelInvalidStateError,
     ChannelNotFoundEntity,
     DeliveryError,
@@ -145,7 +146,7 @@ class RabbitBroker(UrlBroker):
             return BrokerDown(f"{self.url} did not confirm the message {envelope.id} within {self.timeout:g} s")
         except PublishError as error:  # no queue is bound to the exchange
             return failed(self, f"Publishing {envelope.id} to", error)
-        except DeliveryError as error:  # a queue is full, or has failed
+        except (ChannelAccessRefused, DeliveryError) as error:  # a right is missing; or a queue is full, or has failed
             return BrokerDown(f"{self.url} does not take the message {envelope.id} now: {error}")
         except (
             *ERRORS,

@@ -12,15 +12,7 @@ from typing import Any, cast
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import RedisError, ResponseError
 
 from ...errors import BrokerError, ConfigurationError
 from ..broker import (
@@ -39,8 +31,9 @@ from ..envelope import Envelope, parse_structured, structured
 
 OPTIONS = {"visibility": VISIBILITY, "window": 86400.0}
 FIELD = b"event"
-# Errors that say nothing about the message: no memory, no disk, not (or not yet) the primary, a script that runs for long.
-FOR_NOW = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN")
+# In the error of a message that is larger than the server accepts.  All other errors are of the server's state, rights or
+# settings, because it does not look into messages.
+TOO_LARGE = "Protocol error"
 BLOCK = 0.5  # seconds for one read; then look for deliveries that are due again
 LOOK = 0.1  # seconds between two looks for them
 SWEEP = 10.0  # seconds between two removals of what all groups have acknowledged
@@ -143,11 +136,7 @@ class RedisStreamBroker(UrlBroker):
 
     def _error(self, error: Exception) -> BrokerError:
         wrapped = failed(self, "Publishing to", error)
-        # The driver takes the first word away from errors that have a class of their own.
-        known = isinstance(
-            error, OutOfMemoryError | BusyLoadingError | ReadOnlyError | ClusterDownError | MasterDownError
-        )
-        return BrokerDown(wrapped.detail) if known or any(word in str(error) for word in FOR_NOW) else wrapped
+        return wrapped if TOO_LARGE in str(error) else BrokerDown(wrapped.detail)
 
     def _add_arguments(self, envelope: Envelope) -> tuple[str | bytes | int, ...]:
         seen = f"{{{self.channel}}}:seen:{deduplication_id(envelope, self.channel)}"

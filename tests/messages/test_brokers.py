@@ -11,6 +11,7 @@ import nats
 import pytest
 import redis.asyncio as redis
 from confluent_kafka import KafkaError, KafkaException, Producer
+from nats.errors import ConnectionClosedError
 
 from oncemore.errors import BrokerError
 from oncemore.messages.broker import Broker, BrokerDown, Subscription, connect
@@ -121,6 +122,27 @@ async def test_kafka_rebalances_of_a_quiet_partition_are_not_counted(kafka_url: 
         await broker.aclose()
 
 
+async def test_nats_connection_that_ends_while_it_opens_is_an_error(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another error than BrokerError would end the relay or the consumer."""
+    clients: list[nats.NATS] = []
+
+    async def end(client: nats.NATS, *_: Any, **__: Any) -> None:
+        clients.append(client)
+        raise ConnectionClosedError
+
+    broker = connect(f"{nats_url}/{new_channel()}")
+    await broker.aopen()
+    monkeypatch.setattr(nats.NATS, "subscribe", end)
+    with pytest.raises(BrokerError):
+        await broker.subscribe("group-1").aopen()
+    await broker.aclose()
+    with pytest.raises(BrokerError):
+        await broker.aopen()
+    assert [client.is_closed for client in clients] == [True, True]
+
+
 async def receive_for_ever(subscription: Subscription) -> None:
     while True:
         await subscription.receive(1, 1.0)
@@ -151,6 +173,34 @@ async def test_rabbit_queue_that_is_not_bound_in_time_is_down(rabbit_url: str, m
         assert isinstance(error, BrokerDown)
     finally:
         await broker.aclose()
+
+
+async def test_rabbit_subscription_that_is_cancelled_while_it_opens_ends(
+    rabbit_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue's messages would go to a consumer that nobody reads."""
+    connected: list[Any] = []
+    begun = asyncio.Event()
+    connect_to = aio_pika.connect
+
+    async def note(**given: Any) -> Any:
+        connected.append(await connect_to(**given))
+        return connected[-1]
+
+    async def hang(*_: Any) -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(aio_pika, "connect", note)
+    broker = connect(f"{rabbit_url}/{new_channel()}")
+    monkeypatch.setattr(broker, "declared", hang)
+    for opening in (broker, broker.subscribe("group-1")):
+        task = asyncio.create_task(opening.aopen())
+        await asyncio.wait_for(begun.wait(), 30)
+        task.cancel()
+        await asyncio.wait([task])
+        assert connected.pop().is_closed
+        begun.clear()
 
 
 async def test_redis_sweep_loses_no_message_of_an_idle_consumer(

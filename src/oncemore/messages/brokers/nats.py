@@ -100,9 +100,11 @@ class NatsBroker(UrlBroker):
             await self._find_or_create()
             self._answers, self._waiting = client.new_inbox(), {}
             await client.subscribe(f"{self._answers}.*", cb=self._take_answer)
-        except BaseException:
+        except BaseException as error:
             await client.close()
-            raise
+            if not isinstance(error, NatsError):
+                raise
+            raise failed(self, "The connection to", error) from error
         self._client = client
 
     async def connected(self) -> Client:
@@ -269,11 +271,15 @@ class NatsSubscription(Subscription):
         await broker.aopen()
         try:
             await self._find_or_create()
+            client = await broker.connected()
+            try:
+                self.inbox = client.new_inbox()
+                self.subscription = await client.subscribe(self.inbox)
+            except BaseException:
+                await client.close()
+                raise
         except (NatsError, APIError, TimeoutError) as error:
             raise failed(broker, f"Looking for the consumer {self.name!r} of", error) from error
-        client = await broker.connected()
-        self.inbox = client.new_inbox()
-        self.subscription = await client.subscribe(self.inbox)
         self.client = client
 
     async def _find_or_create(self) -> None:

@@ -60,8 +60,10 @@ class RabbitBroker(UrlBroker):
                 self.exchange = await self.declared(channel)
                 if self.group:  # so that it gets what is published before its consumers begin
                     await self.queue(channel, self.exchange, self.group)
-        except ERRORS as error:
+        except BaseException as error:
             await close(connection)
+            if not isinstance(error, ERRORS):
+                raise
             raise failed(self, f"Looking for the exchange {self.channel!r} of", error) from error
         self._connection = connection
 
@@ -209,8 +211,10 @@ class RabbitSubscription(Subscription):
                 self.tag = await queue.consume(self._take)
                 driver: Any = await channel.get_underlay_channel()
                 self.queue, self.driver = queue, driver
-        except ERRORS as error:
-            await close(connection)
+        except BaseException as error:
+            await close(connection)  # or the queue's messages would go to a consumer that nobody reads
+            if not isinstance(error, ERRORS):
+                raise
             hint = "; the URL says create=false" if isinstance(error, ChannelNotFoundEntity) else ""
             raise failed(broker, f"Subscribing to {self.broker.channel!r}{hint} of", error) from error
         self.channel = channel

@@ -146,17 +146,13 @@ CLAIM_POSTGRES = (
 SELECT *, false FROM locked
 UNION ALL SELECT seq, NULL, NULL, subject, NULL, NULL, 0, 0, true FROM blockers WHERE seq IS NOT NULL"""
 )
-# Rows that have not failed yet, to be sent while they are locked.
-CLAIM_NEW = Sql(CLAIM_POSTGRES.format(which="o.attempts = 0"), "")
-# Rows that have failed, to be sent under a lease; and all rows.
-CLAIM_FAILED = Sql(CLAIM_POSTGRES.format(which="o.attempts > 0"), "")
-CLAIM_ALL = Sql(CLAIM_POSTGRES.format(which="true"), "")
-# The same without the types in $7, a JSON array; their rows still hold up their followers.  Statements of their own, because
-# the planner cannot tell how few rows the condition removes, and may choose a plan that is fifty times slower.
+# Rows that have not failed yet, to be sent while they are locked; rows that have failed, to be sent under a lease; all rows.
+NEW, FAILED, ALL = "o.attempts = 0", "o.attempts > 0", "true"
+# Without the types in $7, a JSON array; their rows still hold up their followers.  Statements of their own, because the
+# planner cannot tell how few rows the condition removes, and may choose a plan that is fifty times slower.
 BUT = " AND o.type NOT IN (SELECT jsonb_array_elements_text($7::jsonb))"
-CLAIM_NEW_BUT = Sql(CLAIM_POSTGRES.format(which="o.attempts = 0" + BUT), "")
-CLAIM_FAILED_BUT = Sql(CLAIM_POSTGRES.format(which="o.attempts > 0" + BUT), "")
-CLAIM_ALL_BUT = Sql(CLAIM_POSTGRES.format(which="true" + BUT), "")
+CLAIM = {which: Sql(CLAIM_POSTGRES.format(which=which), "") for which in (NEW, FAILED, ALL)}
+CLAIM_BUT = {which: Sql(CLAIM_POSTGRES.format(which=which + BUT), "") for which in (NEW, FAILED, ALL)}
 
 # Lease the rows in $2, a JSON array of seqs, to the relay $3 for $4 seconds; the attempt is counted now.
 LEASE = Sql(

@@ -133,7 +133,7 @@ def test_failed_handler_is_rolled_back_and_called_again(service: Service) -> Non
 
 
 def test_order_of_a_subject_is_kept_while_one_message_fails(service: Service) -> None:
-    """CASES 43: and the other subjects go on meanwhile."""
+    """The other subjects go on meanwhile."""
     failing = threading.Event()
     failing.set()
 
@@ -159,7 +159,6 @@ def test_order_of_a_subject_is_kept_while_one_message_fails(service: Service) ->
 
 
 def test_poison_becomes_a_dead_letter_and_followers_proceed(service: Service) -> None:
-    """CASES 44."""
     told: list[tuple[str, str]] = []
 
     def handle(op: Op, envelope: Envelope) -> None:
@@ -185,7 +184,7 @@ def test_poison_becomes_a_dead_letter_and_followers_proceed(service: Service) ->
 
 
 def test_requeued_dead_letter_is_handled_by_a_running_consumer(service: Service) -> None:
-    """CASES 44: from what the letter has kept, under the same id."""
+    """With the payload that the letter has kept, under the same id."""
 
     def fail(op: Op, envelope: Envelope) -> None:
         raise ValueError("poison")
@@ -343,7 +342,6 @@ def test_first_matching_pattern_handles_the_message(service: Service) -> None:
 def test_same_id_with_other_data_is_flagged_and_acknowledged(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CASES 45."""
     url = f"{service.url}?window=0"
     for amount in (1, 2):
         asyncio.run(connect(url).publish([refund(1, amount=amount)]))
@@ -423,7 +421,7 @@ def test_visibility_is_extended_while_the_handler_runs(service: Service) -> None
 
 
 def test_deliveries_that_killed_their_consumer_are_counted(service: Service) -> None:
-    """CASES 44: the broker's count is passed on."""
+    """The count of the broker is passed on."""
     service.publish(refund(1))
     inbox = service.inbox(attempts=3)
 

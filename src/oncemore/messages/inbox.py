@@ -45,7 +45,7 @@ FLAGGED = "flagged|"  # before the scope of an event's own record
 DEFAULT_NAME = "inbox"
 WEEK, DAY = 7 * 86400.0, 86400.0
 LONGEST_NOTE = 500  # characters of a dead letter's reason
-# What an event that cannot be requeued is instead, by its record's state.
+# Why an event cannot be requeued, by the state of its record.
 NOT_DEAD = {
     "running": "it is being handled",
     "settled": "it was handled",
@@ -54,7 +54,7 @@ NOT_DEAD = {
 }
 NOT_OURS = {
     "ttl": "say retention, for how long an event's id is remembered",
-    "keep": "whatever the handler gives is final, and what it raises is not, unless it is one of errors",
+    "keep": "a value of the handler is always kept, and an error is only kept if errors names it",
 }
 
 
@@ -149,10 +149,10 @@ class Inbox:
 
         Args:
             operation: The operation that handles the event.
-            payload: What the handler is given.
+            payload: Is given to the handler.
             handler: Is called with the operation and the payload.
             delivery: The broker's count.
-            kept: What a dead letter keeps instead of the payload.
+            kept: Is kept in a dead letter, instead of the payload.
             policy: The inbox's own by default.
             on_dead: Is called with the payload and the reason by the delivery that makes the event a dead letter.
         """
@@ -262,7 +262,9 @@ class Inbox:
     # Dead letters: held records with a note
 
     def _failed(self, operation: Operation, retention: float) -> Plan[int]:
-        """How often it has failed: a small record's claims, for the event's own also count what was refused for its time.
+        """Count a failure, and return how many there are: the claims of a small record beside the event's.
+
+        The event's own claims would not do, because they include deliveries that were refused for coming too early.
 
         Without *retention* the count begins anew.
         """
@@ -344,7 +346,7 @@ class Inbox:
             yield from self.guard.store.release(lease, retention=self.policy.ttl)
 
     def run_requeued(self, handlers: EventHandler | Mapping[str, EventHandler]) -> int:
-        """Handle the requeued dead letters from what they have kept; how many were handled.
+        """Handle the requeued dead letters with the payloads that they keep, and return how many were handled.
 
         *handlers* are those of a Consumer, by type; or one function, if you call `handle` yourself.  A letter whose handler
         fails stays requeued until it has failed too often.
@@ -373,7 +375,7 @@ class Inbox:
                 letter = yield from store.find(self.scope(source), event_id)
                 if letter is None or letter.state == "settled":  # it was delivered again, and handled
                     yield from store.delete(scope, marker.key)
-                elif letter.state == "released":  # otherwise it runs, or whoever requeues it has not finished
+                elif letter.state == "released":  # otherwise it runs, or `requeue` has not released it yet
                     found.append((marker.key, letter))
             cursor = page.cursor
             if cursor is None:
@@ -420,7 +422,7 @@ class Inbox:
     def requeued_event(
         self, kept: Any, handlers: EventHandler | Mapping[str, EventHandler]
     ) -> tuple[Any, EventHandler]:
-        """What the handler of a requeued letter is given, and the handler; LookupError if *handlers* has none for it."""
+        """The payload and the handler of a requeued letter; LookupError if *handlers* has none for it."""
         if not isinstance(handlers, Mapping):
             return kept, handlers
         if not isinstance(kept, bytes):  # the payload of `handle`, and no envelope

@@ -211,7 +211,7 @@ class Outbox:
         return envelope.id
 
     def _number_deferred(self, transaction: Transaction) -> Plan[None]:
-        """Give numbers to messages that are written with the commit, before one that is written now: they come first."""
+        """Number the messages that will be written with the commit, because they come before one that is written now."""
         deferred = transaction.deferred
         adds, _ = self.tables.query(sql.ADD)
         waiting = [n for n, (statement, _) in enumerate(deferred) if statement is adds]
@@ -295,7 +295,7 @@ class Outbox:
         self.announcer.announce()
 
     def replay(self, since: datetime | float | str, type: str | None = None) -> int:
-        """Send again what was sent since then, under the same ids; how many that are.
+        """Send the messages that were sent since then again, under the same ids; return how many.
 
         *since* is a time, or how long ago, as in "2h".  In *type*, `*` stands for any characters.  Consumers that know the
         ids ignore them.
@@ -384,7 +384,7 @@ class Outbox:
 
     @property
     def wakeup_id(self) -> Id:
-        """What relays wait for."""
+        """The id of the wake-ups that relays wait for."""
         return ("oncemore.outbox", self.source)
 
 

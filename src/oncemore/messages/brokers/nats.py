@@ -69,7 +69,7 @@ def subject_of(channel: str, type: str) -> str:
 
 
 def covers(pattern: str, subject: str) -> bool:
-    """Whether the subject is one of those that the pattern stands for: `*` is one of its parts, `>` all that follow."""
+    """Whether the *pattern* includes the subject: `*` stands for one part, `>` for all that follow."""
     wanted, given = pattern.split("."), subject.split(".")
     if wanted[-1] == ">":
         wanted, given = wanted[:-1], given[: len(wanted) - 1] if len(given) >= len(wanted) else []
@@ -181,7 +181,7 @@ class NatsBroker(UrlBroker):
         return results
 
     async def _wait(self, waiting: set[asyncio.Future[Exception | None]]) -> None:
-        """Wait for the acknowledgements while there is a connection; the driver does not tell those who wait of its end."""
+        """Wait for the acknowledgements as long as there is a connection.  The driver does not tell a waiter that it ended."""
         ends = time.monotonic() + self.timeout
         while waiting and self.connects and (left := ends - time.monotonic()) > 0:
             _, waiting = await asyncio.wait(waiting, timeout=min(left, LOOK))
@@ -211,7 +211,7 @@ class NatsBroker(UrlBroker):
         return answer
 
     async def _take_answer(self, message: Msg) -> None:
-        """Let the one who waits for this answer know what it says."""
+        """Give the answer to the future of its message."""
         subject, waiting = self._waiting.pop(message.subject.rpartition(".")[2], ("", None))
         if waiting is not None and not waiting.done():
             waiting.set_result(self._error_in(message, subject))
@@ -358,7 +358,7 @@ class NatsSubscription(Subscription):
         return found
 
     async def stop(self) -> None:
-        """Withdraw the request for messages, which would be answered with those that are given back."""
+        """Withdraw the request for messages: the server would answer it with messages that are given back."""
         if self.client is not None:
             try:
                 waiting = await self._next(self.subscription.pending_msgs, 0.01)

@@ -242,7 +242,7 @@ class RabbitSubscription(Subscription):
         return [RabbitDelivery(self, self.arrived.popleft()) for _ in range(min(limit, len(self.arrived)))]
 
     async def stop(self) -> None:
-        """Cancel the subscription, to which RabbitMQ would deliver again at once what is given back."""
+        """Cancel the subscription: RabbitMQ would at once deliver to it again the messages that are given back."""
         if self.connection is None:
             return
         try:

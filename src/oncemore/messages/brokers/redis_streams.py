@@ -36,7 +36,7 @@ FIELD = b"event"
 TOO_LARGE = "Protocol error"
 BLOCK = 0.5  # seconds for one read; then look for deliveries that are due again
 LOOK = 0.1  # seconds between two looks for them
-SWEEP = 10.0  # seconds between two removals of what all groups have acknowledged
+SWEEP = 10.0  # seconds between two removals of messages that all groups have acknowledged
 GONE = 3600.0  # seconds after which a consumer that has asked for nothing, and has nothing, has crashed
 
 # An id is remembered in a key of its own, in the stream's slot of a cluster.  It is written last: a script that fails in
@@ -193,7 +193,7 @@ class RedisSubscription(Subscription):
             raise failed(self.broker, "Receiving from", error) from error
 
     async def _overdue(self, limit: int) -> list[Delivery]:
-        """Take over what was left unacknowledged for too long, by any consumer of the group."""
+        """Take over deliveries that a consumer of the group has left unacknowledged for too long."""
         assert self.client is not None
         if time.monotonic() < self.looked + LOOK:
             return []

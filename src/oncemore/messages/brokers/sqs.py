@@ -160,7 +160,7 @@ def is_for_now(error: Exception) -> bool:
 
 
 def batched(entries: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The entries in requests that SQS accepts; one that is too large by itself is refused by SQS, alone."""
+    """The entries in requests that SQS accepts.  It refuses an entry that is too large, alone."""
     batches: list[list[dict[str, Any]]] = []
     size = MOST_BYTES
     for entry in entries:

@@ -288,7 +288,8 @@ def connect(url: str | Broker, *, channel: str = "", **settings: Any) -> Broker:
 
 def deduplication_id(envelope: Envelope, channel: str) -> str:
     """The id by which a broker recognises a repetition: unique in the channel, also if several sources write to it."""
-    return envelope.id if envelope.source == channel else f"{envelope.source}#{envelope.id}"
+    id = envelope.id if envelope.source == channel else f"{envelope.source}#{envelope.id}"
+    return f"{id}#replay-{envelope.replays}" if envelope.replays else id
 
 
 def failed(broker: Broker, what: str, error: BaseException) -> BrokerError:

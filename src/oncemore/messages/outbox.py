@@ -297,8 +297,8 @@ class Outbox:
     def replay(self, since: datetime | float | str, type: str | None = None) -> int:
         """Send the messages that were sent since then again, under the same ids; return how many.
 
-        *since* is a time, or how long ago, as in "2h".  In *type*, `*` stands for any characters.  Consumers that know the
-        ids ignore them.
+        *since* is a time, or how long ago, as in "2h".  In *type*, `*` stands for any characters.  Brokers deliver them again,
+        and consumers that know the ids ignore them.
         """
         return run(self._replay(since, type))
 
@@ -489,6 +489,7 @@ def read_envelope(
     envelope.datacontenttype = others.datacontenttype
     envelope.traceparent, envelope.correlationid = others.traceparent, others.correlationid
     envelope.extensions, envelope.raw, envelope._data = others.extensions, data, UNSET
+    envelope.replays = 0
     return envelope
 
 

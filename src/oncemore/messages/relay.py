@@ -409,7 +409,7 @@ class RelayRun:
             if eligible:
                 if which != sql.FAILED:
                     full = len(rows) >= self.relay.batch
-                    due = [row[7] for row in eligible]
+                    due = [row[8] for row in eligible]
                     self.since = min(due) - ROUNDING if full else max(due) - LATE
                 eligible.sort(key=itemgetter(0))
                 return [self._row(row) for row in eligible]
@@ -436,8 +436,10 @@ class RelayRun:
         return as_json(sorted(self.avoided))
 
     def _row(self, row: Sequence[Any]) -> Row:
-        seq, id, type, subject, attributes, data, attempts, *_ = row
-        return Row(seq, read_envelope(id, self.outbox.source, type, subject, attributes, data), attempts)
+        seq, id, type, subject, attributes, data, attempts, replays, *_ = row
+        envelope = read_envelope(id, self.outbox.source, type, subject, attributes, data)
+        envelope.replays = replays
+        return Row(seq, envelope, attempts)
 
     # Sending
 

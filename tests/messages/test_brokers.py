@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from types import SimpleNamespace
 from typing import Any
 
 import aio_pika
@@ -15,7 +16,7 @@ from nats.errors import ConnectionClosedError
 
 from oncemore.errors import BrokerError
 from oncemore.messages.broker import Broker, BrokerDown, Subscription, connect
-from oncemore.messages.brokers import kafka, redis_streams
+from oncemore.messages.brokers import kafka, redis_streams, sqs
 from oncemore.messages.brokers.memory import MemoryBroker
 from oncemore.testing import BrokerContract
 from oncemore.testing.brokers import Make, message, numbers
@@ -269,6 +270,22 @@ class TestSqsFifo(BrokerContract):
             more = {"MessageGroupId": "rf_1", "MessageDeduplicationId": secrets.token_hex(8)}
         sqs: Any = broker
         await sqs.call(sqs.sqs.send_message, QueueUrl=sqs.queue, MessageBody=body.decode(), **more)
+
+
+async def test_sqs_delay_below_a_second_is_rounded_up() -> None:
+    """SQS takes whole seconds; without any, a message that is in progress elsewhere would come again at once, and again."""
+    delays: list[int] = []
+
+    class Told:
+        broker: Any = SimpleNamespace(sqs=SimpleNamespace(change_message_visibility=None))
+
+        async def tell(self, function: Any, receipt: str, **more: Any) -> None:
+            delays.append(more["VisibilityTimeout"])
+
+    told: Any = Told()
+    for delay in (0.0, 0.02, 1.0, 1.5, 1e9):
+        await sqs.SqsDelivery(told, {"Body": "{}", "ReceiptHandle": "r"}).nack(delay)
+    assert delays == [0, 1, 1, 2, 43_200]
 
 
 class TestSqsStandard(TestSqsFifo):

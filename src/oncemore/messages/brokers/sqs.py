@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import math
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -234,4 +235,4 @@ class SqsDelivery(Delivery):
 
     async def _set_visibility(self, seconds: float) -> None:
         change = self.subscription.broker.sqs.change_message_visibility
-        await self.subscription.tell(change, self.receipt, VisibilityTimeout=int(min(seconds, LONGEST_DELAY)))
+        await self.subscription.tell(change, self.receipt, VisibilityTimeout=math.ceil(min(seconds, LONGEST_DELAY)))

@@ -54,7 +54,7 @@ NOT_DEAD = {
 }
 NOT_OURS = {
     "ttl": "say retention, for how long an event's id is remembered",
-    "keep": "a value of the handler is always kept, and an error is only kept if errors names it",
+    "keep": "the handler's value is final, and an error that it raises is not, unless errors names it",
 }
 
 
@@ -432,14 +432,15 @@ class Inbox:
 
     def kept(self, letter: Record) -> Any:
         """The payload that a dead letter keeps."""
-        if not letter.request:
-            raise CorruptRecord(
-                "its payload was too large to be kept, or of a kind that cannot be read back: have it sent again"
-            )
         types = self.policy.types
-        if self.policy.effect == "steps":
-            return unpack_request(letter.request, types)["request"]
-        return replayed(Outcome("value", body=letter.request), types=types)
+        if self.policy.effect != "steps" and letter.request:
+            return replayed(Outcome("value", body=letter.request), types=types)
+        kept = unpack_request(letter.request, types)["request"]
+        if kept is None:
+            raise CorruptRecord(
+                "its payload was too large for an operation in steps, or of a kind that cannot be read back: have it sent again"
+            )
+        return kept
 
     # For people who bring their own consumer
 
@@ -549,6 +550,6 @@ def tell_dead(on_dead: OnDead | None, payload: Any, why: str) -> Plan[None]:
 
 
 def packed(payload: Any, types: Types) -> bytes:
-    """The payload as a record keeps it; nothing if it is too large, or of a kind that cannot be read back."""
+    """The payload as a record keeps it, however large it is; nothing if it is of a kind that cannot be read back."""
     outcome = value_outcome(payload, types)
-    return outcome.body if outcome.kind == "value" and len(outcome.body) <= LARGEST else b""
+    return outcome.body if outcome.kind == "value" else b""

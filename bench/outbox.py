@@ -22,7 +22,7 @@ import psycopg
 from oncemore import Guard, Op, Operation, Outbox, Policy
 from oncemore.messages import Broker, Envelope, Relay
 from oncemore.messages.broker import connect
-from oncemore.messages.outbox_sql import CLAIM_NEW
+from oncemore.messages.outbox_sql import NEW
 from oncemore.messages.relay import RelayRun
 from tests.support.brokers import NatsServer
 from tests.support.servers import PostgresServer
@@ -112,12 +112,12 @@ def time_claims(url: str, outbox: Outbox, relay: Relay) -> float:
     fill(url, outbox, SENT)
     times, claim = [], RelayRun._claim
 
-    async def timed(self: RelayRun, transaction: Any, statement: Any) -> Any:
+    async def timed(self: RelayRun, transaction: Any, which: str) -> Any:
         began = time.perf_counter()
         try:
-            return await claim(self, transaction, statement)
+            return await claim(self, transaction, which)
         finally:
-            if statement is CLAIM_NEW:
+            if which == NEW:
                 times.append(time.perf_counter() - began)
 
     RelayRun._claim = timed  # type: ignore[method-assign]

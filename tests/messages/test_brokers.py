@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from types import SimpleNamespace
 from typing import Any
 
 import aio_pika
@@ -10,9 +12,11 @@ import nats
 import pytest
 import redis.asyncio as redis
 from confluent_kafka import KafkaError, KafkaException, Producer
+from nats.errors import ConnectionClosedError
 
-from oncemore.messages.broker import Broker, connect
-from oncemore.messages.brokers import kafka
+from oncemore.errors import BrokerError
+from oncemore.messages.broker import Broker, BrokerDown, Subscription, connect
+from oncemore.messages.brokers import kafka, redis_streams, sqs
 from oncemore.messages.brokers.memory import MemoryBroker
 from oncemore.testing import BrokerContract
 from oncemore.testing.brokers import Make, message, numbers
@@ -102,6 +106,143 @@ async def test_kafka_subscription_goes_on_after_a_rebalance(kafka_url: str, monk
         await broker.aclose()
 
 
+async def test_kafka_rebalances_of_a_quiet_partition_are_not_counted(kafka_url: str) -> None:
+    """Each deployment is one or more; after ten of them, an inbox would not even try the next message."""
+    broker = connect(f"{kafka_url}/{new_channel()}?partitions=1", session_timeout_ms=6000, heartbeat_interval_ms=500)
+    try:
+        for _ in range(2):
+            subscription = broker.subscribe("group-1")
+            await subscription.aopen()
+            await subscription.aclose()
+        assert await broker.publish([message(1)]) == [None]
+        subscription = broker.subscribe("group-1")
+        [delivery] = await subscription.receive(1, 30)
+        assert delivery.count == 1
+        await subscription.aclose()
+    finally:
+        await broker.aclose()
+
+
+async def test_nats_connection_that_ends_while_it_opens_is_an_error(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another error than BrokerError would end the relay or the consumer."""
+    clients: list[nats.NATS] = []
+
+    async def end(client: nats.NATS, *_: Any, **__: Any) -> None:
+        clients.append(client)
+        raise ConnectionClosedError
+
+    broker = connect(f"{nats_url}/{new_channel()}")
+    await broker.aopen()
+    monkeypatch.setattr(nats.NATS, "subscribe", end)
+    with pytest.raises(BrokerError):
+        await broker.subscribe("group-1").aopen()
+    await broker.aclose()
+    with pytest.raises(BrokerError):
+        await broker.aopen()
+    assert [client.is_closed for client in clients] == [True, True]
+
+
+async def receive_for_ever(subscription: Subscription) -> None:
+    while True:
+        await subscription.receive(1, 1.0)
+
+
+async def test_rabbit_subscription_whose_queue_is_deleted_ends(rabbit_url: str) -> None:
+    """RabbitMQ leaves the channel open then; the consumer must subscribe again, or it would wait for ever."""
+    broker = connect(f"{rabbit_url}/{new_channel()}?group=group-1")
+    subscription = broker.subscribe("group-1")
+    await subscription.aopen()
+    try:
+        async with await aio_pika.connect(rabbit_url + "/") as connection:
+            await (await connection.channel()).queue_delete(f"{broker.channel}.group-1")
+        with pytest.raises(BrokerError, match="has ended the subscription to the queue"):
+            await asyncio.wait_for(receive_for_ever(subscription), 30)
+    finally:
+        await subscription.aclose()
+        await broker.aclose()
+
+
+async def test_rabbit_queue_that_is_not_bound_in_time_is_down(rabbit_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue whose leader is not elected does not answer; the relay must not wait for ever."""
+    broker = connect(f"{rabbit_url}/{new_channel()}?timeout=1")
+    await broker.aopen()
+    monkeypatch.setattr(broker, "queue", lambda *_: asyncio.sleep(3600))
+    try:
+        [error] = await asyncio.wait_for(broker.publish([message(1)]), 30)
+        assert isinstance(error, BrokerDown)
+    finally:
+        await broker.aclose()
+
+
+async def test_rabbit_subscription_that_is_cancelled_while_it_opens_ends(
+    rabbit_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue's messages would go to a consumer that nobody reads."""
+    connected: list[Any] = []
+    begun = asyncio.Event()
+    connect_to = aio_pika.connect
+
+    async def note(**given: Any) -> Any:
+        connected.append(await connect_to(**given))
+        return connected[-1]
+
+    async def hang(*_: Any) -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(aio_pika, "connect", note)
+    broker = connect(f"{rabbit_url}/{new_channel()}")
+    monkeypatch.setattr(broker, "declared", hang)
+    for opening in (broker, broker.subscribe("group-1")):
+        task = asyncio.create_task(opening.aopen())
+        await asyncio.wait_for(begun.wait(), 30)
+        task.cancel()
+        await asyncio.wait([task])
+        assert connected.pop().is_closed
+        begun.clear()
+
+
+async def test_redis_sweep_loses_no_message_of_an_idle_consumer(
+    valkey_url: str, redis_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may get one after it was found idle, and what a consumer has goes with it when it is removed."""
+    monkeypatch.setattr(redis_streams, "GONE", 0.0)
+    monkeypatch.setattr(redis_streams, "SWEEP", 0.0)
+    look = redis.Redis.xinfo_consumers
+
+    async def deliver(client: Any, consumer: str) -> None:
+        await client.xreadgroup("group-1", consumer, {redis_prefix: ">"}, count=1)
+
+    async def look_and_deliver(client: Any, *given: Any) -> Any:
+        found = await look(client, *given)
+        await deliver(client, "idle")
+        return found
+
+    monkeypatch.setattr(redis.Redis, "xinfo_consumers", look_and_deliver)
+    client: Any = redis.Redis.from_url(valkey_url)
+    broker: Any = connect(f"{valkey_url.replace('redis://', 'redis+stream://')}/{redis_prefix}?visibility=1")
+    subscription: Any = broker.subscribe("group-1")
+    await subscription.aopen()
+    try:
+        assert await broker.publish([message(1), message(2)]) == [None, None]
+        await deliver(client, "busy")
+        await client.xgroup_createconsumer(redis_prefix, "group-1", "idle")
+        await asyncio.sleep(0.01)
+        await subscription._sweep()
+        assert [each["name"] for each in await look(client, redis_prefix, "group-1")] == [b"busy"]
+        found: list[int] = []
+        while len(found) < 2 and (some := await subscription.receive(1, 10)):
+            found += numbers(some)
+            await some[0].ack()
+        assert sorted(found) == [1, 2]
+    finally:
+        await subscription.aclose()
+        await broker.aclose()
+        await client.aclose()
+
+
 class TestRedisStreams(BrokerContract):
     @pytest.fixture
     def make(self, valkey_url: str, redis_prefix: str) -> Make:
@@ -129,6 +270,22 @@ class TestSqsFifo(BrokerContract):
             more = {"MessageGroupId": "rf_1", "MessageDeduplicationId": secrets.token_hex(8)}
         sqs: Any = broker
         await sqs.call(sqs.sqs.send_message, QueueUrl=sqs.queue, MessageBody=body.decode(), **more)
+
+
+async def test_sqs_delay_below_a_second_is_rounded_up() -> None:
+    """SQS takes whole seconds; without any, a message that is in progress elsewhere would come again at once, and again."""
+    delays: list[int] = []
+
+    class Told:
+        broker: Any = SimpleNamespace(sqs=SimpleNamespace(change_message_visibility=None))
+
+        async def tell(self, function: Any, receipt: str, **more: Any) -> None:
+            delays.append(more["VisibilityTimeout"])
+
+    told: Any = Told()
+    for delay in (0.0, 0.02, 1.0, 1.5, 1e9):
+        await sqs.SqsDelivery(told, {"Body": "{}", "ReceiptHandle": "r"}).nack(delay)
+    assert delays == [0, 1, 1, 2, 43_200]
 
 
 class TestSqsStandard(TestSqsFifo):

@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry
 
 from oncemore import Guard, Inbox, Op
 from oncemore._runtime.plan import run
-from oncemore.errors import ConfigurationError, StoreUnavailable
+from oncemore.errors import BrokerError, ConfigurationError, StoreUnavailable
 from oncemore.messages import Consumer, Envelope
 from oncemore.messages.broker import connect
-from oncemore.messages.brokers.memory import MemoryBroker
+from oncemore.messages.brokers.memory import MemoryBroker, MemorySubscription
 from oncemore.messages.envelope import structured
 from oncemore.messages.inbox import EventHandler
 from oncemore.observe import prometheus
@@ -133,7 +133,7 @@ def test_failed_handler_is_rolled_back_and_called_again(service: Service) -> Non
 
 
 def test_order_of_a_subject_is_kept_while_one_message_fails(service: Service) -> None:
-    """CASES 43: and the other subjects go on meanwhile."""
+    """The other subjects go on meanwhile."""
     failing = threading.Event()
     failing.set()
 
@@ -159,7 +159,6 @@ def test_order_of_a_subject_is_kept_while_one_message_fails(service: Service) ->
 
 
 def test_poison_becomes_a_dead_letter_and_followers_proceed(service: Service) -> None:
-    """CASES 44."""
     told: list[tuple[str, str]] = []
 
     def handle(op: Op, envelope: Envelope) -> None:
@@ -185,7 +184,7 @@ def test_poison_becomes_a_dead_letter_and_followers_proceed(service: Service) ->
 
 
 def test_requeued_dead_letter_is_handled_by_a_running_consumer(service: Service) -> None:
-    """CASES 44: from what the letter has kept, under the same id."""
+    """With the payload that the letter has kept, under the same id."""
 
     def fail(op: Op, envelope: Envelope) -> None:
         raise ValueError("poison")
@@ -343,7 +342,6 @@ def test_first_matching_pattern_handles_the_message(service: Service) -> None:
 def test_same_id_with_other_data_is_flagged_and_acknowledged(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CASES 45."""
     url = f"{service.url}?window=0"
     for amount in (1, 2):
         asyncio.run(connect(url).publish([refund(1, amount=amount)]))
@@ -423,7 +421,7 @@ def test_visibility_is_extended_while_the_handler_runs(service: Service) -> None
 
 
 def test_deliveries_that_killed_their_consumer_are_counted(service: Service) -> None:
-    """CASES 44: the broker's count is passed on."""
+    """The count of the broker is passed on."""
     service.publish(refund(1))
     inbox = service.inbox(attempts=3)
 
@@ -487,6 +485,71 @@ def test_stop_finishes_running_handlers_and_gives_back_the_rest(service: Service
     assert service.bookings == ["ev_1"]
     assert Consumer(service.inbox(), service.url, {"*": book}).run_once() == 2  # at once, not after their time-out
     assert service.bookings == ["ev_1", "ev_2", "ev_3"]
+
+
+def test_stop_finishes_handlers_while_the_broker_is_down(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An async handler that is cancelled under a lease leaves an event that an operator must decide about."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    seen: list[str] = []
+    losses: list[bool] = []
+
+    async def slow(op: Op, envelope: Envelope) -> None:
+        begun.set()
+        await go_on.wait()
+        seen.append(envelope.id)
+
+    async def lose(*_: Any) -> Any:
+        losses.append(True)
+        raise BrokerError("the connection was lost")
+
+    async def consume() -> None:
+        consumer = Consumer(service.inbox(effect="lease"), service.url, {"*": slow})
+        task = asyncio.create_task(consumer.arun())
+        await asyncio.wait_for(begun.wait(), PATIENCE)
+        monkeypatch.setattr(MemorySubscription, "receive", lose)
+        monkeypatch.setattr(MemorySubscription, "aopen", lose)
+        await until(lambda: len(losses) > 1)  # it tries to connect again
+        consumer.stop()
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        go_on.set()
+        await asyncio.wait_for(task, PATIENCE)
+
+    service.publish(refund(1))
+    asyncio.run(consume())
+    assert seen == ["ev_1"]
+
+
+def test_stop_finishes_a_requeued_letter(service: Service) -> None:
+    def fail(op: Op, envelope: Envelope) -> None:
+        raise ValueError("poison")
+
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(op: Op, envelope: Envelope) -> str:
+        begun.set()
+        await go_on.wait()
+        return "handled"
+
+    inbox = service.inbox(effect="lease", attempts=1)
+    service.publish(refund(1))
+    Consumer(inbox, service.url, {"*": fail}).run_once()
+    inbox.requeue("ev_1", "payments")
+
+    async def consume() -> None:
+        consumer = Consumer(inbox, service.url, {"*": slow})
+        task = asyncio.create_task(consumer.arun())
+        await asyncio.wait_for(begun.wait(), PATIENCE)
+        consumer.stop()
+        await asyncio.sleep(2)  # longer than the consumer waits for messages
+        assert not task.done()
+        go_on.set()
+        await asyncio.wait_for(task, PATIENCE)
+
+    asyncio.run(consume())
+    record = service.guard.find(inbox.scope("payments"), "ev_1")
+    assert record is not None
+    assert record.state == "settled"
 
 
 def test_no_more_messages_are_taken_than_the_prefetch(service: Service) -> None:

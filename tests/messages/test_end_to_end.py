@@ -57,6 +57,25 @@ def test_message_takes_effect_once_though_it_is_sent_twice(broker_url: str, tmp_
     ledger.close()
 
 
+def test_replayed_message_reaches_a_consumer_that_has_lost_its_data(broker_url: str, tmp_path: Path) -> None:
+    """Also while the broker still recognises the message's id."""
+    guard = Guard(f"sqlite:///{tmp_path / 'payments.db'}", policy=Policy(effect="transaction"))
+    outbox = Outbox(guard, source="payments", keep="1h")
+    guard.run(Operation("c", "k1"), lambda op: outbox.add(op, "refund.succeeded", 1))
+    relay = Relay(outbox, to=broker_url)
+    seen: list[str] = []
+    for name in ("before", "after", "later"):
+        ledger = Guard(f"sqlite:///{tmp_path / name}.db")
+        consumer = Consumer(Inbox(ledger), broker_url, {"*": lambda op, envelope: seen.append(envelope.id)})
+        assert relay.run_once() == 1
+        assert consumer.run_once(wait=10.0) == 1
+        ledger.close()
+        outbox.replay("1h")
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+    guard.close()
+
+
 def entries(folder: Path) -> list[Any]:
     connection = sqlite3.connect(folder / "ledger.db")
     try:

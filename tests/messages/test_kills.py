@@ -151,7 +151,7 @@ def test_sigterm_lets_a_relay_finish_and_end(url: str, mode: str, tmp_path: Path
 
 
 def test_message_that_kills_its_relays_is_a_dead_letter_alone(tmp_path: Path) -> None:
-    """CASES 44: an attempt under a lease is counted, also if the relay dies with it; the others of its batch are sent."""
+    """An attempt under a lease is counted, also if the relay dies with it; the others of its batch are sent."""
     guard = Guard(f"sqlite:///{tmp_path / 'shop.db'}", policy=Policy(effect="transaction"))
     outbox = Outbox(guard, source="shop")
     guard.run(Operation("test", "k"), lambda op: [outbox.add(op, "a", n) for n in range(5)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -206,6 +207,26 @@ def test_delayed_message_is_sent_when_it_is_due(guard: Guard) -> None:
     Clock(guard.store).advance(3700)
     relay.run_once()
     assert broker.data() == ["now", "later", "at"]
+
+
+def test_messages_of_one_operation_keep_their_order_in_any_place(guard: Guard) -> None:
+    """Some are written with the commit, and others before it."""
+    outbox = Outbox(guard, source="shop")
+
+    def perform(op: Op) -> None:
+        outbox.add(op, "a", 1, subject="s")
+        outbox.add(op.connection, "a", 2, subject="s")
+        outbox.add(op, "a", 3, subject="s")
+        outbox.add(op, "a", 4, subject="s", delay="1s")
+        outbox.add(op, "a", 5, subject="s")
+
+    async def aperform(op: Op) -> None:
+        await outbox.aadd(op, "a", 6, subject="s")
+        await outbox.aadd(op.connection, "a", 7, subject="s")
+
+    guard.run(Operation("s", "k1"), perform)
+    asyncio.run(guard.arun(Operation("s", "k2"), aperform))
+    assert [message.envelope.data for message in outbox.list()] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_arguments_that_cannot_be_are_refused(guard: Guard) -> None:

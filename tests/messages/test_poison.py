@@ -13,13 +13,14 @@ import aio_pika
 import nats
 import pytest
 import redis
+from aiormq.exceptions import ChannelAccessRefused
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 from confluent_kafka import KafkaError
 
 from oncemore import Guard, Op, Operation, Outbox, Policy
 from oncemore.client import Backoff
 from oncemore.errors import BrokerError
-from oncemore.messages import Relay
+from oncemore.messages import Envelope, Relay
 from oncemore.messages.broker import Broker, BrokerDown, Delivery, connect
 from oncemore.messages.brokers import sqs
 from tests.support.brokers import MinistackServer
@@ -116,6 +117,18 @@ def test_type_that_the_stream_does_not_take_is_dead_alone(outbox: Outbox, nats_u
     assert received(connect(f"{nats_url}/{channel}"), len(ids)) == set(ids)
 
 
+def test_type_that_another_stream_takes_is_dead(outbox: Outbox, nats_url: str) -> None:
+    """The consumers of the channel would never get it, though the server has stored it."""
+    channel = f"t{secrets.token_hex(8)}"
+    asyncio.run(add_stream(nats_url, channel, [f"{channel}.harmless"]))
+    asyncio.run(add_stream(nats_url, f"{channel}_other", [f"{channel}.poison"]))
+    ids = add(outbox, 3, b"x")
+    drain(Relay(outbox, to=f"{nats_url}/{channel}", attempts=2, backoff=QUICK))
+    [letter] = outbox.dead()
+    assert (letter.id, "expected stream does not match" in letter.error) == ("poison", True)
+    assert received(connect(f"{nats_url}/{channel}"), len(ids)) == set(ids)
+
+
 @pytest.mark.parametrize("kind", ["nats", "rabbitmq"])
 def test_full_queue_makes_no_dead_letters(outbox: Outbox, kind: str, request: pytest.FixtureRequest) -> None:
     channel, server = (
@@ -170,6 +183,17 @@ def test_sqs_error_is_the_messages_fault_or_not(code: str, status: int, is_down:
     """Rights and credentials that are wrong for a while must make no dead letters."""
     answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     assert sqs.is_for_now(ClientError(answer, "SendMessageBatch")) is is_down
+
+
+def test_missing_right_on_rabbitmq_is_not_the_messages_fault() -> None:
+    class Refusing:
+        async def publish(self, *_: Any, **__: Any) -> None:
+            raise ChannelAccessRefused("access to exchange 'payments' refused")
+
+    broker: Any = connect("amqp://127.0.0.1/payments")
+    broker.exchange = Refusing()
+    [error] = asyncio.run(broker.send([Envelope("a", 1, id="1", source="shop")]))
+    assert isinstance(error, BrokerDown)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +259,24 @@ def test_broker_without_memory_makes_no_dead_letters(outbox: Outbox, own_valkey:
         assert (stats.pending, stats.dead) == (len(ids), 0)
         client.config_set("maxmemory", 0)
     assert relay.run_once() == len(ids)
+
+
+@pytest.mark.parametrize("trouble", ["right", "stream", "type"])
+def test_valkey_that_refuses_all_makes_no_dead_letters(outbox: Outbox, own_valkey: ValkeyServer, trouble: str) -> None:
+    place, options = f"127.0.0.1:{own_valkey.port}/payments", ""
+    with redis.Redis.from_url(own_valkey.url) as client:
+        if trouble == "right":
+            client.execute_command("ACL", "SETUSER", "bob", "on", ">secret", "~*", "+@all", "-xadd")
+            place = f"bob:secret@{place}"
+        elif trouble == "stream":
+            options = "?create=false"
+        else:
+            client.set("payments", "no stream")
+    add(outbox, 2)
+    for _ in range(3):
+        with pytest.raises(BrokerDown):
+            Relay(outbox, to=f"redis+stream://{place}{options}", attempts=1).run_once()
+    assert outbox.stats().dead == 0
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -219,6 +219,35 @@ def test_broker_that_is_down_holds_up_no_other_broker(
     assert outbox.stats().pending == 0
 
 
+def test_one_run_passes_over_a_broker_that_is_down(outbox: Outbox, mode: Mode | None) -> None:
+    """As a cron job, say: more than a batch of older messages is for the other broker."""
+    up, down = RecordingBroker(), RecordingBroker()
+    down.down = True
+    add(outbox, *((n, None) for n in range(30)), type="a")
+    relay = Relay(outbox, to={"a": down, "b": up}, mode=mode, batch=10)
+    with pytest.raises(BrokerError, match="cannot be reached"):
+        relay.run_once()
+    add(outbox, *((n, None) for n in range(30)), type="b")
+    assert relay.run_once() == 30
+    assert sorted(up.data()) == list(range(30))
+    assert outbox.stats().pending == 30
+
+
+@pytest.mark.parametrize("character", ["\ud800", "\0"])
+def test_error_that_no_database_can_store_is_kept(outbox: Outbox, mode: Mode | None, character: str) -> None:
+    """The rest of its batch would never be marked as sent, and so be sent again and again."""
+
+    class Raises(RecordingBroker):
+        def _store(self, envelope: Envelope) -> Exception | None:
+            return ValueError(f"no {character}.") if envelope.data == "bad" else super()._store(envelope)
+
+    broker = Raises()
+    add(outbox, ("bad", None), ("good", None))
+    assert Relay(outbox, to=broker, mode=mode, attempts=1).run_once() == 1
+    assert outbox.stats().pending == 0
+    assert outbox.dead()[0].error == "ValueError: no " + {"\0": "\\x00", "\ud800": "\\ud800"}[character] + "."
+
+
 def test_broker_that_fails_slowly_is_left_alone_for_longer(outbox: Outbox, mode: Mode | None) -> None:
     """A host that does not answer fails by a time-out; the others must not wait for that each time."""
 

@@ -297,6 +297,24 @@ def test_an_inbox_that_forgets_sooner_than_its_sender_warns() -> None:
         assert Inbox(Guard("memory://")).policy.ttl == 7 * 86400
 
 
+@on_two_kinds
+async def test_error_that_no_database_can_store_makes_a_dead_letter(shop: Shop) -> None:
+    """It would otherwise be handled, and fail, for ever."""
+
+    class Strange(Exception):
+        def __repr__(self) -> str:
+            return "Strange(\ud800, \0)"
+
+    def fail(op: Op, payload: Any) -> Generator[Any, Any, Any]:
+        yield shop.insert(op, op.key)
+        raise Strange
+
+    inbox = Inbox(shop.guard, attempts=1)
+    assert (await deliver(shop, inbox, fail)).how == "dead"
+    (letter,) = (await inbox.adead("payments")).records
+    assert letter.note == f"{DEAD}: Strange(\\ud800, \\x00)"
+
+
 @pytest.mark.parametrize("attempts", [0, "10"])
 def test_an_inbox_without_attempts_is_refused(attempts: Any) -> None:
     with pytest.raises(ConfigurationError, match="one at least"):
@@ -398,9 +416,42 @@ def test_dead_letter_keeps_its_payload_until_it_is_handled() -> None:
     assert guard.find(*id).request == b""  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("payload", [b"x" * 2_000_000, {"when": object()}])
-def test_dead_letter_without_a_payload_that_can_be_kept(payload: Any) -> None:
-    assert packed(payload, ()) == b""
+def test_dead_letter_without_a_payload_that_can_be_kept() -> None:
+    assert packed({"when": object()}, ()) == b""
+
+
+@on_two_kinds
+async def test_large_dead_letter_is_requeued_with_its_payload(shop: Shop) -> None:
+    """The broker forgets the message once it is a dead letter."""
+    large, seen = {"data": "x" * 3_000_000}, []
+
+    def fail(op: Op, payload: Any) -> Generator[Any, Any, Any]:
+        yield shop.insert(op, op.key)
+        raise ValueError
+
+    def handle(op: Op, payload: Any) -> None:
+        seen.append(payload)
+
+    inbox = Inbox(shop.guard, attempts=1)
+    assert (await deliver(shop, inbox, fail, large)).how == "dead"
+    await inbox.arequeue("ev_001", "payments")
+    assert await inbox.arun_requeued(handle) == 1
+    assert seen == [large]
+
+
+def test_dead_letter_too_large_for_steps_is_not_handled(caplog: pytest.LogCaptureFixture) -> None:
+    """Its handler would get None instead of the payload."""
+
+    def fail(op: Op, payload: Any) -> None:
+        raise ValueError
+
+    seen: list[Any] = []
+    inbox = Inbox(Guard("memory://"), effect="steps", attempts=1)
+    assert inbox.handle("ev_001", "payments", "x" * 2_000_000, fail).how == "dead"
+    inbox.requeue("ev_001", "payments")
+    inbox.run_requeued(lambda op, payload: seen.append(payload))
+    assert seen == []
+    assert "cannot be handled: its payload was too large for an operation in steps" in caplog.text
 
 
 @pytest.mark.parametrize(("setting", "message"), [({"ttl": "30d"}, "say retention"), ({"keep": "success"}, "is final")])

@@ -1,11 +1,11 @@
-"""What a relay and a consumer need of a message broker, and the way from a URL to one."""
+"""The protocol of message brokers, for relays and consumers; and `connect`, which makes one from a URL."""
 
 from __future__ import annotations
 
 import importlib
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 from urllib.parse import unquote
@@ -45,7 +45,7 @@ COMMON = {
 
 
 class BrokerDown(BrokerError):
-    """The broker stores nothing for now, whatever the message: it cannot be reached, does not answer, or has no room.
+    """The broker stores no message for now: it cannot be reached, does not answer, has no room, or does not let us in.
 
     A relay counts no attempt for it, and tries all messages again until the broker is back.
     """
@@ -87,8 +87,8 @@ class Delivery(ABC):
 class Subscription(ABC):
     """A consumer's connection to its group's share of a channel.
 
-    `receive` raises BrokerError if the connection is lost; what was delivered and not acknowledged is then delivered
-    again.  Close the subscription, and open a new one.
+    `receive` raises BrokerError if the connection is lost; unacknowledged deliveries are then repeated.  Close the
+    subscription, and open a new one.
     """
 
     # Seconds after which an unacknowledged delivery is repeated; None if that happens only when the connection ends.
@@ -108,14 +108,7 @@ class Subscription(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Disconnect.  The broker delivers again what was not acknowledged."""
-
-    async def __aiter__(self) -> AsyncIterator[Delivery]:
-        """Each delivery, one after the other, for ever."""
-        await self.aopen()
-        while True:
-            for delivery in await self.receive(1, 1.0):
-                yield delivery
+        """Disconnect.  The broker repeats unacknowledged deliveries."""
 
 
 @runtime_checkable
@@ -158,7 +151,7 @@ class Broker(Protocol):
 class Address:
     """The parts of a broker's URL: `scheme://username:password@hosts/space/channel?options`.
 
-    *space* is what the broker has around channels: RabbitMQ's virtual host, the number of Redis' database.
+    *space* is a virtual host of RabbitMQ, or the number of a Redis database.
     """
 
     url: str
@@ -295,7 +288,8 @@ def connect(url: str | Broker, *, channel: str = "", **settings: Any) -> Broker:
 
 def deduplication_id(envelope: Envelope, channel: str) -> str:
     """The id by which a broker recognises a repetition: unique in the channel, also if several sources write to it."""
-    return envelope.id if envelope.source == channel else f"{envelope.source}#{envelope.id}"
+    id = envelope.id if envelope.source == channel else f"{envelope.source}#{envelope.id}"
+    return f"{id}#replay-{envelope.replays}" if envelope.replays else id
 
 
 def failed(broker: Broker, what: str, error: BaseException) -> BrokerError:

@@ -48,8 +48,8 @@ RECONNECT = Backoff(base=0.1, cap=5.0, jitter="equal")
 class Consumer:
     """Handles the messages of a channel, each once.
 
-    What the handler does on `op.connection`, the inbox's record, and what the handler adds to an outbox commit together;
-    then the message is acknowledged.  A handler that is `async def` runs on the event loop, any other on a thread.
+    The handler's statements on `op.connection`, its messages in an outbox, and the inbox's record commit together; then the
+    message is acknowledged.  A handler that is `async def` runs on the event loop, any other on a thread.
 
     A message whose handler fails is tried again, later each time, until it has failed `inbox.attempts` times: then it is a
     dead letter.  Messages of the same source and subject are handled in their order, also while one of them fails; all
@@ -62,7 +62,7 @@ class Consumer:
         handlers: A function `(op, envelope)` for each type; `*` in a type matches any characters, and the first match wins.
         concurrency: How many handlers may run at the same time.
         prefetch: How many messages may wait in this process, those that are handled included.
-        unknown: What becomes of a type that no handler matches: "ignore" acknowledges it, "dead" makes it a dead letter.
+        unknown: If no handler matches a message's type, "ignore" acknowledges it, and "dead" makes it a dead letter.
         ignore: Members of the data, or JSON pointers into it, that may differ when a message comes again.
         on_dead: Is called, or awaited, with the envelope (None if it was malformed) and the reason when a message is given up.
         grace: How long running handlers have when the consumer stops.
@@ -150,14 +150,14 @@ class Consumer:
     # One message
 
     def operation(self, envelope: Envelope) -> Operation:
-        """The operation that handles the envelope: its type, subject and data are what must be the same in a repetition."""
+        """The operation that handles the envelope.  A repetition must have the same type, subject and data."""
         data = envelope.data
         if self.ignore and isinstance(data, dict | list):
             data = select(copy.deepcopy(data), (), self.ignore)
         return self.inbox.operation(envelope.id, envelope.source, [envelope.type, envelope.subject, data])
 
     def plan(self, delivery: Delivery, on_dead: OnDead | None) -> tuple[Plan[Received | None], bool]:
-        """What is to be done about a delivery, and whether that must be awaited."""
+        """The plan for a delivery, and whether it must be awaited."""
         envelope = delivery.envelope
         if envelope is None:
             return self._bury_malformed(delivery, delivery.problem, on_dead), False
@@ -181,7 +181,7 @@ class Consumer:
         return received, is_async(handler)
 
     def _bury_malformed(self, delivery: Delivery, why: str, on_dead: OnDead | None) -> Plan[Received]:
-        """Keep what cannot be read as a dead letter of the channel, under the digest of its bytes."""
+        """Make an unreadable message a dead letter of the channel, under the digest of its bytes."""
         raw = delivery.raw
         if not raw and delivery.envelope is not None:
             raw = repr(delivery.envelope).encode(errors="replace")
@@ -223,13 +223,14 @@ class ConsumerRun:
         self.busy: set[asyncio.Task[None]] = set()  # of these, the ones whose handler runs
         self.last: dict[tuple[str, str], asyncio.Task[None]] = {}  # by source and subject
         self.unfinished: list[Delivery] = []  # given back when the subscription takes no more
+        self.background: list[asyncio.Task[None]] = []  # the search for requeued letters, which it also handles
         self.met: WeakSet[Delivery] = WeakSet()  # those whose message was in progress elsewhere
         self.left: set[str] = set()  # requeued letters for which there is no handler here
         self.acknowledged = 0
 
     async def forever(self) -> None:
         """Subscribe, again after each loss of the connection, until the consumer is stopped."""
-        looking = asyncio.create_task(self._look_for_requeued())
+        self.background.append(asyncio.create_task(self._look_for_requeued()))
         failures = 0
         try:
             while not self.stopping.is_set():
@@ -243,12 +244,12 @@ class ConsumerRun:
                     failures += 1
                     await self._pause(RECONNECT.delay(failures, random.random()))
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            self.stopping.set()
+            await self._finish()  # after a lost connection, handlers of its messages may still run
             await self._close()
 
     async def round(self, wait: float) -> int:
-        """Take what is there, and wait until it is handled."""
+        """Take the messages that are there, and wait until they are handled."""
         subscription = self.subscribe()
         try:
             async with self._open(subscription):
@@ -273,7 +274,7 @@ class ConsumerRun:
 
     @asynccontextmanager
     async def _open(self, subscription: Subscription) -> AsyncIterator[None]:
-        """Open the subscription, and close it at the end; meanwhile, extend the visibility of what was delivered."""
+        """Open the subscription, and close it at the end; meanwhile, extend the visibility of its deliveries."""
         try:
             await subscription.aopen()
             self._check_visibility(subscription.visibility)
@@ -346,17 +347,18 @@ class ConsumerRun:
         task.add_done_callback(end)
 
     async def _finish(self) -> None:
-        """Give back what has not begun, and let the running handlers finish."""
+        """Give back deliveries that have not begun, and let the running handlers finish."""
         waiting = {task: delivery for task, delivery in self.tasks.items() if task not in self.busy}
         await cancelled(waiting)
         left = dict(self.tasks)
-        if left:
-            await asyncio.wait(left, timeout=self.consumer.grace)
+        if running := [*left, *self.background]:
+            await asyncio.wait(running, timeout=self.consumer.grace)
         late = {task: delivery for task, delivery in left.items() if not task.done()}
-        await cancelled(late)
+        await cancelled([*late, *self.background])
         for delivery in (*waiting.values(), *late.values(), *self.unfinished):
             with suppress(BrokerError):
                 await delivery.nack()
+        self.unfinished.clear()
 
     # One delivery
 
@@ -446,7 +448,7 @@ class ConsumerRun:
     # In the background
 
     async def _extend(self, visibility: float | None) -> None:
-        """Keep the broker from delivering again what is still in this process."""
+        """Extend the visibility of all deliveries in this process, so that the broker does not repeat them."""
         while visibility is not None:
             await asyncio.sleep(visibility / 3)
             for delivery in tuple(self.tasks.values()):
@@ -456,18 +458,20 @@ class ConsumerRun:
                     log.warning("A delivery was not extended: %s", error.detail)
 
     async def _look_for_requeued(self) -> None:
-        while True:
+        while not self.stopping.is_set():
             try:
                 await self._handle_requeued()
             except StoreError as error:
                 log.warning("Requeued dead letters were not looked for: %s", error.detail)
             except Exception:  # or nobody would look for them again
                 log.exception("Requeued dead letters could not be handled; looking again in %g s", REQUEUED)
-            await asyncio.sleep(REQUEUED)
+            await self._pause(REQUEUED)
 
     async def _handle_requeued(self) -> None:
         inbox, handlers = self.consumer.inbox, self.consumer.handlers
         for marker, letter in await self._drive(inbox.requeued(), False):
+            if self.stopping.is_set():
+                return
             envelope, awaited = None, False
             try:
                 envelope, handler = inbox.requeued_event(inbox.kept(letter), handlers)

@@ -53,6 +53,7 @@ class Envelope:
         correlationid: The key of the operation or request that it came from.
         extensions: Other CloudEvents attributes: names in lower-case letters and digits, values str, int or bool.
         raw: The data as bytes; None if there are none.
+        replays: How often its outbox has replayed it.  It is not sent, but a broker must not take a replay for a repetition.
     """
 
     __slots__ = (
@@ -62,6 +63,7 @@ class Envelope:
         "extensions",
         "id",
         "raw",
+        "replays",
         "source",
         "subject",
         "time",
@@ -89,6 +91,7 @@ class Envelope:
         Raises:
             InvalidPayload: An attribute is not as CloudEvents wants it, or the data cannot be written as JSON.
         """
+        self.replays = 0
         self.id = check_text("id", id)
         self.source = check_text("source", source)
         self.type = check_text("type", type)

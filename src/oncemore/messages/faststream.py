@@ -16,7 +16,7 @@ PREFIXES = ("ce-", "ce_")  # of CloudEvents headers: on NATS and RabbitMQ, and o
 
 
 class InboxMiddleware:
-    """Lets the subscriber of a message that was handled before return what it returned then, without calling it.
+    """Calls a subscriber once for each message; for a repeated message it returns the value of the first call.
 
         broker = NatsBroker(middlewares=[InboxMiddleware(inbox)])
 

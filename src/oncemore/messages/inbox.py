@@ -44,7 +44,8 @@ DEAD = "dead letter"
 FLAGGED = "flagged|"  # before the scope of an event's own record
 DEFAULT_NAME = "inbox"
 WEEK, DAY = 7 * 86400.0, 86400.0
-# What an event that cannot be requeued is instead, by its record's state.
+LONGEST_NOTE = 500  # characters of a dead letter's reason
+# Why an event cannot be requeued, by the state of its record.
 NOT_DEAD = {
     "running": "it is being handled",
     "settled": "it was handled",
@@ -53,7 +54,7 @@ NOT_DEAD = {
 }
 NOT_OURS = {
     "ttl": "say retention, for how long an event's id is remembered",
-    "keep": "whatever the handler gives is final, and what it raises is not, unless it is one of errors",
+    "keep": "the handler's value is final, and an error that it raises is not, unless errors names it",
 }
 
 
@@ -148,10 +149,10 @@ class Inbox:
 
         Args:
             operation: The operation that handles the event.
-            payload: What the handler is given.
+            payload: Is given to the handler.
             handler: Is called with the operation and the payload.
             delivery: The broker's count.
-            kept: What a dead letter keeps instead of the payload.
+            kept: Is kept in a dead letter, instead of the payload.
             policy: The inbox's own by default.
             on_dead: Is called with the payload and the reason by the delivery that makes the event a dead letter.
         """
@@ -261,7 +262,9 @@ class Inbox:
     # Dead letters: held records with a note
 
     def _failed(self, operation: Operation, retention: float) -> Plan[int]:
-        """How often it has failed: a small record's claims, for the event's own also count what was refused for its time.
+        """Count a failure, and return how many there are: the claims of a small record beside the event's.
+
+        The event's own claims would not do, because they include deliveries that were refused for coming too early.
 
         Without *retention* the count begins anew.
         """
@@ -291,7 +294,7 @@ class Inbox:
         if lease.lapsed and self.policy.on_unknown != "retry" and self.policy.effect == "lease":
             yield from self.guard.lapse(lease)  # its last holder may have handled it, so it is no dead letter
             return False
-        yield from self.guard.store.hold(lease, note=f"{DEAD}: {why}"[:500])
+        yield from self.guard.store.hold(lease, note=storable(f"{DEAD}: {why}"[:LONGEST_NOTE]))
         yield from self._failed(operation, 0.0)  # one that is requeued has as many attempts as a new one
         self.guard.emit("held", operation, token=lease.token, detail=DEAD)
         return True
@@ -343,7 +346,7 @@ class Inbox:
             yield from self.guard.store.release(lease, retention=self.policy.ttl)
 
     def run_requeued(self, handlers: EventHandler | Mapping[str, EventHandler]) -> int:
-        """Handle the requeued dead letters from what they have kept; how many were handled.
+        """Handle the requeued dead letters with the payloads that they keep, and return how many were handled.
 
         *handlers* are those of a Consumer, by type; or one function, if you call `handle` yourself.  A letter whose handler
         fails stays requeued until it has failed too often.
@@ -372,7 +375,7 @@ class Inbox:
                 letter = yield from store.find(self.scope(source), event_id)
                 if letter is None or letter.state == "settled":  # it was delivered again, and handled
                     yield from store.delete(scope, marker.key)
-                elif letter.state == "released":  # otherwise it runs, or whoever requeues it has not finished
+                elif letter.state == "released":  # otherwise it runs, or `requeue` has not released it yet
                     found.append((marker.key, letter))
             cursor = page.cursor
             if cursor is None:
@@ -419,7 +422,7 @@ class Inbox:
     def requeued_event(
         self, kept: Any, handlers: EventHandler | Mapping[str, EventHandler]
     ) -> tuple[Any, EventHandler]:
-        """What the handler of a requeued letter is given, and the handler; LookupError if *handlers* has none for it."""
+        """The payload and the handler of a requeued letter; LookupError if *handlers* has none for it."""
         if not isinstance(handlers, Mapping):
             return kept, handlers
         if not isinstance(kept, bytes):  # the payload of `handle`, and no envelope
@@ -429,14 +432,15 @@ class Inbox:
 
     def kept(self, letter: Record) -> Any:
         """The payload that a dead letter keeps."""
-        if not letter.request:
-            raise CorruptRecord(
-                "its payload was too large to be kept, or of a kind that cannot be read back: have it sent again"
-            )
         types = self.policy.types
-        if self.policy.effect == "steps":
-            return unpack_request(letter.request, types)["request"]
-        return replayed(Outcome("value", body=letter.request), types=types)
+        if self.policy.effect != "steps" and letter.request:
+            return replayed(Outcome("value", body=letter.request), types=types)
+        kept = unpack_request(letter.request, types)["request"]
+        if kept is None:
+            raise CorruptRecord(
+                "its payload was too large for an operation in steps, or of a kind that cannot be read back: have it sent again"
+            )
+        return kept
 
     # For people who bring their own consumer
 
@@ -530,6 +534,11 @@ def is_dead(record: Record) -> bool:
     return record.state == "held" and record.note.startswith(DEAD)
 
 
+def storable(text: str) -> str:
+    """The text of an error in a form that each database can store: half characters and NULs are written out."""
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
+
+
 def tell_dead(on_dead: OnDead | None, payload: Any, why: str) -> Plan[None]:
     """Tell the user's function that a message was given up; its own error changes nothing about that."""
     if on_dead is None:
@@ -541,6 +550,6 @@ def tell_dead(on_dead: OnDead | None, payload: Any, why: str) -> Plan[None]:
 
 
 def packed(payload: Any, types: Types) -> bytes:
-    """The payload as a record keeps it; nothing if it is too large, or of a kind that cannot be read back."""
+    """The payload as a record keeps it, however large it is; nothing if it is of a kind that cannot be read back."""
     outcome = value_outcome(payload, types)
-    return outcome.body if outcome.kind == "value" and len(outcome.body) <= LARGEST else b""
+    return outcome.body if outcome.kind == "value" else b""

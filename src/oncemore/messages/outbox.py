@@ -193,23 +193,25 @@ class Outbox:
                 f"This operation has no transaction with which the message could commit: {how}; or give your own open connection "
                 "or session instead of the operation"
             )
+        transaction = transaction_of(place)
         values = [envelope.id, self.source, envelope.type, envelope.subject, pack_attributes(envelope), envelope.raw]
         if delay is not None or at is not None:
             query = self.tables.query(sql.ADD_LATER, *values, *when(delay, at))
         else:
             query = self.tables.query(sql.ADD, *values)
-            if isinstance(place, Op) and place.transaction is not None:
-                if place.transaction.can_defer():
-                    yield from self.tables.access.ready(FEATURE)
-                    place.transaction.on_commit(self.announcer.announce)
-                    place.transaction.deferred.append(query)
-                    return envelope.id
-                yield from self._number_deferred(place.transaction)
+            if isinstance(place, Op) and transaction is not None and transaction.can_defer():
+                yield from self.tables.access.ready(FEATURE)
+                transaction.on_commit(self.announcer.announce)
+                transaction.deferred.append(query)
+                transaction.connection.deferring = transaction  # another message may be added on the connection itself
+                return envelope.id
+        if transaction is not None:
+            yield from self._number_deferred(transaction)
         yield from self.tables.execute_in(place, query, after_commit=self.announcer.announce)
         return envelope.id
 
     def _number_deferred(self, transaction: Transaction) -> Plan[None]:
-        """Give numbers to messages that are written with the commit, before one that is written now: they come first."""
+        """Number the messages that will be written with the commit, because they come before one that is written now."""
         deferred = transaction.deferred
         adds, _ = self.tables.query(sql.ADD)
         waiting = [n for n, (statement, _) in enumerate(deferred) if statement is adds]
@@ -293,10 +295,10 @@ class Outbox:
         self.announcer.announce()
 
     def replay(self, since: datetime | float | str, type: str | None = None) -> int:
-        """Send again what was sent since then, under the same ids; how many that are.
+        """Send the messages that were sent since then again, under the same ids; return how many.
 
-        *since* is a time, or how long ago, as in "2h".  In *type*, `*` stands for any characters.  Consumers that know the
-        ids ignore them.
+        *since* is a time, or how long ago, as in "2h".  In *type*, `*` stands for any characters.  Brokers deliver them again,
+        and consumers that know the ids ignore them.
         """
         return run(self._replay(since, type))
 
@@ -382,7 +384,7 @@ class Outbox:
 
     @property
     def wakeup_id(self) -> Id:
-        """What relays wait for."""
+        """The id of the wake-ups that relays wait for."""
         return ("oncemore.outbox", self.source)
 
 
@@ -426,6 +428,14 @@ class Announcer:
             with contextlib.suppress(OncemoreError):  # they look for themselves, too
                 run(self._tables.access.notify(self._id))
             clocks.sleep(PAUSE)
+
+
+def transaction_of(place: Any) -> Transaction | None:
+    """The open transaction of an operation, if *place* is the operation, or a connection of it with deferred messages."""
+    if isinstance(place, Op):
+        return place.transaction
+    transaction: Transaction | None = getattr(place, "deferring", None)
+    return transaction if transaction is not None and transaction._open else None
 
 
 def sources_of(guard: Guard) -> list[str]:
@@ -479,6 +489,7 @@ def read_envelope(
     envelope.datacontenttype = others.datacontenttype
     envelope.traceparent, envelope.correlationid = others.traceparent, others.correlationid
     envelope.extensions, envelope.raw, envelope._data = others.extensions, data, UNSET
+    envelope.replays = 0
     return envelope
 
 

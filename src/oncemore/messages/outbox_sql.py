@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS {p}outbox (
     token        text,                           -- of the relay that sends it under a lease
     lease_until  timestamptz,
     ended_at     timestamptz,                    -- sent or dead since
+    replays      integer NOT NULL DEFAULT 0,     -- how often it was replayed, so that brokers take it for a new message
     error        text NOT NULL DEFAULT ''        -- of the latest attempt
 ) WITH (
     fillfactor = 90,
@@ -97,8 +98,11 @@ AGAIN = (
 )
 # Send a dead letter again, in its old place among those with its subject.  $2 source, $3 id
 REQUEUE = Sql(AGAIN + " AND id = $3 AND state = 'dead' RETURNING seq")
-# Send what was sent since $3 (seconds since 1970) again.  $2 source, $4 pattern of the type or NULL
-REPLAY = Sql(AGAIN + " AND state = 'sent' AND ended_at >= TIME($3) AND ($4::text IS NULL OR type LIKE $4)")
+# Send messages that were sent since $3 (seconds since 1970) again.  $2 source, $4 pattern of the type or NULL
+REPLAY = Sql(
+    AGAIN.replace("attempts = 0,", "attempts = 0, replays = replays + 1,")
+    + " AND state = 'sent' AND ended_at >= TIME($3) AND ($4::text IS NULL OR type LIKE $4)"
+)
 COUNT_REPLAY = Sql(
     "SELECT count(*) FROM {p}outbox WHERE source = $1 AND state = 'sent' AND ended_at >= TIME($2)"
     " AND ($3::text IS NULL OR type LIKE $3)"
@@ -122,7 +126,7 @@ PURGE = Sql(
 # rows that were deleted, and $6 passes over them.
 CANDIDATES_POSTGRES = (
     """
-SELECT o.seq, o.id, o.type, o.subject, o.attributes, o.data, o.attempts, date_part('epoch', o.due_at) AS due
+SELECT o.seq, o.id, o.type, o.subject, o.attributes, o.data, o.attempts, o.replays, date_part('epoch', o.due_at) AS due
 FROM {{p}}outbox o
 WHERE o.source = $2 AND o.state = 'pending' AND o.due_at BETWEEN to_timestamp($6) AND {{now}} AND {which}
     AND (o.lease_until IS NULL OR o.lease_until <= {{now}})
@@ -144,19 +148,15 @@ CLAIM_POSTGRES = (
     ORDER BY b.seq LIMIT 1) AS seq
     FROM (SELECT subject, max(seq) AS seq FROM locked WHERE subject IS NOT NULL GROUP BY subject) last)
 SELECT *, false FROM locked
-UNION ALL SELECT seq, NULL, NULL, subject, NULL, NULL, 0, 0, true FROM blockers WHERE seq IS NOT NULL"""
+UNION ALL SELECT seq, NULL, NULL, subject, NULL, NULL, 0, 0, 0, true FROM blockers WHERE seq IS NOT NULL"""
 )
-# Rows that have not failed yet, to be sent while they are locked.
-CLAIM_NEW = Sql(CLAIM_POSTGRES.format(which="o.attempts = 0"), "")
-# Rows that have failed, to be sent under a lease; and all rows.
-CLAIM_FAILED = Sql(CLAIM_POSTGRES.format(which="o.attempts > 0"), "")
-CLAIM_ALL = Sql(CLAIM_POSTGRES.format(which="true"), "")
-# The same without the types in $7, a JSON array; their rows still hold up their followers.  Statements of their own, because
-# the planner cannot tell how few rows the condition removes, and may choose a plan that is fifty times slower.
+# Rows that have not failed yet, to be sent while they are locked; rows that have failed, to be sent under a lease; all rows.
+NEW, FAILED, ALL = "o.attempts = 0", "o.attempts > 0", "true"
+# Without the types in $7, a JSON array; their rows still hold up their followers.  Statements of their own, because the
+# planner cannot tell how few rows the condition removes, and may choose a plan that is fifty times slower.
 BUT = " AND o.type NOT IN (SELECT jsonb_array_elements_text($7::jsonb))"
-CLAIM_NEW_BUT = Sql(CLAIM_POSTGRES.format(which="o.attempts = 0" + BUT), "")
-CLAIM_FAILED_BUT = Sql(CLAIM_POSTGRES.format(which="o.attempts > 0" + BUT), "")
-CLAIM_ALL_BUT = Sql(CLAIM_POSTGRES.format(which="true" + BUT), "")
+CLAIM = {which: Sql(CLAIM_POSTGRES.format(which=which), "") for which in (NEW, FAILED, ALL)}
+CLAIM_BUT = {which: Sql(CLAIM_POSTGRES.format(which=which + BUT), "") for which in (NEW, FAILED, ALL)}
 
 # Lease the rows in $2, a JSON array of seqs, to the relay $3 for $4 seconds; the attempt is counted now.
 LEASE = Sql(
@@ -181,7 +181,7 @@ UPDATE {p}outbox SET token = ?4, lease_until = {now} + ?6, attempts = attempts +
 )
 LEASED = Sql(
     "",
-    "SELECT seq, id, type, subject, attributes, data, attempts - 1, due_at, 0 FROM {p}outbox"
+    "SELECT seq, id, type, subject, attributes, data, attempts - 1, replays FROM {p}outbox"
     " WHERE source = ?1 AND token = ?2 AND state = 'pending' AND attempts > 0 ORDER BY seq",
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import random
@@ -16,9 +17,9 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from .._contract.policy import duration
+from .._ledger.events import EventKind
 from .._ledger.guard import check_positive
 from .._ledger.model import Operation
-from .._ledger.tables import Sql
 from .._ledger.transactions import TransactionAdapter
 from .._runtime.backoff import Backoff
 from .._runtime.clock import SYSTEM
@@ -30,7 +31,7 @@ from ..errors import BrokerError, ConfigurationError, OncemoreError
 from . import outbox_sql as sql
 from .broker import Broker, BrokerDown, connect
 from .envelope import Envelope
-from .inbox import matches
+from .inbox import matches, storable
 from .outbox import LONG_WAIT, Outbox, read_envelope
 from .tracing import send_span
 
@@ -62,20 +63,15 @@ BACKOFF = Backoff(base=0.5, cap=25.0, jitter="equal")
 DOWN = Backoff(base=0.1, cap=5.0, jitter="equal")
 
 
-# Each claim's statement that leaves out some types.
-BUT_SOME_TYPES = {
-    id(sql.CLAIM_NEW): sql.CLAIM_NEW_BUT,
-    id(sql.CLAIM_FAILED): sql.CLAIM_FAILED_BUT,
-    id(sql.CLAIM_ALL): sql.CLAIM_ALL_BUT,
-}
-
-
 class Row(msgspec.Struct):
     """A claimed message; *attempts* are those before this one."""
 
     seq: int
     envelope: Envelope
     attempts: int
+
+    def __str__(self) -> str:
+        return f"{self.envelope.id} of type {self.envelope.type} (correlation {self.envelope.correlationid})"
 
 
 class Relay:
@@ -132,7 +128,8 @@ class Relay:
         self.strict = strict
         if keep is not None:
             outbox.keep = duration(keep)
-        self._chosen: dict[str, Broker | None] = {}
+        # The broker for messages of a type; None if there is none.
+        self.broker_for = functools.lru_cache(MOST_TYPES)(self._find_broker)
         self._running: RelayRun | None = None
         self._check_windows()
 
@@ -175,15 +172,8 @@ class Relay:
         if running is not None:
             running.stop()
 
-    def broker_for(self, type: str) -> Broker | None:
-        """The broker for messages of this type; None if there is none."""
-        try:
-            return self._chosen[type]
-        except KeyError:
-            found = next((broker for pattern, broker in self.routes if matches(pattern, type)), None)
-        if len(self._chosen) < MOST_TYPES:
-            self._chosen[type] = found
-        return found
+    def _find_broker(self, type: str) -> Broker | None:
+        return next((broker for pattern, broker in self.routes if matches(pattern, type)), None)
 
 
 def read_routes(outbox: Outbox, to: Target | Mapping[str, Target]) -> list[tuple[str, Broker]]:
@@ -226,17 +216,26 @@ class RelayRun:
     # Rounds
 
     async def drain(self) -> int:
-        """Send all that is due."""
-        total = 0
+        """Send all that is due.  If nothing can be sent, because a broker is down, raise its error."""
+        total, down = 0, None
         try:
             await self._open()
             while True:
-                sent, found = await self._round()
+                try:
+                    sent, found = await self._round()
+                except BrokerDown as error:
+                    if len(self.brokers) == 1:
+                        raise
+                    down = error  # its types are left out of the next rounds
+                    continue
                 total += sent
                 if not found:
-                    if not self.since:
+                    if self.since:
+                        self.since = 0.0  # look once more, at all rows
+                    elif down is not None and not total:
+                        raise down
+                    else:
                         return total
-                    self.since = 0.0  # look once more, at all rows
         finally:
             await self._close()
 
@@ -274,7 +273,7 @@ class RelayRun:
             await wait.arun()
 
     async def _whole(self, work: Any) -> Any:
-        """Await *work* to its end, also if this task is cancelled meanwhile: what is under way is finished."""
+        """Await *work* to its end, also if this task is cancelled meanwhile."""
         return await to_the_end(asyncio.ensure_future(work))
 
     async def _open(self) -> None:
@@ -293,11 +292,11 @@ class RelayRun:
         if self.tables.dialect == "sqlite":
             return await self._send_leased_on_sqlite()
         if self._uses_leases():
-            return await self._send_leased(sql.CLAIM_ALL)
+            return await self._send_leased(sql.ALL)
         sent, found = await self._send_held()
         now = SYSTEM.monotonic()
         if now >= self.failed_due:
-            more, others = await self._send_leased(sql.CLAIM_FAILED)
+            more, others = await self._send_leased(sql.FAILED)
             sent, found = sent + more, found + others
             self.failed_due = 0.0 if others else now + FAILED_POLL
         return sent, found
@@ -306,7 +305,7 @@ class RelayRun:
         return self.relay.mode == "lease" or (self.relay.mode is None and self.tables.access.pooled)
 
     async def _keep_house(self) -> None:
-        """Now and then, delete what was kept long enough, and tell of messages that wait for an old transaction."""
+        """Now and then, delete messages that were kept long enough, and warn of messages that wait for an old transaction."""
         now = SYSTEM.monotonic()
         if self.outbox.keep is not None and now >= self.purge_due:
             self.purge_due = now + PURGE_EVERY
@@ -331,7 +330,7 @@ class RelayRun:
         """Lock rows, send them and delete them, in one transaction."""
         transaction = await arun(self.tables.open())
         try:
-            rows = await self._claim(transaction, sql.CLAIM_NEW)
+            rows = await self._claim(transaction, sql.NEW)
             if not rows:
                 return 0, 0
             ends = await self._send(rows, None)
@@ -341,11 +340,11 @@ class RelayRun:
             raise
         return self._tell(ends)
 
-    async def _send_leased(self, claim: Sql) -> tuple[int, int]:
+    async def _send_leased(self, which: str) -> tuple[int, int]:
         """Lease rows, send them, and delete them."""
         token, transaction = new_token(), await arun(self.tables.open())
         try:
-            rows = await self._claim(transaction, claim)
+            rows = await self._claim(transaction, which)
             if not rows:
                 return 0, 0
             seqs = as_json([row.seq for row in rows])
@@ -391,26 +390,26 @@ class RelayRun:
             transaction.discard()
             raise
 
-    async def _claim(self, transaction: TransactionAdapter, claim: Sql) -> list[Row]:
+    async def _claim(self, transaction: TransactionAdapter, which: str) -> list[Row]:
         """Begin the transaction and lock a batch of rows that may be sent; if there are none, nothing is locked.
 
         If all rows that it finds come after rows that another relay has locked, it leaves out their subjects and looks again.
         """
         others: set[str] = set()
-        since = 0.0 if claim is sql.CLAIM_FAILED else self._since()
+        since = 0.0 if which == sql.FAILED else self._since()
         for _ in range(MOST_ROUNDS):
             values = [self.outbox.source, self.relay.batch, as_json(sorted(others)), self.relay.strict, since]
-            statement = claim
+            statement = sql.CLAIM[which]
             if (avoided := self._avoided()) != "[]":
-                statement = BUT_SOME_TYPES[id(claim)]
+                statement = sql.CLAIM_BUT[which]
                 values.append(avoided)
             rows = await arun(transaction.begin(self.tables.query(statement, *values)))
             blockers = {row[3]: row[0] for row in rows if row[-1]}
             eligible = [row for row in rows if not row[-1] and row[0] < blockers.get(row[3], row[0] + 1)]
             if eligible:
-                if claim is not sql.CLAIM_FAILED:
+                if which != sql.FAILED:
                     full = len(rows) >= self.relay.batch
-                    due = [row[7] for row in eligible]
+                    due = [row[8] for row in eligible]
                     self.since = min(due) - ROUNDING if full else max(due) - LATE
                 eligible.sort(key=itemgetter(0))
                 return [self._row(row) for row in eligible]
@@ -437,8 +436,10 @@ class RelayRun:
         return as_json(sorted(self.avoided))
 
     def _row(self, row: Sequence[Any]) -> Row:
-        seq, id, type, subject, attributes, data, attempts, *_ = row
-        return Row(seq, read_envelope(id, self.outbox.source, type, subject, attributes, data), attempts)
+        seq, id, type, subject, attributes, data, attempts, replays, *_ = row
+        envelope = read_envelope(id, self.outbox.source, type, subject, attributes, data)
+        envelope.replays = replays
+        return Row(seq, envelope, attempts)
 
     # Sending
 
@@ -525,53 +526,31 @@ class RelayRun:
         return None
 
     def _tell(self, ends: Ends) -> tuple[int, int]:
-        """Log what became of the batch, and tell the observers; how many were sent, and how many found."""
-        guard = self.outbox.guard
-        for row, error in ends.dead:
-            log.error(
-                "The message %s of type %s (correlation %s) is a dead letter after %d attempts: %s",
-                row.envelope.id,
-                row.envelope.type,
-                row.envelope.correlationid,
-                row.attempts + 1,
-                error,
-            )
+        """Log the end of each row, and tell the observers; return how many were sent, and how many found."""
+        for row in ends.sent:
+            log.debug("Sent %s", row)
+            self._emit("published", row)
         for row, error, delay in ends.failed:
-            log.warning(
-                "The message %s of type %s (correlation %s) could not be sent, trying again in %.1f s: %s",
-                row.envelope.id,
-                row.envelope.type,
-                row.envelope.correlationid,
-                delay,
-                error,
-            )
-        if log.isEnabledFor(logging.DEBUG):
-            for row in ends.sent:
-                log.debug(
-                    "Sent %s of type %s (correlation %s)",
-                    row.envelope.id,
-                    row.envelope.type,
-                    row.envelope.correlationid,
-                )
-        if guard.observers:
-            for row in ends.sent:
-                guard.emit("published", self._operation(row), attempt=row.attempts + 1)
-            for row, error, _ in ends.failed:
-                guard.emit("unpublished", self._operation(row), attempt=row.attempts + 1, detail=error)
-            for row, error in ends.dead:
-                guard.emit("dead", self._operation(row), attempt=row.attempts + 1, detail=error)
+            log.warning("The message %s could not be sent, trying again in %.1f s: %s", row, delay, error)
+            self._emit("unpublished", row, error)
+        for row, error in ends.dead:
+            log.error("The message %s is a dead letter after %d attempts: %s", row, row.attempts + 1, error)
+            self._emit("dead", row, error)
         if ends.down is not None:
             if not ends.sent:
                 raise ends.down
             log.warning("The relay of %r cannot send some messages for now: %s", self.outbox.source, ends.down)
         return len(ends.sent), ends.found
 
-    def _operation(self, row: Row) -> Operation:
-        return Operation(f"outbox|{self.outbox.source}", row.envelope.id, name=f"outbox.{row.envelope.type}")
+    def _emit(self, kind: EventKind, row: Row, detail: str = "") -> None:
+        if self.outbox.guard.observers:
+            scope, name = f"outbox|{self.outbox.source}", f"outbox.{row.envelope.type}"
+            operation = Operation(scope, row.envelope.id, name=name)
+            self.outbox.guard.emit(kind, operation, attempt=row.attempts + 1, detail=detail)
 
 
 class Ends:
-    """What becomes of each row of a batch, and the statements that write it."""
+    """The decision about each row of a batch, and the statements that write it."""
 
     def __init__(self, run: RelayRun, token: str | None) -> None:
         self.run = run
@@ -646,7 +625,7 @@ def as_json(values: Sequence[int] | Sequence[str]) -> str:
 
 def describe(error: Exception) -> str:
     detail = error.detail if isinstance(error, OncemoreError) else str(error)
-    return f"{type(error).__name__}: {detail}"[:LONGEST_ERROR]
+    return storable(f"{type(error).__name__}: {detail}"[:LONGEST_ERROR])
 
 
 def new_token() -> str:

@@ -20,6 +20,16 @@ def opentelemetry() -> Any:
     return sys.modules.get("opentelemetry.trace")
 
 
+def describe(operation: str, destination: str) -> dict[str, str | int]:
+    """The attributes that all spans have."""
+    return {
+        "messaging.system": SYSTEM,
+        "messaging.operation.type": operation,
+        "messaging.operation.name": operation,
+        "messaging.destination.name": destination,
+    }
+
+
 def create_traceparent(source: str, type: str, id: str) -> str | None:
     """Make a span for the creation of a message, in the current one, and return its W3C trace context.
 
@@ -28,14 +38,7 @@ def create_traceparent(source: str, type: str, id: str) -> str | None:
     trace = opentelemetry()
     if trace is None or not trace.get_current_span().get_span_context().is_valid:
         return None
-    attributes = {
-        "messaging.system": SYSTEM,
-        "messaging.operation.type": "create",
-        "messaging.operation.name": "create",
-        "messaging.destination.name": source,
-        "messaging.message.id": id,
-        "oncemore.message.type": type,
-    }
+    attributes = {**describe("create", source), "messaging.message.id": id, "oncemore.message.type": type}
     span = trace.get_tracer("oncemore").start_span(
         f"create {source}", kind=trace.SpanKind.PRODUCER, attributes=attributes
     )
@@ -51,13 +54,7 @@ def send_span(channel: str, envelopes: Sequence[Envelope]) -> Iterator[None]:
     if trace is None:
         yield
         return
-    attributes = {
-        "messaging.system": SYSTEM,
-        "messaging.operation.type": "send",
-        "messaging.operation.name": "send",
-        "messaging.destination.name": channel,
-        "messaging.batch.message_count": len(envelopes),
-    }
+    attributes = {**describe("send", channel), "messaging.batch.message_count": len(envelopes)}
     links = [trace.Link(context) for envelope in envelopes if (context := context_of(trace, envelope)) is not None]
     with trace.get_tracer("oncemore").start_as_current_span(
         f"send {channel}", kind=trace.SpanKind.PRODUCER, links=links[:MOST_LINKS], attributes=attributes
@@ -76,14 +73,7 @@ def process_span(channel: str, group: str, envelope: Envelope | None, count: int
     if trace is None:
         yield lambda outcome: None
         return
-    attributes: dict[str, str | int] = {
-        "messaging.system": SYSTEM,
-        "messaging.operation.type": "process",
-        "messaging.operation.name": "process",
-        "messaging.destination.name": channel,
-        "messaging.consumer.group.name": group,
-        "oncemore.delivery": count,
-    }
+    attributes = {**describe("process", channel), "messaging.consumer.group.name": group, "oncemore.delivery": count}
     parent = None
     if envelope is not None:
         attributes |= {"messaging.message.id": envelope.id, "oncemore.message.type": envelope.type}

@@ -282,18 +282,6 @@ class BrokerContract:
             assert all(each.problem for each in malformed)
             assert numbers(found) == [1]
 
-    @on_a_loop
-    async def test_iteration_gives_each_delivery(self, make: Make) -> None:
-        async with Used(make) as used:
-            await used.broker.publish([message(1), message(2)])
-            found: list[Delivery] = []
-            async for delivery in used.subscription:
-                await delivery.ack()
-                found.append(delivery)
-                if len(found) == 2:
-                    break
-            assert numbers(found) == [1, 2]
-
 
 class Used:
     """An open broker with a subscription, for one test."""

@@ -87,7 +87,7 @@ class CurrentTask(RunningTask):
         raise Retry(exc=error, when=seconds, sig=again)
 
     def hazards(self, policy: Policy) -> Iterator[str]:
-        """Yield what is unsafe about the task's acknowledgement and the broker's visibility timeout."""
+        """Yield a warning if the task's acknowledgement or the broker's visibility timeout is unsafe."""
         if not self.task.acks_late:
             yield "acks_late is off, so Celery forgets the task when its worker is killed. Set acks_late=True"
         elif not self.task.reject_on_worker_lost:

@@ -84,7 +84,7 @@ class CurrentJob(RunningTask):
         self.id = str(job.id)
 
     def later(self, seconds: float, error: OncemoreError) -> Any:
-        """Return what a job returns to be enqueued again; RQ counts that apart from the retries of failures."""
+        """Return a `Retry`, for which RQ enqueues the job again; it counts these apart from the retries of failures."""
         return Retry(max=(self.job.number_of_retries or 0) + 1)
 
 

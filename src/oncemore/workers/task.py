@@ -1,4 +1,4 @@
-"""What the runners have in common: a guarded task, and the runner's "later" for a task that another worker is running."""
+"""Shared by all runners: a guarded task, and the runner's "later" for a task that another worker is running."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunningTask(ABC):
     def later(self, seconds: float, error: OncemoreError) -> Any:
         """Let the runner run the task again, after *seconds* if it can wait, without counting a failed attempt.
 
-        Raises the runner's own exception for that, or returns what the task is to return.
+        Raises the runner's own exception for that, or returns a value for the task to return.
         """
 
     def hazards(self, policy: Policy) -> Iterator[str]:
@@ -63,7 +63,7 @@ class WorkerTask(Once[P, T]):
     contexts: ClassVar[tuple[type, ...]] = ()  # arguments of these classes are the runner's, and are not compared
     has_delay: ClassVar[bool] = True  # whether the runner's "later" has a delay; if not, it passes in the worker
     waits = False  # whether a task waits in its worker, as long as the policy says, for the one that is running
-    how_to_name = ""  # what else, beside key=, lets the runner name the task
+    how_to_name = ""  # another way than key= to let the runner name the task
 
     def __init__(
         self, guard: Guard, function: Callable[P, T], key: Key, name: str, ignore: Sequence[str], policy: Policy

@@ -107,7 +107,7 @@ class ReceivedTask(RunningTask):
         return requeued
 
     def hazards(self, policy: Policy) -> Iterator[str]:
-        """Yield what is unsafe about the task's acknowledgement and the time after which the broker delivers it again."""
+        """Yield a warning if the task's acknowledgement or the broker's time for redelivery is unsafe."""
         if not getattr(self.context, "is_ackable", True):
             yield "the broker has no acknowledgements, so the task is lost when its worker is killed"
         if str(self.context.message.labels.get("ack_type", "")).lower().endswith("when_received"):

@@ -162,12 +162,12 @@ class KafkaBroker(UrlBroker):
 class Partition:
     """The offsets of a partition that are not acknowledged yet, and so the offset that may be committed.
 
-    Kafka counts no deliveries, but a commit has room for a note: how often consumers have begun at the committed offset.
+    Kafka counts no deliveries, but a commit has room for a note: how often the first message behind it was delivered.
     """
 
-    def __init__(self, start: int, begun: int) -> None:
+    def __init__(self, start: int, delivered: int) -> None:
         self.start = start
-        self.begun = begun
+        self.delivered = delivered
         self.next = start
         self.open: list[int] = []  # a heap: delivered, and not yet committed
         self.done: set[int] = set()  # of these, the acknowledged ones
@@ -176,11 +176,21 @@ class Partition:
     def unfinished(self) -> int:
         return len(self.open) - len(self.done)
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was delivered since the partition was assigned."""
+        return self.next == self.start
+
     def take(self, offset: int) -> int:
         """Note a delivery; returns its count."""
+        if self.untouched:
+            self.delivered += 1
+            count = self.delivered
+        else:
+            count = 1
         heapq.heappush(self.open, offset)
         self.next = max(self.next, offset + 1)
-        return self.begun if offset == self.start else 1
+        return count
 
     def finish(self, offset: int) -> int | None:
         """Note an acknowledgement; returns the offset to commit, if it has changed."""
@@ -254,6 +264,8 @@ class KafkaSubscription(Subscription):
             self._wake()
 
     def _take(self, messages: Sequence[Message]) -> None:
+        first: list[TopicPartition] = []
+        deliveries: list[Delivery] = []
         for message in messages:
             error = message.error()
             if error is not None:
@@ -261,10 +273,18 @@ class KafkaSubscription(Subscription):
                     raise KafkaException(error)
                 log.warning("%s: %s", self.broker.url, error)
                 continue
-            partition = self.partitions.get(message.partition() or 0)
-            if partition is not None:  # otherwise it was revoked meanwhile
-                count = partition.take(message.offset() or 0)
-                self.arrived.append(KafkaDelivery(self, message, partition, count))
+            number = message.partition() or 0
+            partition = self.partitions.get(number)
+            if partition is None:  # it was revoked meanwhile
+                continue
+            untouched = partition.untouched
+            count = partition.take(message.offset() or 0)
+            if untouched:
+                first.append(TopicPartition(self.broker.channel, number, partition.start, str(count)))
+            deliveries.append(KafkaDelivery(self, message, partition, count))
+        if first:  # not when the partition is assigned: a quiet one would count the rebalances against its next message
+            commit_or_rebalance(self.client, first)
+        self.arrived.extend(deliveries)
         if messages:
             self._wake()
 
@@ -289,7 +309,8 @@ class KafkaSubscription(Subscription):
             offset = partition.finish(delivery.message.offset() or 0)
             if offset is not None:
                 places[number] = TopicPartition(self.broker.channel, number, offset, "0")
-                after_crash = after_crash or partition.begun > 1
+                after_crash = after_crash or partition.delivered > 1
+                partition.delivered = 1
         if places and after_crash:
             # Wait for it: the next crash would otherwise be counted for a message that is done.
             commit_or_rebalance(self.client, list(places.values()))
@@ -297,19 +318,15 @@ class KafkaSubscription(Subscription):
             self.client.commit(offsets=list(places.values()), asynchronous=True)
 
     def _assigned(self, client: KafkaClient, partitions: list[TopicPartition]) -> None:
-        begins: list[TopicPartition] = []
         for place in client.committed(partitions, timeout=self.broker.timeout):
             note = place.metadata or ""
-            begun = 1 + (int(note) if note.isdecimal() else 0)
-            start = place.offset
-            if start < 0:  # the group has never committed
-                start = client.get_watermark_offsets(place, timeout=self.broker.timeout)[0]
-            self.partitions[place.partition] = Partition(start, begun)
-            begins.append(TopicPartition(place.topic, place.partition, start, str(begun)))
-        if begins:
-            commit_or_rebalance(client, begins)
+            if place.offset < 0:  # the group has never committed
+                place.offset = client.get_watermark_offsets(place, timeout=self.broker.timeout)[0]
+            self.partitions[place.partition] = Partition(place.offset, int(note) if note.isdecimal() else 0)
         self.paused = False
-        client.assign([TopicPartition(each.topic, each.partition, each.offset) for each in begins])
+        client.assign(
+            [TopicPartition(each.topic, each.partition, self.partitions[each.partition].start) for each in partitions]
+        )
         self.joined.set()
 
     def _revoked(self, client: KafkaClient, partitions: list[TopicPartition]) -> None:

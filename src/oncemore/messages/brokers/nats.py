@@ -69,7 +69,7 @@ def subject_of(channel: str, type: str) -> str:
 
 
 def covers(pattern: str, subject: str) -> bool:
-    """Whether the subject is one of those that the pattern stands for: `*` is one of its parts, `>` all that follow."""
+    """Whether the *pattern* includes the subject: `*` stands for one part, `>` for all that follow."""
     wanted, given = pattern.split("."), subject.split(".")
     if wanted[-1] == ">":
         wanted, given = wanted[:-1], given[: len(wanted) - 1] if len(given) >= len(wanted) else []
@@ -100,9 +100,11 @@ class NatsBroker(UrlBroker):
             await self._find_or_create()
             self._answers, self._waiting = client.new_inbox(), {}
             await client.subscribe(f"{self._answers}.*", cb=self._take_answer)
-        except BaseException:
+        except BaseException as error:
             await client.close()
-            raise
+            if not isinstance(error, NatsError):
+                raise
+            raise failed(self, "The connection to", error) from error
         self._client = client
 
     async def connected(self) -> Client:
@@ -179,7 +181,7 @@ class NatsBroker(UrlBroker):
         return results
 
     async def _wait(self, waiting: set[asyncio.Future[Exception | None]]) -> None:
-        """Wait for the acknowledgements while there is a connection; the driver does not tell those who wait of its end."""
+        """Wait for the acknowledgements as long as there is a connection.  The driver does not tell a waiter that it ended."""
         ends = time.monotonic() + self.timeout
         while waiting and self.connects and (left := ends - time.monotonic()) > 0:
             _, waiting = await asyncio.wait(waiting, timeout=min(left, LOOK))
@@ -198,6 +200,7 @@ class NatsBroker(UrlBroker):
             return BrokerError(f"{self.url} is not connected")
         headers, body = binary(envelope, "ce-", quoted=True)
         headers[api.Header.MSG_ID.value] = deduplication_id(envelope, self.channel)
+        headers[api.Header.EXPECTED_STREAM.value] = self.channel  # another stream may take the subject
         number, subject = str(next(self._numbers)), subject_of(self.channel, envelope.type)
         answer: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = subject, answer
@@ -208,7 +211,7 @@ class NatsBroker(UrlBroker):
         return answer
 
     async def _take_answer(self, message: Msg) -> None:
-        """Let the one who waits for this answer know what it says."""
+        """Give the answer to the future of its message."""
         subject, waiting = self._waiting.pop(message.subject.rpartition(".")[2], ("", None))
         if waiting is not None and not waiting.done():
             waiting.set_result(self._error_in(message, subject))
@@ -268,11 +271,15 @@ class NatsSubscription(Subscription):
         await broker.aopen()
         try:
             await self._find_or_create()
+            client = await broker.connected()
+            try:
+                self.inbox = client.new_inbox()
+                self.subscription = await client.subscribe(self.inbox)
+            except BaseException:
+                await client.close()
+                raise
         except (NatsError, APIError, TimeoutError) as error:
             raise failed(broker, f"Looking for the consumer {self.name!r} of", error) from error
-        client = await broker.connected()
-        self.inbox = client.new_inbox()
-        self.subscription = await client.subscribe(self.inbox)
         self.client = client
 
     async def _find_or_create(self) -> None:
@@ -351,7 +358,7 @@ class NatsSubscription(Subscription):
         return found
 
     async def stop(self) -> None:
-        """Withdraw the request for messages, which would be answered with those that are given back."""
+        """Withdraw the request for messages: the server would answer it with messages that are given back."""
         if self.client is not None:
             try:
                 waiting = await self._next(self.subscription.pending_msgs, 0.01)

@@ -14,6 +14,7 @@ from aio_pika import Exchange
 from aio_pika.abc import AbstractConnection, AbstractIncomingMessage
 from aiormq.exceptions import (
     AMQPError,
+    ChannelAccessRefused,
     ChannelInvalidStateError,
     ChannelNotFoundEntity,
     DeliveryError,
@@ -59,8 +60,10 @@ class RabbitBroker(UrlBroker):
                 self.exchange = await self.declared(channel)
                 if self.group:  # so that it gets what is published before its consumers begin
                     await self.queue(channel, self.exchange, self.group)
-        except ERRORS as error:
+        except BaseException as error:
             await close(connection)
+            if not isinstance(error, ERRORS):
+                raise
             raise failed(self, f"Looking for the exchange {self.channel!r} of", error) from error
         self._connection = connection
 
@@ -145,7 +148,7 @@ class RabbitBroker(UrlBroker):
             return BrokerDown(f"{self.url} did not confirm the message {envelope.id} within {self.timeout:g} s")
         except PublishError as error:  # no queue is bound to the exchange
             return failed(self, f"Publishing {envelope.id} to", error)
-        except DeliveryError as error:  # a queue is full, or has failed
+        except (ChannelAccessRefused, DeliveryError) as error:  # a right is missing; or a queue is full, or has failed
             return BrokerDown(f"{self.url} does not take the message {envelope.id} now: {error}")
         except (
             *ERRORS,
@@ -162,7 +165,8 @@ class RabbitBroker(UrlBroker):
             self.channel,
             self.channel,
         )
-        await self.queue(self.exchange.channel, self.exchange, DEFAULT_NAME)
+        async with asyncio.timeout(self.timeout):
+            await self.queue(self.exchange.channel, self.exchange, DEFAULT_NAME)
 
     def subscribe(self, group: str, *, prefetch: int = PREFETCH) -> Subscription:
         return RabbitSubscription(self, group, prefetch)
@@ -205,9 +209,12 @@ class RabbitSubscription(Subscription):
                 queue = await broker.queue(channel, await broker.declared(channel), self.group)
                 channel.close_callbacks.add(lambda *_: self.changed.set())
                 self.tag = await queue.consume(self._take)
-                self.queue = queue
-        except ERRORS as error:
-            await close(connection)
+                driver: Any = await channel.get_underlay_channel()
+                self.queue, self.driver = queue, driver
+        except BaseException as error:
+            await close(connection)  # or the queue's messages would go to a consumer that nobody reads
+            if not isinstance(error, ERRORS):
+                raise
             hint = "; the URL says create=false" if isinstance(error, ChannelNotFoundEntity) else ""
             raise failed(broker, f"Subscribing to {self.broker.channel!r}{hint} of", error) from error
         self.channel = channel
@@ -223,6 +230,8 @@ class RabbitSubscription(Subscription):
             self.changed.clear()
             if self.channel.is_closed:
                 raise BrokerError(f"{self.broker.url} has closed the connection")
+            if self.tag not in self.driver.consumers:  # the queue was deleted, or has failed
+                raise BrokerError(f"{self.broker.url} has ended the subscription to the queue {self.queue.name!r}")
             try:
                 await asyncio.wait_for(self.changed.wait(), wait)
             except TimeoutError:
@@ -233,7 +242,7 @@ class RabbitSubscription(Subscription):
         return [RabbitDelivery(self, self.arrived.popleft()) for _ in range(min(limit, len(self.arrived)))]
 
     async def stop(self) -> None:
-        """Cancel the subscription, to which RabbitMQ would deliver again at once what is given back."""
+        """Cancel the subscription: RabbitMQ would at once deliver to it again the messages that are given back."""
         if self.connection is None:
             return
         try:

@@ -12,15 +12,7 @@ from typing import Any, cast
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import RedisError, ResponseError
 
 from ...errors import BrokerError, ConfigurationError
 from ..broker import (
@@ -39,11 +31,13 @@ from ..envelope import Envelope, parse_structured, structured
 
 OPTIONS = {"visibility": VISIBILITY, "window": 86400.0}
 FIELD = b"event"
-# Errors that say nothing about the message: no memory, no disk, not (or not yet) the primary, a script that runs for long.
-FOR_NOW = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN")
+# In the error of a message that is larger than the server accepts.  All other errors are of the server's state, rights or
+# settings, because it does not look into messages.
+TOO_LARGE = "Protocol error"
 BLOCK = 0.5  # seconds for one read; then look for deliveries that are due again
 LOOK = 0.1  # seconds between two looks for them
-SWEEP = 10.0  # seconds between two removals of what all groups have acknowledged
+SWEEP = 10.0  # seconds between two removals of messages that all groups have acknowledged
+GONE = 3600.0  # seconds after which a consumer that has asked for nothing, and has nothing, has crashed
 
 # An id is remembered in a key of its own, in the stream's slot of a cluster.  It is written last: a script that fails in
 # the middle is not rolled back, and an id without its message would be a lost message.  KEYS: the stream, the id's key.
@@ -62,6 +56,18 @@ MOVE = """
 if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then return 0 end
 redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'IDLE', ARGV[4], 'JUSTID')
 return 1
+"""
+
+# In one step: a consumer that was given a message since it was looked at would lose it, because its deliveries go with it.
+# KEYS: the stream.  ARGV: the group, the milliseconds for which a consumer has asked for nothing.
+REMOVE_GONE = """
+for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+    local its = {}
+    for n = 1, #consumer, 2 do its[consumer[n]] = consumer[n + 1] end
+    if its.pending == 0 and its.idle > tonumber(ARGV[2]) then
+        redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], its.name)
+    end
+end
 """
 
 
@@ -130,11 +136,7 @@ class RedisStreamBroker(UrlBroker):
 
     def _error(self, error: Exception) -> BrokerError:
         wrapped = failed(self, "Publishing to", error)
-        # The driver takes the first word away from errors that have a class of their own.
-        known = isinstance(
-            error, OutOfMemoryError | BusyLoadingError | ReadOnlyError | ClusterDownError | MasterDownError
-        )
-        return BrokerDown(wrapped.detail) if known or any(word in str(error) for word in FOR_NOW) else wrapped
+        return wrapped if TOO_LARGE in str(error) else BrokerDown(wrapped.detail)
 
     def _add_arguments(self, envelope: Envelope) -> tuple[str | bytes | int, ...]:
         seen = f"{{{self.channel}}}:seen:{deduplication_id(envelope, self.channel)}"
@@ -191,7 +193,7 @@ class RedisSubscription(Subscription):
             raise failed(self.broker, "Receiving from", error) from error
 
     async def _overdue(self, limit: int) -> list[Delivery]:
-        """Take over what was left unacknowledged for too long, by any consumer of the group."""
+        """Take over deliveries that a consumer of the group has left unacknowledged for too long."""
         assert self.client is not None
         if time.monotonic() < self.looked + LOOK:
             return []
@@ -227,9 +229,7 @@ class RedisSubscription(Subscription):
             oldest.append(summary["min"] or group["last-delivered-id"])
         if oldest:
             await self.client.xtrim(self.stream, minid=min(oldest, key=entry_order), approximate=True)
-        for consumer in await self.client.xinfo_consumers(self.stream, self.group):
-            if consumer["pending"] == 0 and consumer["idle"] > 3_600_000:
-                await self.client.xgroup_delconsumer(self.stream, self.group, consumer["name"])
+        await self.client.eval(REMOVE_GONE, 1, self.stream, self.group, int(GONE * 1000))
 
     async def move(self, id: bytes, idle: float) -> None:
         """Let the delivery seem to be idle for *idle* seconds, if it is still this consumer's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import math
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -160,7 +161,7 @@ def is_for_now(error: Exception) -> bool:
 
 
 def batched(entries: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The entries in requests that SQS accepts; one that is too large by itself is refused by SQS, alone."""
+    """The entries in requests that SQS accepts.  It refuses an entry that is too large, alone."""
     batches: list[list[dict[str, Any]]] = []
     size = MOST_BYTES
     for entry in entries:
@@ -234,4 +235,4 @@ class SqsDelivery(Delivery):
 
     async def _set_visibility(self, seconds: float) -> None:
         change = self.subscription.broker.sqs.change_message_visibility
-        await self.subscription.tell(change, self.receipt, VisibilityTimeout=int(min(seconds, LONGEST_DELAY)))
+        await self.subscription.tell(change, self.receipt, VisibilityTimeout=math.ceil(min(seconds, LONGEST_DELAY)))

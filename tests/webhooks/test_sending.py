@@ -7,9 +7,11 @@ import json
 import logging
 import random
 import re
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import datetime
 from typing import Any
 
@@ -18,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore import Guard, Op, Operation, Webhooks
+from oncemore._ledger.tables import Sql
 from oncemore._runtime.plan import run
 from oncemore.encryption import Seal
 from oncemore.errors import (
@@ -31,6 +34,7 @@ from oncemore.errors import (
 )
 from oncemore.testing.clock import Clock
 from oncemore.webhooks import Sender, Signing
+from oncemore.webhooks import statements as sql
 from oncemore.webhooks.bodies import WebhookMessage
 from oncemore.webhooks.claims import MatchingPass
 from oncemore.webhooks.endpoints import matches
@@ -520,6 +524,25 @@ def test_resend_of_one_that_waits_for_another_is_refused(webhooks: Webhooks, hoo
     for id in ("999", "x", "", "١", "9" * 30):
         with pytest.raises(NotFound):
             webhooks.resend(id)
+
+
+@pytest.mark.parametrize("statement", [sql.DUE_ENDPOINTS, sql.CLAIM_RESENT])
+def test_backlog_of_a_paused_endpoint_is_not_read(webhooks: Webhooks, url: str, hooks: Hooks, statement: Sql) -> None:
+    """Senders look many times a second for what was resent to it by hand."""
+    webhooks.endpoints.create(hooks.url())
+    webhooks.stats()
+    values = ["", "[]", 500] if statement is sql.DUE_ENDPOINTS else ["token", 0.0, "[]", 500, 0.0]
+    query, bound = webhooks.tables.query(statement, *values)
+    if webhooks.tables.dialect == "sqlite":
+        with closing(sqlite3.connect(webhooks.guard.store.path)) as connection:
+            plan = str(connection.execute(f"EXPLAIN QUERY PLAN {query.text}", bound).fetchall())
+    else:
+        import psycopg
+
+        with psycopg.connect(url.partition("?")[0]) as server:
+            server.execute("SET enable_seqscan = off")
+            plan = str(psycopg.RawCursor(server).execute(f"EXPLAIN {query.text}".encode(), bound).fetchall())
+    assert "webhook_deliveries_resent" in plan
 
 
 def test_disable_while_pending_parks_and_late_disable_is_swept(webhooks: Webhooks, hooks: Hooks) -> None:

@@ -70,6 +70,9 @@ CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_due ON {p}webhook_deliveri
 CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_order ON {p}webhook_deliveries (endpoint, order_key, seq)
     WHERE state = 'pending' AND order_key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_token ON {p}webhook_deliveries (token) WHERE token IS NOT NULL;
+-- A paused or disabled endpoint may have millions that are due, and only those that were resent by hand are looked for.
+CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_resent ON {p}webhook_deliveries (endpoint, next_at, seq)
+    WHERE state = 'pending' AND former IS NOT NULL;
 -- Not for those that are pending: the planner would rather use it than the index of those that are due.
 CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_ended ON {p}webhook_deliveries (endpoint, seq)
     WHERE state <> 'pending';

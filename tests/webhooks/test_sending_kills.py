@@ -8,14 +8,22 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oncemore import Guard, Policy, Webhooks
+from oncemore._ledger.tables import Tables
+from oncemore._runtime.plan import run
 from oncemore.testing.clock import Clock
 from oncemore.webhooks import Sender
+from oncemore.webhooks import statements as sql
+from oncemore.webhooks.claims import Claims, MatchingPass
+from oncemore.webhooks.requests import Result
+from oncemore.webhooks.sender import Results, SenderRun
 from tests.support.processes import Program
 from tests.webhooks.conftest import LOOPBACK, send
 from tests.webhooks.hooks import OK, Answer, Arrived, Hooks, response
@@ -225,7 +233,6 @@ def test_stopped_sender_gives_back_what_takes_too_long(webhooks: Webhooks, hooks
 
 def test_result_recorded_twice_is_one_attempt(webhooks: Webhooks, hooks: Hooks, monkeypatch: Any) -> None:
     from oncemore.errors import StoreUnavailable
-    from oncemore.webhooks.sender import Results
 
     record, lost = Results.record, []
 
@@ -253,16 +260,22 @@ def test_result_recorded_twice_is_one_attempt(webhooks: Webhooks, hooks: Hooks, 
     assert fifo == [1, 2]
 
 
+@pytest.fixture
+def on_postgres(postgres_url: str, postgres_schema: str) -> Iterator[Webhooks]:
+    url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}schema={postgres_schema}"
+    guard = Guard(url, policy=Policy(effect="transaction"))
+    yield Webhooks(guard, allow=LOOPBACK, allow_http=True)
+    guard.close()
+
+
 @pytest.mark.server
 def test_open_transaction_holds_back_ordered_endpoints_only(
-    postgres_url: str, postgres_schema: str, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+    on_postgres: Webhooks, postgres_url: str, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import psycopg
 
     monkeypatch.setattr("oncemore.webhooks.claims.PAGE", 3)
-    url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}schema={postgres_schema}"
-    guard = Guard(url, policy=Policy(effect="transaction"))
-    webhooks = Webhooks(guard, allow=LOOPBACK, allow_http=True)
+    webhooks = on_postgres
     webhooks.endpoints.create(hooks.url("/free"), tenant="free")
     webhooks.endpoints.create(hooks.url("/fifo"), tenant="fifo", order="fifo")
     sender = Sender(webhooks)
@@ -276,4 +289,20 @@ def test_open_transaction_holds_back_ordered_endpoints_only(
         late.commit()
     assert sender.run_once() == 11
     assert [each.data for each in hooks.arrived if each.path == "/fifo"] == ["late", *range(10)]
-    guard.close()
+
+
+@pytest.mark.server
+def test_message_of_a_restored_dump_does_not_wait(
+    on_postgres: Webhooks, postgres_url: str, postgres_schema: str, hooks: Hooks
+) -> None:
+    """Transactions of the server that the dump was made of have larger numbers than any of this one."""
+    import psycopg
+
+    on_postgres.endpoints.create(hooks.url(), order="fifo")
+    send(on_postgres, "before", "the dump")
+    with psycopg.connect(postgres_url) as connection:
+        table = f"{postgres_schema}.oncemore_webhook_messages"
+        connection.execute(f"UPDATE {table} SET xid = '9000000000000'".encode())
+    send(on_postgres, "after it")
+    assert Sender(on_postgres).run_once() == 3
+    assert hooks.data == ["before", "the dump", "after it"]

@@ -151,7 +151,8 @@ FAN_OUT_LOCK = Sql(
 # A message is settled if no older transaction is open, which might still add one that comes before it.  $3 is the limit of
 # settled transactions that the first page of a pass has found: later pages judge by the same one.
 NEW_MESSAGES = Sql(
-    "SELECT seq, tenant, type, subject, xid < coalesce($3::text::xid8, pg_snapshot_xmin(pg_current_snapshot())), "
+    "SELECT seq, tenant, type, subject, xid < coalesce($3::text::xid8, pg_snapshot_xmin(pg_current_snapshot())) "
+    "OR xid >= pg_snapshot_xmax(pg_current_snapshot()), "
     "coalesce($3::text, pg_snapshot_xmin(pg_current_snapshot())::text) FROM {p}webhook_messages "
     "WHERE current_setting('oncemore.fan_out') = 'true' AND is_new AND seq > $1 ORDER BY seq LIMIT $2",
     "SELECT seq, tenant, type, subject, 1, ?3 FROM {p}webhook_messages WHERE is_new AND seq > ?1 ORDER BY seq LIMIT ?2",

@@ -306,3 +306,68 @@ def test_message_of_a_restored_dump_does_not_wait(
     send(on_postgres, "after it")
     assert Sender(on_postgres).run_once() == 3
     assert hooks.data == ["before", "the dump", "after it"]
+
+
+@pytest.mark.server
+def test_recover_sends_what_was_matched_while_it_was_enabled(
+    on_postgres: Webhooks, postgres_url: str, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender has read that the endpoint is disabled, and commits only after it was enabled."""
+    import psycopg
+
+    webhooks = on_postgres
+    endpoint = webhooks.endpoints.create(hooks.url(), disabled=True)
+    match, matched, may_commit = MatchingPass._match, threading.Event(), threading.Event()
+
+    def slow(self: MatchingPass, *args: Any) -> Any:
+        result = yield from match(self, *args)
+        matched.set()
+        assert may_commit.wait(WAIT)
+        return result
+
+    monkeypatch.setattr(MatchingPass, "_match", slow)
+    send(webhooks, 1)
+    with ThreadPoolExecutor() as threads:
+        matching = threads.submit(lambda: run(MatchingPass(webhooks).match_page()))
+        assert matched.wait(WAIT)
+        webhooks.endpoints.enable(endpoint.id)
+        recovering = threads.submit(webhooks.recover, endpoint.id, 0, only="missing")
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            waiting = "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            until(lambda: recovering.done() or connection.execute(waiting).rowcount)
+        may_commit.set()
+        assert (matching.result(), recovering.result()) == (1, 1)
+    assert Sender(webhooks).run_once() == 1
+
+
+@pytest.mark.server
+def test_recover_sends_what_was_given_back_while_it_was_enabled(
+    on_postgres: Webhooks, postgres_url: str, postgres_schema: str, hooks: Hooks
+) -> None:
+    """A sender has read that the endpoint is disabled, and parks the delivery only after it was enabled."""
+    import psycopg
+
+    webhooks = on_postgres
+    endpoint = webhooks.endpoints.create(hooks.url())
+    send(webhooks, 1)
+    run(MatchingPass(webhooks).match_page())
+    claims = Claims(webhooks, concurrency=1, lease=50)
+    (claimed,) = run(claims.claim(1))
+    webhooks.endpoints.disable(endpoint.id)
+    result = Result(tried=False)
+
+    def recover() -> int:
+        webhooks.endpoints.enable(endpoint.id)
+        return webhooks.recover(endpoint.id, 0, only="missing")
+
+    with psycopg.connect(postgres_url, autocommit=True) as server, ThreadPoolExecutor() as threads:
+        waiting = "SELECT FROM pg_locks WHERE NOT granted"
+        with psycopg.connect(postgres_url) as slow:
+            slow.execute(f"SELECT FROM {postgres_schema}.oncemore_webhook_deliveries FOR UPDATE".encode())
+            recording = threads.submit(lambda: run(Results(webhooks).record([(claimed, result)])))
+            until(lambda: server.execute(waiting).rowcount)
+            recovering = threads.submit(recover)
+            until(lambda: recovering.done() or server.execute(waiting).rowcount > 1)
+        recording.result()
+        assert recovering.result() == 1
+    assert Sender(webhooks).run_once() == 1

@@ -285,8 +285,13 @@ class Results:
         health = self._health(attempts, rows)
         if health:
             queries.append(tables.query(sql.HEALTH, encode(health).decode()))
-        # Locked in the order of their ids, because another sender may record results of the same endpoints.
-        locked = {endpoint for endpoint, _ in ended} | {each["id"] for each in health if not each["healthy"]}
+        # Locked first, so that none is enabled or disabled meanwhile; in the order of their ids, because another sender may
+        # record results of the same endpoints.
+        locked = {
+            claimed.registered.endpoint.id
+            for (claimed, _), row in zip(attempts, rows, strict=True)
+            if claimed.order_key is not None or row["state"] != "delivered"
+        }
         locks = [tables.query(sql.ORDERED_ENDPOINTS, encode([{"id": id} for id in locked]).decode())] if locked else []
         yield from tables.execute(*locks, *queries)
         self._tell(attempts, rows)

@@ -143,11 +143,10 @@ ADD_MESSAGE = Sql(
 )
 # One sender at a time gives the deliveries their order.  NEW_MESSAGES finds nothing unless this has got the lock; so
 # both go in one round trip, and each has a snapshot of its own.
-FAN_OUT_LOCK = Sql(
-    "SELECT set_config('oncemore.fan_out', "
-    "pg_try_advisory_xact_lock(hashtextextended('{p}webhook_messages', 0))::text, true)",
-    "SELECT 1",
-)
+FAN_OUT = "(hashtextextended('{p}webhook_messages', 0))"
+FAN_OUT_LOCK = Sql(f"SELECT set_config('oncemore.fan_out', pg_try_advisory_xact_lock{FAN_OUT}::text, true)", "SELECT 1")
+# Wait for the sender that has the lock: it may still add deliveries by a state of their endpoint that has changed since.
+FAN_OUT_ENDED = Sql(f"SELECT pg_advisory_xact_lock{FAN_OUT}", "SELECT 1")
 # A message is settled if no older transaction is open, which might still add one that comes before it.  $3 is the limit of
 # settled transactions that the first page of a pass has found: later pages judge by the same one.
 NEW_MESSAGES = Sql(

@@ -266,7 +266,8 @@ class Webhooks:
                 f"The endpoint {endpoint!r} is disabled ({found.reason}): enable it first, and then recover"
             )
         total = 0
-        ((((last,),),)) = yield from self.tables.execute(self.tables.query(sql.LAST_DELIVERY))
+        queries = map(self.tables.query, (sql.FAN_OUT_ENDED, sql.LAST_DELIVERY))
+        _, ((last,),) = yield from self.tables.execute(*queries, patient=True)
         after, more = 0, True
         while more:
             after, count, more = yield from self._requeue_slice(found, only, start, after, last)

@@ -371,3 +371,27 @@ def test_recover_sends_what_was_given_back_while_it_was_enabled(
         recording.result()
         assert recovering.result() == 1
     assert Sender(webhooks).run_once() == 1
+
+
+def test_sender_that_stood_still_sends_nothing_late(
+    webhooks: Webhooks, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, stood_still = Claims.claim, []
+
+    def claim_and_stand_still(self: Claims, *args: Any, **options: Any) -> Any:
+        claimed = yield from claim(self, *args, **options)
+        if claimed and not stood_still:
+            stood_still.append(50)
+            Clock(webhooks.guard.store).advance(50)
+            for each in claimed:
+                each.began -= 50
+            with ThreadPoolExecutor() as threads:  # meanwhile another sender takes over
+                assert threads.submit(Sender(webhooks).run_once).result() == 2
+        return claimed
+
+    monkeypatch.setattr(Claims, "claim", claim_and_stand_still)
+    webhooks.endpoints.create(hooks.url(), order="fifo")
+    send(webhooks, 1, 2)
+    assert Sender(webhooks).run_once() == 0
+    assert hooks.data == [1, 2]
+    assert webhooks.stats()["delivered"] == 2

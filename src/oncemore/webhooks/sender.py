@@ -204,7 +204,10 @@ class SenderRun:
         """Send one request, and keep its result."""
         result = Result(error="the sender was stopped", tried=False)
         try:
-            result = await self.requests.attempt(claimed)
+            if SYSTEM.monotonic() - claimed.began > LEASE_MARGIN:
+                result.error = "the sender stood still, and its lease could have ended within the request"
+            else:
+                result = await self.requests.attempt(claimed)
         finally:
             # If the task was cancelled, nobody knows whether the request arrived, and another sender tries again.
             success = result.is_success if result.tried else None

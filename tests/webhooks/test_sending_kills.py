@@ -395,3 +395,34 @@ def test_sender_that_stood_still_sends_nothing_late(
     assert Sender(webhooks).run_once() == 0
     assert hooks.data == [1, 2]
     assert webhooks.stats()["delivered"] == 2
+
+
+def test_disabling_parks_a_large_backlog_in_slices(
+    webhooks: Webhooks, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other endpoints wait for a round of the sender, so it parks no more than a few slices."""
+    monkeypatch.setattr("oncemore.webhooks.endpoints.SLICE", 2)
+    rounds: list[int] = []
+    go, query = SenderRun._round, Tables.query
+
+    async def counted_round(self: SenderRun, *args: Any) -> int:
+        rounds.append(0)
+        return await go(self, *args)
+
+    def counted_query(self: Tables, statement: Any, *values: Any) -> Any:
+        if statement is sql.PARK and rounds:
+            rounds[-1] += 1
+        return query(self, statement, *values)
+
+    hooks.answer = lambda arrived: response(410 if arrived.path == "/gone" else 200)
+    webhooks.endpoints.create(hooks.url("/gone"), order="fifo")
+    webhooks.endpoints.create(hooks.url("/well"), order="fifo")
+    send(webhooks, *range(20))
+    monkeypatch.setattr(SenderRun, "_round", counted_round)
+    monkeypatch.setattr(Tables, "query", counted_query)
+    sender = Sender(webhooks)
+    assert sender.run_once() == 20
+    assert max(rounds) <= 2
+    while webhooks.stats()["pending"]:
+        assert sender.run_once() == 0
+    assert webhooks.stats() == {"pending": 0, "delivered": 20, "dead": 1, "parked": 19}

@@ -313,12 +313,13 @@ class Endpoints:
 
     def _disable(self, id: str, reason: str) -> Plan[Endpoint]:
         yield from self.disable_now(id, reason)
+        yield from self.park(id)
         return (yield from self._get(id))
 
     def disable_now(self, id: str, reason: str, *also: Query) -> Plan[bool]:
-        """Disable the endpoint and park what waits for it; False if it was disabled before.
+        """Disable the endpoint; False if it was disabled before.  *also* is committed together with that.
 
-        *also* is committed together with that.
+        Senders send nothing to it from then on.  What waits for it has yet to be parked.
         """
         transaction = yield from self._tables.open()
         try:
@@ -328,19 +329,28 @@ class Endpoints:
         except BaseException:
             yield from transaction.rollback()
             raise
-        yield from self.park(id)
         return bool(changed)
 
     def park(self, id: str) -> Plan[None]:
         """Park what waits for a disabled endpoint."""
-        while (yield from self._tables.execute(self._tables.query(sql.PARK, id)))[0]:
+        while (yield from self.park_slice(id)):
             pass
 
-    def park_strays(self) -> Plan[None]:
-        """Park what was left, or came, when an endpoint was disabled: a process died, or was about to add it."""
+    def park_slice(self, id: str) -> Plan[int]:
+        """Park some of what waits for a disabled endpoint; return how many."""
+        (rows,) = yield from self._tables.execute(self._tables.query(sql.PARK, id, SLICE))
+        return len(rows)
+
+    def park_strays(self) -> Plan[int]:
+        """Park a slice of what still waits for each disabled endpoint; return how many.
+
+        It was left by a sender, or by a process that has died, or was added by one that did not know yet.
+        """
         (rows,) = yield from self._tables.execute(self._tables.query(sql.DISABLED_WITH_PENDING))
+        count = 0
         for (id,) in rows:
-            yield from self.park(id)
+            count += yield from self.park_slice(id)
+        return count
 
     def enable(self, id: str) -> Endpoint:
         """Send what happens from now on to the endpoint.  What was parked meanwhile is sent by `recover(only="missing")`."""

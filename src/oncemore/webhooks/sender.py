@@ -251,13 +251,14 @@ class SenderRun:
         await self.requests.aclose()
 
     async def _keep_house(self) -> None:
-        """Once a minute: park what was left for disabled endpoints, and delete a slice of what is too old."""
+        """Once a minute: park a slice for each disabled endpoint, and delete one of what is too old; more in the next rounds."""
         if SYSTEM.monotonic() < self._next_housekeeping:
             return
         self._next_housekeeping = SYSTEM.monotonic() + HOUSEKEEPING
         self.claims.forget_idle()
-        await arun(self.webhooks.endpoints.park_strays())
-        if await arun(self.webhooks.purge_slice()):
+        parked = await arun(self.webhooks.endpoints.park_strays())
+        purged = await arun(self.webhooks.purge_slice())
+        if parked or purged:
             self._next_housekeeping = 0.0  # there may be more
 
 
@@ -392,6 +393,7 @@ class Results:
             also.append(self.tables.query(sql.ADD_MESSAGE, *values))
         if not (yield from webhooks.endpoints.disable_now(id, reason, *also)):
             return
+        yield from webhooks.endpoints.park_slice(id)  # the rest later, because it must not hold up other endpoints
         log.warning("The webhook endpoint %s of tenant %r is disabled: %s", id, endpoint.tenant, reason)
         if webhooks.on_event is not None:
             try:

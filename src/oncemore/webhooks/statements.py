@@ -126,7 +126,7 @@ DELETE_ENDPOINT = Sql("DELETE FROM {p}webhook_endpoints WHERE id = $1 RETURNING 
 PARK = Sql(
     "UPDATE {p}webhook_deliveries SET state = 'parked', token = NULL WHERE seq IN ("
     "SELECT seq FROM {p}webhook_deliveries WHERE endpoint = $2 AND state = 'pending' AND former IS NULL "
-    "AND (token IS NULL OR next_at <= {now}) ORDER BY next_at, seq LIMIT 5000) "
+    "AND (token IS NULL OR next_at <= {now}) ORDER BY next_at, seq LIMIT $3) "
     "AND (token IS NULL OR next_at <= {now}) RETURNING seq"  # once more, because a sender may just have claimed it
 )
 DISABLED_WITH_PENDING = Sql(

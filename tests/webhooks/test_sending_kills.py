@@ -426,3 +426,33 @@ def test_disabling_parks_a_large_backlog_in_slices(
     while webhooks.stats()["pending"]:
         assert sender.run_once() == 0
     assert webhooks.stats() == {"pending": 0, "delivered": 20, "dead": 1, "parked": 19}
+
+
+async def to_nothing(*_: Any) -> None:
+    return
+
+
+def test_message_recovered_while_it_is_purged_is_kept(
+    webhooks: Webhooks, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer ones of an ordered endpoint wait for it."""
+    monkeypatch.setattr(SenderRun, "_keep_house", to_nothing)
+    endpoint = webhooks.endpoints.create(hooks.url(), order="fifo")
+    sender, execute = Sender(webhooks), Tables.execute
+    send(webhooks, "old")
+    sender.run_once()
+    Clock(webhooks.guard.store).advance(webhooks.keep + 1)
+    send(webhooks, "new")
+    sender.run_once()
+
+    def recover_first(self: Tables, *queries: Any, **options: Any) -> Any:
+        if len(queries) > 1:
+            monkeypatch.setattr(Tables, "execute", execute)
+            assert webhooks.recover(endpoint.id, 0, only="all") == 2
+        return (yield from execute(self, *queries, **options))
+
+    monkeypatch.setattr(Tables, "execute", recover_first)
+    webhooks.purge()
+    assert sender.run_once() == 2
+    assert hooks.data == ["old", "new", "old", "new"]
+    assert webhooks.purge() == 1

@@ -148,7 +148,8 @@ FAN_OUT_LOCK = Sql(f"SELECT set_config('oncemore.fan_out', pg_try_advisory_xact_
 # Wait for the sender that has the lock: it may still add deliveries by a state of their endpoint that has changed since.
 FAN_OUT_ENDED = Sql(f"SELECT pg_advisory_xact_lock{FAN_OUT}", "SELECT 1")
 # A message is settled if no older transaction is open, which might still add one that comes before it.  $3 is the limit of
-# settled transactions that the first page of a pass has found: later pages judge by the same one.
+# settled transactions that the first page of a pass has found: later pages judge by the same one.  A transaction whose number
+# is not assigned yet was one of another server, of which a dump was made, and is not open either.
 NEW_MESSAGES = Sql(
     "SELECT seq, tenant, type, subject, xid < coalesce($3::text::xid8, pg_snapshot_xmin(pg_current_snapshot())) "
     "OR xid >= pg_snapshot_xmax(pg_current_snapshot()), "
@@ -317,10 +318,13 @@ REQUEUES = {
     "all": requeue(("dead", "parked", "delivered")),
 }
 COUNTS = Sql("SELECT state, count(*) FROM {p}webhook_deliveries GROUP BY state")
+ALL_ENDED = (
+    " AND NOT EXISTS (SELECT 1 FROM {p}webhook_deliveries d JOIN {p}webhook_endpoints e ON e.id = d.endpoint "
+    "WHERE d.message = m.seq AND d.state = 'pending')"
+)
 OLD_MESSAGES = Sql(
-    "SELECT seq FROM {p}webhook_messages m WHERE created_at < TIME($1) AND NOT is_new AND NOT EXISTS ("
-    "SELECT 1 FROM {p}webhook_deliveries d JOIN {p}webhook_endpoints e ON e.id = d.endpoint "
-    "WHERE d.message = m.seq AND d.state = 'pending') ORDER BY created_at LIMIT $2"
+    "SELECT seq FROM {p}webhook_messages m WHERE created_at < TIME($1) AND NOT is_new"
+    f"{ALL_ENDED} ORDER BY created_at LIMIT $2"
 )
 MESSAGES_OF = Sql("SELECT seq FROM {p}webhook_messages WHERE tenant = $1 LIMIT $2")
 DELIVERIES_OF = Sql(
@@ -328,24 +332,37 @@ DELIVERIES_OF = Sql(
 )
 
 
-def delete_deliveries(column: str) -> tuple[Sql, ...]:
-    """Delete deliveries by their *column*, with their attempts.  They are locked first, so that no attempt is added."""
-    these = f"{{p}}webhook_deliveries WHERE {column} IN (SELECT seq FROM ROWS($1, seq bigint) r)"
+def delete_deliveries(column: str, *between: Sql, condition: str = "") -> tuple[Sql, ...]:
+    """Delete deliveries by their *column*, with their attempts.  They are locked first, so that no attempt is added.
+
+    The statements *between* come behind the lock, and the *condition* is looked at after them.
+    """
+    these = f"{{p}}webhook_deliveries d WHERE {column} IN (SELECT seq FROM ROWS($1, seq bigint) r)"
     return (
         Sql(f"SELECT seq FROM {these} ORDER BY seq FOR UPDATE"),
-        Sql(f"DELETE FROM {{p}}webhook_attempts WHERE delivery IN (SELECT seq FROM {these})"),
-        Sql(f"DELETE FROM {these}"),
+        *between,
+        Sql(f"DELETE FROM {{p}}webhook_attempts WHERE delivery IN (SELECT seq FROM {these}{condition})"),
+        Sql(f"DELETE FROM {{p}}webhook_deliveries WHERE seq IN (SELECT seq FROM {these}{condition})"),
+    )
+
+
+def delete_messages(condition: str = "") -> tuple[Sql, ...]:
+    """Delete messages for which the *condition* holds, with their deliveries.  They are locked first, so that none is added."""
+    these = "{p}webhook_messages AS m WHERE seq IN (SELECT seq FROM ROWS($1, seq bigint) r)"
+    return (
+        Sql(f"SELECT seq FROM {these} ORDER BY seq FOR UPDATE"),
+        *delete_deliveries(
+            "message",
+            Sql(f"DELETE FROM {these}{condition}"),
+            condition=" AND NOT EXISTS (SELECT 1 FROM {p}webhook_messages m WHERE m.seq = d.message)",
+        ),
     )
 
 
 DELETE_DELIVERIES = delete_deliveries("seq")
-THESE_MESSAGES = "{p}webhook_messages WHERE seq IN (SELECT seq FROM ROWS($1, seq bigint) r)"
-# They are locked first, so that no delivery is added.
-DELETE_MESSAGES = (
-    Sql(f"SELECT seq FROM {THESE_MESSAGES} ORDER BY seq FOR UPDATE"),
-    *delete_deliveries("message"),
-    Sql(f"DELETE FROM {THESE_MESSAGES}"),
-)
+DELETE_MESSAGES = delete_messages()
+# Once more with the condition: one may have been sent again meanwhile, and others of its order_key would wait for it for ever.
+DELETE_OLD_MESSAGES = delete_messages(ALL_ENDED)
 PING = Sql(
     "INSERT INTO {p}webhook_messages (id, tenant, type, data, created_at, is_new) "
     "VALUES ($2, $3, $4, $5, {now}, false) RETURNING seq"

@@ -364,16 +364,16 @@ class Webhooks:
     def purge_slice(self, tenant: str | None = None) -> Plan[int]:
         """Delete some of the messages that are too old, or of those of the tenant; return how many."""
         if tenant is not None:
+            deletes = sql.DELETE_MESSAGES
             query = self.tables.query(sql.MESSAGES_OF, tenant, SLICE)
         else:
+            deletes = sql.DELETE_OLD_MESSAGES
             ((((now,),),)) = yield from self.tables.execute(self.tables.query(sql.NOW))
             query = self.tables.query(sql.OLD_MESSAGES, now - self.keep, SLICE)
         (rows,) = yield from self.tables.execute(query, patient=True)
         if rows:
             gone = encode([{"seq": seq} for (seq,) in rows]).decode()
-            yield from self.tables.execute(
-                *(self.tables.query(delete, gone) for delete in sql.DELETE_MESSAGES), patient=True
-            )
+            yield from self.tables.execute(*(self.tables.query(delete, gone) for delete in deletes), patient=True)
         return len(rows)
 
 

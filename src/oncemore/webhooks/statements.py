@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from .._ledger.tables import Feature, Sql
 
 FEATURE = Feature(
@@ -119,7 +121,7 @@ SET_SECRETS = Sql("UPDATE {p}webhook_endpoints SET secrets = $2 WHERE id = $1")
 NOW = Sql("SELECT EPOCH({now})")
 SET_STATE = Sql(
     "UPDATE {p}webhook_endpoints SET state = $2, reason = $3, failing_since = NULL, paused_until = NULL "
-    "WHERE id = $1 AND state <> $2 RETURNING id, tenant, url"
+    "WHERE id = $1 AND state <> $2 RETURNING id"
 )
 DELETE_ENDPOINT = Sql("DELETE FROM {p}webhook_endpoints WHERE id = $1 RETURNING id")
 # A request that is under way is finished, and FINISH parks its delivery if it fails.  What was resent by hand is sent.
@@ -276,6 +278,7 @@ FAILING = Sql(
 
 # Deliveries
 
+# In the order of the fields of WebhookDelivery.
 DELIVERY_COLUMNS = """d.seq, m.id, d.endpoint, d.tenant, d.type, m.subject, d.state, d.attempts, EPOCH(d.created_at),
     EPOCH(d.next_at), EPOCH(d.ended_at), d.status, d.error, d.sequence"""
 DELIVERIES = "FROM {p}webhook_deliveries d JOIN {p}webhook_messages m ON m.seq = d.message"
@@ -373,10 +376,12 @@ PING_DELIVERY = Sql(
 )
 
 
+@cache
 def list_deliveries(filters: tuple[str, ...], state: str | None) -> Sql:
     """The page of deliveries behind $1, at most $2 of them; each filter has a parameter from $3 on.
 
-    The state is in the text, so that the database uses the index of those that are in it.
+    The state is in the text, so that the database uses the index of those that are in it.  There are a few dozen such
+    statements at most, and each is prepared once.
     """
     conditions = "".join(f" AND d.{column} = ${number}" for number, column in enumerate(filters, 3))
     select = f"SELECT {DELIVERY_COLUMNS} {DELIVERIES} WHERE d.seq > $1{conditions}"

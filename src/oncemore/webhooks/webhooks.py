@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from functools import cache
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -32,6 +31,7 @@ STATES = get_args(DeliveryState)
 Only = Literal["failed", "missing", "all"]
 LARGEST = 1024 * 1024  # bytes of data
 SLICE = 1000
+WAITS_FROM = 8e15  # an infinite `next_at` is later, as a number, on both databases
 PING = "webhook.ping"
 Slice = tuple[int, int, bool]
 encode = msgspec.json.encode
@@ -416,7 +416,7 @@ class Deliveries:
             raise ConfigurationError(f"state = {state!r}: write one of {', '.join(map(repr, STATES))}")
         asked = {"endpoint": endpoint, "tenant": tenant, "type": type}
         given = {column: value for column, value in asked.items() if value is not None}
-        statement = page_of(tuple(given), state)
+        statement = sql.list_deliveries(tuple(given), state)
         query = self._tables.query(statement, read_delivery_id(after), check_positive("limit", limit), *given.values())
         (rows,) = yield from self._tables.execute(query)
         return [read_delivery(row) for row in rows]
@@ -452,46 +452,12 @@ class Deliveries:
         ]
 
 
-@cache
-def page_of(filters: tuple[str, ...], state: str | None) -> Sql:
-    """The statement of a page with these filters; there are a few dozen at most, and each is prepared once."""
-    return sql.list_deliveries(filters, state)
-
-
 def read_delivery(row: Sequence[Any]) -> WebhookDelivery:
-    (
-        seq,
-        message,
-        endpoint,
-        tenant,
-        type,
-        subject,
-        state,
-        attempts,
-        created_at,
-        next_at,
-        ended_at,
-        status,
-        error,
-        number,
-    ) = row
-    waits = state != "pending" or next_at > 8e15
-    return WebhookDelivery(
-        id=str(seq),
-        message_id=message,
-        endpoint=endpoint,
-        tenant=tenant,
-        type=type,
-        subject=subject,
-        state=state,
-        attempts=attempts,
-        created_at=created_at,
-        next_at=None if waits else next_at,
-        ended_at=ended_at,
-        status=status,
-        error=error,
-        sequence=number,
-    )
+    """The delivery in a row of DELIVERY_COLUMNS, which are in the order of its fields."""
+    found = dict(zip(WebhookDelivery.__struct_fields__, row, strict=True))
+    if found["state"] != "pending" or found["next_at"] > WAITS_FROM:
+        found["next_at"] = None
+    return WebhookDelivery(**{**found, "id": str(found["id"])})
 
 
 def read_delivery_id(id: str) -> int:

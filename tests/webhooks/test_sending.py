@@ -432,6 +432,18 @@ def test_recover_interrupted_between_slices_goes_on(make: Make, hooks: Hooks, mo
     assert hooks.data == list(range(35))
 
 
+def test_recover_of_an_endpoint_that_is_deleted_meanwhile_ends(
+    webhooks: Webhooks, hooks: Hooks, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("oncemore.webhooks.webhooks.SLICE", 2)
+    send(webhooks, *range(5))
+    Sender(webhooks).run_once()
+    endpoint = webhooks.endpoints.create(hooks.url(), order="fifo")
+    with pytest.raises(NotFound, match="deleted meanwhile"):
+        webhooks.recover(endpoint.id, 0, only="missing", progress=lambda _: webhooks.endpoints.delete(endpoint.id))
+    assert states(webhooks) == {}
+
+
 def test_recover_refuses_times_without_zone_and_unknown_words(webhooks: Webhooks, hooks: Hooks) -> None:
     endpoint = webhooks.endpoints.create(hooks.url())
     with pytest.raises(ConfigurationError, match="no time zone"):

@@ -283,9 +283,7 @@ class Results:
             for (claimed, _), row in zip(attempts, rows, strict=True)
             if claimed.order_key is not None and row["state"] != "pending"
         }
-        if ended:
-            pairs = [{"endpoint": endpoint, "order_key": key} for endpoint, key in ended]
-            queries.append(tables.query(sql.NEXT_IN_ORDER, encode(pairs).decode()))
+        queries += self.webhooks.next_in_order(ended)
         health = self._health(attempts, rows)
         if health:
             queries.append(tables.query(sql.HEALTH, encode(health).decode()))

@@ -156,10 +156,7 @@ class Signing:
         """Return the headers to send with *body*.  Give the same *id* on each attempt to deliver; the timestamp changes."""
         id = new_id() if id is None else id
         timestamp = int(self._clock.time()) if timestamp is None else timestamp
-        if not GOOD_ID.fullmatch(id):
-            raise ConfigurationError(
-                f"{id!r} cannot be a webhook's id: use up to 256 visible ASCII characters without '.'"
-            )
+        check_id(id)
         if not GOOD_TIMESTAMP.fullmatch(str(timestamp)):
             raise ConfigurationError(f"{timestamp!r} is not a time in whole seconds since 1970")
         signing = [key for key in self._keys if key.signs]
@@ -208,6 +205,14 @@ def signed_content(id: str, timestamp: str, body: bytes) -> bytes:
     """Return the bytes that are signed."""
     check_bytes(body)
     return f"{id}.{timestamp}.".encode() + body
+
+
+def check_id(id: object) -> None:
+    """Raise ConfigurationError unless *id* can be the `webhook-id` of a message."""
+    if not isinstance(id, str) or not GOOD_ID.fullmatch(id):
+        raise ConfigurationError(
+            f"id = {id!r} cannot be signed: use up to 256 visible ASCII characters without a full stop"
+        )
 
 
 def check_bytes(body: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -13,7 +14,7 @@ from .._ledger.context import CURRENT, Op
 from .._ledger.encrypted import Sealing
 from .._ledger.guard import Guard, check_guard, check_positive
 from .._ledger.tables import Sql, Tables
-from .._ledger.transactions import Query
+from .._ledger.transactions import Query, TransactionAdapter
 from .._runtime.plan import Plan, arun, run
 from .._runtime.wakeups import Id
 from ..errors import ConfigurationError, InProgress, InvalidPayload, NotFound, PayloadTooLarge
@@ -22,7 +23,7 @@ from . import statements as sql
 from .bodies import BodyFormat, Render, body_of
 from .endpoints import Endpoint, Endpoints, check_text
 from .schedule import STEPS, DeliverySchedule
-from .signature import GOOD_ID, new_id
+from .signature import check_id, new_id
 from .statements import FEATURE
 from .targets import Network, Targets
 
@@ -33,7 +34,9 @@ LARGEST = 1024 * 1024  # bytes of data
 SLICE = 1000
 WAITS_FROM = 8e15  # an infinite `next_at` is later, as a number, on both databases
 PING = "webhook.ping"
-Slice = tuple[int, int, bool]
+# Up to which seq a step of `recover` has come (None: it is over), the order key of each delivery that is sent again, and the
+# statements that are still to be run.
+Step = tuple[int | None, list[str | None], list[Query]]
 encode = msgspec.json.encode
 WAKEUP: Id = ("oncemore.webhooks", "")  # what senders wait for
 
@@ -265,73 +268,70 @@ class Webhooks:
             raise ConfigurationError(
                 f"The endpoint {endpoint!r} is disabled ({found.reason}): enable it first, and then recover"
             )
-        total = 0
         queries = map(self.tables.query, (sql.FAN_OUT_ENDED, sql.LAST_DELIVERY))
         _, ((last,),) = yield from self.tables.execute(*queries, patient=True)
-        after, more = 0, True
-        while more:
-            after, count, more = yield from self._requeue_slice(found, only, start, after, last)
-            total += count
-            if progress is not None and count:
-                progress(total)
-        after, more = 0, only != "failed"
-        while more:
-            after, count, more = yield from self._match_slice(found, start, after)
-            total += count
-            if progress is not None and count:
-                progress(total)
+        steps: list[Callable[..., Plan[Step]]] = [partial(self._requeue, found.id, sql.REQUEUES[only], start, last)]
+        if only != "failed":
+            steps.append(partial(self._match, found, start))
+        total = 0
+        for step in steps:
+            after: int | None = 0
+            while after is not None:
+                after, count = yield from self._recover_slice(found.id, step, after)
+                total += count
+                if progress is not None and count:
+                    progress(total)
         return total
 
-    def _requeue_slice(self, endpoint: Endpoint, only: Only, start: float, after: int, last: int) -> Plan[Slice]:
-        """Make some deliveries pending again: up to which seq, how many, and whether there may be more."""
-        tables, id = self.tables, endpoint.id
-        transaction = yield from tables.open()
+    def _recover_slice(self, id: str, step: Callable[..., Plan[Step]], after: int) -> Plan[tuple[int | None, int]]:
+        """Take one *step* while no delivery of the endpoint ends; return its place, and how many are sent again."""
+        transaction = yield from self.tables.open()
         try:
-            yield from transaction.begin(tables.query(sql.LOCK_ENDPOINT, id))
-            query = tables.query(sql.REQUEUES[only], id, start, after, last, SLICE)
-            rows = yield from transaction.execute(query)
-            yield from transaction.commit(*self._next_in_order(id, {key for _, key in rows if key is not None}))
-        except BaseException:
-            yield from transaction.rollback()
-            raise
-        self.announcer.announce()
-        return max((seq for seq, _ in rows), default=after), len(rows), bool(rows)
-
-    def _match_slice(self, endpoint: Endpoint, start: float, after: int) -> Plan[Slice]:
-        """Make deliveries of some messages that the endpoint wants and has none of: as `_requeue_slice`."""
-        tables, id = self.tables, endpoint.id
-        transaction = yield from tables.open()
-        try:
-            yield from transaction.begin(tables.query(sql.LOCK_ENDPOINT, id))
             ids = encode([{"id": id}]).decode()
-            sequence = dict(map(tuple, (yield from transaction.execute(tables.query(sql.ORDERED_ENDPOINTS, ids)))))
-            query = tables.query(sql.UNMATCHED, endpoint.tenant, start, after, id, SLICE)
-            rows = yield from transaction.execute(query)
-            made: list[dict[str, Any]] = []
-            for seq, type, subject in rows:
-                if type == PING or not endpoint.wants(type):
-                    continue
-                key, number = order_key_of(endpoint, subject), None
-                if key is not None:
-                    number = sequence[id] = sequence[id] + 1
-                made.append(new_delivery(seq, endpoint, key, number, waits=key is not None))
-            queries = []
-            if made:
-                queries.append(tables.query(sql.ADD_DELIVERIES, encode(made).decode()))
-                queries.append(tables.query(sql.SET_SEQUENCES, encode([{"id": id, "sequence": sequence[id]}]).decode()))
-                keys = {each["order_key"] for each in made if each["order_key"] is not None}
-                queries.extend(self._next_in_order(id, keys))
-            yield from transaction.commit(*queries)
+            rows = yield from transaction.begin(self.tables.query(sql.ORDERED_ENDPOINTS, ids))
+            if not rows:
+                raise NotFound(f"There is no endpoint {id!r}: it was deleted meanwhile")
+            place, keys, queries = yield from step(transaction, after, rows[0][1])
+            heads = {(id, key) for key in keys if key is not None}
+            yield from transaction.commit(*queries, *self.next_in_order(heads))
         except BaseException:
             yield from transaction.rollback()
             raise
         self.announcer.announce()
-        return rows[-1][0] if rows else after, len(made), bool(rows)
+        return place, len(keys)
 
-    def _next_in_order(self, endpoint: str, keys: Iterable[str]) -> list[Query]:
-        """Have the first of each key be due, unless another one is."""
-        heads = [{"endpoint": endpoint, "order_key": key} for key in keys]
-        return [self.tables.query(sql.NEXT_IN_ORDER, encode(heads).decode())] if heads else []
+    def _requeue(
+        self, id: str, statement: Sql, start: float, last: int, transaction: TransactionAdapter, after: int, _: int
+    ) -> Plan[Step]:
+        """Make some deliveries pending again."""
+        rows = yield from transaction.execute(self.tables.query(statement, id, start, after, last, SLICE))
+        return max((seq for seq, _ in rows), default=None), [key for _, key in rows], []
+
+    def _match(
+        self, endpoint: Endpoint, start: float, transaction: TransactionAdapter, after: int, sequence: int
+    ) -> Plan[Step]:
+        """Make deliveries of some messages that the endpoint wants and has none of; *sequence* is that of its latest one."""
+        query = self.tables.query(sql.UNMATCHED, endpoint.tenant, start, after, endpoint.id, SLICE)
+        rows = yield from transaction.execute(query)
+        made: list[dict[str, Any]] = []
+        for seq, type, subject in rows:
+            if type == PING or not endpoint.wants(type):
+                continue
+            key, number = order_key_of(endpoint, subject), None
+            if key is not None:
+                number = sequence = sequence + 1
+            made.append(new_delivery(seq, endpoint, key, number, waits=key is not None))
+        sequences = [{"id": endpoint.id, "sequence": sequence}]
+        queries = [
+            self.tables.query(sql.ADD_DELIVERIES, encode(made).decode()),
+            self.tables.query(sql.SET_SEQUENCES, encode(sequences).decode()),
+        ]
+        return rows[-1][0] if rows else None, [each["order_key"] for each in made], queries if made else []
+
+    def next_in_order(self, heads: Iterable[tuple[str, str]]) -> list[Query]:
+        """Have the first delivery of each endpoint and order key be due, unless another one is."""
+        pairs = [{"endpoint": endpoint, "order_key": key} for endpoint, key in heads]
+        return [self.tables.query(sql.NEXT_IN_ORDER, encode(pairs).decode())] if pairs else []
 
     # Housekeeping
 
@@ -498,10 +498,3 @@ def pack_data(data: Any) -> bytes:
             f"The data of a webhook has {len(packed):,} bytes, and at most {LARGEST:,} are sent: send a link instead"
         )
     return packed
-
-
-def check_id(id: object) -> None:
-    if not isinstance(id, str) or not GOOD_ID.fullmatch(id):
-        raise ConfigurationError(
-            f"id = {id!r} cannot be signed: use up to 256 visible ASCII characters without a full stop"
-        )

@@ -524,6 +524,18 @@ def test_resend_and_ping_reach_a_disabled_endpoint(webhooks: Webhooks, hooks: Ho
     assert webhooks.endpoints.get(endpoint.id).failing_since is None
 
 
+def test_ping_sent_twice_is_one_delivery(webhooks: Webhooks, hooks: Hooks) -> None:
+    """The store sends statements again if their answer was lost."""
+    endpoint, tables = webhooks.endpoints.create(hooks.url()), webhooks.tables
+    queries = [
+        tables.query(sql.PING, "id", "", "webhook.ping", b"{}"),
+        tables.query(sql.PING_DELIVERY, "id", "", endpoint.id),
+    ]
+    (first, again) = (run(tables.execute(*queries))[1] for _ in range(2))
+    assert first == again
+    assert len(webhooks.deliveries.list()) == 1
+
+
 def test_resend_of_one_that_waits_for_another_is_refused(webhooks: Webhooks, hooks: Hooks) -> None:
     hooks.answer = lambda _: response(500)
     webhooks.endpoints.create(hooks.url(), order="fifo")

@@ -366,13 +366,15 @@ DELETE_DELIVERIES = delete_deliveries("seq")
 DELETE_MESSAGES = delete_messages()
 # Once more with the condition: one may have been sent again meanwhile, and others of its order_key would wait for it for ever.
 DELETE_OLD_MESSAGES = delete_messages(ALL_ENDED)
+# One attempt, as of a dead letter that was resent by hand.  If these are sent twice, the seq is that of the first time.
 PING = Sql(
     "INSERT INTO {p}webhook_messages (id, tenant, type, data, created_at, is_new) "
-    "VALUES ($2, $3, $4, $5, {now}, false) RETURNING seq"
+    "VALUES ($2, $3, $4, $5, {now}, false) ON CONFLICT (tenant, id) DO NOTHING"
 )
 PING_DELIVERY = Sql(
     "INSERT INTO {p}webhook_deliveries (message, endpoint, tenant, type, state, created_at, next_at, former) "
-    "VALUES ($2, $3, $4, $5, 'pending', {now}, {now}, 'dead') RETURNING seq"
+    "SELECT seq, $4, tenant, type, 'pending', {now}, {now}, 'dead' FROM {p}webhook_messages WHERE id = $2 AND tenant = $3 "
+    "ON CONFLICT (message, endpoint) DO UPDATE SET message = excluded.message RETURNING seq"
 )
 
 

@@ -178,16 +178,11 @@ class Webhooks:
 
     def _ping(self, endpoint: str) -> Plan[str]:
         found = yield from self.endpoints._get(endpoint)
-        values = [new_id(), found.tenant, PING, pack_data({"endpoint": endpoint})]
-        transaction = yield from self.tables.open()
-        try:
-            ((seq,),) = yield from transaction.begin(self.tables.query(sql.PING, *values))
-            query = self.tables.query(sql.PING_DELIVERY, seq, endpoint, found.tenant, PING)
-            ((delivery,),) = yield from transaction.execute(query)
-            yield from transaction.commit()
-        except BaseException:
-            yield from transaction.rollback()
-            raise
+        id = new_id()
+        _, ((delivery,),) = yield from self.tables.execute(
+            self.tables.query(sql.PING, id, found.tenant, PING, pack_data({"endpoint": endpoint})),
+            self.tables.query(sql.PING_DELIVERY, id, found.tenant, endpoint),
+        )
         self.announcer.announce()
         return str(delivery)
 

@@ -182,9 +182,8 @@ class Claims:
         self.concurrency = concurrency
         self.lease = lease
         self._limits: dict[str, EndpointLimit] = {}
-        self._after = (
-            ""  # the endpoint that was served last: the next round begins behind it, so that each has its turn
-        )
+        # The endpoint that was served last: the next round begins behind it, so that each has its turn.
+        self._after = ""
 
     def claim(self, free: int, *, due_by: float = FOR_EVER) -> Plan[list[Claimed]]:
         """Claim at most *free* deliveries, and no more of an endpoint than its limit allows."""
@@ -242,7 +241,7 @@ class Claims:
     ) -> Plan[Rows]:
         """Claim as *choose* says, in a transaction that locks the endpoints with a rate, because all senders share it.
 
-        Those that another sender has locked are left out.
+        Endpoints that another sender has locked are left out.
         """
         tables = self.tables
         rated = [id for id, each in registered.items() if each.endpoint.rate is not None]

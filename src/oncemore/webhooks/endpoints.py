@@ -104,9 +104,8 @@ class Endpoints:
         self._tables = tables
         self._targets = targets
         self._seal = seal
-        self._known: dict[
-            tuple[str, bytes], Sequence[Secret]
-        ] = {}  # secrets by their sealed form; reading them costs time
+        # Secrets by their sealed form, because reading them costs time.
+        self._known: dict[tuple[str, bytes], Sequence[Secret]] = {}
 
     def create(
         self,
@@ -304,7 +303,7 @@ class Endpoints:
         return msgspec.structs.replace((yield from self._get(id)), secret=new)
 
     def disable(self, id: str, *, reason: str = "disabled by hand") -> Endpoint:
-        """Send nothing to the endpoint from now on.  What waits for it, and what arrives, is parked until `recover`."""
+        """Send nothing to the endpoint from now on.  Its deliveries, also of new events, are parked until `recover`."""
         return run(self._disable(id, reason))
 
     async def adisable(self, id: str, *, reason: str = "disabled by hand") -> Endpoint:
@@ -319,7 +318,7 @@ class Endpoints:
     def disable_now(self, id: str, reason: str, *also: Query) -> Plan[bool]:
         """Disable the endpoint; False if it was disabled before.  *also* is committed together with that.
 
-        Senders send nothing to it from then on.  What waits for it has yet to be parked.
+        Senders send nothing to it from then on.  Its pending deliveries have yet to be parked.
         """
         transaction = yield from self._tables.open()
         try:
@@ -332,19 +331,20 @@ class Endpoints:
         return bool(changed)
 
     def park(self, id: str) -> Plan[None]:
-        """Park what waits for a disabled endpoint."""
+        """Park the pending deliveries of a disabled endpoint."""
         while (yield from self.park_slice(id)):
             pass
 
     def park_slice(self, id: str) -> Plan[int]:
-        """Park some of what waits for a disabled endpoint; return how many."""
+        """Park some pending deliveries of a disabled endpoint; return how many."""
         (rows,) = yield from self._tables.execute(self._tables.query(sql.PARK, id, SLICE))
         return len(rows)
 
     def park_strays(self) -> Plan[int]:
-        """Park a slice of what still waits for each disabled endpoint; return how many.
+        """Park a slice of the pending deliveries of each disabled endpoint; return how many.
 
-        It was left by a sender, or by a process that has died, or was added by one that did not know yet.
+        A sender parks one slice at once and leaves the others, a process may have died before that, and a sender that did not
+        know yet may have added some.
         """
         (rows,) = yield from self._tables.execute(self._tables.query(sql.DISABLED_WITH_PENDING))
         count = 0
@@ -353,11 +353,11 @@ class Endpoints:
         return count
 
     def enable(self, id: str) -> Endpoint:
-        """Send what happens from now on to the endpoint.  What was parked meanwhile is sent by `recover(only="missing")`."""
+        """Send new events to the endpoint again.  `recover(only="missing")` sends those that were parked meanwhile."""
         return run(self._enable(id))
 
     async def aenable(self, id: str) -> Endpoint:
-        """Send what happens from now on to the endpoint, as `enable` does."""
+        """Send new events to the endpoint again, as `enable` does."""
         return await arun(self._enable(id))
 
     def _enable(self, id: str) -> Plan[Endpoint]:

@@ -1,4 +1,4 @@
-"""One attempt: the signed request to an endpoint, and what came of it."""
+"""One attempt: the signed request to an endpoint, and its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEEP_ALIVE = 30.0  # seconds for which an idle connection is kept
 
 
 class Result(msgspec.Struct):
-    """What came of an attempt.  A *permanent* failure is not tried again.  If it was not *tried*, nothing is counted."""
+    """The result of an attempt.  A *permanent* failure is not tried again.  If it was not *tried*, nothing is counted."""
 
     status: int | None = None
     response: str = ""

@@ -259,8 +259,8 @@ class ShopifyScheme(HmacScheme):
     """Shopify: `X-Shopify-Hmac-Sha256: <base64>`, of the body, with the app's client secret.
 
     The type is the topic, such as `orders/create`.  `X-Shopify-Webhook-Id` is equal on each delivery of one webhook.
-    `X-Shopify-Event-Id` is shared by all webhooks of one action of a merchant, also by those of other topics; deduplicating
-    by it could lose one.
+    `X-Shopify-Event-Id` is shared by all webhooks of one action of a merchant, whatever their topic; deduplicating by it
+    could lose one.
     """
 
     name = "shopify"

@@ -52,7 +52,7 @@ class Sender:
     """Delivers the webhooks of *webhooks*.
 
     Args:
-        webhooks: What to send.
+        webhooks: The webhooks to send.
         concurrency: Requests at a time, each with its message (up to 1 MiB) in memory.  Failing endpoints share a quarter
             of them at most.
         connect_timeout: How long a connection may take.
@@ -99,11 +99,11 @@ class Sender:
             running.stop()
 
     def run_once(self) -> int:
-        """Deliver what is due now, each once, and return how many deliveries succeeded."""
+        """Try each delivery that is due now once, and return how many succeeded."""
         return run_service(self.arun_once, close=self.webhooks.tables.access.aclose)
 
     async def arun_once(self) -> int:
-        """Deliver what is due now: `run_once` for event loops."""
+        """Try each delivery that is due now once: `run_once` for event loops."""
         return await SenderRun(self).drain()
 
 
@@ -164,7 +164,7 @@ class SenderRun:
             poll = SHORTEST_POLL if is_woken else min(2 * poll, LONGEST_POLL)
 
     async def _round(self, due_by: float) -> int:
-        """Record results and start to send what is due, while a page of messages is matched; return how much was done."""
+        """Record results and start requests that are due, while a page of messages is matched; return how much was done."""
         parts = await asyncio.gather(self._work(due_by), self._match(), return_exceptions=True)
         for part in parts:
             if isinstance(part, BaseException):
@@ -173,7 +173,7 @@ class SenderRun:
         return sum(parts)  # type: ignore[arg-type]
 
     async def _work(self, due_by: float) -> int:
-        """Record results, then claim what is due: an endpoint that these results have disabled gets no more."""
+        """Record results, then claim deliveries: an endpoint that these results have disabled gets no more."""
         recorded = await self._record()
         free = self.sender.concurrency - len(self._tasks)
         claimed = await arun(self.claims.claim(free, due_by=due_by)) if free > 0 else []
@@ -182,7 +182,7 @@ class SenderRun:
         return recorded + len(claimed)
 
     async def drain(self) -> int:
-        """Send what is due now, each delivery once, and return how many succeeded."""
+        """Try each delivery that is due now once, and return how many succeeded."""
         try:
             while not self.matching.is_over:
                 await self._match()
@@ -251,7 +251,7 @@ class SenderRun:
         await self.requests.aclose()
 
     async def _keep_house(self) -> None:
-        """Once a minute: park a slice for each disabled endpoint, and delete one of what is too old; more in the next rounds."""
+        """Once a minute: park a slice for each disabled endpoint, and delete a slice of old messages; more in the next rounds."""
         if SYSTEM.monotonic() < self._next_housekeeping:
             return
         self._next_housekeeping = SYSTEM.monotonic() + HOUSEKEEPING
@@ -273,7 +273,7 @@ class Results:
         self.tables = webhooks.tables
 
     def record(self, attempts: list[Attempt]) -> Plan[None]:
-        """Write what became of the deliveries, in one transaction; then disable the endpoints that have to be."""
+        """Write the states of the deliveries in one transaction; then disable the endpoints that have to be."""
         tables = self.tables
         rows = [self._row(claimed, result) for claimed, result in attempts]
         packed = encode(rows).decode()
@@ -338,7 +338,7 @@ class Results:
         return None if step is None else claimed.first_at + step
 
     def _health(self, attempts: list[Attempt], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The health of each endpoint after these attempts; one success is enough.  What was resent by hand does not count.
+        """The health of each endpoint after these attempts; one success is enough.  Attempts by hand do not count.
 
         An endpoint that is overloaded pauses, but no longer than the delivery that it refused may wait.
         """
@@ -368,7 +368,7 @@ class Results:
             yield from self._disable(id, "the endpoint answered 410 Gone")
 
     def _disable_failing(self, failed: list[dict[str, Any]]) -> Plan[None]:
-        """Disable those that have just failed again, and have only failed for days."""
+        """Disable the endpoints that have just failed again, and have only failed for days."""
         if not failed:
             return
         ids = encode([{"id": each["id"]} for each in failed]).decode()
@@ -402,7 +402,7 @@ class Results:
     # Observers
 
     def _tell(self, attempts: list[Attempt], rows: list[dict[str, Any]]) -> None:
-        """Log what became of the deliveries, and tell the observers."""
+        """Log the results, and tell the observers."""
         guard = self.webhooks.guard
         for (claimed, result), row in zip(attempts, rows, strict=True):
             message, endpoint = claimed.message, claimed.registered.endpoint

@@ -1,4 +1,4 @@
-"""Standard Webhooks, versions v1 (HMAC) and v1a (Ed25519): sign webhooks that you send, verify those that you receive.
+"""Standard Webhooks, versions v1 (HMAC) and v1a (Ed25519): sign webhooks, and verify received ones.
 
     signing = Signing("whsec_...")
     headers = signing.sign(body)                # webhook-id, webhook-timestamp, webhook-signature

@@ -72,7 +72,7 @@ CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_due ON {p}webhook_deliveri
 CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_order ON {p}webhook_deliveries (endpoint, order_key, seq)
     WHERE state = 'pending' AND order_key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_token ON {p}webhook_deliveries (token) WHERE token IS NOT NULL;
--- A paused or disabled endpoint may have millions that are due, and only those that were resent by hand are looked for.
+-- A paused or disabled endpoint may have millions that are due, and senders look only for the few that were resent by hand.
 CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_resent ON {p}webhook_deliveries (endpoint, next_at, seq)
     WHERE state = 'pending' AND former IS NOT NULL;
 -- Not for those that are pending: the planner would rather use it than the index of those that are due.
@@ -124,7 +124,7 @@ SET_STATE = Sql(
     "WHERE id = $1 AND state <> $2 RETURNING id"
 )
 DELETE_ENDPOINT = Sql("DELETE FROM {p}webhook_endpoints WHERE id = $1 RETURNING id")
-# A request that is under way is finished, and FINISH parks its delivery if it fails.  What was resent by hand is sent.
+# A request that is under way is finished, and FINISH parks its delivery if it fails.  A delivery that was resent by hand is sent.
 PARK = Sql(
     "UPDATE {p}webhook_deliveries SET state = 'parked', token = NULL WHERE seq IN ("
     "SELECT seq FROM {p}webhook_deliveries WHERE endpoint = $2 AND state = 'pending' AND former IS NULL "
@@ -168,7 +168,7 @@ BUSY_KEYS = Sql(
     "SELECT 1 FROM {p}webhook_deliveries d WHERE d.state = 'pending' AND d.order_key IS NOT NULL "
     "AND d.endpoint = r.endpoint AND d.order_key = r.order_key)"
 )
-# Locks message and endpoint against being deleted meanwhile; nothing is added for those that are gone.
+# Locks message and endpoint against being deleted meanwhile; nothing is added for one that is gone.
 ADD_DELIVERIES = Sql(
     "INSERT INTO {p}webhook_deliveries (message, endpoint, tenant, type, order_key, sequence, state, created_at, next_at) "
     "SELECT m.seq, e.id, m.tenant, m.type, r.order_key, r.sequence, r.state, {now}, "
@@ -221,7 +221,7 @@ def claim(condition: str) -> Sql:
     return found
 
 
-# A lease moves `next_at`, so that what is being sent is not among those that are due.
+# A lease moves `next_at`, so a delivery that is being sent is not due.
 CLAIM = claim("")
 CLAIM_RESENT = claim(" AND d.former IS NOT NULL")
 CLAIMED = Sql(
@@ -270,7 +270,7 @@ HEALTH = Sql(
     "FROM ROWS($2, id text, healthy boolean, pause float8) r "
     "WHERE e.id = r.id AND (NOT r.healthy OR e.failing_since IS NOT NULL OR r.pause IS NOT NULL)"
 )
-# Those of $2 that have only failed for $3 seconds, and for how long.
+# The endpoints of $2 that have only failed for $3 seconds, and for how long.
 FAILING = Sql(
     "SELECT id, EPOCH({now} - failing_since) FROM {p}webhook_endpoints WHERE state = 'enabled' "
     "AND id IN (SELECT id FROM ROWS($2, id text) r) AND failing_since <= {now} - SECONDS($3)"
@@ -301,7 +301,7 @@ UNMATCHED = Sql(
 
 
 def requeue(states: tuple[str, ...]) -> Sql:
-    """Make deliveries in one of the *states* pending again, as if they were new; those that are ordered wait at first.
+    """Make deliveries in one of the *states* pending again, as if they were new; ordered ones wait at first.
 
     $2 endpoint, $3 since when, $4 and $5 behind and up to which seq, $6 the most
     """

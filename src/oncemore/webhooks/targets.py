@@ -70,7 +70,7 @@ class Targets:
 
     Args:
         allow: Networks that are allowed although they are private, such as `"10.1.0.0/16"`.
-        allow_http: Whether plain HTTP is allowed.  Anybody on the way can then read and change what is sent.
+        allow_http: Whether plain HTTP is allowed.  Anybody on the way can then read and change the webhook.
         ports: The only ports that are allowed; by default all.
     """
 

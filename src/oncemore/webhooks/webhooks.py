@@ -38,7 +38,7 @@ PING = "webhook.ping"
 # statements that are still to be run.
 Step = tuple[int | None, list[str | None], list[Query]]
 encode = msgspec.json.encode
-WAKEUP: Id = ("oncemore.webhooks", "")  # what senders wait for
+WAKEUP: Id = ("oncemore.webhooks", "")  # senders wait for it
 
 
 class WebhookDelivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +142,7 @@ class Webhooks:
             tenant: The customer: all of its endpoints that want the type get the event.
             id: The `webhook-id` of every delivery.  By default it is derived from the operation, so that a second run of the
                 operation sends the same one; outside an operation it is random.  An id that was sent before is not sent again.
-            subject: What it is about; an endpoint with `order="subject"` gets the events of one subject in order.
+            subject: The thing that it is about; an endpoint with `order="subject"` gets the events of one subject in order.
         """
         return run(self._send(place, type, data, tenant, id, subject))
 
@@ -209,8 +209,8 @@ class Webhooks:
         if not rows:
             found = yield from self.deliveries._find(delivery)  # raises NotFound if there is none
             waits = found.state == "pending" and found.next_at is None
-            what = "waits for an earlier delivery of its endpoint" if waits else "is being sent just now"
-            raise InProgress(f"The delivery {delivery} {what}", retry_after=30.0)
+            why = "waits for an earlier delivery of its endpoint" if waits else "is being sent just now"
+            raise InProgress(f"The delivery {delivery} {why}: try again later", retry_after=30.0)
         self.announcer.announce()
 
     def recover(
@@ -221,7 +221,7 @@ class Webhooks:
         only: Only = "failed",
         progress: Callable[[int], object] | None = None,
     ) -> int:
-        """Send again what the endpoint has not got since a time; return how many deliveries.
+        """Send events since a time to an endpoint that has not got them; return how many.
 
         Args:
             endpoint: The endpoint's id.
@@ -245,7 +245,7 @@ class Webhooks:
         only: Only = "failed",
         progress: Callable[[int], object] | None = None,
     ) -> int:
-        """Send again what the endpoint has not got, as `recover` does."""
+        """Send events to an endpoint that has not got them, as `recover` does."""
         return await arun(self._recover(endpoint, since, only, progress))
 
     def _recover(
@@ -347,7 +347,7 @@ class Webhooks:
         return run(self._purge(tenant))
 
     async def apurge(self, *, tenant: str | None = None) -> int:
-        """Delete old messages, or those of a tenant, as `purge` does."""
+        """Delete old messages, or all messages of a tenant, as `purge` does."""
         return await arun(self._purge(tenant))
 
     def _purge(self, tenant: str | None) -> Plan[int]:
@@ -357,7 +357,7 @@ class Webhooks:
         return total
 
     def purge_slice(self, tenant: str | None = None) -> Plan[int]:
-        """Delete some of the messages that are too old, or of those of the tenant; return how many."""
+        """Delete some messages that are too old, or some of the tenant's; return how many."""
         if tenant is not None:
             deletes = sql.DELETE_MESSAGES
             query = self.tables.query(sql.MESSAGES_OF, tenant, SLICE)
@@ -462,7 +462,7 @@ def read_delivery_id(id: str) -> int:
 
 
 def order_key_of(endpoint: Endpoint, subject: str | None) -> str | None:
-    """The key of a delivery: those of the endpoint with the same one are sent one after the other.  None: in any order."""
+    """The key of a delivery: an endpoint gets deliveries with the same key one after the other.  None: in any order."""
     if endpoint.order == "fifo":
         return ""
     return subject if endpoint.order == "subject" else None

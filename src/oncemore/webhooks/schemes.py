@@ -323,10 +323,10 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
 def make_scheme(scheme: str | Scheme, secrets: Sequence[str | bytes] | str | bytes, options: dict[str, Any]) -> Scheme:
     """Return the scheme of that name with its *secrets*, or *scheme* itself if it is one of the user's own."""
     if not isinstance(scheme, str):
-        if not hasattr(scheme, "verify") or secrets or options:
+        if not all(hasattr(scheme, each) for each in ("verify", "describe", "challenge")) or secrets or options:
             raise ConfigurationError(
-                f"scheme = {scheme!r}: name one of {', '.join(SCHEMES)}, or give an object with verify() and describe(), "
-                "which has its secrets and options itself"
+                f"scheme = {scheme!r}: name one of {', '.join(SCHEMES)}, or give an object of a subclass of Scheme with "
+                "verify() and describe(), which has its secrets and options itself"
             )
         return scheme
     if scheme not in SCHEMES:

@@ -36,6 +36,7 @@ OWN_HEADERS = {"host", "content-length", "content-type", "transfer-encoding", "c
 PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]*")  # no control characters, and nothing that UTF-8 cannot write
 DAY = 86400.0
 SLICE = 1000
+SECRETS, PACED_UNTIL = 13, 14  # places in ENDPOINT_COLUMNS
 MOST_KNOWN = 10_000  # secrets of endpoints that are kept in memory
 
 encode, decode = msgspec.json.encode, msgspec.json.decode
@@ -391,27 +392,15 @@ class Endpoints:
 
     def read(self, row: Sequence[Any]) -> Registered:
         """The endpoint in a row of ENDPOINT_COLUMNS, with its secrets."""
-        return Registered(self.describe(row), self._opened(row[0], bytes(row[5])), row[14])
+        return Registered(self.describe(row), self._opened(row[0], bytes(row[SECRETS])), row[PACED_UNTIL])
 
     def describe(self, row: Sequence[Any]) -> Endpoint:
         """The endpoint in a row of ENDPOINT_COLUMNS.  Secrets are not opened, but for the public key that belongs to one."""
-        id, tenant, url, events, headers, sealed, signature, order, rate, description, state, reason, *times = row
-        return Endpoint(
-            id=id,
-            url=url,
-            tenant=tenant,
-            events=tuple(decode(events)),
-            headers=decode(headers),
-            signature=signature,
-            order=order,
-            rate=rate,
-            description=description,
-            state=state,
-            reason=reason,
-            created_at=times[0],
-            failing_since=times[1],
-            public_key=public_key(self._opened(id, bytes(sealed))[0].text) if signature == "v1a" else None,
-        )
+        found = dict(zip(Endpoint.__struct_fields__, row[:SECRETS], strict=False))
+        found["events"], found["headers"] = tuple(decode(found["events"])), decode(found["headers"])
+        if found["signature"] == "v1a":
+            found["public_key"] = public_key(self._opened(row[0], bytes(row[SECRETS]))[0].text)
+        return Endpoint(**found)
 
     def _sealed(self, id: str, secrets: Sequence[Secret]) -> bytes:
         outcome = Outcome("value", body=encode(list(secrets)))

@@ -97,8 +97,9 @@ CREATE UNIQUE INDEX IF NOT EXISTS {prefix}webhook_attempts_once ON {p}webhook_at
 
 # Endpoints
 
-ENDPOINT_COLUMNS = """id, tenant, url, events, headers, secrets, signature, ordering, rate, description, state, reason,
-    EPOCH(created_at), EPOCH(failing_since), EPOCH(paced_until)"""
+# In the order of the fields of Endpoint, and two more.
+ENDPOINT_COLUMNS = """id, url, tenant, events, headers, signature, ordering, rate, description, state, reason,
+    EPOCH(created_at), EPOCH(failing_since), secrets, EPOCH(paced_until)"""
 CREATE_ENDPOINT = Sql(
     "INSERT INTO {p}webhook_endpoints (id, tenant, url, events, headers, secrets, signature, ordering, rate, description, "
     "state, reason, created_at) VALUES ($2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, {now}) "

@@ -148,8 +148,9 @@ ADD_MESSAGE = Sql(
 # both go in one round trip, and each has a snapshot of its own.
 FAN_OUT = "(hashtextextended('{p}webhook_messages', 0))"
 FAN_OUT_LOCK = Sql(f"SELECT set_config('oncemore.fan_out', pg_try_advisory_xact_lock{FAN_OUT}::text, true)", "SELECT 1")
-# Wait for the sender that has the lock: it may still add deliveries by a state of their endpoint that has changed since.
-FAN_OUT_ENDED = Sql(f"SELECT pg_advisory_xact_lock{FAN_OUT}", "SELECT 1")
+# Wait for the sender that has the lock, however long: it may still add deliveries by a state of their endpoint that has changed
+# since.
+FAN_OUT_ENDED = Sql(f"SELECT pg_advisory_xact_lock{FAN_OUT} FROM set_config('lock_timeout', '0', true)", "SELECT 1")
 # A message is settled if no older transaction is open, which might still add one that comes before it.  $3 is the limit of
 # settled transactions that the first page of a pass has found: later pages judge by the same one.  A transaction whose number
 # is not assigned yet was one of another server, of which a dump was made, and is not open either.

@@ -267,15 +267,15 @@ class Endpoints:
         return (yield from self._get(id))
 
     def _change(self, id: str, statement: Sql, change: Callable[[Registered, float], Sequence[Any]]) -> Plan[None]:
-        """Write the columns of *statement* as *change* says, while nobody else changes the endpoint."""
+        """Write the columns of *statement*, which *change* makes of the endpoint and the time, while nobody else changes it."""
         tables = self._tables
         transaction = yield from tables.open()
         try:
             rows = yield from transaction.begin(tables.query(sql.LOCK_ENDPOINT, id))
             if not rows:
                 raise NotFound(f"There is no endpoint {id!r}")
-            ((now,),) = yield from transaction.execute(tables.query(sql.NOW))
-            yield from transaction.commit(tables.query(statement, id, *change(self.read(rows[0]), now)))
+            values = change(self.read(rows[0]), rows[0][-1])
+            yield from transaction.commit(tables.query(statement, id, *values))
         except BaseException:
             yield from transaction.rollback()
             raise

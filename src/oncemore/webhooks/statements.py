@@ -106,7 +106,9 @@ CREATE_ENDPOINT = Sql(
     "ON CONFLICT (id) DO NOTHING"
 )
 FIND_ENDPOINT = Sql(f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id = $1")
-LOCK_ENDPOINT = Sql(f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id = $1 FOR NO KEY UPDATE")
+LOCK_ENDPOINT = Sql(
+    f"SELECT {ENDPOINT_COLUMNS}, EPOCH({{now}}) FROM {{p}}webhook_endpoints WHERE id = $2 FOR NO KEY UPDATE"
+)
 LIST_ENDPOINTS = Sql(
     f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id > $1 AND tenant = coalesce($2, tenant) "
     "AND state = coalesce($3, state) ORDER BY id LIMIT $4"
@@ -328,8 +330,8 @@ ALL_ENDED = (
     "WHERE d.message = m.seq AND d.state = 'pending')"
 )
 OLD_MESSAGES = Sql(
-    "SELECT seq FROM {p}webhook_messages m WHERE created_at < TIME($1) AND NOT is_new"
-    f"{ALL_ENDED} ORDER BY created_at LIMIT $2"
+    "SELECT seq FROM {p}webhook_messages m WHERE created_at < {now} - SECONDS($2) AND NOT is_new"
+    f"{ALL_ENDED} ORDER BY created_at LIMIT $3"
 )
 MESSAGES_OF = Sql("SELECT seq FROM {p}webhook_messages WHERE tenant = $1 LIMIT $2")
 DELIVERIES_OF = Sql(

@@ -359,12 +359,9 @@ class Webhooks:
     def purge_slice(self, tenant: str | None = None) -> Plan[int]:
         """Delete some messages that are too old, or some of the tenant's; return how many."""
         if tenant is not None:
-            deletes = sql.DELETE_MESSAGES
-            query = self.tables.query(sql.MESSAGES_OF, tenant, SLICE)
+            query, deletes = self.tables.query(sql.MESSAGES_OF, tenant, SLICE), sql.DELETE_MESSAGES
         else:
-            deletes = sql.DELETE_OLD_MESSAGES
-            ((((now,),),)) = yield from self.tables.execute(self.tables.query(sql.NOW))
-            query = self.tables.query(sql.OLD_MESSAGES, now - self.keep, SLICE)
+            query, deletes = self.tables.query(sql.OLD_MESSAGES, self.keep, SLICE), sql.DELETE_OLD_MESSAGES
         (rows,) = yield from self.tables.execute(query, patient=True)
         if rows:
             gone = encode([{"seq": seq} for (seq,) in rows]).decode()

@@ -53,8 +53,8 @@ class Sender:
 
     Args:
         webhooks: The webhooks to send.
-        concurrency: Requests at a time, each with its message (up to 1 MiB) in memory.  Failing endpoints share a quarter
-            of them at most.
+        concurrency: Requests at a time, each with a connection, and its message (up to 1 MiB) in memory.  Failing endpoints
+            share a quarter of them at most.
         connect_timeout: How long a connection may take.
         timeout: How long a request may take in all.
         grace: How long `run` waits for requests under way when it is told to stop.

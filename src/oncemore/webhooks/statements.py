@@ -339,36 +339,36 @@ DELIVERIES_OF = Sql(
 )
 
 
-def delete_deliveries(column: str, *between: Sql, condition: str = "") -> tuple[Sql, ...]:
-    """Delete deliveries by their *column*, with their attempts.  They are locked first, so that no attempt is added.
+# Deletions lock their rows first, so that no delivery and no attempt is added meanwhile.  $1 seqs
+def lock(rows: str) -> Sql:
+    return Sql(f"SELECT seq FROM {rows} ORDER BY seq FOR UPDATE")
 
-    The statements *between* come behind the lock, and the *condition* is looked at after them.
-    """
-    these = f"{{p}}webhook_deliveries d WHERE {column} IN (SELECT seq FROM ROWS($1, seq bigint) r)"
+
+def delete_deliveries(rows: str) -> tuple[Sql, Sql]:
+    """Delete deliveries, and before them their attempts."""
     return (
-        Sql(f"SELECT seq FROM {these} ORDER BY seq FOR UPDATE"),
-        *between,
-        Sql(f"DELETE FROM {{p}}webhook_attempts WHERE delivery IN (SELECT seq FROM {these}{condition})"),
-        Sql(f"DELETE FROM {{p}}webhook_deliveries WHERE seq IN (SELECT seq FROM {these}{condition})"),
+        Sql(f"DELETE FROM {{p}}webhook_attempts WHERE delivery IN (SELECT seq FROM {rows})"),
+        Sql(f"DELETE FROM {{p}}webhook_deliveries WHERE seq IN (SELECT seq FROM {rows})"),
     )
 
 
 def delete_messages(condition: str = "") -> tuple[Sql, ...]:
-    """Delete messages for which the *condition* holds, with their deliveries.  They are locked first, so that none is added."""
-    these = "{p}webhook_messages AS m WHERE seq IN (SELECT seq FROM ROWS($1, seq bigint) r)"
-    return (
-        Sql(f"SELECT seq FROM {these} ORDER BY seq FOR UPDATE"),
-        *delete_deliveries(
-            "message",
-            Sql(f"DELETE FROM {these}{condition}"),
-            condition=" AND NOT EXISTS (SELECT 1 FROM {p}webhook_messages m WHERE m.seq = d.message)",
-        ),
+    """Delete the messages for which the *condition* holds, and then the deliveries that have lost theirs."""
+    messages, deliveries = (
+        f"{{p}}webhook_messages m WHERE seq {THESE}",
+        f"{{p}}webhook_deliveries d WHERE message {THESE}",
     )
+    delete = Sql(f"DELETE FROM {{p}}webhook_messages AS m WHERE seq {THESE}{condition}")
+    lost = " AND NOT EXISTS (SELECT 1 FROM {p}webhook_messages m WHERE m.seq = d.message)"
+    return (lock(messages), lock(deliveries), delete, *delete_deliveries(deliveries + lost))
 
 
-DELETE_DELIVERIES = delete_deliveries("seq")
+THESE = "IN (SELECT seq FROM ROWS($1, seq bigint) r)"
+DELIVERIES_BY_SEQ = f"{{p}}webhook_deliveries WHERE seq {THESE}"
+DELETE_DELIVERIES = (lock(DELIVERIES_BY_SEQ), *delete_deliveries(DELIVERIES_BY_SEQ))
 DELETE_MESSAGES = delete_messages()
-# Once more with the condition: one may have been sent again meanwhile, and others of its order_key would wait for it for ever.
+# Here the condition is looked at once more: one may have been sent again since, and later ones with its order_key would wait for
+# it for ever.
 DELETE_OLD_MESSAGES = delete_messages(ALL_ENDED)
 # One attempt, as of a dead letter that was resent by hand.  If these are sent twice, the seq is that of the first time.
 PING = Sql(

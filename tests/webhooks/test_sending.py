@@ -37,7 +37,7 @@ from oncemore.webhooks import Sender, Signing
 from oncemore.webhooks import statements as sql
 from oncemore.webhooks.bodies import WebhookMessage
 from oncemore.webhooks.claims import MatchingPass
-from oncemore.webhooks.endpoints import matches
+from oncemore.webhooks.endpoints import Endpoint, matches
 from oncemore.webhooks.schedule import STEPS, DeliverySchedule
 from tests.webhooks.conftest import send
 from tests.webhooks.hooks import OK, Hooks, response
@@ -135,6 +135,23 @@ def test_messages_for_many_endpoints_are_matched_in_small_transactions(
     for n in range(4):
         data = [each.data for each in hooks.arrived if each.path == f"/{n}"]
         assert (data if n % 2 else sorted(data)) == list(range(9))
+
+
+def test_patterns_are_compared_once_for_each_type(webhooks: Webhooks, hooks: Hooks, monkeypatch: Any) -> None:
+    """The transaction that matches a thousand messages with a thousand endpoints keeps other writers of SQLite waiting."""
+    wants, asked = Endpoint.wants, []
+
+    def count(self: Endpoint, type: str) -> bool:
+        asked.append(type)
+        return wants(self, type)
+
+    monkeypatch.setattr(Endpoint, "wants", count)
+    for n in range(5):
+        webhooks.endpoints.create(hooks.url(f"/{n}"), events=["refund.*", "order.*"])
+    send(webhooks, *range(10))
+    send(webhooks, *range(10), type="order.created")
+    assert Sender(webhooks).run_once() == 100
+    assert sorted(asked) == ["order.created"] * 5 + ["refund.succeeded"] * 5
 
 
 def test_message_waits_for_no_sender_if_nobody_wants_it(webhooks: Webhooks) -> None:

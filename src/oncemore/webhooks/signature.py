@@ -15,7 +15,7 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from secrets import token_bytes, token_hex
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._contract.policy import duration
 from .._ledger.connect import naming_extras
@@ -51,21 +51,10 @@ class Message(NamedTuple):
     timestamp: int
 
 
-class Key(Protocol):
-    """A secret or a key of one version of the standard."""
-
-    version: str  # before each of its signatures in the header
-
-    @property
-    def signs(self) -> bool: ...
-    def sign(self, content: bytes) -> str: ...
-    def matches(self, content: bytes, offered: Sequence[str]) -> bool: ...
-
-
 class HmacSecret:
     """A secret that sender and receiver share (version v1)."""
 
-    version = "v1"
+    version = "v1"  # before each of its signatures in the header
     signs = True
 
     def __init__(self, secret: bytes) -> None:
@@ -255,7 +244,7 @@ def header_text(value: object) -> str:
     return value if isinstance(value, str) else "\N{REPLACEMENT CHARACTER}"
 
 
-def read_key(secret: str | bytes) -> Key:
+def read_key(secret: str | bytes) -> HmacSecret | Ed25519Key:
     """Return the key for a secret, or raise ConfigurationError, which never shows the secret."""
     if isinstance(secret, str) and secret.startswith((PRIVATE, PUBLIC)):
         return Ed25519Key(secret)

@@ -46,7 +46,7 @@ def main(url: str, wanted: str = "") -> None:
     crash_around(Requests, "attempt", "request", wanted)
     crash_around(Results, "record", "record", wanted)
     crash_around(Results, "_disable_gone", "commit of results", wanted)
-    crash_around(Endpoints, "park", "park", wanted)
+    crash_around(Endpoints, "park_slice", "park", wanted)
     sender = Sender(Webhooks(Guard(url), allow=["127.0.0.0/8"], allow_http=True))
     if wanted:
         sender.run_once()

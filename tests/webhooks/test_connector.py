@@ -88,7 +88,8 @@ def test_allowed_network_is_an_exception_for_that_network_only() -> None:
      ("https://", "no host"), ("https://./", "no host"), ("https://10.0.0.1/", "private"), ("https://[::1]:443/", "loopback"),
      ("https://2130706433/", "unusual spelling"), ("https://0x7f.1/", "unusual spelling"), ("https://[::1/", "not a URL"),
      ("https://a:99999/", "not a URL"), ("https://a\\@127.0.0.1/", "backslash"), ("https://a b/", "blank"),
-     ("https://example.com\n/", "control"), ("https://user:pw@example.com/", "user name"), ("https://a:8080/", "8080")],
+     ("https://example.com\n/", "control"), ("https://a/\ud800", "half a character"),
+     ("https://user:pw@example.com/", "user name"), ("https://a:8080/", "8080")],
 )  # fmt: skip
 def test_url_that_will_never_be_called_is_refused(url: str, reason: str) -> None:
     with pytest.raises(UnsafeTarget, match=reason):

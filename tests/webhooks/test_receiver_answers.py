@@ -25,7 +25,7 @@ from oncemore.messages.envelope import Envelope, parse_structured
 from oncemore.testing.crashes import SECRET as INTERNAL
 from oncemore.testing.crashes import FaultyStore
 from oncemore.webhooks import Receiver
-from oncemore.webhooks.schemes import Description, Pairs
+from oncemore.webhooks.schemes import Description, Pairs, Scheme
 
 from .senders import SECRET, SENDERS, Headers, Sender
 
@@ -277,10 +277,13 @@ async def test_scheme_of_the_users_own_is_used() -> None:
         def describe(self, headers: Pairs, data: Any) -> Description:
             return Description(id=data["id"], type="any", compared=data)
 
-        def challenge(self, data: Any) -> None:
-            return None
+    class Complete(Trusting, Scheme):
+        pass
 
-    receiver = Receiver(Inbox(Guard("memory://"), effect="lease"), Trusting(), handler=ignore)
+    inbox = Inbox(Guard("memory://"), effect="lease")
+    with pytest.raises(ConfigurationError, match="a subclass of Scheme"):  # its first webhook would fail
+        Receiver(inbox, Trusting(), handler=ignore)  # type: ignore[arg-type]
+    receiver = Receiver(inbox, Complete(), handler=ignore)
     assert (await deliver(receiver, {}, b'{"id": "1"}')).json()["source"] == "intranet"
 
 

@@ -7,9 +7,11 @@ import json
 import logging
 import random
 import re
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import datetime
 from typing import Any
 
@@ -18,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oncemore import Guard, Op, Operation, Webhooks
+from oncemore._ledger.tables import Sql
 from oncemore._runtime.plan import run
 from oncemore.encryption import Seal
 from oncemore.errors import (
@@ -31,9 +34,10 @@ from oncemore.errors import (
 )
 from oncemore.testing.clock import Clock
 from oncemore.webhooks import Sender, Signing
+from oncemore.webhooks import statements as sql
 from oncemore.webhooks.bodies import WebhookMessage
 from oncemore.webhooks.claims import MatchingPass
-from oncemore.webhooks.endpoints import matches
+from oncemore.webhooks.endpoints import Endpoint, matches
 from oncemore.webhooks.schedule import STEPS, DeliverySchedule
 from tests.webhooks.conftest import send
 from tests.webhooks.hooks import OK, Hooks, response
@@ -131,6 +135,23 @@ def test_messages_for_many_endpoints_are_matched_in_small_transactions(
     for n in range(4):
         data = [each.data for each in hooks.arrived if each.path == f"/{n}"]
         assert (data if n % 2 else sorted(data)) == list(range(9))
+
+
+def test_patterns_are_compared_once_for_each_type(webhooks: Webhooks, hooks: Hooks, monkeypatch: Any) -> None:
+    """The transaction that matches a thousand messages with a thousand endpoints keeps other writers of SQLite waiting."""
+    wants, asked = Endpoint.wants, []
+
+    def count(self: Endpoint, type: str) -> bool:
+        asked.append(type)
+        return wants(self, type)
+
+    monkeypatch.setattr(Endpoint, "wants", count)
+    for n in range(5):
+        webhooks.endpoints.create(hooks.url(f"/{n}"), events=["refund.*", "order.*"])
+    send(webhooks, *range(10))
+    send(webhooks, *range(10), type="order.created")
+    assert Sender(webhooks).run_once() == 100
+    assert sorted(asked) == ["order.created"] * 5 + ["refund.succeeded"] * 5
 
 
 def test_message_waits_for_no_sender_if_nobody_wants_it(webhooks: Webhooks) -> None:
@@ -428,6 +449,18 @@ def test_recover_interrupted_between_slices_goes_on(make: Make, hooks: Hooks, mo
     assert hooks.data == list(range(35))
 
 
+def test_recover_of_an_endpoint_that_is_deleted_meanwhile_ends(
+    webhooks: Webhooks, hooks: Hooks, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("oncemore.webhooks.webhooks.SLICE", 2)
+    send(webhooks, *range(5))
+    Sender(webhooks).run_once()
+    endpoint = webhooks.endpoints.create(hooks.url(), order="fifo")
+    with pytest.raises(NotFound, match="deleted meanwhile"):
+        webhooks.recover(endpoint.id, 0, only="missing", progress=lambda _: webhooks.endpoints.delete(endpoint.id))
+    assert states(webhooks) == {}
+
+
 def test_recover_refuses_times_without_zone_and_unknown_words(webhooks: Webhooks, hooks: Hooks) -> None:
     endpoint = webhooks.endpoints.create(hooks.url())
     with pytest.raises(ConfigurationError, match="no time zone"):
@@ -508,6 +541,18 @@ def test_resend_and_ping_reach_a_disabled_endpoint(webhooks: Webhooks, hooks: Ho
     assert webhooks.endpoints.get(endpoint.id).failing_since is None
 
 
+def test_ping_sent_twice_is_one_delivery(webhooks: Webhooks, hooks: Hooks) -> None:
+    """The store sends statements again if their answer was lost."""
+    endpoint, tables = webhooks.endpoints.create(hooks.url()), webhooks.tables
+    queries = [
+        tables.query(sql.PING, "id", "", "webhook.ping", b"{}"),
+        tables.query(sql.PING_DELIVERY, "id", "", endpoint.id),
+    ]
+    (first, again) = (run(tables.execute(*queries))[1] for _ in range(2))
+    assert first == again
+    assert len(webhooks.deliveries.list()) == 1
+
+
 def test_resend_of_one_that_waits_for_another_is_refused(webhooks: Webhooks, hooks: Hooks) -> None:
     hooks.answer = lambda _: response(500)
     webhooks.endpoints.create(hooks.url(), order="fifo")
@@ -520,6 +565,25 @@ def test_resend_of_one_that_waits_for_another_is_refused(webhooks: Webhooks, hoo
     for id in ("999", "x", "", "١", "9" * 30):
         with pytest.raises(NotFound):
             webhooks.resend(id)
+
+
+@pytest.mark.parametrize("statement", [sql.DUE_ENDPOINTS, sql.CLAIM_RESENT])
+def test_backlog_of_a_paused_endpoint_is_not_read(webhooks: Webhooks, url: str, hooks: Hooks, statement: Sql) -> None:
+    """Senders look many times a second for what was resent to it by hand."""
+    webhooks.endpoints.create(hooks.url())
+    webhooks.stats()
+    values = ["", "[]", 500] if statement is sql.DUE_ENDPOINTS else ["token", 0.0, "[]", 500, 0.0]
+    query, bound = webhooks.tables.query(statement, *values)
+    if webhooks.tables.dialect == "sqlite":
+        with closing(sqlite3.connect(webhooks.guard.store.path)) as connection:
+            plan = str(connection.execute(f"EXPLAIN QUERY PLAN {query.text}", bound).fetchall())
+    else:
+        import psycopg
+
+        with psycopg.connect(url.partition("?")[0]) as server:
+            server.execute("SET enable_seqscan = off")
+            plan = str(psycopg.RawCursor(server).execute(f"EXPLAIN {query.text}".encode(), bound).fetchall())
+    assert "webhook_deliveries_resent" in plan
 
 
 def test_disable_while_pending_parks_and_late_disable_is_swept(webhooks: Webhooks, hooks: Hooks) -> None:

@@ -8,14 +8,22 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oncemore import Guard, Policy, Webhooks
+from oncemore._ledger.tables import Tables
+from oncemore._runtime.plan import run
 from oncemore.testing.clock import Clock
 from oncemore.webhooks import Sender
+from oncemore.webhooks import statements as sql
+from oncemore.webhooks.claims import Claims, MatchingPass
+from oncemore.webhooks.requests import Result
+from oncemore.webhooks.sender import Results, SenderRun
 from tests.support.processes import Program
 from tests.webhooks.conftest import LOOPBACK, send
 from tests.webhooks.hooks import OK, Answer, Arrived, Hooks, response
@@ -225,7 +233,6 @@ def test_stopped_sender_gives_back_what_takes_too_long(webhooks: Webhooks, hooks
 
 def test_result_recorded_twice_is_one_attempt(webhooks: Webhooks, hooks: Hooks, monkeypatch: Any) -> None:
     from oncemore.errors import StoreUnavailable
-    from oncemore.webhooks.sender import Results
 
     record, lost = Results.record, []
 
@@ -253,16 +260,22 @@ def test_result_recorded_twice_is_one_attempt(webhooks: Webhooks, hooks: Hooks, 
     assert fifo == [1, 2]
 
 
+@pytest.fixture
+def on_postgres(postgres_url: str, postgres_schema: str) -> Iterator[Webhooks]:
+    url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}schema={postgres_schema}"
+    guard = Guard(url, policy=Policy(effect="transaction"))
+    yield Webhooks(guard, allow=LOOPBACK, allow_http=True)
+    guard.close()
+
+
 @pytest.mark.server
 def test_open_transaction_holds_back_ordered_endpoints_only(
-    postgres_url: str, postgres_schema: str, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+    on_postgres: Webhooks, postgres_url: str, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import psycopg
 
     monkeypatch.setattr("oncemore.webhooks.claims.PAGE", 3)
-    url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}schema={postgres_schema}"
-    guard = Guard(url, policy=Policy(effect="transaction"))
-    webhooks = Webhooks(guard, allow=LOOPBACK, allow_http=True)
+    webhooks = on_postgres
     webhooks.endpoints.create(hooks.url("/free"), tenant="free")
     webhooks.endpoints.create(hooks.url("/fifo"), tenant="fifo", order="fifo")
     sender = Sender(webhooks)
@@ -276,4 +289,170 @@ def test_open_transaction_holds_back_ordered_endpoints_only(
         late.commit()
     assert sender.run_once() == 11
     assert [each.data for each in hooks.arrived if each.path == "/fifo"] == ["late", *range(10)]
-    guard.close()
+
+
+@pytest.mark.server
+def test_message_of_a_restored_dump_does_not_wait(
+    on_postgres: Webhooks, postgres_url: str, postgres_schema: str, hooks: Hooks
+) -> None:
+    """Transactions of the server that the dump was made of have larger numbers than any of this one."""
+    import psycopg
+
+    on_postgres.endpoints.create(hooks.url(), order="fifo")
+    send(on_postgres, "before", "the dump")
+    with psycopg.connect(postgres_url) as connection:
+        table = f"{postgres_schema}.oncemore_webhook_messages"
+        connection.execute(f"UPDATE {table} SET xid = '9000000000000'".encode())
+    send(on_postgres, "after it")
+    assert Sender(on_postgres).run_once() == 3
+    assert hooks.data == ["before", "the dump", "after it"]
+
+
+@pytest.mark.server
+def test_recover_sends_what_was_matched_while_it_was_enabled(
+    on_postgres: Webhooks, postgres_url: str, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender has read that the endpoint is disabled, and commits only after it was enabled."""
+    import psycopg
+
+    webhooks = on_postgres
+    endpoint = webhooks.endpoints.create(hooks.url(), disabled=True)
+    match, matched, may_commit = MatchingPass._match, threading.Event(), threading.Event()
+
+    def slow(self: MatchingPass, *args: Any) -> Any:
+        result = yield from match(self, *args)
+        matched.set()
+        assert may_commit.wait(WAIT)
+        return result
+
+    monkeypatch.setattr(MatchingPass, "_match", slow)
+    send(webhooks, 1)
+    with ThreadPoolExecutor() as threads:
+        matching = threads.submit(lambda: run(MatchingPass(webhooks).match_page()))
+        assert matched.wait(WAIT)
+        webhooks.endpoints.enable(endpoint.id)
+        recovering = threads.submit(webhooks.recover, endpoint.id, 0, only="missing")
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            waiting = "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            until(lambda: recovering.done() or connection.execute(waiting).rowcount)
+        may_commit.set()
+        assert (matching.result(), recovering.result()) == (1, 1)
+    assert Sender(webhooks).run_once() == 1
+
+
+@pytest.mark.server
+def test_recover_sends_what_was_given_back_while_it_was_enabled(
+    on_postgres: Webhooks, postgres_url: str, postgres_schema: str, hooks: Hooks
+) -> None:
+    """A sender has read that the endpoint is disabled, and parks the delivery only after it was enabled."""
+    import psycopg
+
+    webhooks = on_postgres
+    endpoint = webhooks.endpoints.create(hooks.url())
+    send(webhooks, 1)
+    run(MatchingPass(webhooks).match_page())
+    claims = Claims(webhooks, concurrency=1, lease=50)
+    (claimed,) = run(claims.claim(1))
+    webhooks.endpoints.disable(endpoint.id)
+    result = Result(tried=False)
+
+    def recover() -> int:
+        webhooks.endpoints.enable(endpoint.id)
+        return webhooks.recover(endpoint.id, 0, only="missing")
+
+    with psycopg.connect(postgres_url, autocommit=True) as server, ThreadPoolExecutor() as threads:
+        waiting = "SELECT FROM pg_locks WHERE NOT granted"
+        with psycopg.connect(postgres_url) as slow:
+            slow.execute(f"SELECT FROM {postgres_schema}.oncemore_webhook_deliveries FOR UPDATE".encode())
+            recording = threads.submit(lambda: run(Results(webhooks).record([(claimed, result)])))
+            until(lambda: server.execute(waiting).rowcount)
+            recovering = threads.submit(recover)
+            until(lambda: recovering.done() or server.execute(waiting).rowcount > 1)
+        recording.result()
+        assert recovering.result() == 1
+    assert Sender(webhooks).run_once() == 1
+
+
+def test_sender_that_stood_still_sends_nothing_late(
+    webhooks: Webhooks, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, stood_still = Claims.claim, []
+
+    def claim_and_stand_still(self: Claims, *args: Any, **options: Any) -> Any:
+        claimed = yield from claim(self, *args, **options)
+        if claimed and not stood_still:
+            stood_still.append(50)
+            Clock(webhooks.guard.store).advance(50)
+            for each in claimed:
+                each.began -= 50
+            with ThreadPoolExecutor() as threads:  # meanwhile another sender takes over
+                assert threads.submit(Sender(webhooks).run_once).result() == 2
+        return claimed
+
+    monkeypatch.setattr(Claims, "claim", claim_and_stand_still)
+    webhooks.endpoints.create(hooks.url(), order="fifo")
+    send(webhooks, 1, 2)
+    assert Sender(webhooks).run_once() == 0
+    assert hooks.data == [1, 2]
+    assert webhooks.stats()["delivered"] == 2
+
+
+def test_disabling_parks_a_large_backlog_in_slices(
+    webhooks: Webhooks, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other endpoints wait for a round of the sender, so it parks no more than a few slices."""
+    monkeypatch.setattr("oncemore.webhooks.endpoints.SLICE", 2)
+    rounds: list[int] = []
+    go, query = SenderRun._round, Tables.query
+
+    async def counted_round(self: SenderRun, *args: Any) -> int:
+        rounds.append(0)
+        return await go(self, *args)
+
+    def counted_query(self: Tables, statement: Any, *values: Any) -> Any:
+        if statement is sql.PARK and rounds:
+            rounds[-1] += 1
+        return query(self, statement, *values)
+
+    hooks.answer = lambda arrived: response(410 if arrived.path == "/gone" else 200)
+    webhooks.endpoints.create(hooks.url("/gone"), order="fifo")
+    webhooks.endpoints.create(hooks.url("/well"), order="fifo")
+    send(webhooks, *range(20))
+    monkeypatch.setattr(SenderRun, "_round", counted_round)
+    monkeypatch.setattr(Tables, "query", counted_query)
+    sender = Sender(webhooks)
+    assert sender.run_once() == 20
+    assert max(rounds) <= 2
+    while webhooks.stats()["pending"]:
+        assert sender.run_once() == 0
+    assert webhooks.stats() == {"pending": 0, "delivered": 20, "dead": 1, "parked": 19}
+
+
+async def to_nothing(*_: Any) -> None:
+    return
+
+
+def test_message_recovered_while_it_is_purged_is_kept(
+    webhooks: Webhooks, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer ones of an ordered endpoint wait for it."""
+    monkeypatch.setattr(SenderRun, "_keep_house", to_nothing)
+    endpoint = webhooks.endpoints.create(hooks.url(), order="fifo")
+    sender, execute = Sender(webhooks), Tables.execute
+    send(webhooks, "old")
+    sender.run_once()
+    Clock(webhooks.guard.store).advance(webhooks.keep + 1)
+    send(webhooks, "new")
+    sender.run_once()
+
+    def recover_first(self: Tables, *queries: Any, **options: Any) -> Any:
+        if len(queries) > 1:
+            monkeypatch.setattr(Tables, "execute", execute)
+            assert webhooks.recover(endpoint.id, 0, only="all") == 2
+        return (yield from execute(self, *queries, **options))
+
+    monkeypatch.setattr(Tables, "execute", recover_first)
+    webhooks.purge()
+    assert sender.run_once() == 2
+    assert hooks.data == ["old", "new", "old", "new"]
+    assert webhooks.purge() == 1

@@ -16,7 +16,7 @@ BodyFormat = Literal["standard", "cloudevents", "eventId"]
 
 
 class WebhookMessage(msgspec.Struct, frozen=True):
-    """One event for a tenant.  *data* is what it was sent with; *created_at* is when, in seconds since 1970.
+    """One event for a tenant.  *data* is the data that it was sent with; *created_at* is the time, in seconds since 1970.
 
     In the formats below, *data* may also be the JSON itself, as a `msgspec.Raw`: it is then not read and written again.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from secrets import token_hex
 from typing import Any, Literal
 
@@ -69,10 +70,15 @@ class MatchingPass:
     def _match(self, transaction: TransactionAdapter, new: Sequence[Sequence[Any]]) -> Plan[tuple[int, list[int]]]:
         """Add the deliveries of the messages that can be matched now; return how far it went, and these messages."""
         by_tenant = yield from self._endpoints(transaction, {row[1] for row in new})
+
+        @cache  # a page has many messages and few types, and other writers may have to wait for the transaction
+        def endpoints_for(tenant: str, type: str) -> list[Endpoint]:
+            return [endpoint for endpoint in by_tenant.get(tenant, ()) if endpoint.wants(type)]
+
         wanted: dict[int, list[tuple[Endpoint, str | None]]] = {}
         count = 0
         for seq, tenant, type, subject, *_ in new:
-            wanting = [endpoint for endpoint in by_tenant.get(tenant, ()) if endpoint.wants(type)]
+            wanting = endpoints_for(tenant, type)
             count += len(wanting)
             if wanted and count > MOST_DELIVERIES:
                 break
@@ -182,9 +188,8 @@ class Claims:
         self.concurrency = concurrency
         self.lease = lease
         self._limits: dict[str, EndpointLimit] = {}
-        self._after = (
-            ""  # the endpoint that was served last: the next round begins behind it, so that each has its turn
-        )
+        # The endpoint that was served last: the next round begins behind it, so that each has its turn.
+        self._after = ""
 
     def claim(self, free: int, *, due_by: float = FOR_EVER) -> Plan[list[Claimed]]:
         """Claim at most *free* deliveries, and no more of an endpoint than its limit allows."""
@@ -242,7 +247,7 @@ class Claims:
     ) -> Plan[Rows]:
         """Claim as *choose* says, in a transaction that locks the endpoints with a rate, because all senders share it.
 
-        Those that another sender has locked are left out.
+        Endpoints that another sender has locked are left out.
         """
         tables = self.tables
         rated = [id for id, each in registered.items() if each.endpoint.rate is not None]

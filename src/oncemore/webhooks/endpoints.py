@@ -36,6 +36,7 @@ OWN_HEADERS = {"host", "content-length", "content-type", "transfer-encoding", "c
 PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]*")  # no control characters, and nothing that UTF-8 cannot write
 DAY = 86400.0
 SLICE = 1000
+SECRETS, PACED_UNTIL = 13, 14  # places in ENDPOINT_COLUMNS
 MOST_KNOWN = 10_000  # secrets of endpoints that are kept in memory
 
 encode, decode = msgspec.json.encode, msgspec.json.decode
@@ -104,9 +105,8 @@ class Endpoints:
         self._tables = tables
         self._targets = targets
         self._seal = seal
-        self._known: dict[
-            tuple[str, bytes], Sequence[Secret]
-        ] = {}  # secrets by their sealed form; reading them costs time
+        # Secrets by their sealed form, because reading them costs time.
+        self._known: dict[tuple[str, bytes], Sequence[Secret]] = {}
 
     def create(
         self,
@@ -267,15 +267,15 @@ class Endpoints:
         return (yield from self._get(id))
 
     def _change(self, id: str, statement: Sql, change: Callable[[Registered, float], Sequence[Any]]) -> Plan[None]:
-        """Write the columns of *statement* as *change* says, while nobody else changes the endpoint."""
+        """Write the columns of *statement*, which *change* makes of the endpoint and the time, while nobody else changes it."""
         tables = self._tables
         transaction = yield from tables.open()
         try:
             rows = yield from transaction.begin(tables.query(sql.LOCK_ENDPOINT, id))
             if not rows:
                 raise NotFound(f"There is no endpoint {id!r}")
-            ((now,),) = yield from transaction.execute(tables.query(sql.NOW))
-            yield from transaction.commit(tables.query(statement, id, *change(self.read(rows[0]), now)))
+            values = change(self.read(rows[0]), rows[0][-1])
+            yield from transaction.commit(tables.query(statement, id, *values))
         except BaseException:
             yield from transaction.rollback()
             raise
@@ -304,7 +304,7 @@ class Endpoints:
         return msgspec.structs.replace((yield from self._get(id)), secret=new)
 
     def disable(self, id: str, *, reason: str = "disabled by hand") -> Endpoint:
-        """Send nothing to the endpoint from now on.  What waits for it, and what arrives, is parked until `recover`."""
+        """Send nothing to the endpoint from now on.  Its deliveries, also of new events, are parked until `recover`."""
         return run(self._disable(id, reason))
 
     async def adisable(self, id: str, *, reason: str = "disabled by hand") -> Endpoint:
@@ -313,12 +313,13 @@ class Endpoints:
 
     def _disable(self, id: str, reason: str) -> Plan[Endpoint]:
         yield from self.disable_now(id, reason)
+        yield from self.park(id)
         return (yield from self._get(id))
 
     def disable_now(self, id: str, reason: str, *also: Query) -> Plan[bool]:
-        """Disable the endpoint and park what waits for it; False if it was disabled before.
+        """Disable the endpoint; False if it was disabled before.  *also* is committed together with that.
 
-        *also* is committed together with that.
+        Senders send nothing to it from then on.  Its pending deliveries have yet to be parked.
         """
         transaction = yield from self._tables.open()
         try:
@@ -328,26 +329,36 @@ class Endpoints:
         except BaseException:
             yield from transaction.rollback()
             raise
-        yield from self.park(id)
         return bool(changed)
 
     def park(self, id: str) -> Plan[None]:
-        """Park what waits for a disabled endpoint."""
-        while (yield from self._tables.execute(self._tables.query(sql.PARK, id)))[0]:
+        """Park the pending deliveries of a disabled endpoint."""
+        while (yield from self.park_slice(id)):
             pass
 
-    def park_strays(self) -> Plan[None]:
-        """Park what was left, or came, when an endpoint was disabled: a process died, or was about to add it."""
+    def park_slice(self, id: str) -> Plan[int]:
+        """Park some pending deliveries of a disabled endpoint; return how many."""
+        (rows,) = yield from self._tables.execute(self._tables.query(sql.PARK, id, SLICE))
+        return len(rows)
+
+    def park_strays(self) -> Plan[int]:
+        """Park a slice of the pending deliveries of each disabled endpoint; return how many.
+
+        A sender parks one slice at once and leaves the others, a process may have died before that, and a sender that did not
+        know yet may have added some.
+        """
         (rows,) = yield from self._tables.execute(self._tables.query(sql.DISABLED_WITH_PENDING))
+        count = 0
         for (id,) in rows:
-            yield from self.park(id)
+            count += yield from self.park_slice(id)
+        return count
 
     def enable(self, id: str) -> Endpoint:
-        """Send what happens from now on to the endpoint.  What was parked meanwhile is sent by `recover(only="missing")`."""
+        """Send new events to the endpoint again.  `recover(only="missing")` sends those that were parked meanwhile."""
         return run(self._enable(id))
 
     async def aenable(self, id: str) -> Endpoint:
-        """Send what happens from now on to the endpoint, as `enable` does."""
+        """Send new events to the endpoint again, as `enable` does."""
         return await arun(self._enable(id))
 
     def _enable(self, id: str) -> Plan[Endpoint]:
@@ -381,27 +392,15 @@ class Endpoints:
 
     def read(self, row: Sequence[Any]) -> Registered:
         """The endpoint in a row of ENDPOINT_COLUMNS, with its secrets."""
-        return Registered(self.describe(row), self._opened(row[0], bytes(row[5])), row[14])
+        return Registered(self.describe(row), self._opened(row[0], bytes(row[SECRETS])), row[PACED_UNTIL])
 
     def describe(self, row: Sequence[Any]) -> Endpoint:
         """The endpoint in a row of ENDPOINT_COLUMNS.  Secrets are not opened, but for the public key that belongs to one."""
-        id, tenant, url, events, headers, sealed, signature, order, rate, description, state, reason, *times = row
-        return Endpoint(
-            id=id,
-            url=url,
-            tenant=tenant,
-            events=tuple(decode(events)),
-            headers=decode(headers),
-            signature=signature,
-            order=order,
-            rate=rate,
-            description=description,
-            state=state,
-            reason=reason,
-            created_at=times[0],
-            failing_since=times[1],
-            public_key=public_key(self._opened(id, bytes(sealed))[0].text) if signature == "v1a" else None,
-        )
+        found = dict(zip(Endpoint.__struct_fields__, row[:SECRETS], strict=False))
+        found["events"], found["headers"] = tuple(decode(found["events"])), decode(found["headers"])
+        if found["signature"] == "v1a":
+            found["public_key"] = public_key(self._opened(row[0], bytes(row[SECRETS]))[0].text)
+        return Endpoint(**found)
 
     def _sealed(self, id: str, secrets: Sequence[Secret]) -> bytes:
         outcome = Outcome("value", body=encode(list(secrets)))

@@ -168,7 +168,7 @@ class Receiver:
                 body = body_of(request, self._match.rule)
             except OncemoreError as error:
                 return to_django(refusal(error))
-            # An async handler runs on an event loop, and what it does by Django's ORM is done on this request's thread.
+            # An async handler runs on an event loop, and its queries by Django's ORM on this request's thread.
             return to_django(run(self._answer(request_of(request).headers, body, async_to_sync(wait))))
 
         # The inbox opens and commits the transaction itself, also with ATOMIC_REQUESTS.
@@ -209,7 +209,7 @@ class Receiver:
                 done += yield from self.inbox.handle_dead(marker, letter, handlers)
         return done
 
-    # What happens to a request
+    # Answers
 
     def _answer(self, headers: Pairs, body: bytes, run_async: RunAsync = asyncio.run) -> Plan[Response]:
         """The response to a delivery.  Nothing in it makes this raise an exception."""

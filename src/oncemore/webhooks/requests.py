@@ -1,4 +1,4 @@
-"""One attempt: the signed request to an endpoint, and what came of it."""
+"""One attempt: the signed request to an endpoint, and its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEEP_ALIVE = 30.0  # seconds for which an idle connection is kept
 
 
 class Result(msgspec.Struct):
-    """What came of an attempt.  A *permanent* failure is not tried again.  If it was not *tried*, nothing is counted."""
+    """The result of an attempt.  A *permanent* failure is not tried again.  If it was not *tried*, nothing is counted."""
 
     status: int | None = None
     response: str = ""
@@ -84,10 +84,11 @@ class Requests:
             result.error = f"no connection within {self.timeout.connect:g} s"
         except TimeoutError:
             result.error = f"no complete response within {self.timeout.total:g} s"
+        except UnsafeTarget as error:
+            result.permanent = True
+            result.error = f"refused: {error.detail}"
         except Exception as error:  # of the network, of the response, or of a function that makes the body
-            unsafe = next((each for each in causes(error) if isinstance(each, UnsafeTarget)), None)
-            result.permanent = unsafe is not None
-            result.error = f"refused: {unsafe.detail}" if unsafe is not None else f"{type(error).__name__}: {error}"
+            result.error = f"{type(error).__name__}: {error}"
         result.error = plain(result.error, LONGEST_ERROR)
         result.duration = SYSTEM.monotonic() - began
         return result
@@ -176,13 +177,3 @@ def plain(text: str, most: int) -> str:
     if not text:
         return ""
     return text[:most].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
-
-
-def causes(error: BaseException) -> list[BaseException]:
-    """The error and what caused it; aiohttp wraps the errors of its connector."""
-    found: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in found and len(found) < 10:
-        found.append(at)
-        at = at.__cause__ or getattr(at, "os_error", None) or at.__context__
-    return found

@@ -259,8 +259,8 @@ class ShopifyScheme(HmacScheme):
     """Shopify: `X-Shopify-Hmac-Sha256: <base64>`, of the body, with the app's client secret.
 
     The type is the topic, such as `orders/create`.  `X-Shopify-Webhook-Id` is equal on each delivery of one webhook.
-    `X-Shopify-Event-Id` is shared by all webhooks of one action of a merchant, also by those of other topics; deduplicating
-    by it could lose one.
+    `X-Shopify-Event-Id` is shared by all webhooks of one action of a merchant, whatever their topic; deduplicating by it
+    could lose one.
     """
 
     name = "shopify"
@@ -323,10 +323,10 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
 def make_scheme(scheme: str | Scheme, secrets: Sequence[str | bytes] | str | bytes, options: dict[str, Any]) -> Scheme:
     """Return the scheme of that name with its *secrets*, or *scheme* itself if it is one of the user's own."""
     if not isinstance(scheme, str):
-        if not hasattr(scheme, "verify") or secrets or options:
+        if not all(hasattr(scheme, each) for each in ("verify", "describe", "challenge")) or secrets or options:
             raise ConfigurationError(
-                f"scheme = {scheme!r}: name one of {', '.join(SCHEMES)}, or give an object with verify() and describe(), "
-                "which has its secrets and options itself"
+                f"scheme = {scheme!r}: name one of {', '.join(SCHEMES)}, or give an object of a subclass of Scheme with "
+                "verify() and describe(), which has its secrets and options itself"
             )
         return scheme
     if scheme not in SCHEMES:

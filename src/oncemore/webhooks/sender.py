@@ -52,9 +52,9 @@ class Sender:
     """Delivers the webhooks of *webhooks*.
 
     Args:
-        webhooks: What to send.
-        concurrency: Requests at a time, each with its message (up to 1 MiB) in memory.  Failing endpoints share a quarter
-            of them at most.
+        webhooks: The webhooks to send.
+        concurrency: Requests at a time, each with a connection, and its message (up to 1 MiB) in memory.  Failing endpoints
+            share a quarter of them at most.
         connect_timeout: How long a connection may take.
         timeout: How long a request may take in all.
         grace: How long `run` waits for requests under way when it is told to stop.
@@ -99,11 +99,11 @@ class Sender:
             running.stop()
 
     def run_once(self) -> int:
-        """Deliver what is due now, each once, and return how many deliveries succeeded."""
+        """Try each delivery that is due now once, and return how many succeeded."""
         return run_service(self.arun_once, close=self.webhooks.tables.access.aclose)
 
     async def arun_once(self) -> int:
-        """Deliver what is due now: `run_once` for event loops."""
+        """Try each delivery that is due now once: `run_once` for event loops."""
         return await SenderRun(self).drain()
 
 
@@ -164,7 +164,7 @@ class SenderRun:
             poll = SHORTEST_POLL if is_woken else min(2 * poll, LONGEST_POLL)
 
     async def _round(self, due_by: float) -> int:
-        """Record results and start to send what is due, while a page of messages is matched; return how much was done."""
+        """Record results and start requests that are due, while a page of messages is matched; return how much was done."""
         parts = await asyncio.gather(self._work(due_by), self._match(), return_exceptions=True)
         for part in parts:
             if isinstance(part, BaseException):
@@ -173,7 +173,7 @@ class SenderRun:
         return sum(parts)  # type: ignore[arg-type]
 
     async def _work(self, due_by: float) -> int:
-        """Record results, then claim what is due: an endpoint that these results have disabled gets no more."""
+        """Record results, then claim deliveries: an endpoint that these results have disabled gets no more."""
         recorded = await self._record()
         free = self.sender.concurrency - len(self._tasks)
         claimed = await arun(self.claims.claim(free, due_by=due_by)) if free > 0 else []
@@ -182,7 +182,7 @@ class SenderRun:
         return recorded + len(claimed)
 
     async def drain(self) -> int:
-        """Send what is due now, each delivery once, and return how many succeeded."""
+        """Try each delivery that is due now once, and return how many succeeded."""
         try:
             while not self.matching.is_over:
                 await self._match()
@@ -204,7 +204,10 @@ class SenderRun:
         """Send one request, and keep its result."""
         result = Result(error="the sender was stopped", tried=False)
         try:
-            result = await self.requests.attempt(claimed)
+            if SYSTEM.monotonic() - claimed.began > LEASE_MARGIN:
+                result.error = "the sender stood still, and its lease could have ended within the request"
+            else:
+                result = await self.requests.attempt(claimed)
         finally:
             # If the task was cancelled, nobody knows whether the request arrived, and another sender tries again.
             success = result.is_success if result.tried else None
@@ -248,13 +251,14 @@ class SenderRun:
         await self.requests.aclose()
 
     async def _keep_house(self) -> None:
-        """Once a minute: park what was left for disabled endpoints, and delete a slice of what is too old."""
+        """Once a minute: park a slice for each disabled endpoint, and delete a slice of old messages; more in the next rounds."""
         if SYSTEM.monotonic() < self._next_housekeeping:
             return
         self._next_housekeeping = SYSTEM.monotonic() + HOUSEKEEPING
         self.claims.forget_idle()
-        await arun(self.webhooks.endpoints.park_strays())
-        if await arun(self.webhooks.purge_slice()):
+        parked = await arun(self.webhooks.endpoints.park_strays())
+        purged = await arun(self.webhooks.purge_slice())
+        if parked or purged:
             self._next_housekeeping = 0.0  # there may be more
 
 
@@ -269,7 +273,7 @@ class Results:
         self.tables = webhooks.tables
 
     def record(self, attempts: list[Attempt]) -> Plan[None]:
-        """Write what became of the deliveries, in one transaction; then disable the endpoints that have to be."""
+        """Write the states of the deliveries in one transaction; then disable the endpoints that have to be."""
         tables = self.tables
         rows = [self._row(claimed, result) for claimed, result in attempts]
         packed = encode(rows).decode()
@@ -279,14 +283,17 @@ class Results:
             for (claimed, _), row in zip(attempts, rows, strict=True)
             if claimed.order_key is not None and row["state"] != "pending"
         }
-        if ended:
-            pairs = [{"endpoint": endpoint, "order_key": key} for endpoint, key in ended]
-            queries.append(tables.query(sql.NEXT_IN_ORDER, encode(pairs).decode()))
+        queries += self.webhooks.next_in_order(ended)
         health = self._health(attempts, rows)
         if health:
             queries.append(tables.query(sql.HEALTH, encode(health).decode()))
-        # Locked in the order of their ids, because another sender may record results of the same endpoints.
-        locked = {endpoint for endpoint, _ in ended} | {each["id"] for each in health if not each["healthy"]}
+        # Locked first, so that none is enabled or disabled meanwhile; in the order of their ids, because another sender may
+        # record results of the same endpoints.
+        locked = {
+            claimed.registered.endpoint.id
+            for (claimed, _), row in zip(attempts, rows, strict=True)
+            if claimed.order_key is not None or row["state"] != "delivered"
+        }
         locks = [tables.query(sql.ORDERED_ENDPOINTS, encode([{"id": id} for id in locked]).decode())] if locked else []
         yield from tables.execute(*locks, *queries)
         self._tell(attempts, rows)
@@ -331,7 +338,7 @@ class Results:
         return None if step is None else claimed.first_at + step
 
     def _health(self, attempts: list[Attempt], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The health of each endpoint after these attempts; one success is enough.  What was resent by hand does not count.
+        """The health of each endpoint after these attempts; one success is enough.  Attempts by hand do not count.
 
         An endpoint that is overloaded pauses, but no longer than the delivery that it refused may wait.
         """
@@ -361,7 +368,7 @@ class Results:
             yield from self._disable(id, "the endpoint answered 410 Gone")
 
     def _disable_failing(self, failed: list[dict[str, Any]]) -> Plan[None]:
-        """Disable those that have just failed again, and have only failed for days."""
+        """Disable the endpoints that have just failed again, and have only failed for days."""
         if not failed:
             return
         ids = encode([{"id": each["id"]} for each in failed]).decode()
@@ -384,6 +391,7 @@ class Results:
             also.append(self.tables.query(sql.ADD_MESSAGE, *values))
         if not (yield from webhooks.endpoints.disable_now(id, reason, *also)):
             return
+        yield from webhooks.endpoints.park_slice(id)  # the rest later, because it must not hold up other endpoints
         log.warning("The webhook endpoint %s of tenant %r is disabled: %s", id, endpoint.tenant, reason)
         if webhooks.on_event is not None:
             try:
@@ -394,7 +402,7 @@ class Results:
     # Observers
 
     def _tell(self, attempts: list[Attempt], rows: list[dict[str, Any]]) -> None:
-        """Log what became of the deliveries, and tell the observers."""
+        """Log the results, and tell the observers."""
         guard = self.webhooks.guard
         for (claimed, result), row in zip(attempts, rows, strict=True):
             message, endpoint = claimed.message, claimed.registered.endpoint

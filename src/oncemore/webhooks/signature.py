@@ -1,4 +1,4 @@
-"""Standard Webhooks, versions v1 (HMAC) and v1a (Ed25519): sign webhooks that you send, verify those that you receive.
+"""Standard Webhooks, versions v1 (HMAC) and v1a (Ed25519): sign webhooks, and verify received ones.
 
     signing = Signing("whsec_...")
     headers = signing.sign(body)                # webhook-id, webhook-timestamp, webhook-signature
@@ -15,7 +15,7 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from secrets import token_bytes, token_hex
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from .._contract.policy import duration
 from .._ledger.connect import naming_extras
@@ -51,21 +51,10 @@ class Message(NamedTuple):
     timestamp: int
 
 
-class Key(Protocol):
-    """A secret or a key of one version of the standard."""
-
-    version: str  # before each of its signatures in the header
-
-    @property
-    def signs(self) -> bool: ...
-    def sign(self, content: bytes) -> str: ...
-    def matches(self, content: bytes, offered: Sequence[str]) -> bool: ...
-
-
 class HmacSecret:
     """A secret that sender and receiver share (version v1)."""
 
-    version = "v1"
+    version = "v1"  # before each of its signatures in the header
     signs = True
 
     def __init__(self, secret: bytes) -> None:
@@ -156,10 +145,7 @@ class Signing:
         """Return the headers to send with *body*.  Give the same *id* on each attempt to deliver; the timestamp changes."""
         id = new_id() if id is None else id
         timestamp = int(self._clock.time()) if timestamp is None else timestamp
-        if not GOOD_ID.fullmatch(id):
-            raise ConfigurationError(
-                f"{id!r} cannot be a webhook's id: use up to 256 visible ASCII characters without '.'"
-            )
+        check_id(id)
         if not GOOD_TIMESTAMP.fullmatch(str(timestamp)):
             raise ConfigurationError(f"{timestamp!r} is not a time in whole seconds since 1970")
         signing = [key for key in self._keys if key.signs]
@@ -210,6 +196,14 @@ def signed_content(id: str, timestamp: str, body: bytes) -> bytes:
     return f"{id}.{timestamp}.".encode() + body
 
 
+def check_id(id: object) -> None:
+    """Raise ConfigurationError unless *id* can be the `webhook-id` of a message."""
+    if not isinstance(id, str) or not GOOD_ID.fullmatch(id):
+        raise ConfigurationError(
+            f"id = {id!r} cannot be signed: use up to 256 visible ASCII characters without a full stop"
+        )
+
+
 def check_bytes(body: object) -> None:
     """Raise ConfigurationError for a text, because the encoding that its sender used is not known."""
     if not isinstance(body, bytes | bytearray | memoryview):
@@ -250,7 +244,7 @@ def header_text(value: object) -> str:
     return value if isinstance(value, str) else "\N{REPLACEMENT CHARACTER}"
 
 
-def read_key(secret: str | bytes) -> Key:
+def read_key(secret: str | bytes) -> HmacSecret | Ed25519Key:
     """Return the key for a secret, or raise ConfigurationError, which never shows the secret."""
     if isinstance(secret, str) and secret.startswith((PRIVATE, PUBLIC)):
         return Ed25519Key(secret)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from .._ledger.tables import Feature, Sql
 
 FEATURE = Feature(
@@ -70,6 +72,9 @@ CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_due ON {p}webhook_deliveri
 CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_order ON {p}webhook_deliveries (endpoint, order_key, seq)
     WHERE state = 'pending' AND order_key IS NOT NULL;
 CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_token ON {p}webhook_deliveries (token) WHERE token IS NOT NULL;
+-- A paused or disabled endpoint may have millions that are due, and senders look only for the few that were resent by hand.
+CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_resent ON {p}webhook_deliveries (endpoint, next_at, seq)
+    WHERE state = 'pending' AND former IS NOT NULL;
 -- Not for those that are pending: the planner would rather use it than the index of those that are due.
 CREATE INDEX IF NOT EXISTS {prefix}webhook_deliveries_ended ON {p}webhook_deliveries (endpoint, seq)
     WHERE state <> 'pending';
@@ -92,15 +97,18 @@ CREATE UNIQUE INDEX IF NOT EXISTS {prefix}webhook_attempts_once ON {p}webhook_at
 
 # Endpoints
 
-ENDPOINT_COLUMNS = """id, tenant, url, events, headers, secrets, signature, ordering, rate, description, state, reason,
-    EPOCH(created_at), EPOCH(failing_since), EPOCH(paced_until)"""
+# In the order of the fields of Endpoint, and two more.
+ENDPOINT_COLUMNS = """id, url, tenant, events, headers, signature, ordering, rate, description, state, reason,
+    EPOCH(created_at), EPOCH(failing_since), secrets, EPOCH(paced_until)"""
 CREATE_ENDPOINT = Sql(
     "INSERT INTO {p}webhook_endpoints (id, tenant, url, events, headers, secrets, signature, ordering, rate, description, "
     "state, reason, created_at) VALUES ($2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, {now}) "
     "ON CONFLICT (id) DO NOTHING"
 )
 FIND_ENDPOINT = Sql(f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id = $1")
-LOCK_ENDPOINT = Sql(f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id = $1 FOR NO KEY UPDATE")
+LOCK_ENDPOINT = Sql(
+    f"SELECT {ENDPOINT_COLUMNS}, EPOCH({{now}}) FROM {{p}}webhook_endpoints WHERE id = $2 FOR NO KEY UPDATE"
+)
 LIST_ENDPOINTS = Sql(
     f"SELECT {ENDPOINT_COLUMNS} FROM {{p}}webhook_endpoints WHERE id > $1 AND tenant = coalesce($2, tenant) "
     "AND state = coalesce($3, state) ORDER BY id LIMIT $4"
@@ -116,14 +124,14 @@ SET_SECRETS = Sql("UPDATE {p}webhook_endpoints SET secrets = $2 WHERE id = $1")
 NOW = Sql("SELECT EPOCH({now})")
 SET_STATE = Sql(
     "UPDATE {p}webhook_endpoints SET state = $2, reason = $3, failing_since = NULL, paused_until = NULL "
-    "WHERE id = $1 AND state <> $2 RETURNING id, tenant, url"
+    "WHERE id = $1 AND state <> $2 RETURNING id"
 )
 DELETE_ENDPOINT = Sql("DELETE FROM {p}webhook_endpoints WHERE id = $1 RETURNING id")
-# A request that is under way is finished, and FINISH parks its delivery if it fails.  What was resent by hand is sent.
+# A request that is under way is finished, and FINISH parks its delivery if it fails.  A delivery that was resent by hand is sent.
 PARK = Sql(
     "UPDATE {p}webhook_deliveries SET state = 'parked', token = NULL WHERE seq IN ("
     "SELECT seq FROM {p}webhook_deliveries WHERE endpoint = $2 AND state = 'pending' AND former IS NULL "
-    "AND (token IS NULL OR next_at <= {now}) ORDER BY next_at, seq LIMIT 5000) "
+    "AND (token IS NULL OR next_at <= {now}) ORDER BY next_at, seq LIMIT $3) "
     "AND (token IS NULL OR next_at <= {now}) RETURNING seq"  # once more, because a sender may just have claimed it
 )
 DISABLED_WITH_PENDING = Sql(
@@ -140,15 +148,17 @@ ADD_MESSAGE = Sql(
 )
 # One sender at a time gives the deliveries their order.  NEW_MESSAGES finds nothing unless this has got the lock; so
 # both go in one round trip, and each has a snapshot of its own.
-FAN_OUT_LOCK = Sql(
-    "SELECT set_config('oncemore.fan_out', "
-    "pg_try_advisory_xact_lock(hashtextextended('{p}webhook_messages', 0))::text, true)",
-    "SELECT 1",
-)
+FAN_OUT = "(hashtextextended('{p}webhook_messages', 0))"
+FAN_OUT_LOCK = Sql(f"SELECT set_config('oncemore.fan_out', pg_try_advisory_xact_lock{FAN_OUT}::text, true)", "SELECT 1")
+# Wait for the sender that has the lock, however long: it may still add deliveries by a state of their endpoint that has changed
+# since.
+FAN_OUT_ENDED = Sql(f"SELECT pg_advisory_xact_lock{FAN_OUT} FROM set_config('lock_timeout', '0', true)", "SELECT 1")
 # A message is settled if no older transaction is open, which might still add one that comes before it.  $3 is the limit of
-# settled transactions that the first page of a pass has found: later pages judge by the same one.
+# settled transactions that the first page of a pass has found: later pages judge by the same one.  A transaction whose number
+# is not assigned yet was one of another server, of which a dump was made, and is not open either.
 NEW_MESSAGES = Sql(
-    "SELECT seq, tenant, type, subject, xid < coalesce($3::text::xid8, pg_snapshot_xmin(pg_current_snapshot())), "
+    "SELECT seq, tenant, type, subject, xid < coalesce($3::text::xid8, pg_snapshot_xmin(pg_current_snapshot())) "
+    "OR xid >= pg_snapshot_xmax(pg_current_snapshot()), "
     "coalesce($3::text, pg_snapshot_xmin(pg_current_snapshot())::text) FROM {p}webhook_messages "
     "WHERE current_setting('oncemore.fan_out') = 'true' AND is_new AND seq > $1 ORDER BY seq LIMIT $2",
     "SELECT seq, tenant, type, subject, 1, ?3 FROM {p}webhook_messages WHERE is_new AND seq > ?1 ORDER BY seq LIMIT ?2",
@@ -162,7 +172,7 @@ BUSY_KEYS = Sql(
     "SELECT 1 FROM {p}webhook_deliveries d WHERE d.state = 'pending' AND d.order_key IS NOT NULL "
     "AND d.endpoint = r.endpoint AND d.order_key = r.order_key)"
 )
-# Locks message and endpoint against being deleted meanwhile; nothing is added for those that are gone.
+# Locks message and endpoint against being deleted meanwhile; nothing is added for one that is gone.
 ADD_DELIVERIES = Sql(
     "INSERT INTO {p}webhook_deliveries (message, endpoint, tenant, type, order_key, sequence, state, created_at, next_at) "
     "SELECT m.seq, e.id, m.tenant, m.type, r.order_key, r.sequence, r.state, {now}, "
@@ -215,7 +225,7 @@ def claim(condition: str) -> Sql:
     return found
 
 
-# A lease moves `next_at`, so that what is being sent is not among those that are due.
+# A lease moves `next_at`, so a delivery that is being sent is not due.
 CLAIM = claim("")
 CLAIM_RESENT = claim(" AND d.former IS NOT NULL")
 CLAIMED = Sql(
@@ -264,7 +274,7 @@ HEALTH = Sql(
     "FROM ROWS($2, id text, healthy boolean, pause float8) r "
     "WHERE e.id = r.id AND (NOT r.healthy OR e.failing_since IS NOT NULL OR r.pause IS NOT NULL)"
 )
-# Those of $2 that have only failed for $3 seconds, and for how long.
+# The endpoints of $2 that have only failed for $3 seconds, and for how long.
 FAILING = Sql(
     "SELECT id, EPOCH({now} - failing_since) FROM {p}webhook_endpoints WHERE state = 'enabled' "
     "AND id IN (SELECT id FROM ROWS($2, id text) r) AND failing_since <= {now} - SECONDS($3)"
@@ -272,6 +282,7 @@ FAILING = Sql(
 
 # Deliveries
 
+# In the order of the fields of WebhookDelivery.
 DELIVERY_COLUMNS = """d.seq, m.id, d.endpoint, d.tenant, d.type, m.subject, d.state, d.attempts, EPOCH(d.created_at),
     EPOCH(d.next_at), EPOCH(d.ended_at), d.status, d.error, d.sequence"""
 DELIVERIES = "FROM {p}webhook_deliveries d JOIN {p}webhook_messages m ON m.seq = d.message"
@@ -294,7 +305,7 @@ UNMATCHED = Sql(
 
 
 def requeue(states: tuple[str, ...]) -> Sql:
-    """Make deliveries in one of the *states* pending again, as if they were new; those that are ordered wait at first.
+    """Make deliveries in one of the *states* pending again, as if they were new; ordered ones wait at first.
 
     $2 endpoint, $3 since when, $4 and $5 behind and up to which seq, $6 the most
     """
@@ -314,10 +325,13 @@ REQUEUES = {
     "all": requeue(("dead", "parked", "delivered")),
 }
 COUNTS = Sql("SELECT state, count(*) FROM {p}webhook_deliveries GROUP BY state")
+ALL_ENDED = (
+    " AND NOT EXISTS (SELECT 1 FROM {p}webhook_deliveries d JOIN {p}webhook_endpoints e ON e.id = d.endpoint "
+    "WHERE d.message = m.seq AND d.state = 'pending')"
+)
 OLD_MESSAGES = Sql(
-    "SELECT seq FROM {p}webhook_messages m WHERE created_at < TIME($1) AND NOT is_new AND NOT EXISTS ("
-    "SELECT 1 FROM {p}webhook_deliveries d JOIN {p}webhook_endpoints e ON e.id = d.endpoint "
-    "WHERE d.message = m.seq AND d.state = 'pending') ORDER BY created_at LIMIT $2"
+    "SELECT seq FROM {p}webhook_messages m WHERE created_at < {now} - SECONDS($2) AND NOT is_new"
+    f"{ALL_ENDED} ORDER BY created_at LIMIT $3"
 )
 MESSAGES_OF = Sql("SELECT seq FROM {p}webhook_messages WHERE tenant = $1 LIMIT $2")
 DELIVERIES_OF = Sql(
@@ -325,38 +339,55 @@ DELIVERIES_OF = Sql(
 )
 
 
-def delete_deliveries(column: str) -> tuple[Sql, ...]:
-    """Delete deliveries by their *column*, with their attempts.  They are locked first, so that no attempt is added."""
-    these = f"{{p}}webhook_deliveries WHERE {column} IN (SELECT seq FROM ROWS($1, seq bigint) r)"
+# Deletions lock their rows first, so that no delivery and no attempt is added meanwhile.  $1 seqs
+def lock(rows: str) -> Sql:
+    return Sql(f"SELECT seq FROM {rows} ORDER BY seq FOR UPDATE")
+
+
+def delete_deliveries(rows: str) -> tuple[Sql, Sql]:
+    """Delete deliveries, and before them their attempts."""
     return (
-        Sql(f"SELECT seq FROM {these} ORDER BY seq FOR UPDATE"),
-        Sql(f"DELETE FROM {{p}}webhook_attempts WHERE delivery IN (SELECT seq FROM {these})"),
-        Sql(f"DELETE FROM {these}"),
+        Sql(f"DELETE FROM {{p}}webhook_attempts WHERE delivery IN (SELECT seq FROM {rows})"),
+        Sql(f"DELETE FROM {{p}}webhook_deliveries WHERE seq IN (SELECT seq FROM {rows})"),
     )
 
 
-DELETE_DELIVERIES = delete_deliveries("seq")
-THESE_MESSAGES = "{p}webhook_messages WHERE seq IN (SELECT seq FROM ROWS($1, seq bigint) r)"
-# They are locked first, so that no delivery is added.
-DELETE_MESSAGES = (
-    Sql(f"SELECT seq FROM {THESE_MESSAGES} ORDER BY seq FOR UPDATE"),
-    *delete_deliveries("message"),
-    Sql(f"DELETE FROM {THESE_MESSAGES}"),
-)
+def delete_messages(condition: str = "") -> tuple[Sql, ...]:
+    """Delete the messages for which the *condition* holds, and then the deliveries that have lost theirs."""
+    messages, deliveries = (
+        f"{{p}}webhook_messages m WHERE seq {THESE}",
+        f"{{p}}webhook_deliveries d WHERE message {THESE}",
+    )
+    delete = Sql(f"DELETE FROM {{p}}webhook_messages AS m WHERE seq {THESE}{condition}")
+    lost = " AND NOT EXISTS (SELECT 1 FROM {p}webhook_messages m WHERE m.seq = d.message)"
+    return (lock(messages), lock(deliveries), delete, *delete_deliveries(deliveries + lost))
+
+
+THESE = "IN (SELECT seq FROM ROWS($1, seq bigint) r)"
+DELIVERIES_BY_SEQ = f"{{p}}webhook_deliveries WHERE seq {THESE}"
+DELETE_DELIVERIES = (lock(DELIVERIES_BY_SEQ), *delete_deliveries(DELIVERIES_BY_SEQ))
+DELETE_MESSAGES = delete_messages()
+# Here the condition is looked at once more: one may have been sent again since, and later ones with its order_key would wait for
+# it for ever.
+DELETE_OLD_MESSAGES = delete_messages(ALL_ENDED)
+# One attempt, as of a dead letter that was resent by hand.  If these are sent twice, the seq is that of the first time.
 PING = Sql(
     "INSERT INTO {p}webhook_messages (id, tenant, type, data, created_at, is_new) "
-    "VALUES ($2, $3, $4, $5, {now}, false) RETURNING seq"
+    "VALUES ($2, $3, $4, $5, {now}, false) ON CONFLICT (tenant, id) DO NOTHING"
 )
 PING_DELIVERY = Sql(
     "INSERT INTO {p}webhook_deliveries (message, endpoint, tenant, type, state, created_at, next_at, former) "
-    "VALUES ($2, $3, $4, $5, 'pending', {now}, {now}, 'dead') RETURNING seq"
+    "SELECT seq, $4, tenant, type, 'pending', {now}, {now}, 'dead' FROM {p}webhook_messages WHERE id = $2 AND tenant = $3 "
+    "ON CONFLICT (message, endpoint) DO UPDATE SET message = excluded.message RETURNING seq"
 )
 
 
+@cache
 def list_deliveries(filters: tuple[str, ...], state: str | None) -> Sql:
     """The page of deliveries behind $1, at most $2 of them; each filter has a parameter from $3 on.
 
-    The state is in the text, so that the database uses the index of those that are in it.
+    The state is in the text, so that the database uses the index of those that are in it.  There are a few dozen such
+    statements at most, and each is prepared once.
     """
     conditions = "".join(f" AND d.{column} = ${number}" for number, column in enumerate(filters, 3))
     select = f"SELECT {DELIVERY_COLUMNS} {DELIVERIES} WHERE d.seq > $1{conditions}"

@@ -62,6 +62,7 @@ WITH_IPV4 = [IPv6Network("::ffff:0:0/96"), IPv6Network("64:ff9b::/96")]  # the I
 # The last label of a host name that browsers and resolvers read as a number: 2130706433, 127.1, 0x7f.1, 017700000001.
 NUMERIC_LABEL = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 PORTS = {"https": 443, "http": 80}
+NEVER_IN_URL = re.compile(r"[\x00-\x20\x7f\\\ud800-\udfff]")
 
 
 class Targets:
@@ -69,7 +70,7 @@ class Targets:
 
     Args:
         allow: Networks that are allowed although they are private, such as `"10.1.0.0/16"`.
-        allow_http: Whether plain HTTP is allowed.  Anybody on the way can then read and change what is sent.
+        allow_http: Whether plain HTTP is allowed.  Anybody on the way can then read and change the webhook.
         ports: The only ports that are allowed; by default all.
     """
 
@@ -96,8 +97,10 @@ class Targets:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise UnsafeTarget(f"{url!r} is not a URL: {error}") from error
-        if any(ord(char) <= 0x20 or ord(char) == 0x7F or char == "\\" for char in url):
-            raise UnsafeTarget(f"{url!r} is not a URL: it has a blank, a control character or a backslash")
+        if NEVER_IN_URL.search(url):
+            raise UnsafeTarget(
+                f"{url!r} is not a URL: it has a blank, a control character, a backslash or half a character"
+            )
         if parts.username is not None or parts.password is not None:
             raise UnsafeTarget("The URL has a user name or a password before its host; send them in a header instead")
         self.check(parts.scheme, host or "", port if port is not None else PORTS.get(parts.scheme, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from functools import cache
+from functools import partial
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -14,7 +14,7 @@ from .._ledger.context import CURRENT, Op
 from .._ledger.encrypted import Sealing
 from .._ledger.guard import Guard, check_guard, check_positive
 from .._ledger.tables import Sql, Tables
-from .._ledger.transactions import Query
+from .._ledger.transactions import Query, TransactionAdapter
 from .._runtime.plan import Plan, arun, run
 from .._runtime.wakeups import Id
 from ..errors import ConfigurationError, InProgress, InvalidPayload, NotFound, PayloadTooLarge
@@ -23,7 +23,7 @@ from . import statements as sql
 from .bodies import BodyFormat, Render, body_of
 from .endpoints import Endpoint, Endpoints, check_text
 from .schedule import STEPS, DeliverySchedule
-from .signature import GOOD_ID, new_id
+from .signature import check_id, new_id
 from .statements import FEATURE
 from .targets import Network, Targets
 
@@ -32,10 +32,13 @@ STATES = get_args(DeliveryState)
 Only = Literal["failed", "missing", "all"]
 LARGEST = 1024 * 1024  # bytes of data
 SLICE = 1000
+WAITS_FROM = 8e15  # an infinite `next_at` is later, as a number, on both databases
 PING = "webhook.ping"
-Slice = tuple[int, int, bool]
+# Up to which seq a step of `recover` has come (None: it is over), the order key of each delivery that is sent again, and the
+# statements that are still to be run.
+Step = tuple[int | None, list[str | None], list[Query]]
 encode = msgspec.json.encode
-WAKEUP: Id = ("oncemore.webhooks", "")  # what senders wait for
+WAKEUP: Id = ("oncemore.webhooks", "")  # senders wait for it
 
 
 class WebhookDelivery(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +142,7 @@ class Webhooks:
             tenant: The customer: all of its endpoints that want the type get the event.
             id: The `webhook-id` of every delivery.  By default it is derived from the operation, so that a second run of the
                 operation sends the same one; outside an operation it is random.  An id that was sent before is not sent again.
-            subject: What it is about; an endpoint with `order="subject"` gets the events of one subject in order.
+            subject: The thing that it is about; an endpoint with `order="subject"` gets the events of one subject in order.
         """
         return run(self._send(place, type, data, tenant, id, subject))
 
@@ -175,16 +178,11 @@ class Webhooks:
 
     def _ping(self, endpoint: str) -> Plan[str]:
         found = yield from self.endpoints._get(endpoint)
-        values = [new_id(), found.tenant, PING, pack_data({"endpoint": endpoint})]
-        transaction = yield from self.tables.open()
-        try:
-            ((seq,),) = yield from transaction.begin(self.tables.query(sql.PING, *values))
-            query = self.tables.query(sql.PING_DELIVERY, seq, endpoint, found.tenant, PING)
-            ((delivery,),) = yield from transaction.execute(query)
-            yield from transaction.commit()
-        except BaseException:
-            yield from transaction.rollback()
-            raise
+        id = new_id()
+        _, ((delivery,),) = yield from self.tables.execute(
+            self.tables.query(sql.PING, id, found.tenant, PING, pack_data({"endpoint": endpoint})),
+            self.tables.query(sql.PING_DELIVERY, id, found.tenant, endpoint),
+        )
         self.announcer.announce()
         return str(delivery)
 
@@ -211,8 +209,8 @@ class Webhooks:
         if not rows:
             found = yield from self.deliveries._find(delivery)  # raises NotFound if there is none
             waits = found.state == "pending" and found.next_at is None
-            what = "waits for an earlier delivery of its endpoint" if waits else "is being sent just now"
-            raise InProgress(f"The delivery {delivery} {what}", retry_after=30.0)
+            why = "waits for an earlier delivery of its endpoint" if waits else "is being sent just now"
+            raise InProgress(f"The delivery {delivery} {why}: try again later", retry_after=30.0)
         self.announcer.announce()
 
     def recover(
@@ -223,7 +221,7 @@ class Webhooks:
         only: Only = "failed",
         progress: Callable[[int], object] | None = None,
     ) -> int:
-        """Send again what the endpoint has not got since a time; return how many deliveries.
+        """Send events since a time to an endpoint that has not got them; return how many.
 
         Args:
             endpoint: The endpoint's id.
@@ -247,7 +245,7 @@ class Webhooks:
         only: Only = "failed",
         progress: Callable[[int], object] | None = None,
     ) -> int:
-        """Send again what the endpoint has not got, as `recover` does."""
+        """Send events to an endpoint that has not got them, as `recover` does."""
         return await arun(self._recover(endpoint, since, only, progress))
 
     def _recover(
@@ -265,72 +263,70 @@ class Webhooks:
             raise ConfigurationError(
                 f"The endpoint {endpoint!r} is disabled ({found.reason}): enable it first, and then recover"
             )
+        queries = map(self.tables.query, (sql.FAN_OUT_ENDED, sql.LAST_DELIVERY))
+        _, ((last,),) = yield from self.tables.execute(*queries, patient=True)
+        steps: list[Callable[..., Plan[Step]]] = [partial(self._requeue, found.id, sql.REQUEUES[only], start, last)]
+        if only != "failed":
+            steps.append(partial(self._match, found, start))
         total = 0
-        ((((last,),),)) = yield from self.tables.execute(self.tables.query(sql.LAST_DELIVERY))
-        after, more = 0, True
-        while more:
-            after, count, more = yield from self._requeue_slice(found, only, start, after, last)
-            total += count
-            if progress is not None and count:
-                progress(total)
-        after, more = 0, only != "failed"
-        while more:
-            after, count, more = yield from self._match_slice(found, start, after)
-            total += count
-            if progress is not None and count:
-                progress(total)
+        for step in steps:
+            after: int | None = 0
+            while after is not None:
+                after, count = yield from self._recover_slice(found.id, step, after)
+                total += count
+                if progress is not None and count:
+                    progress(total)
         return total
 
-    def _requeue_slice(self, endpoint: Endpoint, only: Only, start: float, after: int, last: int) -> Plan[Slice]:
-        """Make some deliveries pending again: up to which seq, how many, and whether there may be more."""
-        tables, id = self.tables, endpoint.id
-        transaction = yield from tables.open()
+    def _recover_slice(self, id: str, step: Callable[..., Plan[Step]], after: int) -> Plan[tuple[int | None, int]]:
+        """Take one *step* while no delivery of the endpoint ends; return its place, and how many are sent again."""
+        transaction = yield from self.tables.open()
         try:
-            yield from transaction.begin(tables.query(sql.LOCK_ENDPOINT, id))
-            query = tables.query(sql.REQUEUES[only], id, start, after, last, SLICE)
-            rows = yield from transaction.execute(query)
-            yield from transaction.commit(*self._next_in_order(id, {key for _, key in rows if key is not None}))
-        except BaseException:
-            yield from transaction.rollback()
-            raise
-        self.announcer.announce()
-        return max((seq for seq, _ in rows), default=after), len(rows), bool(rows)
-
-    def _match_slice(self, endpoint: Endpoint, start: float, after: int) -> Plan[Slice]:
-        """Make deliveries of some messages that the endpoint wants and has none of: as `_requeue_slice`."""
-        tables, id = self.tables, endpoint.id
-        transaction = yield from tables.open()
-        try:
-            yield from transaction.begin(tables.query(sql.LOCK_ENDPOINT, id))
             ids = encode([{"id": id}]).decode()
-            sequence = dict(map(tuple, (yield from transaction.execute(tables.query(sql.ORDERED_ENDPOINTS, ids)))))
-            query = tables.query(sql.UNMATCHED, endpoint.tenant, start, after, id, SLICE)
-            rows = yield from transaction.execute(query)
-            made: list[dict[str, Any]] = []
-            for seq, type, subject in rows:
-                if type == PING or not endpoint.wants(type):
-                    continue
-                key, number = order_key_of(endpoint, subject), None
-                if key is not None:
-                    number = sequence[id] = sequence[id] + 1
-                made.append(new_delivery(seq, endpoint, key, number, waits=key is not None))
-            queries = []
-            if made:
-                queries.append(tables.query(sql.ADD_DELIVERIES, encode(made).decode()))
-                queries.append(tables.query(sql.SET_SEQUENCES, encode([{"id": id, "sequence": sequence[id]}]).decode()))
-                keys = {each["order_key"] for each in made if each["order_key"] is not None}
-                queries.extend(self._next_in_order(id, keys))
-            yield from transaction.commit(*queries)
+            rows = yield from transaction.begin(self.tables.query(sql.ORDERED_ENDPOINTS, ids))
+            if not rows:
+                raise NotFound(f"There is no endpoint {id!r}: it was deleted meanwhile")
+            place, keys, queries = yield from step(transaction, after, rows[0][1])
+            heads = {(id, key) for key in keys if key is not None}
+            yield from transaction.commit(*queries, *self.next_in_order(heads))
         except BaseException:
             yield from transaction.rollback()
             raise
         self.announcer.announce()
-        return rows[-1][0] if rows else after, len(made), bool(rows)
+        return place, len(keys)
 
-    def _next_in_order(self, endpoint: str, keys: Iterable[str]) -> list[Query]:
-        """Have the first of each key be due, unless another one is."""
-        heads = [{"endpoint": endpoint, "order_key": key} for key in keys]
-        return [self.tables.query(sql.NEXT_IN_ORDER, encode(heads).decode())] if heads else []
+    def _requeue(
+        self, id: str, statement: Sql, start: float, last: int, transaction: TransactionAdapter, after: int, _: int
+    ) -> Plan[Step]:
+        """Make some deliveries pending again."""
+        rows = yield from transaction.execute(self.tables.query(statement, id, start, after, last, SLICE))
+        return max((seq for seq, _ in rows), default=None), [key for _, key in rows], []
+
+    def _match(
+        self, endpoint: Endpoint, start: float, transaction: TransactionAdapter, after: int, sequence: int
+    ) -> Plan[Step]:
+        """Make deliveries of some messages that the endpoint wants and has none of; *sequence* is that of its latest one."""
+        query = self.tables.query(sql.UNMATCHED, endpoint.tenant, start, after, endpoint.id, SLICE)
+        rows = yield from transaction.execute(query)
+        made: list[dict[str, Any]] = []
+        for seq, type, subject in rows:
+            if type == PING or not endpoint.wants(type):
+                continue
+            key, number = order_key_of(endpoint, subject), None
+            if key is not None:
+                number = sequence = sequence + 1
+            made.append(new_delivery(seq, endpoint, key, number, waits=key is not None))
+        sequences = [{"id": endpoint.id, "sequence": sequence}]
+        queries = [
+            self.tables.query(sql.ADD_DELIVERIES, encode(made).decode()),
+            self.tables.query(sql.SET_SEQUENCES, encode(sequences).decode()),
+        ]
+        return rows[-1][0] if rows else None, [each["order_key"] for each in made], queries if made else []
+
+    def next_in_order(self, heads: Iterable[tuple[str, str]]) -> list[Query]:
+        """Have the first delivery of each endpoint and order key be due, unless another one is."""
+        pairs = [{"endpoint": endpoint, "order_key": key} for endpoint, key in heads]
+        return [self.tables.query(sql.NEXT_IN_ORDER, encode(pairs).decode())] if pairs else []
 
     # Housekeeping
 
@@ -351,7 +347,7 @@ class Webhooks:
         return run(self._purge(tenant))
 
     async def apurge(self, *, tenant: str | None = None) -> int:
-        """Delete old messages, or those of a tenant, as `purge` does."""
+        """Delete old messages, or all messages of a tenant, as `purge` does."""
         return await arun(self._purge(tenant))
 
     def _purge(self, tenant: str | None) -> Plan[int]:
@@ -361,18 +357,15 @@ class Webhooks:
         return total
 
     def purge_slice(self, tenant: str | None = None) -> Plan[int]:
-        """Delete some of the messages that are too old, or of those of the tenant; return how many."""
+        """Delete some messages that are too old, or some of the tenant's; return how many."""
         if tenant is not None:
-            query = self.tables.query(sql.MESSAGES_OF, tenant, SLICE)
+            query, deletes = self.tables.query(sql.MESSAGES_OF, tenant, SLICE), sql.DELETE_MESSAGES
         else:
-            ((((now,),),)) = yield from self.tables.execute(self.tables.query(sql.NOW))
-            query = self.tables.query(sql.OLD_MESSAGES, now - self.keep, SLICE)
+            query, deletes = self.tables.query(sql.OLD_MESSAGES, self.keep, SLICE), sql.DELETE_OLD_MESSAGES
         (rows,) = yield from self.tables.execute(query, patient=True)
         if rows:
             gone = encode([{"seq": seq} for (seq,) in rows]).decode()
-            yield from self.tables.execute(
-                *(self.tables.query(delete, gone) for delete in sql.DELETE_MESSAGES), patient=True
-            )
+            yield from self.tables.execute(*(self.tables.query(delete, gone) for delete in deletes), patient=True)
         return len(rows)
 
 
@@ -415,7 +408,7 @@ class Deliveries:
             raise ConfigurationError(f"state = {state!r}: write one of {', '.join(map(repr, STATES))}")
         asked = {"endpoint": endpoint, "tenant": tenant, "type": type}
         given = {column: value for column, value in asked.items() if value is not None}
-        statement = page_of(tuple(given), state)
+        statement = sql.list_deliveries(tuple(given), state)
         query = self._tables.query(statement, read_delivery_id(after), check_positive("limit", limit), *given.values())
         (rows,) = yield from self._tables.execute(query)
         return [read_delivery(row) for row in rows]
@@ -451,46 +444,12 @@ class Deliveries:
         ]
 
 
-@cache
-def page_of(filters: tuple[str, ...], state: str | None) -> Sql:
-    """The statement of a page with these filters; there are a few dozen at most, and each is prepared once."""
-    return sql.list_deliveries(filters, state)
-
-
 def read_delivery(row: Sequence[Any]) -> WebhookDelivery:
-    (
-        seq,
-        message,
-        endpoint,
-        tenant,
-        type,
-        subject,
-        state,
-        attempts,
-        created_at,
-        next_at,
-        ended_at,
-        status,
-        error,
-        number,
-    ) = row
-    waits = state != "pending" or next_at > 8e15
-    return WebhookDelivery(
-        id=str(seq),
-        message_id=message,
-        endpoint=endpoint,
-        tenant=tenant,
-        type=type,
-        subject=subject,
-        state=state,
-        attempts=attempts,
-        created_at=created_at,
-        next_at=None if waits else next_at,
-        ended_at=ended_at,
-        status=status,
-        error=error,
-        sequence=number,
-    )
+    """The delivery in a row of DELIVERY_COLUMNS, which are in the order of its fields."""
+    found = dict(zip(WebhookDelivery.__struct_fields__, row, strict=True))
+    if found["state"] != "pending" or found["next_at"] > WAITS_FROM:
+        found["next_at"] = None
+    return WebhookDelivery(**{**found, "id": str(found["id"])})
 
 
 def read_delivery_id(id: str) -> int:
@@ -500,7 +459,7 @@ def read_delivery_id(id: str) -> int:
 
 
 def order_key_of(endpoint: Endpoint, subject: str | None) -> str | None:
-    """The key of a delivery: those of the endpoint with the same one are sent one after the other.  None: in any order."""
+    """The key of a delivery: an endpoint gets deliveries with the same key one after the other.  None: in any order."""
     if endpoint.order == "fifo":
         return ""
     return subject if endpoint.order == "subject" else None
@@ -531,10 +490,3 @@ def pack_data(data: Any) -> bytes:
             f"The data of a webhook has {len(packed):,} bytes, and at most {LARGEST:,} are sent: send a link instead"
         )
     return packed
-
-
-def check_id(id: object) -> None:
-    if not isinstance(id, str) or not GOOD_ID.fullmatch(id):
-        raise ConfigurationError(
-            f"id = {id!r} cannot be signed: use up to 256 visible ASCII characters without a full stop"
-        )

@@ -76,7 +76,7 @@ class Idempotency(Door[Any]):
             perform: Called if nobody has performed the operation yet.
             etag: The status and the ETag of the resource as it is now, for rules with `if_match`.
         """
-        return run(self._respond(request, perform, etag))
+        return run(self._answer(run(self.begin_exchange(request, etag)), request, perform))
 
     async def arun(
         self,
@@ -85,11 +85,15 @@ class Idempotency(Door[Any]):
         *,
         etag: Callable[[], Awaitable[Etag]] | None = None,
     ) -> Answered:
-        """As `run`, for an async server.  If the caller is cancelled, the operation is finished first."""
-        return await finish_despite_cancel(arun(self._respond(request, perform, etag)))
+        """As `run`, for an async server.  If the caller is cancelled, an operation that has begun is finished first."""
+        found = await arun(self.begin_exchange(request, etag))
+        answering = arun(self._answer(found, request, perform))
+        return await (finish_despite_cancel(answering) if isinstance(found, Exchange) else answering)
 
-    def _respond(self, request: Request, perform: Callable[[], Any], etag: Callable[[], Any] | None) -> Plan[Answered]:
-        found = yield from self.begin_exchange(request, etag)
+    def _answer(
+        self, found: Response | Exchange | Shadow | None, request: Request, perform: Callable[[], Any]
+    ) -> Plan[Answered]:
+        """Perform, if there is no response yet, and record the outcome."""
         if isinstance(found, Response):
             return found
         if isinstance(found, Shadow):
@@ -99,6 +103,8 @@ class Idempotency(Door[Any]):
         try:
             with running(found.attempt.op):
                 response = yield Call(perform)
+            if not isinstance(response, Answered):
+                raise TypeError(f"perform gave a {type(response).__name__}: let it return a Response or a Streamed")
         except GeneratorExit:
             found.attempt.drop()
             raise
@@ -107,7 +113,11 @@ class Idempotency(Door[Any]):
             if refused is None:
                 raise
             return refused
-        return (yield from found.finish(response))
+        recorded = yield from found.record(response)
+        yield from found.attempt.release()  # does nothing unless it is a stream that is not to be remembered
+        if isinstance(recorded, Response):
+            return recorded
+        return msgspec.structs.replace(response, headers=[*response.headers, *recorded])
 
     def begin_exchange(
         self, request: Request, etag: Callable[[], Any] | None = None
@@ -134,15 +144,15 @@ class Idempotency(Door[Any]):
 
 
 class Exchange:
-    """A guarded request that is to be performed now: `finish` it with its response, or let its door `fail` it."""
+    """A guarded request that is to be performed now: `record` its response, or let its door `fail` it."""
 
     def __init__(self, door: Door[Any], match: Match, attempt: LeaseAttempt) -> None:
         self.door = door
         self.match = match
         self.attempt = attempt
 
-    def finish(self, response: Answered) -> Plan[Answered]:
-        """Record the outcome; return the response for the client, with our headers."""
+    def record(self, response: Answered) -> Plan[Response | list[tuple[str, str]]]:
+        """Record the outcome: the headers that tell of it, or a response that the client gets instead of this one."""
         door, rule, attempt = self.door, self.match.rule, self.attempt
         headers = [(name.lower(), value) for name, value in response.headers]
         if isinstance(response, Response):
@@ -151,10 +161,7 @@ class Exchange:
             has_length = any(name == "content-length" for name, _ in headers)
             recording = door.record_stream(attempt, rule, response.status, has_length=has_length)
         found = yield from door.finish(attempt, self.match, recording)
-        yield from attempt.release()  # does nothing unless it is a stream that is not to be remembered
-        if isinstance(found, Response):
-            return found
-        return msgspec.structs.replace(response, headers=[*response.headers, *door.headers(rule, found)])
+        return found if isinstance(found, Response) else door.headers(rule, found)
 
 
 def current_etag(match: Match, etag: Callable[[], Any] | None) -> Plan[Etag]:

@@ -113,9 +113,8 @@ class Shadow:
         except GeneratorExit:
             self.drop()
             raise
-        except BaseException as error:
-            status = getattr(error, "status", None)  # of aiohttp's responses that are raised
-            yield from self.end(status if isinstance(status, int) else None)
+        except BaseException:
+            yield from self.end(None)
             raise
         try:
             status = status_of(response)

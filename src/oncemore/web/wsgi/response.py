@@ -153,8 +153,8 @@ class GuardedResponse:
         body = b"".join(self.chunks) if is_complete else None
         try:
             found = self._finish(body, has_length=bool(self.length) or self._is_finite())
-        except BaseException:
-            self.close()
+        except BaseException as error:  # an interrupt: the app has performed, so the key is not free
+            self._fail(error)
             raise
         if isinstance(found, Response):
             self.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,6 +204,12 @@ def test_shadow_passes_long_bodies_on_in_aiohttp() -> None:
     with serving(app) as url, httpx.Client(base_url=url, headers={"Authorization": "a", **keyed("k")}) as client:
         assert [client.post("/size", content=b"x" * length).text for length in (10, 5000)] == ["10", "5000"]
         assert client.post("/size", content=iter([b"x" * 5000])).text == "5000"
+
+
+def test_shadow_leaves_bodies_and_cancellation_to_django() -> None:
+    command = [sys.executable, "-m", "tests.doors.observed_django"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(ran.stdout) == [5000, 0, "replayed", 0, "cancelled"]
 
 
 def test_shadow_survives_a_ledger_that_is_down(tmp_path: Path) -> None:

@@ -6,17 +6,16 @@ ONCEMORE = {"guard": "sqlite:///once.db", "contract": "oncemore.toml"}
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import warnings
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefunction, sync_to_async
+from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefunction
 from django.conf import settings  # type: ignore[import-untyped]
 from django.core import mail  # type: ignore[import-untyped]
 from django.http import HttpRequest  # type: ignore[import-untyped]
@@ -32,7 +31,6 @@ from ..._ledger.connect import DJANGO
 from ..._ledger.context import current_operation
 from ..._ledger.guard import Guard
 from ..._ledger.model import Operation
-from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import ConfigurationError, OncemoreError
 from ..door import Door
@@ -40,10 +38,8 @@ from ..problem import Response
 from ..request import HeaderPrincipal, Principal, Request, is_async, mount_prefix
 from ..shadow import Shadow
 from ..status import status_plan
-from ..wsgi.environ import can_be_observed
-from ._compat import has_body
-from .request import GetResponse, body_of, current_etag, request_of
-from .response import GuardedResponse, InThread, to_django
+from .request import GetResponse, body_of, can_be_read, current_etag, request_of
+from .response import GuardedResponse, InThread, ToTheEnd, to_django
 from .views import Views, exempt, idempotent, optional, required
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "exempt", "idempotent", "optional", "required"]
@@ -89,7 +85,7 @@ class IdempotencyMiddleware(Door[GetResponse]):
         plan = self._plan(request)
         if plan is None:
             return self.app(request)
-        return protect(arun(plan)) if self._is_async else run(plan)
+        return arun(plan) if self._is_async else run(plan)
 
     def _plan(self, request: HttpRequest) -> Plan[HttpResponseBase] | None:
         """The plan for a request; None if it passes untouched."""
@@ -101,13 +97,16 @@ class IdempotencyMiddleware(Door[GetResponse]):
             match = self.match(asked.method, asked.path, asked.headers, request, request.path_info, found)
         except OncemoreError as error:
             return self._refuse(error)
-        return self._guard(match, asked) if match is not None else None
+        if match is None:
+            return None
+        return self._guard(match, asked) if self.enforces(match.rule) else self._observe(match, asked)
 
     def _guard(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         """Call the view once for this key; every other request with the key gets the stored response."""
+        return (yield ToTheEnd(self._call_once(match, asked)))
+
+    def _call_once(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         request = asked.native
-        if not self.enforces(match.rule):
-            return (yield from self._observe(match, asked))
         try:
             asked = asked.with_body(body_of(request, match.rule))
         except OncemoreError as error:
@@ -124,7 +123,7 @@ class IdempotencyMiddleware(Door[GetResponse]):
         """Shadow mode: call the view as if there were no middleware, and note what would have been done."""
         request, perform = asked.native, partial(self.app, asked.native)
         try:
-            if not has_body(request) and not can_be_observed(request.META, match.rule):
+            if not can_be_read(request, match.rule):
                 return (yield Call(perform))
             asked = asked.with_body(body_of(request, match.rule))
         except OncemoreError:  # another middleware has read the body as a stream
@@ -137,26 +136,6 @@ class IdempotencyMiddleware(Door[GetResponse]):
     def _refuse(self, error: OncemoreError) -> Plan[HttpResponseBase]:
         return to_django(self.refusal(error))
         yield  # a plan without effects
-
-
-async def protect(coroutine: Coroutine[Any, Any, HttpResponseBase]) -> HttpResponseBase:
-    """The response, from a task that runs to its end also if the client has gone; only then is the request given up.
-
-    Django ends the thread of a request's sync views with the request, so to leave before they do would block the loop.
-    """
-    found: list[HttpResponseBase] = []
-
-    async def finish() -> HttpResponseBase:
-        found.append(await coroutine)
-        return found[0]
-
-    try:
-        return await finish_despite_cancel(finish())
-    except asyncio.CancelledError:
-        for response in found:
-            if response.streaming:  # it will not be sent, and may keep its lease until it is closed
-                await sync_to_async(response.close)()
-        raise
 
 
 # The dictionary `settings.ONCEMORE`: the options of the middleware, in which a dotted path stands for an object

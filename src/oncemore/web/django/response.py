@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from itertools import chain
 from typing import Any
@@ -14,7 +15,8 @@ from ..._contract.contract import Match
 from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.context import running
 from ..._ledger.decisions import Answer
-from ..._runtime.plan import Call, Plan, run
+from ..._runtime.loops import finish_despite_cancel
+from ..._runtime.plan import Call, Plan, arun, run
 from ..door import Door
 from ..problem import Response
 from ..request import GUARDED, native_mapping
@@ -145,7 +147,33 @@ class InThread(Call):
     __slots__ = ()
 
     async def arun(self) -> Any:
-        return await sync_to_async(self.function)(*self.args)
+        # Django ends the thread with the request: if that left before the function does, it would block the loop.
+        return await finish_despite_cancel(sync_to_async(self.function)(*self.args))
+
+
+class ToTheEnd:
+    """Effect: carry out a plan to its end, also if the client has gone; only then is the request given up."""
+
+    def __init__(self, plan: Plan[HttpResponseBase]) -> None:
+        self.plan = plan
+
+    def run(self) -> HttpResponseBase:
+        return run(self.plan)
+
+    async def arun(self) -> HttpResponseBase:
+        found: list[HttpResponseBase] = []
+
+        async def finish() -> HttpResponseBase:
+            found.append(await arun(self.plan))
+            return found[0]
+
+        try:
+            return await finish_despite_cancel(finish())
+        except asyncio.CancelledError:
+            for response in found:
+                if response.streaming:  # it will not be sent, and may keep its lease until it is closed
+                    await sync_to_async(response.close)()
+            raise
 
 
 def to_django(response: Response) -> HttpResponse:

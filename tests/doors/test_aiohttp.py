@@ -188,9 +188,11 @@ def test_aiohttp_stream_that_is_not_kept_holds_its_lease() -> None:
 
     with shop_of(stream, streams="release", in_flight="conflict") as client:
         with client.stream("POST", "/stream", headers=keyed("k")) as first:
-            assert next(first.iter_raw()) == b"one "
+            chunks = first.iter_raw()
+            assert next(chunks) == b"one "
             assert client.post("/stream", headers=keyed("k")).status_code == 409
             gate.set()
+            assert b"".join(chunks) == b"two"
         assert client.post("/stream", headers=keyed("k")).text == "one two"
 
 

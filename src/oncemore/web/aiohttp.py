@@ -19,8 +19,9 @@ from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import arun
 from ..errors import ConfigurationError, PayloadTooLarge
 from .discovery import rules_for, unsafe_methods
+from .door import Exchange
 from .etag import Etag
-from .http import Exchange, Idempotency, Response, Streamed
+from .http import Idempotency, Response, Streamed, record
 from .request import NOT_OF_A_GET, Fields, Request
 from .shadow import Shadow
 from .unserved import route_at, warn_of_routes
@@ -108,11 +109,11 @@ class IdempotencyMiddleware(Idempotency):
         try:
             with running(exchange.attempt.op):
                 response, raised = await answer_of(handler, request)
-                made = await to_record(response, exchange.match.rule)
+                made = await to_record(response, exchange.rule)
         except Answered as instead:
             return to_aiohttp(instead.response)
         except BaseException as error:
-            refused = await arun(self.fail(exchange.attempt, exchange.match, error))
+            refused = await arun(exchange.fail(error))
             if refused is None:
                 raise
             return to_aiohttp(refused)
@@ -121,7 +122,7 @@ class IdempotencyMiddleware(Idempotency):
             return response
         # Not when aiohttp prepares the response: the caller may have been cancelled by then, and it would never be.
         del request[EXCHANGE]
-        recorded = await arun(exchange.record(made))
+        recorded = await arun(record(exchange, made))
         await arun(exchange.attempt.release())  # does nothing unless it is a stream that is not to be remembered
         if isinstance(recorded, Response):  # another attempt's, or a refusal
             return to_aiohttp(recorded)
@@ -136,7 +137,7 @@ class IdempotencyMiddleware(Idempotency):
         if exchange is None:
             return
         del request[EXCHANGE]
-        recorded = await arun(exchange.record(Streamed(response.status, list(response.headers.items()))))
+        recorded = await arun(record(exchange, Streamed(response.status, list(response.headers.items()))))
         if isinstance(recorded, Response):
             raise Answered(recorded)
         add_headers(response, recorded)

@@ -12,6 +12,8 @@ from functools import lru_cache, partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from urllib.parse import parse_qs, quote
 
+import msgspec
+
 from .._contract.contract import Contract, Match
 from .._contract.keys import join, uuid7_time
 from .._contract.policy import Policy, duration
@@ -243,7 +245,7 @@ class Door(Generic[App]):
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
 
-    def named(self, match: Match, request: Request) -> Plan[Operation | None]:
+    def operation_plan(self, match: Match, request: Request) -> Plan[Operation | None]:
         """`operation`, after async functions have named the caller."""
         if self.asks:
             yield Call(self.ask, request.native)
@@ -360,8 +362,8 @@ class Door(Generic[App]):
         mount: str = "",
         policy: Policy | None = None,
         longest_wait: float | None = None,
-    ) -> Plan[Response | LeaseAttempt | None]:
-        """Claim the operation: the response if the app is not to be called, else the attempt under which to call it.
+    ) -> Plan[Response | Exchange | None]:
+        """Claim the operation: the response if the app is not to be called, else the exchange for which to call it.
 
         None if the app is to be called unguarded: the key is optional and was not sent, an outer middleware guards this
         operation, or the store is down and the rule says `store_down = "run"`.
@@ -375,7 +377,7 @@ class Door(Generic[App]):
             longest_wait: How long to wait for a running attempt, even if the caller would wait longer.
         """
         try:
-            operation = yield from self.named(match, request)
+            operation = yield from self.operation_plan(match, request)
         except OncemoreError as error:
             return self.refusal(error, match)
         if operation is None or (CURRENT.get() is not None and self.is_guarded(operation, request.native)):
@@ -393,7 +395,7 @@ class Door(Generic[App]):
         if answer is not None:
             return self.replay(answer, match.rule, operation)
         if match.rule.rate is None and not match.rule.if_match:
-            return attempt
+            return Exchange(self, match, attempt, match.rule)
         try:
             yield from self.admit(match.rule, attempt.op, request, current_etag)
         except GeneratorExit:  # the event loop has ended, and the ledger cannot be asked any more
@@ -404,7 +406,7 @@ class Door(Generic[App]):
             if isinstance(error, OncemoreError):
                 return self.refusal(error, match, operation)
             raise
-        return attempt
+        return Exchange(self, match, attempt, match.rule)
 
     def is_guarded(self, operation: Operation, native: Any) -> bool:
         """Whether an outer middleware guards this operation of this request already: a second claim would wait for itself."""
@@ -422,61 +424,6 @@ class Door(Generic[App]):
         if rule.if_match:
             assert current_etag is not None, "a middleware can look the ETag up"
             yield from check_if_match(request.headers, current_etag)
-
-    def record(
-        self,
-        attempt: LeaseAttempt,
-        rule: Rule,
-        status: int,
-        headers: Headers,
-        body: bytes,
-        cause: BaseException | None = None,
-    ) -> Plan[Answer]:
-        """Record a complete response: when this returns, its outcome is durable, or the answer says that it is not.
-
-        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it, or it is the
-        database's refusal of the transaction.
-        """
-        if cause is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(cause):
-            yield from attempt.fail(cause)  # raises what the client is to be told
-        outcome = self.outcome(rule, status, headers, body)
-        if status in REPEATING_REDIRECTS:
-            yield from attempt.withdraw()
-            return Answer(outcome, "released")
-        return (yield from attempt.settle(outcome, cause))
-
-    def record_stream(self, attempt: LeaseAttempt, rule: Rule, status: int, *, has_length: bool) -> Plan[Answer]:
-        """Record, before the first byte of a response that is not held back, that it happened.
-
-        If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
-        but a transaction is rolled back at once.
-        """
-        tombstone = unkept(rule, status, has_length=has_length)
-        is_kept = (has_length or rule.streams != "release") and attempt.keeps(tombstone)
-        if is_kept or attempt.doubts(tombstone):
-            return (yield from attempt.settle(tombstone))
-        if attempt.policy.effect == "transaction":
-            yield from attempt.release()
-        return Answer(tombstone, "unstored")
-
-    def finish(self, attempt: LeaseAttempt, match: Match, recording: Plan[Answer]) -> Plan[Answer | Response]:
-        """Carry out `record` or `record_stream`: the answer, or the response for the client, if it is not to get the app's own.
-
-        That is so if this attempt was too slow, and another's outcome counts; or if the database refused the transaction.
-        """
-        try:
-            answer = yield from recording
-        except OncemoreError as error:
-            return self.refusal(error, match, attempt.operation)
-        return self.replay(answer, match.rule, attempt.operation) if answer.how == "replayed" else answer
-
-    def fail(self, attempt: LeaseAttempt, match: Match, error: BaseException) -> Plan[Response | None]:
-        """Record that the app has raised *error*; the response, if the client gets that instead of the error."""
-        try:
-            yield from attempt.fail(error)
-        except StoreError as refused:  # the database refused the transaction: the client's retry is safe
-            return self.refusal(refused, match, attempt.operation)
-        return None
 
     # From an answer to a response
 
@@ -532,6 +479,84 @@ class Door(Generic[App]):
         return problem_response(
             error, match, operation, self.problem_base, self.status_path, mount=mount, body=self.problem
         )
+
+
+class Exchange(msgspec.Struct, frozen=True, eq=False):
+    """A guarded request that is performed now: the app is called, and one verb records how that has ended.
+
+    A verb returns when the ledger has it: the headers that tell of it, or the `Response` that the client gets instead of the
+    app's own.  That is so if this attempt was too slow, and another's outcome counts; or if the database refused the
+    transaction.
+    """
+
+    door: Door[Any]
+    match: Match
+    attempt: LeaseAttempt
+    rule: Rule
+
+    def record(
+        self, status: int, headers: Headers, body: bytes, cause: BaseException | None = None
+    ) -> Plan[Response | list[tuple[str, str]]]:
+        """Record a complete response: its outcome is durable, or the headers say that it is not."""
+        return self._finish(self.settle(status, headers, body, cause))
+
+    def record_stream(self, status: int, *, has_length: bool) -> Plan[Response | list[tuple[str, str]]]:
+        """Record that it happened, before the first byte of a response that is not held back.
+
+        If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
+        but a transaction is rolled back at once.
+        """
+        return self._finish(self.settle_stream(status, has_length=has_length))
+
+    def fail(self, error: BaseException) -> Plan[Response | None]:
+        """Record that the app has raised *error*; the response, if the client gets that instead of the error."""
+        try:
+            yield from self.attempt.fail(error)
+        except StoreError as refused:  # the database refused the transaction: the client's retry is safe
+            return self.refusal(refused)
+        return None
+
+    def _finish(self, settling: Plan[Answer]) -> Plan[Response | list[tuple[str, str]]]:
+        try:
+            answer = yield from settling
+        except OncemoreError as error:
+            return self.refusal(error)
+        return self.replay(answer) if answer.how == "replayed" else self.headers(answer)
+
+    def settle(self, status: int, headers: Headers, body: bytes, cause: BaseException | None = None) -> Plan[Answer]:
+        """The answer of `record`, which raises if the client is not to get the app's response.
+
+        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it, or it is the
+        database's refusal of the transaction.
+        """
+        attempt = self.attempt
+        if cause is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(cause):
+            return attempt.fail(cause)  # type: ignore[return-value]  # it raises what the client is to be told
+        outcome = self.door.outcome(self.rule, status, headers, body)
+        return self._withdraw(outcome) if status in REPEATING_REDIRECTS else attempt.settle(outcome, cause)
+
+    def _withdraw(self, outcome: Outcome) -> Plan[Answer]:
+        yield from self.attempt.withdraw()
+        return Answer(outcome, "released")
+
+    def settle_stream(self, status: int, *, has_length: bool) -> Plan[Answer]:
+        """The answer of `record_stream`."""
+        attempt, tombstone = self.attempt, unkept(self.rule, status, has_length=has_length)
+        is_kept = (has_length or self.rule.streams != "release") and attempt.keeps(tombstone)
+        if is_kept or attempt.doubts(tombstone):
+            return (yield from attempt.settle(tombstone))
+        if attempt.policy.effect == "transaction":
+            yield from attempt.release()
+        return Answer(tombstone, "unstored")
+
+    def headers(self, answer: Answer) -> list[tuple[str, str]]:
+        return self.door.headers(self.rule, answer)
+
+    def replay(self, answer: Answer) -> Response:
+        return self.door.replay(answer, self.rule, self.attempt.operation)
+
+    def refusal(self, error: OncemoreError) -> Response:
+        return self.door.refusal(error, self.match, self.attempt.operation)
 
 
 def unkept(rule: Rule, status: int, *, has_length: bool) -> Outcome:

@@ -21,12 +21,11 @@ import msgspec
 
 from .._contract.contract import Match
 from .._contract.paths import SAFE_METHODS
-from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import current_operation, running
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import Call, Plan, arun, run
 from ..errors import ConfigurationError, OncemoreError
-from .door import Door
+from .door import Door, Exchange
 from .etag import Etag
 from .problem import Response
 from .request import Headers, Request, check_length
@@ -109,11 +108,11 @@ class Idempotency(Door[Any]):
             found.attempt.drop()
             raise
         except BaseException as error:
-            refused = yield from self.fail(found.attempt, found.match, error)
+            refused = yield from found.fail(error)
             if refused is None:
                 raise
             return refused
-        recorded = yield from found.record(response)
+        recorded = yield from record(found, response)
         yield from found.attempt.release()  # does nothing unless it is a stream that is not to be remembered
         if isinstance(recorded, Response):
             return recorded
@@ -139,29 +138,15 @@ class Idempotency(Door[Any]):
             check_length(match.rule, len(request.body))
         except OncemoreError as error:
             return self.refusal(error, match)
-        found = yield from self.begin(match, request, current_etag(match, etag))
-        return Exchange(self, match, found) if isinstance(found, LeaseAttempt) else found
+        return (yield from self.begin(match, request, current_etag(match, etag)))
 
 
-class Exchange:
-    """A guarded request that is to be performed now: `record` its response, or let its door `fail` it."""
-
-    def __init__(self, door: Door[Any], match: Match, attempt: LeaseAttempt) -> None:
-        self.door = door
-        self.match = match
-        self.attempt = attempt
-
-    def record(self, response: Answered) -> Plan[Response | list[tuple[str, str]]]:
-        """Record the outcome: the headers that tell of it, or a response that the client gets instead of this one."""
-        door, rule, attempt = self.door, self.match.rule, self.attempt
-        headers = [(name.lower(), value) for name, value in response.headers]
-        if isinstance(response, Response):
-            recording = door.record(attempt, rule, response.status, headers, response.body)
-        else:
-            has_length = any(name == "content-length" for name, _ in headers)
-            recording = door.record_stream(attempt, rule, response.status, has_length=has_length)
-        found = yield from door.finish(attempt, self.match, recording)
-        return found if isinstance(found, Response) else door.headers(rule, found)
+def record(exchange: Exchange, response: Answered) -> Plan[Response | list[tuple[str, str]]]:
+    """Record a response, or a stream: the headers that tell of it, or a response that the client gets instead."""
+    headers = [(name.lower(), value) for name, value in response.headers]
+    if isinstance(response, Response):
+        return exchange.record(response.status, headers, response.body)
+    return exchange.record_stream(response.status, has_length=any(name == "content-length" for name, _ in headers))
 
 
 def current_etag(match: Match, etag: Callable[[], Any] | None) -> Plan[Etag]:

@@ -68,7 +68,7 @@ class IdempotencyMiddleware(Door[GetResponse]):
         if self.principal is None:
             check_place(IdempotencyMiddleware)
 
-    def named(self, match: Match, request: Request) -> Plan[Operation | None]:
+    def operation_plan(self, match: Match, request: Request) -> Plan[Operation | None]:
         return (yield InThread(self.operation, match, request))  # type: ignore[no-any-return]
 
     def check_effects(self) -> None:
@@ -117,7 +117,7 @@ class IdempotencyMiddleware(Door[GetResponse]):
             return (yield Call(self.app, request))
         if isinstance(found, Response):
             return to_django(found)
-        return (yield from GuardedResponse(self, match, found, request).run())
+        return (yield from GuardedResponse(found, request).run())
 
     def _observe(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         """Shadow mode: call the view as if there were no middleware, and note what would have been done."""
@@ -153,7 +153,7 @@ def options_from_settings(middleware: Any) -> dict[str, Any]:
             raise ConfigurationError(f"ONCEMORE: there is no setting {name!r}{did_you_mean(str(name), known)}")
     options = {name: value for name, value in given.items() if value is not None or name == "status_path"}
     for name in options.keys() & {*ASKED_ONCE, "redact", "rates"}:  # the rest are plain values
-        options[name] = named(name, options[name])
+        options[name] = import_named(name, options[name])
     for name in options.keys() & set(ASKED_ONCE):
         if not isinstance(options[name], HeaderPrincipal):
             options[name] = asked_once(options[name])
@@ -165,7 +165,7 @@ def guard_of(given: Any) -> Guard:
     is_url = isinstance(given, str) and ("://" in given or given.startswith(DJANGO))
     if is_url and is_testing():  # a new one for each test client, and so for each test
         return Guard("memory://")
-    found = guard_at(below_base_dir(given)) if is_url else named("guard", given)
+    found = guard_at(below_base_dir(given)) if is_url else import_named("guard", given)
     if not isinstance(found, Guard):
         raise ConfigurationError(f"ONCEMORE: the guard {given!r} is neither a Guard nor the URL of a store")
     return found
@@ -195,13 +195,13 @@ def contract_of(given: Any) -> Contract | None:
     """The contract in a TOML file (beside manage.py, unless its path is absolute), at a dotted path, or itself."""
     if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
         return Contract.load(Path(getattr(settings, "BASE_DIR", ""), given))
-    found = named("contract", given)
+    found = import_named("contract", given)
     if found is not None and not isinstance(found, Contract):
         raise ConfigurationError(f"ONCEMORE: the contract {given!r} is neither a Contract nor the path of a .toml file")
     return found
 
 
-def named(name: str, given: Any) -> Any:
+def import_named(name: str, given: Any) -> Any:
     """The object at a dotted path; anything but a text stands for itself."""
     if not isinstance(given, str):
         return given

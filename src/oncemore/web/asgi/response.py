@@ -174,6 +174,7 @@ class GuardedResponse:
             outcome = self.exchange.door.outcome(self.rule, status, headers, body)
             if self.rule.policy.effect == "transaction" or not self.attempt.keeps(outcome):
                 self.failure = (outcome, body)
+                self._end()
                 return
         await self._settle(self.exchange.settle(status, headers, body))
         await self._send(body)
@@ -238,7 +239,7 @@ class GuardedResponse:
             self._end()
 
     def _end(self) -> None:
-        """Nothing is left to be recorded: the app may hear that its client has left."""
+        """The response is complete: the app may hear that its client has left."""
         self.over = True
         if self._left is not None:
             self._left.set()

@@ -222,3 +222,23 @@ def test_aiohttp_file_is_recorded_though_an_outer_middleware_gave_up(tmp_path: P
     with shop_of(report, middlewares=[impatient]) as client:
         assert [client.post("/report", headers=keyed("k")).status_code for _ in range(2)] == [504, 409]
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("inner", [Contract(), Contract(Rule("POST /shop/pay", name="inner"))])
+def test_aiohttp_guarded_app_in_a_guarded_app_performs_once(inner: Contract) -> None:
+    runs: list[int] = []
+
+    async def pay(request: web.Request) -> web.Response:
+        runs.append(1)
+        return web.Response(text="paid")
+
+    outer, shop, guard = web.Application(), web.Application(), Guard("memory://")
+    IdempotencyMiddleware(outer, guard=guard, contract=Contract(wait="1s"))
+    IdempotencyMiddleware(shop, guard=guard, contract=inner)
+    shop.router.add_post("/pay", pay)
+    outer.add_subapp("/shop", shop)
+    with serving(outer) as url:
+        for said in ("stored", "replayed"):
+            answer = httpx.post(f"{url}/shop/pay", headers={"Authorization": "a", **keyed("k")})
+            assert (answer.status_code, answer.headers["idempotency-status"]) == (200, said)
+    assert len(runs) == 1

@@ -15,6 +15,7 @@ from .._contract.paths import SAFE_METHODS
 from .._contract.rule import Rule, idempotent
 from .._ledger.connect import naming_extras
 from .._ledger.context import current_operation, running
+from .._ledger.model import Operation
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import arun
 from ..errors import ConfigurationError, PayloadTooLarge
@@ -121,7 +122,7 @@ class IdempotencyMiddleware(Idempotency):
             await arun(exchange.attempt.release())  # does nothing if a tombstone was settled
             return response
         # Not when aiohttp prepares the response: the caller may have been cancelled by then, and it would never be.
-        del request[EXCHANGE]
+        request.pop(EXCHANGE, None)  # if the handler is in a guarded app of its own, that has removed it
         recorded = await arun(record(exchange, made))
         await arun(exchange.attempt.release())  # does nothing unless it is a stream that is not to be remembered
         if isinstance(recorded, Response):  # another attempt's, or a refusal
@@ -130,6 +131,10 @@ class IdempotencyMiddleware(Idempotency):
         if raised is not None:
             raise raised
         return response
+
+    def is_guarded(self, operation: Operation, native: web.Request) -> bool:
+        outer: Exchange | None = native.get(EXCHANGE)  # of an app that this app is mounted in
+        return outer is not None and outer.attempt.operation.id == operation.id
 
     async def _before_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Called by aiohttp before the first byte: record that a stream which the handler sends by itself happened."""

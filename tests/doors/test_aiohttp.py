@@ -242,3 +242,22 @@ def test_aiohttp_guarded_app_in_a_guarded_app_performs_once(inner: Contract) -> 
             answer = httpx.post(f"{url}/shop/pay", headers={"Authorization": "a", **keyed("k")})
             assert (answer.status_code, answer.headers["idempotency-status"]) == (200, said)
     assert len(runs) == 1
+
+
+def test_aiohttp_error_page_of_an_outer_middleware_is_no_outcome() -> None:
+    runs: list[int] = []
+
+    async def pay(request: web.Request) -> web.Response:
+        runs.append(1)
+        raise ValueError
+
+    @web.middleware
+    async def explain(request: web.Request, handler: Any) -> Any:
+        try:
+            return await handler(request)
+        except ValueError:
+            return web.Response(status=422)
+
+    with shop_of(pay, middlewares=[explain]) as client:
+        assert [client.post("/pay", headers=keyed("k")).status_code for _ in range(2)] == [422, 422]
+    assert len(runs) == 2

@@ -118,11 +118,12 @@ class IdempotencyMiddleware(Idempotency):
             if refused is None:
                 raise
             return to_aiohttp(refused)
+        finally:
+            request.pop(EXCHANGE, None)  # whatever is sent from now on is not the handler's own stream
         if response.prepared:  # a stream of the handler's own, which has ended
             await arun(exchange.attempt.release())  # does nothing if a tombstone was settled
             return response
         # Not when aiohttp prepares the response: the caller may have been cancelled by then, and it would never be.
-        request.pop(EXCHANGE, None)  # if the handler is in a guarded app of its own, that has removed it
         recorded = await arun(record(exchange, made))
         await arun(exchange.attempt.release())  # does nothing unless it is a stream that is not to be remembered
         if isinstance(recorded, Response):  # another attempt's, or a refusal

@@ -53,7 +53,7 @@ class Shadow:
         try:
             self.door.check(self.match, request.method, request.path, request.headers)
             check_length(rule, len(request.body))
-            found = yield from self.door.operation_plan(self.match, request)
+            found, _ = yield from self.door.operation(self.match, request)
             if found is None:
                 return
             operation = found

@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefunction
 from django.conf import settings  # type: ignore[import-untyped]
@@ -33,9 +32,9 @@ from ..._ledger.guard import Guard
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import ConfigurationError, OncemoreError
-from ..door import Door
+from ..door import Caller, Door
 from ..problem import Response
-from ..request import HeaderPrincipal, Principal, Request, is_async, mount_prefix
+from ..request import Request, is_async, mount_prefix
 from ..shadow import Shadow
 from ..status import status_plan
 from .request import GetResponse, body_of, can_be_read, current_etag, request_of
@@ -45,7 +44,6 @@ from .views import Views, exempt, idempotent, optional, required
 __all__ = ["IdempotencyMiddleware", "current_operation", "exempt", "idempotent", "optional", "required"]
 
 SQLITE = "sqlite:///"
-ASKED_ONCE = ("principal", "tenant")
 
 
 class IdempotencyMiddleware(Door[GetResponse]):
@@ -68,8 +66,8 @@ class IdempotencyMiddleware(Door[GetResponse]):
         if self.principal is None:
             check_place(IdempotencyMiddleware)
 
-    def operation_plan(self, match: Match, request: Request) -> Plan[Operation | None]:
-        return (yield InThread(self.operation, match, request))  # type: ignore[no-any-return]
+    def operation(self, match: Match, request: Request) -> Plan[tuple[Operation | None, Caller]]:
+        return (yield InThread(run, super().operation(match, request)))  # type: ignore[no-any-return]
 
     def check_effects(self) -> None:
         if not is_testing():
@@ -152,11 +150,10 @@ def options_from_settings(middleware: Any) -> dict[str, Any]:
         if name not in known:
             raise ConfigurationError(f"ONCEMORE: there is no setting {name!r}{did_you_mean(str(name), known)}")
     options = {name: value for name, value in given.items() if value is not None or name == "status_path"}
-    for name in options.keys() & {*ASKED_ONCE, "redact", "rates"}:  # the rest are plain values
+    for name in options.keys() & {"principal", "tenant", "redact", "rates"}:  # the rest are plain values
         options[name] = import_named(name, options[name])
-    for name in options.keys() & set(ASKED_ONCE):
-        if not isinstance(options[name], HeaderPrincipal):
-            options[name] = asked_once(options[name])
+        if name in ("principal", "tenant") and is_async(options[name]):  # it is called in a thread
+            options[name] = async_to_sync(options[name])
     return {**options, "guard": guard_of(given["guard"]), "contract": contract_of(given.get("contract"))}
 
 
@@ -209,19 +206,6 @@ def import_named(name: str, given: Any) -> Any:
         return import_string(given)
     except ImportError as error:
         raise ConfigurationError(f"ONCEMORE: {name} = {given!r} cannot be imported: {error}") from error
-
-
-def asked_once(function: Principal) -> Principal:
-    """The function, called once for each request: it may query the database, which would block an event loop."""
-    answers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-    call = async_to_sync(function) if is_async(function) else function
-
-    def ask(request: Any) -> Any:
-        if request not in answers:
-            answers[request] = call(request)
-        return answers[request]
-
-    return ask
 
 
 def check_place(middleware: type) -> None:

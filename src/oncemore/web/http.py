@@ -55,7 +55,8 @@ class Idempotency(Door[Any]):
     def body_limit(self, method: str, path: str, headers: Headers) -> int | None:
         """How long the body of a guarded request may be, in bytes; None if the request passes untouched.
 
-        Read a guarded request's body, refuse or cut a longer one, and call `run` or `arun`.
+        Read that much of a guarded request's body, and a byte more, then call `run` or `arun`: a longer body is refused, or in
+        shadow mode passed on, so `perform` must still find it whole.
         """
         if method in SAFE_METHODS:
             return 0 if path == self.status_path and method in STATUS_METHODS else None

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from examples.sql import Row, create_tables
-from oncemore import Contract, Guard, Operation, Rule
+from oncemore import Contract, Guard, Rule
 from oncemore.errors import InvalidPrincipal, NotFound, OncemoreError, Refusal
 from oncemore.observe.logging import log_events
 from oncemore.web.fastapi import IdempotencyMiddleware
@@ -129,17 +129,17 @@ class Middleware(IdempotencyMiddleware):
     With the ledger in Redis, what is unique whatever the key is left to the database: see `Service.perform`.
     """
 
-    def operation(self, match: Any, request: NamedRequest) -> Operation | None:
+    def operation(self, match: Any, request: NamedRequest) -> Any:
         if match.rule.name in CHECKED:
             try:
                 CHECKED[match.rule.name].model_validate_json(request.body)
             except ValidationError as error:
                 raise Invalid(describe(error.errors())) from None
-        operation = super().operation(match, request)
+        operation, caller = yield from super().operation(match, request)
         if operation is not None and operation.unique is not None and match.rule.policy.effect == "lease":
             request.native[UNIQUE] = operation.unique
             operation = msgspec.structs.replace(operation, unique=None)
-        return operation
+        return operation, caller
 
 
 def create(settings: Settings | None = None) -> FastAPI:

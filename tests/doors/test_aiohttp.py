@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Unpack
 
 import httpx
 import pytest
-from aiohttp import web
+from aiohttp import BodyPartReader, web
 
 from oncemore import Contract, Guard, Rule
+from oncemore._contract.settings import Settings
+from oncemore._ledger.model import Lease, Outcome
+from oncemore._runtime.plan import arun
 from oncemore.errors import ConfigurationError
-from oncemore.web.aiohttp import IdempotencyMiddleware, idempotent
+from oncemore.web.aiohttp import IdempotencyMiddleware, current_operation, idempotent
 from tests.doors.app import ContractApp
 from tests.doors.contract import DoorContract
 
@@ -114,3 +120,144 @@ def test_aiohttp_unserved_rule_is_warned_of(client: httpx.Client, caplog: pytest
 def test_aiohttp_middleware_refuses_what_is_no_application() -> None:
     with pytest.raises(ConfigurationError, match=r"give an aiohttp\.web\.Application"):
         IdempotencyMiddleware(object(), guard=Guard("memory://"))
+
+
+# ── Each with an app of its own ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def shop_of(*handlers: Any, middlewares: Sequence[Any] = (), **rule: Unpack[Settings]) -> Iterator[httpx.Client]:
+    """A client of an app that serves each handler at its name."""
+    app = web.Application(middlewares=middlewares)
+    IdempotencyMiddleware(app, guard=Guard("memory://"), contract=Contract(Rule("POST /{name}", **rule)))
+    for handler in handlers:
+        app.router.add_post(f"/{handler.__name__}", handler)
+    with serving(app) as url, httpx.Client(base_url=url, headers={"Authorization": "a"}, timeout=20) as client:
+        yield client
+
+
+def test_aiohttp_guarded_body_can_be_read_in_every_way() -> None:
+    """aiohttp reads multipart forms from the connection, even after the body was read whole."""
+
+    async def content(request: web.Request) -> web.Response:
+        return web.Response(body=b"".join([chunk async for chunk in request.content.iter_any()]))
+
+    async def multipart(request: web.Request) -> web.Response:
+        parts = [await part.read() async for part in await request.multipart() if isinstance(part, BodyPartReader)]
+        return web.Response(body=b"".join(map(bytes, parts)))
+
+    async def post(request: web.Request) -> web.Response:
+        file = (await request.post())["file"]
+        assert isinstance(file, web.FileField)
+        return web.Response(body=file.file.read())
+
+    large = b"x" * 200_000
+    with shop_of(content, multipart, post) as client:
+        assert client.post("/content", content=large, headers=keyed("k")).content == large
+        for path in ("/multipart", "/post"):
+            assert client.post(path, files={"file": large}, headers=keyed("k")).content == large
+
+
+def test_aiohttp_slow_owner_answers_with_successors_empty_response() -> None:
+    async def pay(request: web.Request) -> web.Response:
+        lease = current_operation().lease
+        await arun(guard.store.release(lease, retention=60.0))
+        successor = await arun(guard.store.claim(lease.operation, lease=60.0))
+        assert isinstance(successor, Lease)
+        await arun(guard.store.settle(successor, Outcome("response", 204), retention=60.0, audit=False, note=""))
+        return web.Response(status=202)
+
+    app, guard = web.Application(), Guard("memory://")
+    IdempotencyMiddleware(app, guard=guard)
+    app.router.add_post("/pay", pay)
+    with serving(app) as url:
+        answer = httpx.post(f"{url}/pay", headers={"Authorization": "a", **keyed("k")})
+    assert (answer.status_code, answer.headers["idempotency-status"]) == (204, "replayed")
+
+
+def test_aiohttp_stream_that_is_not_kept_holds_its_lease() -> None:
+    gate = threading.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"one ")
+        await asyncio.to_thread(gate.wait, 20)
+        await response.write(b"two")
+        return response
+
+    with shop_of(stream, streams="release", in_flight="conflict") as client:
+        with client.stream("POST", "/stream", headers=keyed("k")) as first:
+            chunks = first.iter_raw()
+            assert next(chunks) == b"one "
+            assert client.post("/stream", headers=keyed("k")).status_code == 409
+            gate.set()
+            assert b"".join(chunks) == b"two"
+        assert client.post("/stream", headers=keyed("k")).text == "one two"
+
+
+def test_aiohttp_file_is_recorded_though_an_outer_middleware_gave_up(tmp_path: Path) -> None:
+    runs: list[int] = []
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    async def report(request: web.Request) -> web.FileResponse:
+        runs.append(1)
+        begun.set()
+        await gate.wait()
+        return web.FileResponse(tmp_path / "report")
+
+    @web.middleware
+    async def impatient(request: web.Request, handler: Any) -> Any:
+        task = asyncio.ensure_future(handler(request))
+        if not gate.is_set():
+            await begun.wait()
+            task.cancel()
+            gate.set()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return web.Response(status=504)
+
+    (tmp_path / "report").write_text("paid")
+    with shop_of(report, middlewares=[impatient]) as client:
+        assert [client.post("/report", headers=keyed("k")).status_code for _ in range(2)] == [504, 409]
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("inner", [Contract(), Contract(Rule("POST /shop/pay", name="inner"))])
+def test_aiohttp_guarded_app_in_a_guarded_app_performs_once(inner: Contract) -> None:
+    runs: list[int] = []
+
+    async def pay(request: web.Request) -> web.Response:
+        runs.append(1)
+        return web.Response(text="paid")
+
+    outer, shop, guard = web.Application(), web.Application(), Guard("memory://")
+    IdempotencyMiddleware(outer, guard=guard, contract=Contract(wait="1s"))
+    IdempotencyMiddleware(shop, guard=guard, contract=inner)
+    shop.router.add_post("/pay", pay)
+    outer.add_subapp("/shop", shop)
+    with serving(outer) as url:
+        for said in ("stored", "replayed"):
+            answer = httpx.post(f"{url}/shop/pay", headers={"Authorization": "a", **keyed("k")})
+            assert (answer.status_code, answer.headers["idempotency-status"]) == (200, said)
+    assert len(runs) == 1
+
+
+def test_aiohttp_error_page_of_an_outer_middleware_is_no_outcome() -> None:
+    runs: list[int] = []
+
+    async def pay(request: web.Request) -> web.Response:
+        runs.append(1)
+        raise ValueError
+
+    @web.middleware
+    async def explain(request: web.Request, handler: Any) -> Any:
+        try:
+            return await handler(request)
+        except ValueError:
+            return web.Response(status=422)
+
+    with shop_of(pay, middlewares=[explain]) as client:
+        assert [client.post("/pay", headers=keyed("k")).status_code for _ in range(2)] == [422, 422]
+    assert len(runs) == 2

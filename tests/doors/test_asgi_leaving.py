@@ -63,6 +63,25 @@ async def test_app_receives_disconnect_after_the_outcome_is_kept(guard: Guard) -
     assert (await Wire().through(door)).said == "replayed"
 
 
+async def test_app_that_waits_for_disconnect_after_its_error_page_ends(guard: Guard) -> None:
+    """The page is sent when the app has ended, and the app would end when its client has left."""
+    runs: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        runs.append(1)
+        await send({"type": "http.response.start", "status": 503, "headers": []})
+        await send({"type": "http.response.body"})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    door = IdempotencyMiddleware(app, guard=guard)
+    for _ in range(2):
+        wire = Wire()
+        wire.leave()
+        await asyncio.wait_for(wire.through(door), 5)
+    assert len(runs) == 2
+
+
 @pytest.mark.parametrize("length", [True, False])
 async def test_starlette_stream_is_not_cut_by_early_disconnect(guard: Guard, length: bool) -> None:
     """It listens for the client, and would stop before the first chunk."""

@@ -86,17 +86,6 @@ async def test_async_principal_is_awaited_from_its_thread(settings: SimpleNamesp
     assert await asyncio.to_thread(principal, Somewhere()) == "somebody"
 
 
-def test_who_is_calling_is_asked_once_for_each_request(settings: SimpleNamespace) -> None:
-    """Under ASGI it is asked in a thread, and not again on the loop."""
-    asked: list[Any] = []
-    settings.ONCEMORE["principal"] = lambda request: asked.append(request) or len(asked)
-    principal = door_from_settings().principal
-    assert principal is not None
-    one, two = Somewhere(), Somewhere()
-    assert [principal(request) for request in (one, one, two, two)] == [1, 1, 2, 2]
-    assert asked == [one, two]
-
-
 def test_the_contract_is_a_file_beside_the_project(settings: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "oncemore.toml").write_text('[[rule]]\nmatch = "POST /refunds"\nname = "refunds"\n')
     settings.BASE_DIR = tmp_path

@@ -14,6 +14,7 @@ from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule
 from oncemore._ledger.decisions import Answer, outcome_unknown
 from oncemore._ledger.values import error_outcome, value_outcome
+from oncemore._runtime.plan import arun, run
 from oncemore.errors import InvalidKey, InvalidPayload, OncemoreError, PrincipalFailed, StoreUnavailable
 from oncemore.testing.clock import Clock
 from oncemore.web import asgi, aws_lambda, wsgi
@@ -27,7 +28,7 @@ SENT = "Repeatability-First-Sent"
 def operation(door: Door, request: Request) -> Any:
     match = door.match(request.method, request.path, request.headers, request.native)
     assert match is not None
-    return door.operation(match, request)
+    return run(door.operation(match, request))[0]
 
 
 def post(path: str, body: bytes = b"", *headers: tuple[str, str], key: str = "k") -> Request:
@@ -166,17 +167,23 @@ async def later() -> str:
 
 
 @pytest.mark.parametrize(
-    "found", [lambda: Named().get_id, later, object, lambda: (1, object()), lambda: Wrapped(object()), lambda: later]
+    "found", [lambda: Named().get_id, object, lambda: (1, object()), lambda: Wrapped(object()), lambda: later]
 )
 def test_a_principal_whose_text_is_an_address_is_refused(found: Any) -> None:
     """A method that was not called has another address in the next request, which would run again."""
     with pytest.raises(PrincipalFailed, match="a text or a number is needed"):
-        principal_of(lambda native: found(), post("/things"))
+        run(principal_of(lambda native: found(), post("/things")))
+
+
+async def test_principal_that_gives_a_coroutine_is_awaited_where_possible() -> None:
+    assert await arun(principal_of(lambda native: later(), post("/things"))) == "user:alice"
+    with pytest.raises(PrincipalFailed, match="could not be determined"):
+        run(principal_of(lambda native: later(), post("/things")))
 
 
 @pytest.mark.parametrize("found", ["alice", 7, Named(), Wrapped(7), ("tenant", 7), "Meet me at 0x7f"])
 def test_principal_with_a_name_is_called_by_it(found: Any) -> None:
-    assert principal_of(lambda native: found, post("/things")) == f"user:{found}"
+    assert run(principal_of(lambda native: found, post("/things"))) == f"user:{found}"
 
 
 def test_principal_is_not_an_uncalled_method() -> None:
@@ -190,7 +197,7 @@ def test_principal_is_not_an_uncalled_method() -> None:
             return "7"
 
     request = Request("POST", "/things", "", [], b"", {"user": User()})
-    assert principal_of(None, request) == "user:alice"
+    assert run(principal_of(None, request)) == "user:alice"
 
 
 # What is kept

@@ -289,6 +289,10 @@ class TestDocument:
         assert "searched" in repr(app.openapi())
         assert "searched" not in repr(with_routes)
 
+    def test_document_is_made_once_for_all_who_ask(self, app: FastAPI) -> None:
+        document(app, Contract())
+        assert app.openapi() is app.openapi()
+
     def test_apps_own_function_for_its_document_is_called(self, router: APIRouter) -> None:
         app = FastAPI()
         app.include_router(router)

@@ -9,6 +9,7 @@ import jwt as pyjwt
 import pytest
 
 from oncemore import Guard
+from oncemore._runtime.plan import run
 from oncemore.errors import ConfigurationError
 from oncemore.web.asgi import IdempotencyMiddleware
 from oncemore.web.jwt import jwt
@@ -67,7 +68,7 @@ async def test_jwt_unverified_token_gets_401_and_no_replay(authorization: str) -
 
 def test_jwt_reads_the_headers_of_a_wsgi_request() -> None:
     environ = {"REQUEST_METHOD": "POST", "PATH_INFO": "/", "HTTP_AUTHORIZATION": f"Bearer {token()}"}
-    assert principal_of(BY_SUBJECT, request_of(environ)) == "user:alice"
+    assert run(principal_of(BY_SUBJECT, request_of(environ))) == "user:alice"
 
 
 def test_jwt_older_key_of_a_rotation_verifies() -> None:

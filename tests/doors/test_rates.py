@@ -60,6 +60,18 @@ class TestOverHttp:
         assert (refused.json()["error_code"], refused.json()["retryable"]) == ("RATE_LIMIT.exceeded", True)
         assert int(refused.headers["retry-after"]) >= 1
 
+    def test_principal_is_asked_once_for_each_request(self, guard: Guard) -> None:
+        asked: list[str] = []
+
+        async def who(scope: Any) -> str:
+            asked.append(scope["path"])
+            return "alice"
+
+        with served(guard, principal=who) as (client, _):
+            for path in ("/pay/1", "/pay/2"):
+                assert client.post(path, headers=keyed("k")).status_code == 201
+        assert asked == ["/pay/1", "/pay/2"]
+
     def test_a_replay_is_not_counted(self, guard: Guard) -> None:
         with served(guard) as (client, paid):
             found = [client.post("/pay/1", headers=keyed("same")).headers["idempotency-status"] for _ in range(6)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,6 +155,61 @@ def test_shadow_records_are_not_replayed_once_the_rule_is_enforced() -> None:
         assert isinstance(answer, http.Response)
         bodies.append(answer.body)
     assert bodies == [b"observed", b"first", b"first"]
+
+
+class Upstream(Exception):
+    status = 404  # as clients' errors tell what another server has answered
+
+
+def test_shadow_error_with_a_status_is_no_response() -> None:
+    events: list[Event] = []
+    guard = Guard("memory://", observers=[events.append])
+    door = http.Idempotency(guard=guard, contract=Contract(*RULES), enforce=False)
+    asked = http.Request("POST", "/pay", "", [("idempotency-key", "k"), ("authorization", "a")], b"{}")
+
+    def fail() -> http.Response:
+        raise Upstream
+
+    for _ in range(2):
+        with pytest.raises(Upstream):
+            door.run(asked, fail)
+    assert events == []  # an enforced rule would have performed both times
+
+
+async def test_shadow_cancels_the_app_as_without_a_middleware() -> None:
+    door = http.Idempotency(guard=Guard("memory://"), contract=Contract(*RULES), enforce=False)
+    asked = http.Request("POST", "/pay", "", [("idempotency-key", "k"), ("authorization", "a")], b"{}")
+    begun = asyncio.Event()
+
+    async def wait() -> http.Response:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    task = asyncio.create_task(door.arun(asked, wait))
+    await begun.wait()
+    task.cancel()
+    assert await asyncio.wait([task], timeout=20) == ({task}, set())
+    assert task.cancelled()
+
+
+def test_shadow_passes_long_bodies_on_in_aiohttp() -> None:
+    async def size(request: web.Request) -> web.Response:
+        return web.Response(text=str(sum([len(chunk) async for chunk in request.content.iter_any()])))
+
+    app = web.Application(client_max_size=2000)
+    contract = Contract(Rule("POST /size", max_request=1000))
+    aiohttp.IdempotencyMiddleware(app, guard=Guard("memory://"), contract=contract, enforce=False)
+    app.router.add_post("/size", size)
+    with serving(app) as url, httpx.Client(base_url=url, headers={"Authorization": "a", **keyed("k")}) as client:
+        assert [client.post("/size", content=b"x" * length).text for length in (10, 5000)] == ["10", "5000"]
+        assert client.post("/size", content=iter([b"x" * 5000])).text == "5000"
+
+
+def test_shadow_leaves_bodies_and_cancellation_to_django() -> None:
+    command = [sys.executable, "-m", "tests.doors.observed_django"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(ran.stdout) == [5000, 0, "replayed", 0, "cancelled"]
 
 
 def test_shadow_survives_a_ledger_that_is_down(tmp_path: Path) -> None:

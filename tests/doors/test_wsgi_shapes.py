@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from oncemore._contract.contract import Contract
 from oncemore._contract.rule import Rule
 from oncemore._ledger.guard import Guard
+from oncemore._ledger.model import Outcome
 from oncemore._ledger.store import Filter
 from oncemore._runtime.heartbeat import ThreadTimer
 from oncemore.web.wsgi import IdempotencyMiddleware
@@ -193,6 +194,20 @@ def test_the_door_keeps_the_protocol_on_both_of_its_sides(lazy: bool, sized: boo
         serve(validator(door))
     assert shape.runs == 1
     guard.close()
+
+
+def test_interrupt_before_the_settle_leaves_the_outcome_unknown() -> None:
+    """As if gunicorn ended its worker while the response was prepared for the ledger: the app has performed."""
+    shape = Shape([], [b"paid"], sized=True, lazy=False, breaks_at=None)
+
+    def redact(outcome: Outcome) -> Outcome:
+        raise SystemExit
+
+    door = IdempotencyMiddleware(shape, guard=Guard("memory://"), redact=redact)
+    with pytest.raises(SystemExit):
+        serve(door)
+    assert json.loads(serve(door).body)["error_code"] == "CONFLICT.idempotency.outcome_unknown"
+    assert shape.runs == 1
 
 
 class Marked(str):

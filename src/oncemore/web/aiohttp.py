@@ -12,21 +12,23 @@ from functools import partial
 from typing import Any
 
 from .._contract.paths import SAFE_METHODS
-from .._contract.rule import idempotent
+from .._contract.rule import Rule, idempotent
 from .._ledger.connect import naming_extras
 from .._ledger.context import current_operation, running
+from .._ledger.model import Operation
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import arun
 from ..errors import ConfigurationError, PayloadTooLarge
 from .discovery import rules_for, unsafe_methods
+from .door import Exchange
 from .etag import Etag
-from .http import Exchange, Idempotency, Response, Streamed
+from .http import Idempotency, Response, Streamed, record
 from .request import NOT_OF_A_GET, Fields, Request
 from .shadow import Shadow
 from .unserved import route_at, warn_of_routes
 
 with naming_extras("oncemore.web.aiohttp"):
-    from aiohttp import web
+    from aiohttp import StreamReader, web
     from aiohttp.abc import AbstractStreamWriter
     from aiohttp.payload import Payload
     from multidict import CIMultiDict
@@ -72,87 +74,79 @@ class IdempotencyMiddleware(Idempotency):
     async def __call__(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = Fields([(name.lower(), value) for name, value in request.raw_headers])
         limit = self.body_limit(request.method, request.path, headers)
-        if limit is None:
+        if limit is None or not self._can_read(request, limit):
             return await handler(request)
         if (request.content_length or 0) > limit and request.method not in SAFE_METHODS:
             return to_aiohttp(self.refusal(PayloadTooLarge(f"The body may have {limit} bytes")))
         # Copied now, because a request that has been read cannot be.
         as_get = request_as_get(request) if "if-match" in headers.first else None
-        query = request.rel_url.raw_query_string
-        asked = Request(request.method, request.path, query, headers, await request.read(), request)
-        return await finish_despite_cancel(self._guard(asked, request, handler, as_get))
-
-    async def _guard(
-        self, asked: Request, request: web.Request, handler: Handler, as_get: web.Request | None
-    ) -> web.StreamResponse:
-        """Call the handler once for this key; every other request with the key gets the stored response."""
+        query, body = request.rel_url.raw_query_string, await request.read()
+        put_back(request, body)
+        asked = Request(request.method, request.path, query, headers, body, request)
         exchange = await arun(self.begin_exchange(asked, partial(current_etag, as_get)))
         if exchange is None:
             return await handler(request)
         if isinstance(exchange, Response):
             return to_aiohttp(exchange)
         if isinstance(exchange, Shadow):
-            return await arun(exchange.around(asked, partial(handler, request), lambda response: response.status))
+            perform = partial(answer_of, handler, request)
+            response, raised = await arun(exchange.around(asked, perform, lambda answer: answer[0].status))
+            if raised is not None:
+                raise raised
+            return response  # type: ignore[no-any-return]
+        return await finish_despite_cancel(self._perform(exchange, request, handler))
+
+    def _can_read(self, request: web.Request, limit: int) -> bool:
+        """False in shadow mode if the body would be refused: the request is passed on before it is read."""
+        found = self.contract.match(request.method, request.path)
+        if found is None or self.enforces(found.rule) or not request.can_read_body:
+            return True
+        length = request.content_length  # None of a body in chunks
+        return length is not None and length <= min(limit, request.client_max_size or limit)
+
+    async def _perform(self, exchange: Exchange, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Call the handler once for this key; every other request with the key gets the stored response."""
         request[EXCHANGE] = exchange
-        raised: web.HTTPException | None = None
         try:
             with running(exchange.attempt.op):
-                try:
-                    response = await handler(request)
-                except web.HTTPException as error:  # a response, too
-                    response = raised = error
-                body = await self._body(exchange, response)
+                response, raised = await answer_of(handler, request)
+                made = await to_record(response, exchange.rule)
         except Answered as instead:
             return to_aiohttp(instead.response)
         except BaseException as error:
-            refused = await arun(self.fail(exchange.attempt, exchange.match, error))
+            refused = await arun(exchange.fail(error))
             if refused is None:
                 raise
             return to_aiohttp(refused)
+        finally:
+            request.pop(EXCHANGE, None)  # whatever is sent from now on is not the handler's own stream
         if response.prepared:  # a stream of the handler's own, which has ended
             await arun(exchange.attempt.release())  # does nothing if a tombstone was settled
             return response
-        if body is None:  # recorded when aiohttp prepares it, before the first byte
-            return response
-        del request[EXCHANGE]
-        answer = await arun(exchange.finish(Response(response.status, list(response.headers.items()), body)))
-        assert isinstance(answer, Response)
-        if answer.body is not body:  # not this response: another attempt's, or a refusal
-            return to_aiohttp(answer)
-        add_headers(response, answer.headers)
+        # Not when aiohttp prepares the response: the caller may have been cancelled by then, and it would never be.
+        recorded = await arun(record(exchange, made))
+        await arun(exchange.attempt.release())  # does nothing unless it is a stream that is not to be remembered
+        if isinstance(recorded, Response):  # another attempt's, or a refusal
+            return to_aiohttp(recorded)
+        add_headers(response, recorded)
         if raised is not None:
             raise raised
         return response
 
-    async def _body(self, exchange: Exchange, response: web.StreamResponse) -> bytes | None:
-        """The complete body of a response that has not been sent; None if it is a stream, or too long to be held back."""
-        if response.prepared or not isinstance(response, web.Response):
-            return None
-        body = response.body
-        if not isinstance(body, Payload):
-            return bytes(body or b"")
-        rule = exchange.match.rule
-        length = response.content_length if response.content_length is not None else body.size
-        if length is None and rule.streams != "store":
-            return None
-        if length is not None and length > rule.max_response:
-            return None
-        collector = Collector()
-        await body.write(collector)
-        whole = b"".join(collector.chunks)
-        response.body = whole
-        return whole
+    def is_guarded(self, operation: Operation, native: web.Request) -> bool:
+        outer: Exchange | None = native.get(EXCHANGE)  # of an app that this app is mounted in
+        return outer is not None and outer.attempt.operation.id == operation.id
 
     async def _before_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Called by aiohttp before the first byte: record that a streamed response happened."""
+        """Called by aiohttp before the first byte: record that a stream which the handler sends by itself happened."""
         exchange: Exchange | None = request.get(EXCHANGE)
         if exchange is None:
             return
         del request[EXCHANGE]
-        answer = await arun(exchange.finish(Streamed(response.status, list(response.headers.items()))))
-        if isinstance(answer, Response):
-            raise Answered(answer)
-        add_headers(response, answer.headers)
+        recorded = await arun(record(exchange, Streamed(response.status, list(response.headers.items()))))
+        if isinstance(recorded, Response):
+            raise Answered(recorded)
+        add_headers(response, recorded)
 
 
 class Answered(Exception):
@@ -188,6 +182,44 @@ class Collector(AbstractStreamWriter):
         pass
 
 
+async def to_record(response: web.StreamResponse, rule: Rule) -> Response | Streamed:
+    """The response as it is recorded: with its body, unless that has been sent, is a stream, or is too long to be held back."""
+    headers, length = list(response.headers.items()), response.content_length
+    if isinstance(response, web.Response) and not response.prepared:
+        body = response.body
+        if not isinstance(body, Payload):
+            return Response(response.status, headers, bytes(body or b""))
+        length = body.size if length is None else length
+        if length <= rule.max_response if length is not None else rule.streams == "store":
+            collector = Collector()
+            await body.write(collector)
+            response.body = whole = b"".join(collector.chunks)
+            return Response(response.status, headers, whole)
+    if length is not None or isinstance(response, web.FileResponse):  # aiohttp adds the header later
+        headers.append(("content-length", ""))
+    return Streamed(response.status, headers)
+
+
+async def answer_of(handler: Handler, request: web.Request) -> tuple[web.StreamResponse, web.HTTPException | None]:
+    """The handler's response, and the same as an exception if the handler has raised it."""
+    try:
+        return await handler(request), None
+    except web.HTTPException as error:
+        return error, error
+
+
+def put_back(request: web.Request, body: bytes) -> None:
+    """Let the handler read the body as if it had not been read: `multipart()`, `post()` and `content` would find nothing.
+
+    `_payload` is a private part of aiohttp, known for 3.13 and 3.14.
+    """
+    if body:
+        again = StreamReader(request.protocol, limit=len(body))
+        again.feed_data(body)
+        again.feed_eof()
+        request._payload = again
+
+
 def to_aiohttp(response: Response) -> web.Response:
     """A response of ours as aiohttp's."""
     made = web.Response(status=response.status, body=response.body or None)
@@ -217,11 +249,7 @@ async def current_etag(request: web.Request | None) -> Etag:
     if request is None:
         return 0, ""
     found = await request.app.router.resolve(request)
-    response: web.StreamResponse
-    try:
-        response = await found.handler(request)
-    except web.HTTPException as error:
-        response = error
+    response, _ = await answer_of(found.handler, request)
     return response.status, response.headers.get("ETag", "")
 
 

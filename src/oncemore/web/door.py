@@ -12,6 +12,8 @@ from functools import lru_cache, partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from urllib.parse import parse_qs, quote
 
+import msgspec
+
 from .._contract.contract import Contract, Match
 from .._contract.keys import join, uuid7_time
 from .._contract.policy import Policy, duration
@@ -24,7 +26,7 @@ from .._ledger.decisions import Answer
 from .._ledger.guard import ATTEMPTS, Guard, check_guard
 from .._ledger.model import Operation, Outcome, decode_outcome, encode_outcome
 from .._ledger.transaction_attempt import NO_LENDER, TransactionAttempt
-from .._runtime.plan import Call, Plan
+from .._runtime.plan import Plan
 from ..errors import (
     ConfigurationError,
     CorruptRecord,
@@ -41,7 +43,6 @@ from .rates import Admission, Rates, default_rates
 from .redrive import REDRIVEN, check_passed, kept_request, redriven, resumed
 from .request import (
     GUARDED,
-    AsyncPrincipal,
     Fields,
     Fingerprints,
     Headers,
@@ -63,6 +64,7 @@ log = logging.getLogger("oncemore.web")
 App = TypeVar("App")
 SomeDoor = TypeVar("SomeDoor", bound="Door[Any]")
 Options = ParamSpec("Options")
+Caller = tuple[str, str]  # the names of the principal and of its tenant
 
 MOST_SCOPES = 4096
 LONGEST_REMEMBERED = 1024  # longer names would fill our memory
@@ -153,12 +155,13 @@ class Door(Generic[App]):
         for name, function in functions.items():
             if function is not None and not callable(function):
                 raise ConfigurationError(f"{name} is a {type(function).__name__}: give a function")
+            if is_async(function) and (name in ("redact", "problem") or not self.can_await):
+                raise ConfigurationError(f"{name} is async, and this middleware cannot await it: give a sync function")
         self.app = app
         self.guard = guard
         self.contract = contract or Contract(profile=profile or "default")
-        self.principal = self._awaitable("principal", principal) or self.default_principal
-        self.tenant = self._awaitable("tenant", tenant)
-        self.asks = isinstance(self.principal, AsyncPrincipal) or isinstance(self.tenant, AsyncPrincipal)
+        self.principal = principal or self.default_principal
+        self.tenant = tenant
         self.redact = redact
         self.rates = rates or default_rates(self.contract)
         self.status_path = status_path if enforce else None
@@ -181,20 +184,6 @@ class Door(Generic[App]):
     def report_fault(self, error: ConfigurationError | TypeError) -> None:
         """Raise what is wrong with the options."""
         raise error
-
-    def _awaitable(self, name: str, function: Principal | None) -> Principal | None:
-        """The function; an async one is awaited by `ask` before the operation is named."""
-        if function is None or not is_async(function):
-            return function
-        if not self.can_await:
-            raise ConfigurationError(f"{name} is async, and this middleware cannot await it: give a sync function")
-        return AsyncPrincipal(function)
-
-    async def ask(self, native: Any) -> None:
-        """Await the async functions that name the caller; if *asks*, this comes before `operation` and the status lookup."""
-        for function in (self.principal, self.tenant):
-            if isinstance(function, AsyncPrincipal):
-                await function.ask(native)
 
     def prepare(self) -> None:
         """Check the app and find its rules, if a framework can do so before the first request."""
@@ -243,20 +232,14 @@ class Door(Generic[App]):
         if match.rule.if_match and not value_of(headers, "if-match"):
             raise PreconditionRequired("Send the resource's ETag in an If-Match header")
 
-    def named(self, match: Match, request: Request) -> Plan[Operation | None]:
-        """`operation`, after async functions have named the caller."""
-        if self.asks:
-            yield Call(self.ask, request.native)
-        return self.operation(match, request)
-
-    def operation(self, match: Match, request: Request) -> Operation | None:
-        """The operation that the request asks for; None if the key is optional and was not sent."""
+    def operation(self, match: Match, request: Request) -> Plan[tuple[Operation | None, Caller]]:
+        """The operation that the request asks for, and its caller; no operation if the key is optional and was not sent."""
         rule, headers = match.rule, request.headers
         if type(request.native) is not dict or REDRIVEN in request.native:
             unfinished = redriven(request.native)
             if unfinished is not None:
-                return resumed(unfinished, rule)
-        principal, tenant = self.caller(request)
+                return resumed(unfinished, rule), ("", "")
+        principal, tenant = caller = yield from self.caller(request)
         named = lines(headers, rule.key.name.lower())
         unique: str | None = None
         if rule.key.source == "header" and rule.unique_by is None:  # the common case names nothing else of the request
@@ -269,12 +252,13 @@ class Door(Generic[App]):
             place = f"{rule.key.name} header" if rule.key.source == "header" else "key in the body"
             raise MissingKey(f"Send a unique {place}: conditional updates take turns by their keys")
         if key is None:
-            return None
+            return None, caller
         path = request.path.rstrip("/") or "/"  # as rules are matched: an app may redirect from one to the other
         parts = (request.method, path, request.query, value_of(headers, "content-type"), request.body)
         fingerprint = self._fingerprints.of(rule, parts)
-        return Operation(
-            self.scope(rule, match.route, request, principal, tenant),
+        scope = yield from self.scope(rule, match.route, request, caller)
+        operation = Operation(
+            scope,
             key,
             fingerprint,
             rule.name,
@@ -283,16 +267,19 @@ class Door(Generic[App]):
             path if rule.if_match else unique,
             partial(kept_request, request) if rule.policy.effect == "steps" else None,
         )
+        return operation, caller
 
-    def caller(self, request: Request) -> tuple[str, str]:
+    def caller(self, request: Request) -> Plan[Caller]:
         """The names of the caller and of its tenant, which is empty if there are none."""
-        tenant = principal_of(self.tenant, request) if self.tenant is not None else ""
-        return principal_of(self.principal, request), tenant
+        tenant = (yield from principal_of(self.tenant, request)) if self.tenant is not None else ""
+        return (yield from principal_of(self.principal, request)), tenant
 
-    def scope(self, rule: Rule, route: str, request: Request, principal: str, tenant: str) -> str:
+    def scope(self, rule: Rule, route: str, request: Request, caller: Caller) -> Plan[str]:
         """The owner of the key, by the rule's scope."""
+        principal, tenant = caller
         if callable(rule.scope):
-            return rule.scope_of(tenant=tenant, custom=principal_of(rule.scope, request), route=route)
+            custom = yield from principal_of(rule.scope, request)
+            return rule.scope_of(tenant=tenant, custom=custom, route=route)
         asked = (id(rule), route, principal, tenant)
         found = self._scopes.get(asked)
         if found is not None:
@@ -360,8 +347,8 @@ class Door(Generic[App]):
         mount: str = "",
         policy: Policy | None = None,
         longest_wait: float | None = None,
-    ) -> Plan[Response | LeaseAttempt | None]:
-        """Claim the operation: the response if the app is not to be called, else the attempt under which to call it.
+    ) -> Plan[Response | Exchange | None]:
+        """Claim the operation: the response if the app is not to be called, else the exchange for which to call it.
 
         None if the app is to be called unguarded: the key is optional and was not sent, an outer middleware guards this
         operation, or the store is down and the rule says `store_down = "run"`.
@@ -375,10 +362,10 @@ class Door(Generic[App]):
             longest_wait: How long to wait for a running attempt, even if the caller would wait longer.
         """
         try:
-            operation = yield from self.named(match, request)
+            operation, caller = yield from self.operation(match, request)
         except OncemoreError as error:
             return self.refusal(error, match)
-        if operation is None or (CURRENT.get() is not None and self.is_guarded(operation, request.native)):
+        if operation is None or self.is_guarded(operation, request.native):
             return None
         policy, wait = policy or self.policy(match.rule), wait_of(request.headers, longest_wait)
         attempt = ATTEMPTS[policy.effect](self.guard, operation, policy)
@@ -393,9 +380,9 @@ class Door(Generic[App]):
         if answer is not None:
             return self.replay(answer, match.rule, operation)
         if match.rule.rate is None and not match.rule.if_match:
-            return attempt
+            return Exchange(self, match, attempt, match.rule)
         try:
-            yield from self.admit(match.rule, attempt.op, request, current_etag)
+            yield from self.admit(match.rule, attempt.op, request, caller, current_etag)
         except GeneratorExit:  # the event loop has ended, and the ledger cannot be asked any more
             attempt.drop()
             raise
@@ -404,79 +391,26 @@ class Door(Generic[App]):
             if isinstance(error, OncemoreError):
                 return self.refusal(error, match, operation)
             raise
-        return attempt
+        return Exchange(self, match, attempt, match.rule)
 
     def is_guarded(self, operation: Operation, native: Any) -> bool:
         """Whether an outer middleware guards this operation of this request already: a second claim would wait for itself."""
         outer = CURRENT.get()
         return outer is not None and outer.operation.id == operation.id and native_mapping(native).get(GUARDED) is outer
 
-    def admit(self, rule: Rule, op: Op, request: Request, current_etag: Plan[Etag] | None) -> Plan[None]:
+    def admit(
+        self, rule: Rule, op: Op, request: Request, caller: Caller, current_etag: Plan[Etag] | None
+    ) -> Plan[None]:
         """Raise what the rule refuses before the app is called: too many new keys, or a resource that has changed."""
         if rule.rate is not None and op.attempt == 1:
             if self.rates is None:
                 self.rules_declared()  # the rule was found later
-            principal, tenant = self.caller(request)
+            principal, tenant = caller
             assert self.rates is not None, "a rule with a rate has a counter"
             yield Admission(self.rates, rule, join(rule.name, tenant, principal))
         if rule.if_match:
             assert current_etag is not None, "a middleware can look the ETag up"
             yield from check_if_match(request.headers, current_etag)
-
-    def record(
-        self,
-        attempt: LeaseAttempt,
-        rule: Rule,
-        status: int,
-        headers: Headers,
-        body: bytes,
-        cause: BaseException | None = None,
-    ) -> Plan[Answer]:
-        """Record a complete response: when this returns, its outcome is durable, or the answer says that it is not.
-
-        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it, or it is the
-        database's refusal of the transaction.
-        """
-        if cause is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(cause):
-            yield from attempt.fail(cause)  # raises what the client is to be told
-        outcome = self.outcome(rule, status, headers, body)
-        if status in REPEATING_REDIRECTS:
-            yield from attempt.withdraw()
-            return Answer(outcome, "released")
-        return (yield from attempt.settle(outcome, cause))
-
-    def record_stream(self, attempt: LeaseAttempt, rule: Rule, status: int, *, has_length: bool) -> Plan[Answer]:
-        """Record, before the first byte of a response that is not held back, that it happened.
-
-        If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
-        but a transaction is rolled back at once.
-        """
-        tombstone = unkept(rule, status, has_length=has_length)
-        is_kept = (has_length or rule.streams != "release") and attempt.keeps(tombstone)
-        if is_kept or attempt.doubts(tombstone):
-            return (yield from attempt.settle(tombstone))
-        if attempt.policy.effect == "transaction":
-            yield from attempt.release()
-        return Answer(tombstone, "unstored")
-
-    def finish(self, attempt: LeaseAttempt, match: Match, recording: Plan[Answer]) -> Plan[Answer | Response]:
-        """Carry out `record` or `record_stream`: the answer, or the response for the client, if it is not to get the app's own.
-
-        That is so if this attempt was too slow, and another's outcome counts; or if the database refused the transaction.
-        """
-        try:
-            answer = yield from recording
-        except OncemoreError as error:
-            return self.refusal(error, match, attempt.operation)
-        return self.replay(answer, match.rule, attempt.operation) if answer.how == "replayed" else answer
-
-    def fail(self, attempt: LeaseAttempt, match: Match, error: BaseException) -> Plan[Response | None]:
-        """Record that the app has raised *error*; the response, if the client gets that instead of the error."""
-        try:
-            yield from attempt.fail(error)
-        except StoreError as refused:  # the database refused the transaction: the client's retry is safe
-            return self.refusal(refused, match, attempt.operation)
-        return None
 
     # From an answer to a response
 
@@ -532,6 +466,84 @@ class Door(Generic[App]):
         return problem_response(
             error, match, operation, self.problem_base, self.status_path, mount=mount, body=self.problem
         )
+
+
+class Exchange(msgspec.Struct, frozen=True, eq=False):
+    """A guarded request that is performed now: the app is called, and one verb records how that has ended.
+
+    A verb returns when the ledger has it: the headers that tell of it, or the `Response` that the client gets instead of the
+    app's own.  That is so if this attempt was too slow, and another's outcome counts; or if the database refused the
+    transaction.
+    """
+
+    door: Door[Any]
+    match: Match
+    attempt: LeaseAttempt
+    rule: Rule
+
+    def record(
+        self, status: int, headers: Headers, body: bytes, cause: BaseException | None = None
+    ) -> Plan[Response | list[tuple[str, str]]]:
+        """Record a complete response: its outcome is durable, or the headers say that it is not."""
+        return self._finish(self.settle(status, headers, body, cause))
+
+    def record_stream(self, status: int, *, has_length: bool) -> Plan[Response | list[tuple[str, str]]]:
+        """Record that it happened, before the first byte of a response that is not held back.
+
+        If that is not to be remembered, the attempt goes on until the response has ended, and the caller releases it then;
+        but a transaction is rolled back at once.
+        """
+        return self._finish(self.settle_stream(status, has_length=has_length))
+
+    def fail(self, error: BaseException) -> Plan[Response | None]:
+        """Record that the app has raised *error*; the response, if the client gets that instead of the error."""
+        try:
+            yield from self.attempt.fail(error)
+        except StoreError as refused:  # the database refused the transaction: the client's retry is safe
+            return self.refusal(refused)
+        return None
+
+    def _finish(self, settling: Plan[Answer]) -> Plan[Response | list[tuple[str, str]]]:
+        try:
+            answer = yield from settling
+        except OncemoreError as error:
+            return self.refusal(error)
+        return self.replay(answer) if answer.how == "replayed" else self.headers(answer)
+
+    def settle(self, status: int, headers: Headers, body: bytes, cause: BaseException | None = None) -> Plan[Answer]:
+        """The answer of `record`, which raises if the client is not to get the app's response.
+
+        *cause* is the exception behind an error page, if the framework tells it: the rule's `doubt` may name it, or it is the
+        database's refusal of the transaction.
+        """
+        attempt = self.attempt
+        if cause is not None and isinstance(attempt, TransactionAttempt) and attempt.is_retryable(cause):
+            return attempt.fail(cause)  # type: ignore[return-value]  # it raises what the client is to be told
+        outcome = self.door.outcome(self.rule, status, headers, body)
+        return self._withdraw(outcome) if status in REPEATING_REDIRECTS else attempt.settle(outcome, cause)
+
+    def _withdraw(self, outcome: Outcome) -> Plan[Answer]:
+        yield from self.attempt.withdraw()
+        return Answer(outcome, "released")
+
+    def settle_stream(self, status: int, *, has_length: bool) -> Plan[Answer]:
+        """The answer of `record_stream`."""
+        attempt, tombstone = self.attempt, unkept(self.rule, status, has_length=has_length)
+        is_kept = (has_length or self.rule.streams != "release") and attempt.keeps(tombstone)
+        if is_kept or attempt.doubts(tombstone):
+            return (yield from attempt.settle(tombstone))
+        if attempt.policy.effect == "transaction":
+            yield from attempt.release()
+        return Answer(tombstone, "unstored")
+
+    def headers(self, answer: Answer) -> list[tuple[str, str]]:
+        return self.door.headers(self.rule, answer)
+
+    def replay(self, answer: Answer) -> Response:
+        return self.door.replay(answer, self.rule, self.attempt.operation)
+
+    def refusal(self, error: OncemoreError) -> Response:
+        return self.door.refusal(error, self.match, self.attempt.operation)
 
 
 def unkept(rule: Rule, status: int, *, has_length: bool) -> Outcome:

@@ -21,12 +21,11 @@ import msgspec
 
 from .._contract.contract import Match
 from .._contract.paths import SAFE_METHODS
-from .._ledger.attempt import LeaseAttempt
 from .._ledger.context import current_operation, running
 from .._runtime.loops import finish_despite_cancel
 from .._runtime.plan import Call, Plan, arun, run
 from ..errors import ConfigurationError, OncemoreError
-from .door import Door
+from .door import Door, Exchange
 from .etag import Etag
 from .problem import Response
 from .request import Headers, Request, check_length
@@ -56,7 +55,8 @@ class Idempotency(Door[Any]):
     def body_limit(self, method: str, path: str, headers: Headers) -> int | None:
         """How long the body of a guarded request may be, in bytes; None if the request passes untouched.
 
-        Read a guarded request's body, refuse or cut a longer one, and call `run` or `arun`.
+        Read that much of a guarded request's body, and a byte more, then call `run` or `arun`: a longer body is refused, or in
+        shadow mode passed on, so `perform` must still find it whole.
         """
         if method in SAFE_METHODS:
             return 0 if path == self.status_path and method in STATUS_METHODS else None
@@ -76,7 +76,7 @@ class Idempotency(Door[Any]):
             perform: Called if nobody has performed the operation yet.
             etag: The status and the ETag of the resource as it is now, for rules with `if_match`.
         """
-        return run(self._respond(request, perform, etag))
+        return run(self._answer(run(self.begin_exchange(request, etag)), request, perform))
 
     async def arun(
         self,
@@ -85,11 +85,15 @@ class Idempotency(Door[Any]):
         *,
         etag: Callable[[], Awaitable[Etag]] | None = None,
     ) -> Answered:
-        """As `run`, for an async server.  If the caller is cancelled, the operation is finished first."""
-        return await finish_despite_cancel(arun(self._respond(request, perform, etag)))
+        """As `run`, for an async server.  If the caller is cancelled, an operation that has begun is finished first."""
+        found = await arun(self.begin_exchange(request, etag))
+        answering = arun(self._answer(found, request, perform))
+        return await (finish_despite_cancel(answering) if isinstance(found, Exchange) else answering)
 
-    def _respond(self, request: Request, perform: Callable[[], Any], etag: Callable[[], Any] | None) -> Plan[Answered]:
-        found = yield from self.begin_exchange(request, etag)
+    def _answer(
+        self, found: Response | Exchange | Shadow | None, request: Request, perform: Callable[[], Any]
+    ) -> Plan[Answered]:
+        """Perform, if there is no response yet, and record the outcome."""
         if isinstance(found, Response):
             return found
         if isinstance(found, Shadow):
@@ -99,15 +103,21 @@ class Idempotency(Door[Any]):
         try:
             with running(found.attempt.op):
                 response = yield Call(perform)
+            if not isinstance(response, Answered):
+                raise TypeError(f"perform gave a {type(response).__name__}: let it return a Response or a Streamed")
         except GeneratorExit:
             found.attempt.drop()
             raise
         except BaseException as error:
-            refused = yield from self.fail(found.attempt, found.match, error)
+            refused = yield from found.fail(error)
             if refused is None:
                 raise
             return refused
-        return (yield from found.finish(response))
+        recorded = yield from record(found, response)
+        yield from found.attempt.release()  # does nothing unless it is a stream that is not to be remembered
+        if isinstance(recorded, Response):
+            return recorded
+        return msgspec.structs.replace(response, headers=[*response.headers, *recorded])
 
     def begin_exchange(
         self, request: Request, etag: Callable[[], Any] | None = None
@@ -129,32 +139,15 @@ class Idempotency(Door[Any]):
             check_length(match.rule, len(request.body))
         except OncemoreError as error:
             return self.refusal(error, match)
-        found = yield from self.begin(match, request, current_etag(match, etag))
-        return Exchange(self, match, found) if isinstance(found, LeaseAttempt) else found
+        return (yield from self.begin(match, request, current_etag(match, etag)))
 
 
-class Exchange:
-    """A guarded request that is to be performed now: `finish` it with its response, or let its door `fail` it."""
-
-    def __init__(self, door: Door[Any], match: Match, attempt: LeaseAttempt) -> None:
-        self.door = door
-        self.match = match
-        self.attempt = attempt
-
-    def finish(self, response: Answered) -> Plan[Answered]:
-        """Record the outcome; return the response for the client, with our headers."""
-        door, rule, attempt = self.door, self.match.rule, self.attempt
-        headers = [(name.lower(), value) for name, value in response.headers]
-        if isinstance(response, Response):
-            recording = door.record(attempt, rule, response.status, headers, response.body)
-        else:
-            has_length = any(name == "content-length" for name, _ in headers)
-            recording = door.record_stream(attempt, rule, response.status, has_length=has_length)
-        found = yield from door.finish(attempt, self.match, recording)
-        yield from attempt.release()  # does nothing unless it is a stream that is not to be remembered
-        if isinstance(found, Response):
-            return found
-        return msgspec.structs.replace(response, headers=[*response.headers, *door.headers(rule, found)])
+def record(exchange: Exchange, response: Answered) -> Plan[Response | list[tuple[str, str]]]:
+    """Record a response, or a stream: the headers that tell of it, or a response that the client gets instead."""
+    headers = [(name.lower(), value) for name, value in response.headers]
+    if isinstance(response, Response):
+        return exchange.record(response.status, headers, response.body)
+    return exchange.record_stream(response.status, has_length=any(name == "content-length" for name, _ in headers))
 
 
 def current_etag(match: Match, etag: Callable[[], Any] | None) -> Plan[Etag]:

@@ -6,8 +6,7 @@ import hashlib
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 from .._contract.rule import Rule
 from .._fingerprint.canonical import read_json
 from .._fingerprint.fingerprint import Fingerprinter
+from .._runtime.plan import Call, Plan
 from ..errors import InvalidPayload, InvalidPrincipal, PayloadTooLarge, PrincipalFailed
 
 log = logging.getLogger("oncemore.web")
@@ -189,40 +189,19 @@ class StripeAccount(HeaderPrincipal):
         return "platform"
 
 
-class AsyncPrincipal:
-    """An async principal function: `ask` awaits it before the operation is named, and calling it returns that answer.
-
-    The answer is kept in the task's context.  So is an error: it is raised if the principal turns out to be needed.
-    """
-
-    def __init__(self, function: Callable[[Any], Awaitable[Any]]) -> None:
-        self.function = function
-        self.answer: ContextVar[Any] = ContextVar("oncemore.principal")
-
-    async def ask(self, native: Any) -> None:
-        try:
-            self.answer.set(await self.function(native))
-        except Exception as error:
-            self.answer.set(error)
-
-    def __call__(self, native: Any) -> Any:
-        answer = self.answer.get()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
 def is_async(function: object) -> bool:
     """Whether calling *function* gives a coroutine; it may be an object with an async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def principal_of(function: Principal | None, request: Request) -> str:
+def principal_of(function: Principal | None, request: Request) -> Plan[str]:
     """The caller's name: the result of *function*, else the authenticated user, else a digest of the credentials."""
     if function is None:
         return user_of(request.native) or credentials_of(request.headers) or anonymous()
     try:
         found = function(request.headers if isinstance(function, HeaderPrincipal) else request.native)
+        if hasattr(found, "__await__"):
+            found = yield Call(lambda: found)
     except InvalidPrincipal:
         raise
     except Exception as error:
@@ -233,8 +212,6 @@ def principal_of(function: Principal | None, request: Request) -> str:
     name = f"user:{found}"
     if isinstance(found, str):
         return name
-    if inspect.iscoroutine(found):
-        found.close()
     if ADDRESS in name:
         raise PrincipalFailed(f"The principal function gave a {type(found).__name__}, but a text or a number is needed")
     return name

@@ -53,7 +53,7 @@ class Shadow:
         try:
             self.door.check(self.match, request.method, request.path, request.headers)
             check_length(rule, len(request.body))
-            found = yield from self.door.named(self.match, request)
+            found, _ = yield from self.door.operation(self.match, request)
             if found is None:
                 return
             operation = found
@@ -113,9 +113,8 @@ class Shadow:
         except GeneratorExit:
             self.drop()
             raise
-        except BaseException as error:
-            status = getattr(error, "status", None)  # of aiohttp's responses that are raised
-            yield from self.end(status if isinstance(status, int) else None)
+        except BaseException:
+            yield from self.end(None)
             raise
         try:
             status = status_of(response)

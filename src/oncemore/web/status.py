@@ -10,7 +10,7 @@ from .._contract.contract import Contract
 from .._contract.keys import check_key
 from .._contract.rule import Rule
 from .._ledger.model import Outcome, Record
-from .._runtime.plan import Call, Plan
+from .._runtime.plan import Plan
 from ..errors import InvalidKey, NotFound, OncemoreError
 from .door import Door
 from .problem import JSON, Response, encode_json
@@ -37,9 +37,8 @@ def find_record(door: Door[Any], request: Request) -> Plan[Response]:
         key = rule.key.read(lines(request.headers, rule.key.name.lower())) or ""
     if not key or not operation:
         raise InvalidKey("Say which operation and which key: ?operation=refunds.create&key=...")
-    if door.asks:
-        yield Call(door.ask, request.native)
-    scope = door.scope(rule, route, request, *door.caller(request))
+    caller = yield from door.caller(request)
+    scope = yield from door.scope(rule, route, request, caller)
     record = yield from door.guard.store.find(scope, key)
     if record is None and rule is door.contract.default and " /" not in operation:
         raise InvalidKey(

@@ -141,10 +141,10 @@ class IdempotencyMiddleware(Door[App]):
         found = await arun(self.begin(match, request, etag, mount=scope.get("root_path", "")))
         if found is None:
             message: Message = {"type": "http.request", "body": body, "more_body": False}
-            return await self.app(scope, told_first([message], receive), send)
+            return await self.app(scope, receive_first([message], receive), send)
         if isinstance(found, Response):
             return await respond(send, found)
-        return await GuardedResponse(self, match, found, request, receive, send).finish(self.app)
+        return await GuardedResponse(found, request, receive, send).finish(self.app)
 
 
 def in_lifespan() -> bool:
@@ -198,7 +198,7 @@ async def read_messages(receive: Receive, most: int) -> tuple[list[Message], byt
             return messages, chunk if len(chunks) == 1 else b"".join(chunks)
 
 
-def told_first(messages: list[Message], receive: Receive) -> Receive:
+def receive_first(messages: list[Message], receive: Receive) -> Receive:
     """A receive that gives the *messages* that were read, and then what the client does."""
 
     async def receive_again() -> Message:
@@ -224,7 +224,7 @@ async def observe(door: Door[App], match: Match, headers: Fields, scope: Scope, 
     if body is not None:
         await arun(shadow.begin(request_of(scope, headers, body)))
     try:
-        await door.app(scope, told_first(messages, receive), note_status)
+        await door.app(scope, receive_first(messages, receive), note_status)
     except BaseException:
         await finish_despite_cancel(arun(shadow.end(None)))
         raise

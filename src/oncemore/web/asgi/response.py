@@ -12,15 +12,13 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from ..._contract.contract import Match
-from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.context import CURRENT
 from ..._ledger.decisions import Answer
 from ..._ledger.model import Outcome
 from ..._runtime.loops import keep_task
 from ..._runtime.plan import Effect, Plan, arun
 from ...errors import OncemoreError, StoreError
-from ..door import REPEATING_REDIRECTS, Door, unkept
+from ..door import Exchange, unkept
 from ..problem import Response
 from ..request import GUARDED, Request, value_of
 
@@ -62,13 +60,10 @@ class GuardedResponse:
     size = 0
     _left: asyncio.Event | None = None  # set when `over` is, if the app waits for it
 
-    def __init__(
-        self, door: Door[App], match: Match, attempt: LeaseAttempt, request: Request, receive: Receive, send: Send
-    ) -> None:
-        self.door = door
-        self.match = match
-        self.rule = match.rule
-        self.attempt = attempt
+    def __init__(self, exchange: Exchange, request: Request, receive: Receive, send: Send) -> None:
+        self.exchange = exchange
+        self.rule = exchange.rule
+        self.attempt = exchange.attempt
         self.request = request
         self.client_receive = receive
         self.client_send = send
@@ -108,7 +103,7 @@ class GuardedResponse:
             else:
                 await arun(self.attempt.fail(error))
         except StoreError as refused:  # the database refused the transaction: its retry is safe
-            await respond(self.client_send, self.door.refusal(refused, self.match, self.attempt.operation))
+            await respond(self.client_send, self.exchange.refusal(refused))
             return True
         finally:
             self._end()
@@ -174,17 +169,14 @@ class GuardedResponse:
 
     async def _complete(self, body: bytes) -> None:
         """Record the outcome, then send the app's own response, with all of its headers."""
-        status = self.start["status"]
-        outcome = self.door.outcome(self.rule, status, decoded(self.start), body)
-        if status >= 500 and (self.rule.policy.effect == "transaction" or not self.attempt.keeps(outcome)):
-            self.failure = (outcome, body)
-            return
-        if status in REPEATING_REDIRECTS:
-            await arun(self.attempt.withdraw())
-            self._end()
-            self.answer = Answer(outcome, "released")
-        else:
-            await self._settle(self.attempt.settle(outcome))
+        status, headers = self.start["status"], decoded(self.start)
+        if status >= 500:
+            outcome = self.exchange.door.outcome(self.rule, status, headers, body)
+            if self.rule.policy.effect == "transaction" or not self.attempt.keeps(outcome):
+                self.failure = (outcome, body)
+                self._end()
+                return
+        await self._settle(self.exchange.settle(status, headers, body))
         await self._send(body)
 
     async def _send_failure(self, *, record: bool) -> None:
@@ -205,9 +197,9 @@ class GuardedResponse:
         if self.answer is None:
             return
         if self.answer.how == "replayed":  # this attempt was too slow: the outcome of its successor counts
-            await respond(self.client_send, self.door.replay(self.answer, self.rule, self.attempt.operation))
+            await respond(self.client_send, self.exchange.replay(self.answer))
             return
-        await self.client_send(self._started(self.door.headers(self.rule, self.answer)))
+        await self.client_send(self._started(self.exchange.headers(self.answer)))
         await self.client_send({"type": "http.response.body", "body": body})
 
     # Streams
@@ -215,10 +207,10 @@ class GuardedResponse:
     async def _begin_passing(self) -> None:
         """From here on, chunk by chunk.  That it happened is recorded first; how it ended cannot be replayed."""
         status, has_length = self.start["status"], bool(self._length())
-        await self._settle(self.door.record_stream(self.attempt, self.rule, status, has_length=has_length))
+        await self._settle(self.exchange.settle_stream(status, has_length=has_length))
         body, self.chunks = b"".join(self.chunks), []
         if self.answer is not None and self.answer.how == "replayed":
-            await respond(self.client_send, self.door.replay(self.answer, self.rule, self.attempt.operation))
+            await respond(self.client_send, self.exchange.replay(self.answer))
             self.client_send = nowhere
         await self._start_passing()
         await self.client_send({"type": "http.response.body", "body": body, "more_body": True})
@@ -228,7 +220,7 @@ class GuardedResponse:
             raise OSError("The client has left, so the stream cannot be sent")
         self.passing = True
         outcome = unkept(self.rule, self.start["status"], has_length=bool(self._length()))
-        await self.client_send(self._started(self.door.headers(self.rule, Answer(outcome, "unstored"))))
+        await self.client_send(self._started(self.exchange.headers(Answer(outcome, "unstored"))))
 
     # The end
 
@@ -238,7 +230,7 @@ class GuardedResponse:
             # A transaction that is cut off is rolled back, so nothing lasts that would have to be recorded.
             self.answer = await (arun(plan) if self.attempt.policy.effect == "transaction" else arun_to_the_end(plan))
         except OncemoreError as error:  # too slow, or the database refused the transaction: this response is not sent
-            await respond(self.client_send, self.door.refusal(error, self.match, self.attempt.operation))
+            await respond(self.client_send, self.exchange.refusal(error))
             self.client_send = nowhere
             if self.attempt.policy.effect == "transaction":  # nothing of it lasts, whatever the error
                 self.is_refused = True
@@ -247,7 +239,7 @@ class GuardedResponse:
             self._end()
 
     def _end(self) -> None:
-        """Nothing is left to be recorded: the app may hear that its client has left."""
+        """The response is complete: the app may hear that its client has left."""
         self.over = True
         if self._left is not None:
             self._left.set()

@@ -23,13 +23,12 @@ from ..._contract.rule import idempotent, rule_of
 from ..._contract.templates import Template, remembered
 from ..._fingerprint.canonical import read_json
 from ..._fingerprint.fingerprint import Fingerprinter
-from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.context import Op, current_operation, running
 from ..._ledger.guard import Guard, check_guard
 from ..._ledger.model import Operation
 from ..._runtime.plan import Call, Plan, run
 from ...errors import ConfigurationError, Duplicate, InvalidPayload, OncemoreError, OutcomeNotKept
-from ..door import Door
+from ..door import Door, Exchange
 from ..etag import Etag
 from ..problem import Response
 from ..request import Request, check_length, mount_prefix, value_of
@@ -107,7 +106,7 @@ class IdempotencyMiddleware(Door[Handler]):
             return self.app(event, context)
         if isinstance(found, Response):
             return source.rendered(event, found)
-        return self._call_function(source, match, found, event, context)
+        return self._call_function(source, found, event, context)
 
     def _observe(self, source: RestApi, match: Match, request: Request, context: Any) -> Any:
         """Shadow mode: call the function as if there were no middleware, and note what would have been done."""
@@ -119,25 +118,22 @@ class IdempotencyMiddleware(Door[Handler]):
         perform = partial(self.app, event, context)
         return run(Shadow(self, match).around(request, perform, lambda answer: source.reply(answer).status))
 
-    def _call_function(self, source: RestApi, match: Match, attempt: LeaseAttempt, event: Event, context: Any) -> Any:
+    def _call_function(self, source: RestApi, exchange: Exchange, event: Event, context: Any) -> Any:
         """Call the function, record the outcome, and return its answer."""
         try:
-            with running(attempt.op):
-                token = CURRENT_EVENT.set((self, attempt.operation, event))
+            with running(exchange.attempt.op):
+                token = CURRENT_EVENT.set((self, exchange.attempt.operation, event))
                 try:
                     reply = source.reply(self.app(event, context))
                 finally:
                     CURRENT_EVENT.reset(token)
         except BaseException as error:
-            refused = run(self.fail(attempt, match, error))
+            refused = run(exchange.fail(error))
             if refused is None:
                 raise
             return source.rendered(event, refused)
-        recording = self.record(attempt, match.rule, reply.status, reply.headers, reply.body)
-        found = run(self.finish(attempt, match, recording))
-        if isinstance(found, Response):
-            return source.rendered(event, found)
-        return source.added(event, reply, self.headers(match.rule, found))
+        found = run(exchange.record(reply.status, reply.headers, reply.body))
+        return source.rendered(event, found) if isinstance(found, Response) else source.added(event, reply, found)
 
     def is_guarded(self, operation: Operation, native: Any) -> bool:
         outer, guarded, given = CURRENT_EVENT.get()

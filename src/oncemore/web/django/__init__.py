@@ -6,17 +6,15 @@ ONCEMORE = {"guard": "sqlite:///once.db", "contract": "oncemore.toml"}
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import warnings
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefunction, sync_to_async
+from asgiref.sync import async_to_sync, iscoroutinefunction, markcoroutinefunction
 from django.conf import settings  # type: ignore[import-untyped]
 from django.core import mail  # type: ignore[import-untyped]
 from django.http import HttpRequest  # type: ignore[import-untyped]
@@ -32,24 +30,20 @@ from ..._ledger.connect import DJANGO
 from ..._ledger.context import current_operation
 from ..._ledger.guard import Guard
 from ..._ledger.model import Operation
-from ..._runtime.loops import finish_despite_cancel
 from ..._runtime.plan import Call, Plan, arun, run
 from ...errors import ConfigurationError, OncemoreError
-from ..door import Door
+from ..door import Caller, Door
 from ..problem import Response
-from ..request import HeaderPrincipal, Principal, Request, is_async, mount_prefix
+from ..request import Request, is_async, mount_prefix
 from ..shadow import Shadow
 from ..status import status_plan
-from ..wsgi.environ import can_be_observed
-from ._compat import has_body
-from .request import GetResponse, body_of, current_etag, request_of
-from .response import GuardedResponse, InThread, to_django
+from .request import GetResponse, body_of, can_be_read, current_etag, request_of
+from .response import GuardedResponse, InThread, ToTheEnd, to_django
 from .views import Views, exempt, idempotent, optional, required
 
 __all__ = ["IdempotencyMiddleware", "current_operation", "exempt", "idempotent", "optional", "required"]
 
 SQLITE = "sqlite:///"
-ASKED_ONCE = ("principal", "tenant")
 
 
 class IdempotencyMiddleware(Door[GetResponse]):
@@ -72,8 +66,8 @@ class IdempotencyMiddleware(Door[GetResponse]):
         if self.principal is None:
             check_place(IdempotencyMiddleware)
 
-    def named(self, match: Match, request: Request) -> Plan[Operation | None]:
-        return (yield InThread(self.operation, match, request))  # type: ignore[no-any-return]
+    def operation(self, match: Match, request: Request) -> Plan[tuple[Operation | None, Caller]]:
+        return (yield InThread(run, super().operation(match, request)))  # type: ignore[no-any-return]
 
     def check_effects(self) -> None:
         if not is_testing():
@@ -89,7 +83,7 @@ class IdempotencyMiddleware(Door[GetResponse]):
         plan = self._plan(request)
         if plan is None:
             return self.app(request)
-        return protect(arun(plan)) if self._is_async else run(plan)
+        return arun(plan) if self._is_async else run(plan)
 
     def _plan(self, request: HttpRequest) -> Plan[HttpResponseBase] | None:
         """The plan for a request; None if it passes untouched."""
@@ -101,13 +95,16 @@ class IdempotencyMiddleware(Door[GetResponse]):
             match = self.match(asked.method, asked.path, asked.headers, request, request.path_info, found)
         except OncemoreError as error:
             return self._refuse(error)
-        return self._guard(match, asked) if match is not None else None
+        if match is None:
+            return None
+        return self._guard(match, asked) if self.enforces(match.rule) else self._observe(match, asked)
 
     def _guard(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         """Call the view once for this key; every other request with the key gets the stored response."""
+        return (yield ToTheEnd(self._call_once(match, asked)))
+
+    def _call_once(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         request = asked.native
-        if not self.enforces(match.rule):
-            return (yield from self._observe(match, asked))
         try:
             asked = asked.with_body(body_of(request, match.rule))
         except OncemoreError as error:
@@ -118,13 +115,13 @@ class IdempotencyMiddleware(Door[GetResponse]):
             return (yield Call(self.app, request))
         if isinstance(found, Response):
             return to_django(found)
-        return (yield from GuardedResponse(self, match, found, request).run())
+        return (yield from GuardedResponse(found, request).run())
 
     def _observe(self, match: Match, asked: Request) -> Plan[HttpResponseBase]:
         """Shadow mode: call the view as if there were no middleware, and note what would have been done."""
         request, perform = asked.native, partial(self.app, asked.native)
         try:
-            if not has_body(request) and not can_be_observed(request.META, match.rule):
+            if not can_be_read(request, match.rule):
                 return (yield Call(perform))
             asked = asked.with_body(body_of(request, match.rule))
         except OncemoreError:  # another middleware has read the body as a stream
@@ -137,26 +134,6 @@ class IdempotencyMiddleware(Door[GetResponse]):
     def _refuse(self, error: OncemoreError) -> Plan[HttpResponseBase]:
         return to_django(self.refusal(error))
         yield  # a plan without effects
-
-
-async def protect(coroutine: Coroutine[Any, Any, HttpResponseBase]) -> HttpResponseBase:
-    """The response, from a task that runs to its end also if the client has gone; only then is the request given up.
-
-    Django ends the thread of a request's sync views with the request, so to leave before they do would block the loop.
-    """
-    found: list[HttpResponseBase] = []
-
-    async def finish() -> HttpResponseBase:
-        found.append(await coroutine)
-        return found[0]
-
-    try:
-        return await finish_despite_cancel(finish())
-    except asyncio.CancelledError:
-        for response in found:
-            if response.streaming:  # it will not be sent, and may keep its lease until it is closed
-                await sync_to_async(response.close)()
-        raise
 
 
 # The dictionary `settings.ONCEMORE`: the options of the middleware, in which a dotted path stands for an object
@@ -173,11 +150,10 @@ def options_from_settings(middleware: Any) -> dict[str, Any]:
         if name not in known:
             raise ConfigurationError(f"ONCEMORE: there is no setting {name!r}{did_you_mean(str(name), known)}")
     options = {name: value for name, value in given.items() if value is not None or name == "status_path"}
-    for name in options.keys() & {*ASKED_ONCE, "redact", "rates"}:  # the rest are plain values
-        options[name] = named(name, options[name])
-    for name in options.keys() & set(ASKED_ONCE):
-        if not isinstance(options[name], HeaderPrincipal):
-            options[name] = asked_once(options[name])
+    for name in options.keys() & {"principal", "tenant", "redact", "rates"}:  # the rest are plain values
+        options[name] = import_named(name, options[name])
+        if name in ("principal", "tenant") and is_async(options[name]):  # it is called in a thread
+            options[name] = async_to_sync(options[name])
     return {**options, "guard": guard_of(given["guard"]), "contract": contract_of(given.get("contract"))}
 
 
@@ -186,7 +162,7 @@ def guard_of(given: Any) -> Guard:
     is_url = isinstance(given, str) and ("://" in given or given.startswith(DJANGO))
     if is_url and is_testing():  # a new one for each test client, and so for each test
         return Guard("memory://")
-    found = guard_at(below_base_dir(given)) if is_url else named("guard", given)
+    found = guard_at(below_base_dir(given)) if is_url else import_named("guard", given)
     if not isinstance(found, Guard):
         raise ConfigurationError(f"ONCEMORE: the guard {given!r} is neither a Guard nor the URL of a store")
     return found
@@ -216,13 +192,13 @@ def contract_of(given: Any) -> Contract | None:
     """The contract in a TOML file (beside manage.py, unless its path is absolute), at a dotted path, or itself."""
     if isinstance(given, Path) or (isinstance(given, str) and given.endswith(".toml")):
         return Contract.load(Path(getattr(settings, "BASE_DIR", ""), given))
-    found = named("contract", given)
+    found = import_named("contract", given)
     if found is not None and not isinstance(found, Contract):
         raise ConfigurationError(f"ONCEMORE: the contract {given!r} is neither a Contract nor the path of a .toml file")
     return found
 
 
-def named(name: str, given: Any) -> Any:
+def import_named(name: str, given: Any) -> Any:
     """The object at a dotted path; anything but a text stands for itself."""
     if not isinstance(given, str):
         return given
@@ -230,19 +206,6 @@ def named(name: str, given: Any) -> Any:
         return import_string(given)
     except ImportError as error:
         raise ConfigurationError(f"ONCEMORE: {name} = {given!r} cannot be imported: {error}") from error
-
-
-def asked_once(function: Principal) -> Principal:
-    """The function, called once for each request: it may query the database, which would block an event loop."""
-    answers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-    call = async_to_sync(function) if is_async(function) else function
-
-    def ask(request: Any) -> Any:
-        if request not in answers:
-            answers[request] = call(request)
-        return answers[request]
-
-    return ask
 
 
 def check_place(middleware: type) -> None:

@@ -14,7 +14,7 @@ from ..._runtime.plan import Call, Plan
 from ...errors import ConfigurationError
 from ..etag import VARIABLES_OF_CHANGE, Etag
 from ..request import Request, check_length
-from ..wsgi.environ import headers_of, put_back, read_body
+from ..wsgi.environ import can_be_observed, headers_of, put_back, read_body
 from ._compat import copy_as_get, has_body, is_consumed, set_body
 
 GetResponse = Callable[[HttpRequest], Any]  # a response, or a coroutine of it
@@ -44,6 +44,13 @@ def body_of(request: HttpRequest, rule: Rule) -> bytes:
         check_length(rule, len(body))
     set_body(request, body)
     return body
+
+
+def can_be_read(request: HttpRequest, rule: Rule) -> bool:
+    """Whether the body can be read without a difference to the view: it has been, or is known not to be too long."""
+    version = getattr(request, "scope", {}).get("http_version", "1.1")
+    is_sized = version.startswith("1.") or "CONTENT_LENGTH" in request.META  # later versions need no length for a body
+    return has_body(request) or (is_sized and can_be_observed(request.META, rule))
 
 
 def current_etag(get_response: GetResponse, request: HttpRequest) -> Plan[Etag]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from itertools import chain
 from typing import Any
@@ -10,25 +11,23 @@ from asgiref.sync import sync_to_async
 from django.http import HttpRequest, HttpResponse  # type: ignore[import-untyped]
 from django.http.response import HttpResponseBase  # type: ignore[import-untyped]
 
-from ..._contract.contract import Match
 from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.context import running
-from ..._ledger.decisions import Answer
-from ..._runtime.plan import Call, Plan, run
-from ..door import Door
+from ..._runtime.loops import finish_despite_cancel
+from ..._runtime.plan import Call, Plan, arun, run
+from ..door import Exchange
 from ..problem import Response
 from ..request import GUARDED, native_mapping
-from .request import ERROR, GetResponse
+from .request import ERROR
 
 
 class GuardedResponse:
     """The response to one guarded request: returned when its outcome is durable."""
 
-    def __init__(self, door: Door[GetResponse], match: Match, attempt: LeaseAttempt, request: HttpRequest) -> None:
-        self.door = door
-        self.match = match
-        self.rule = match.rule
-        self.attempt = attempt
+    def __init__(self, exchange: Exchange, request: HttpRequest) -> None:
+        self.exchange = exchange
+        self.rule = exchange.rule
+        self.attempt = exchange.attempt
         self.request = request
 
     def run(self) -> Plan[HttpResponseBase]:
@@ -44,23 +43,23 @@ class GuardedResponse:
         try:
             native_mapping(native)[GUARDED] = op
             with running(op):
-                response = yield Call(self.door.app, native)
+                response = yield Call(self.exchange.door.app, native)
                 body = yield from self._body(response)
         except GeneratorExit:
             raise
         except BaseException as error:
-            refused = yield from self.door.fail(self.attempt, self.match, error)
+            refused = yield from self.exchange.fail(error)
             if refused is None:
                 raise
             return to_django(refused)
-        found = yield from self.door.finish(self.attempt, self.match, self._record(response, body))
+        found = yield from self._record(response, body)
         if isinstance(found, Response):
             if response.streaming:
                 response.close()
             return to_django(found)
         if not self.attempt.ended:
             response.close = releasing(response.close, self.attempt)
-        for name, value in self.door.headers(self.rule, found):
+        for name, value in found:
             response.headers[name] = value
         return response
 
@@ -78,15 +77,14 @@ class GuardedResponse:
             response.close()
             raise
 
-    def _record(self, response: HttpResponseBase, body: bytes | None) -> Plan[Answer]:
-        attempt, rule, status = self.attempt, self.rule, response.status_code
+    def _record(self, response: HttpResponseBase, body: bytes | None) -> Plan[Response | list[tuple[str, str]]]:
+        status = response.status_code
         if body is None:
-            has_length = "Content-Length" in response.headers
-            return self.door.record_stream(attempt, rule, status, has_length=has_length)
+            return self.exchange.record_stream(status, has_length="Content-Length" in response.headers)
         # As plain texts: a subclass of str, as template engines use to mark safe texts, could not be stored.
         headers = [(name.lower(), str.__str__(value)) for name, value in response.items()]
         cause = getattr(self.request, ERROR, None) if status >= 500 else None
-        return self.door.record(attempt, rule, status, headers, body, cause)
+        return self.exchange.record(status, headers, body, cause)
 
 
 class Collect:
@@ -145,7 +143,33 @@ class InThread(Call):
     __slots__ = ()
 
     async def arun(self) -> Any:
-        return await sync_to_async(self.function)(*self.args)
+        # Django ends the thread with the request: if that left before the function does, it would block the loop.
+        return await finish_despite_cancel(sync_to_async(self.function)(*self.args))
+
+
+class ToTheEnd:
+    """Effect: carry out a plan to its end, also if the client has gone; only then is the request given up."""
+
+    def __init__(self, plan: Plan[HttpResponseBase]) -> None:
+        self.plan = plan
+
+    def run(self) -> HttpResponseBase:
+        return run(self.plan)
+
+    async def arun(self) -> HttpResponseBase:
+        found: list[HttpResponseBase] = []
+
+        async def finish() -> HttpResponseBase:
+            found.append(await arun(self.plan))
+            return found[0]
+
+        try:
+            return await finish_despite_cancel(finish())
+        except asyncio.CancelledError:
+            for response in found:
+                if response.streaming:  # it will not be sent, and may keep its lease until it is closed
+                    await sync_to_async(response.close)()
+            raise
 
 
 def to_django(response: Response) -> HttpResponse:

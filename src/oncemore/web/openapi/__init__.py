@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from ..._contract.contract import Contract
@@ -164,17 +163,36 @@ def document(
     The middleware does so for the app that it is added to.  *prefix* is where the app itself is mounted.
     """
     for found, mounted in documented(app, prefix):
-        again = getattr(found.openapi, "func", None) is enriched  # the last call counts
-        plain = found.openapi.args[1] if again else found.openapi
+        plain = found.openapi.plain if isinstance(found.openapi, Enriched) else found.openapi  # the last call counts
         lookup = status_path if mounted == prefix else None  # it is the outer app's
         options: Json = {"prefix": mounted, "status_path": lookup, "problem_base": problem_base}
-        found.openapi = partial(enriched, found, plain, contract, **options)
+        found.openapi = Enriched(found, plain, contract, options)
 
 
-def enriched(app: Any, plain: Callable[[], Json], contract: Contract, *, prefix: str, **options: Any) -> Json:
-    """The document that *plain* makes, with the rules of the contract, and those on routes that were added since."""
-    contract.add(*starlette_rules(getattr(app, "routes", ()), prefix))
-    return enrich(plain(), contract, prefix=prefix, **options)
+class Enriched:
+    """The `openapi()` of an app, with the contract's rules.
+
+    Made anew only if the app's own document or the contract has changed: anybody may ask for it, and it takes long to make.
+    """
+
+    latest: tuple[Json | None, tuple[Rule, ...], Json] = (None, (), {})  # the app's own document, the rules, and ours
+
+    def __init__(self, app: Any, plain: Callable[[], Json], contract: Contract, options: Json) -> None:
+        self.app = app
+        self.plain = plain
+        self.contract = contract
+        self.options = options
+
+    def __call__(self) -> Json:
+        document = self.plain()
+        made_from, made_with, made = self.latest
+        if document is not made_from:  # it has new routes, which may have rules
+            self.contract.add(*starlette_rules(getattr(self.app, "routes", ()), self.options["prefix"]))
+        rules = self.contract.rules
+        if document is not made_from or rules is not made_with:
+            made = enrich(document, self.contract, **self.options)
+            self.latest = (document, rules, made)
+        return made
 
 
 def documented(app: Any, prefix: str) -> Iterator[tuple[Any, str]]:

@@ -95,7 +95,7 @@ class IdempotencyMiddleware(Door[App]):
             return self.app(environ, start_response)
         if isinstance(found, Response):
             return respond(start_response, found)
-        return GuardedResponse(self, match, found, environ, start_response).run()
+        return GuardedResponse(found, environ, start_response).run()
 
     def _observe(self, match: Match, request: Request, start_response: StartResponse) -> Iterable[bytes]:
         """Shadow mode: call the app as if there were no middleware, and note what would have been done."""

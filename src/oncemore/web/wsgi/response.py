@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-from ..._contract.contract import Match
-from ..._ledger.attempt import LeaseAttempt
 from ..._ledger.context import running
-from ..._ledger.decisions import Answer
 from ..._runtime.plan import run
 from ...errors import Fenced
-from ..door import Door
+from ..door import Exchange
 from ..problem import Response, status_line
 from ..request import GUARDED, Headers, value_of
 from .environ import FLASK_ERROR
@@ -36,13 +33,10 @@ class GuardedResponse:
     `run` calls the app and returns the body for the server.
     """
 
-    def __init__(
-        self, door: Door[App], match: Match, attempt: LeaseAttempt, environ: Environ, start_response: StartResponse
-    ) -> None:
-        self.door = door
-        self.match = match
-        self.rule = match.rule
-        self.attempt = attempt
+    def __init__(self, exchange: Exchange, environ: Environ, start_response: StartResponse) -> None:
+        self.exchange = exchange
+        self.rule = exchange.rule
+        self.attempt = exchange.attempt
         self.environ = environ
         self.start_response = start_response
         self.instead: Response | None = None  # the client's answer, if what the app has done is not what counts
@@ -75,7 +69,7 @@ class GuardedResponse:
 
     def _call_app(self) -> bool:
         """Call the app; return whether its response is held back completely, rather than the beginning of a stream."""
-        self.result = self.door.app(self.environ, self._start)
+        self.result = self.exchange.door.app(self.environ, self._start)
         self.iterator = iter(self.result)
         for chunk in self.iterator:
             if not chunk:
@@ -115,7 +109,7 @@ class GuardedResponse:
 
     def _begin_writing(self) -> None:
         """Record that it happened, within the app's own `write`; raise if that is not what counts."""
-        found = self._finish(None, has_length=bool(self.length))
+        found = self._record(None, has_length=bool(self.length))
         if isinstance(found, Response):
             self.instead = found
             raise Fenced("This response is not sent: it took longer than its lease, or its transaction was refused")
@@ -152,9 +146,9 @@ class GuardedResponse:
             return Body(self._rest(), self.close)
         body = b"".join(self.chunks) if is_complete else None
         try:
-            found = self._finish(body, has_length=bool(self.length) or self._is_finite())
-        except BaseException:
-            self.close()
+            found = self._record(body, has_length=bool(self.length) or self._is_finite())
+        except BaseException as error:  # an interrupt: the app has performed, so the key is not free
+            self._fail(error)
             raise
         if isinstance(found, Response):
             self.close()
@@ -166,19 +160,15 @@ class GuardedResponse:
             raise
         return Body(self._rest() if body is None else iter((body,) if body else ()), self.close)
 
-    def _finish(self, body: bytes | None, *, has_length: bool) -> Answer | Response:
+    def _record(self, body: bytes | None, *, has_length: bool) -> Response | list[tuple[str, str]]:
         """Record the response, or, without a *body*, that it happened."""
-        door, attempt, rule, status = self.door, self.attempt, self.rule, self.status
         if body is None:
-            recording = door.record_stream(attempt, rule, status, has_length=has_length)
-        else:
-            cause = self.environ.get(FLASK_ERROR) if status >= 500 else None
-            recording = door.record(attempt, rule, status, self.lowered, body, cause)
-        return run(door.finish(attempt, self.match, recording))
+            return run(self.exchange.record_stream(self.status, has_length=has_length))
+        cause = self.environ.get(FLASK_ERROR) if self.status >= 500 else None
+        return run(self.exchange.record(self.status, self.lowered, body, cause))
 
-    def _begin(self, answer: Answer, body: bytes | None = None) -> None:
-        """Start the response as the app does, with our headers added."""
-        added = self.door.headers(self.rule, answer)
+    def _begin(self, added: list[tuple[str, str]], body: bytes | None = None) -> None:
+        """Start the response as the app does, with our headers *added*."""
         if body is not None and self.status >= 200 and self.status not in BODILESS:
             added += [] if self.length else [("Content-Length", str(len(body)))]
         self.write = self.start_response(self.line, [*self.headers, *added])
@@ -201,7 +191,7 @@ class GuardedResponse:
     def _fail(self, error: BaseException) -> Response | None:
         """Record that the app failed, and close its iterable; the response, if the client gets that instead of the error."""
         try:
-            return run(self.door.fail(self.attempt, self.match, error))
+            return run(self.exchange.fail(error))
         finally:
             self._close_result()
 

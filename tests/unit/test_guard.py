@@ -1,6 +1,7 @@
 """Claim, perform, settle, replay, wait, refuse: the guard, on the memory store."""
 
 import asyncio
+import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -631,3 +632,15 @@ def test_return_annotations_of_equal_names_are_kept_apart(wrap: Any, monkeypatch
             kind, perform = new_performer(wrap)
             values = [guard.run(Operation("s", str(number)), perform).value for _ in range(2)]
             assert [type(value) for value in values] == [kind, kind]
+
+
+def test_classes_are_named_by_partials_and_callable_objects() -> None:
+    kind, perform = new_performer()
+
+    class Performer:
+        __call__ = staticmethod(perform)
+
+    with Guard("memory://", cache=0) as guard:
+        for number, each in enumerate([functools.partial(perform), Performer()]):
+            values = [guard.run(Operation("s", str(number)), each).value for _ in range(2)]
+            assert values == [kind(7), kind(7)]

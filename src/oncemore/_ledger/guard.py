@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Self, TypeVar, cast, overload
 
 from .._contract.policy import Policy, duration
@@ -13,7 +13,7 @@ from .._runtime.clock import SYSTEM, TimeSource
 from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError
 from .attempt import LeaseAttempt, Performer
-from .classes import BUILT_IN, annotated_classes
+from .classes import BUILT_IN, annotated, annotated_classes
 from .connect import connect
 from .context import Op
 from .decisions import Answer, Resolution
@@ -232,6 +232,8 @@ MOST_NAMED = 256
 
 def naming(policy: Policy, perform: Performer) -> Policy:
     """The policy, with the classes that the return annotation of *perform* names."""
+    if type(perform) is not FunctionType:
+        perform = annotated(perform)
     annotation = getattr(perform, "__annotations__", {}).get("return")
     if annotation is None or getattr(annotation, "__name__", annotation) in PLAIN:  # nearly always
         return policy

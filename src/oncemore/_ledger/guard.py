@@ -112,7 +112,7 @@ class Guard(Ledger):
         Use `async with` on an event loop.
         """
         policy = policy or self.policy
-        return GuardedBlock(ATTEMPTS[policy.effect], self, operation, policy, wait)
+        return GuardedBlock(self, operation, policy, wait)
 
     def guarded(
         self, operation: Operation, perform: Performer, policy: Policy, wait: float | None = None
@@ -288,11 +288,8 @@ class GuardedBlock:
     _attempt: LeaseAttempt
     _result: Any = None
 
-    def __init__(
-        self, kind: type[LeaseAttempt], ledger: Ledger, operation: Operation, policy: Policy, wait: float | None
-    ) -> None:
-        self._kind = kind
-        self._ledger = ledger
+    def __init__(self, guard: Guard, operation: Operation, policy: Policy, wait: float | None) -> None:
+        self._guard = guard
         self._operation = operation
         self._policy = policy
         self._wait = wait
@@ -344,7 +341,7 @@ class GuardedBlock:
         await arun(self._end(error))
 
     def _begin(self) -> Plan[None]:
-        self._attempt = self._kind(self._ledger, self._operation, self._policy)
+        self._attempt = self._guard.new_attempt(self._operation, self._policy)
         self.fresh, self._result, self.answer = False, None, None
         answer = yield from self._attempt.begin(self._wait)
         self.fresh = answer is None
@@ -364,6 +361,6 @@ class GuardedBlock:
 
     def _keep(self, answer: Answer) -> None:
         """Keep the answer with its value, or raise the exception that it is."""
-        self.answer = self._ledger.valued(self._operation, self._policy, answer)
+        self.answer = self._guard.valued(self._operation, self._policy, answer)
         if answer.outcome.kind == "error":
             raise self.answer.value

@@ -97,9 +97,11 @@ class Batcher(Generic[Item]):
             await loop_batcher.drain()
 
     def execute(self, items: list[Item]) -> Plan[Sequence[Any]]:
-        """Return the results of one batch, one per item, after the orphans are repaired."""
-        if self.orphans:
-            yield from self.repair()
+        """Return the plan of one batch, which gives one result per item."""
+        return self.run_batch(items) if items and not self.orphans else self._execute_after_repair(items)
+
+    def _execute_after_repair(self, items: list[Item]) -> Plan[Sequence[Any]]:
+        yield from self.repair()
         return (yield from self.run_batch(items)) if items else ()
 
     def repair(self) -> Plan[None]:

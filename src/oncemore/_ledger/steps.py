@@ -258,10 +258,12 @@ class Steps:
         has taken it before.  The mark also keeps the outcome, so that another attempt can continue the undoing.
         """
         yield from self.check_owner()
-        found = yield from self.ledger.claim(self.named(self.done + 1, ""), step_policy(self.policy, "lease"))
+        policy = step_policy(self.policy, "lease")
+        found = yield from self.ledger.claim(self.named(self.done + 1, ""), policy)
         if isinstance(found, Lease):
             body = b"" if failure is None else encode_outcome(failure)
-            yield from self._settle(found, Outcome("value", headers=(CLOSED, (DOUBT, self.doubt)), body=body))
+            mark = Outcome("value", headers=(CLOSED, (DOUBT, self.doubt)), body=body)
+            yield from self.ledger.store.settle(found, mark, retention=policy.ttl)
             self.closed, self.failure = True, failure
         elif is_closed(found.outcome):
             self._close(found.outcome)
@@ -270,9 +272,6 @@ class Steps:
                 f"the operation failed after {self.done} steps, and an earlier attempt had finished step {self.done + 1}, "
                 f"{found.fingerprint!r}: operations that began under the old code must take the same steps"
             )
-
-    def _settle(self, lease: Lease, outcome: Outcome) -> Plan[None]:
-        yield from self.ledger.store.settle(lease, outcome, retention=step_policy(self.policy, "lease").ttl)
 
     def _close(self, mark: Outcome) -> None:
         self.closed = True

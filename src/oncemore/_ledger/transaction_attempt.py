@@ -68,17 +68,15 @@ class TransactionAttempt(LeaseAttempt):
         self.deadline = None if wait is None else ledger.clock.time() + wait
         limit = policy.wait if wait is None else min(wait, policy.wait)
         self.ends = ledger.clock.monotonic() + (limit if policy.in_flight == "wait" else 0.0)
-        try:
-            known = self.cached()
-        except OncemoreError as error:
-            self.refused(error)
-            raise
-        return known if known is not None else (yield from self._begin())
+        return (yield from self._begin())
 
     def _begin(self, *, prepare: bool = True) -> Plan[Answer | None]:
         """Claim in a transaction until that succeeds; None if it is this caller's, and the transaction is open."""
         while True:
             try:
+                known = self.cached()
+                if known is not None:
+                    return known
                 found = yield from self._open(max(0.0, self.ends - self.ledger.clock.monotonic()))
                 if isinstance(found, Lease) and not (found.lapsed and self.policy.on_unknown != "retry"):
                     self.lease = found

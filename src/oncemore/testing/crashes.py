@@ -63,6 +63,8 @@ class Crashing(StoreWrapper):
 
 
 class CrashingLender(Wrapper):
+    inner: TransactionSource
+
     def __init__(self, points: Crashing, inner: TransactionSource) -> None:
         super().__init__(inner)
         self.points = points
@@ -73,6 +75,8 @@ class CrashingLender(Wrapper):
 
 
 class CrashingTransaction(Wrapper):
+    inner: Transaction
+
     def __init__(self, points: Crashing, inner: Transaction) -> None:
         super().__init__(inner)
         self.points = points

@@ -1242,7 +1242,7 @@ def test_silent_store_delays_the_end_for_limited_time(
     assert len(caplog.records) == 1
 
 
-def test_silent_store_that_makes_errors_of_cancellations_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_store_that_raises_when_cancelled_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang() -> Any:
         async def hang_and_fail() -> None:
             try:

@@ -266,7 +266,7 @@ def test_request_that_cannot_be_kept_is_named_in_the_log(guard: Guard, caplog: p
     )
 
 
-def test_caller_goes_on_though_a_class_of_the_kept_request_is_gone(guard: Guard, call: Caller) -> None:
+def test_caller_continues_though_class_of_kept_request_is_gone(guard: Guard, call: Caller) -> None:
     shop, asked = Shop("after charge"), msgspec.structs.replace(ASKED, request=lambda: Order(7))
     with pytest.raises(RuntimeError):
         call(guard, shop.pay, asked, policy=dataclasses.replace(POLICY, types=(Order,)))

@@ -471,7 +471,7 @@ def test_leader_interrupted_while_it_wakes_others_blocks_nobody(monkeypatch: pyt
 @pytest.mark.parametrize("undoes", [False, True])
 def test_interrupt_before_any_line_blocks_nobody(undoes: bool) -> None:
     """The leader of a batch of two is interrupted before each line of the batcher that it comes to, in turn."""
-    # A leader comes to 46 lines, and a caller for whom the other one leads to fewer.
+    # A leader comes to 46 lines, and a caller that is led to fewer.
     reached = [line for line in range(1, 80) if interrupt_before_line(line, undoes=undoes)]
     assert len(reached) > 20, "the leader was interrupted in the batcher's own lines"
     assert reached[-1] < 79, "no line was left out"

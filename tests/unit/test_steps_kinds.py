@@ -1,4 +1,4 @@
-"""What a step may be, and how it goes with time and the other settings."""
+"""The functions and settings that a step may have, its sleep, and the request that is kept for it."""
 
 from __future__ import annotations
 

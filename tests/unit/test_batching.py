@@ -468,11 +468,11 @@ def test_leader_interrupted_while_it_wakes_others_blocks_nobody(monkeypatch: pyt
     assert sorted(item for items in store.undone for item in items) == ["last", "leader"]
 
 
-@pytest.mark.parametrize("undoes", [False, True])
-def test_interrupt_before_any_line_blocks_nobody(undoes: bool) -> None:
+@pytest.mark.parametrize(("undoes", "fails"), [(False, False), (True, False), (True, True)])
+def test_interrupt_before_any_line_blocks_nobody(undoes: bool, fails: bool) -> None:
     """The leader of a batch of two is interrupted before each line of the batcher that it comes to, in turn."""
     # A leader comes to 46 lines, and a caller that is led to fewer.
-    reached = [line for line in range(1, 80) if interrupt_before_line(line, undoes=undoes)]
+    reached = [line for line in range(1, 80) if interrupt_before_line(line, undoes=undoes, fails=fails)]
     assert len(reached) > 20, "the leader was interrupted in the batcher's own lines"
     assert reached[-1] < 79, "no line was left out"
 
@@ -482,7 +482,7 @@ def test_interrupt_before_any_line_blocks_nobody(undoes: bool) -> None:
 BEYOND = ("with", "return ticket.result")
 
 
-def interrupt_before_line(number: int, *, undoes: bool) -> bool:
+def interrupt_before_line(number: int, *, undoes: bool, fails: bool) -> bool:
     """Whether there was such a line; the other caller must get a result, and no claim may be left without its caller."""
     held: list[Any] = []  # the claims that the store would consider as granted
 
@@ -491,6 +491,8 @@ def interrupt_before_line(number: int, *, undoes: bool) -> bool:
         if len(items) == 2 or "passenger" in items:
             together.set()
         held.extend(items)
+        if fails and "next" not in items:
+            raise StoreUnavailable
         return items
 
     def undo(items: list[Any]) -> Plan[None]:
@@ -517,7 +519,7 @@ def interrupt_before_line(number: int, *, undoes: bool) -> bool:
     former = sys.gettrace()  # that of a coverage measurement
     sys.settrace(trace)
     try:
-        with suppress(Interrupted):
+        with suppress(Interrupted, StoreError):
             batcher.submit("leader")
             held.remove("leader")
     finally:

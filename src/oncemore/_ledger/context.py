@@ -121,7 +121,7 @@ class Op:
         steps = self._stepping("op.step()")
         return run_here(steps.step(name, function, undo, retry=retry, effect=effect, **settings))
 
-    def sleep(self, name: str, seconds: float) -> Any:
+    def sleep(self, name: str, seconds: float | str) -> Any:
         """Let *seconds* pass, as a step: a later attempt waits for the rest of them.  Await it on an event loop."""
         return run_here(self._stepping("op.sleep()").sleep(name, seconds))
 

@@ -224,20 +224,18 @@ class ThreadBatcher(Generic[Item]):
             for _ in batch:
                 self.waiting.popleft()
         try:
-            results, lost = run(batcher.execute([ticket.item for ticket in batch])), []
+            results, failed = run(batcher.execute([ticket.item for ticket in batch])), False
             check_count(results, batch)
         except Exception as error:
-            results = [own_error(error) for _ in batch]
-            lost = [ticket.item for ticket in batch if batcher.can_undo(ticket.item)]
+            results, failed = [own_error(error) for _ in batch], True
         with self.lock:
             for ticket, result in zip(batch, results, strict=True):
+                if is_lost(result, failed=failed, gone=ticket.gone) and batcher.can_undo(ticket.item):
+                    batcher.orphans.append(ticket.item)
                 ticket.finish(result)
-                if ticket.gone and batcher.can_undo(ticket.item) and not isinstance(result, BaseException):
-                    lost.append(ticket.item)
             self._pass_lead(leader)
             leader.batch = ()  # it contains the leader, and a cycle would wait for the garbage collector
-        if lost:
-            batcher.orphans += lost
+        if batcher.orphans:
             run(batcher.repair())
 
     def _pass_lead(self, leader: Ticket[Item]) -> None:
@@ -376,8 +374,7 @@ class LoopBatcher(Generic[Item]):
         except Exception as error:
             failed, results = True, [own_error(error) for _ in batch]
         for (item, future), result in zip(batch, results, strict=True):
-            # Nobody may know of its effect: the batch has failed, or its caller has gone.
-            if (failed or (future.cancelled() and not isinstance(result, BaseException))) and batcher.can_undo(item):
+            if is_lost(result, failed=failed, gone=future.cancelled()) and batcher.can_undo(item):
                 batcher.orphans.append(item)
             set_result(future, result)
         self.batch, self.last_size, self.last_end = [], len(batch), asyncio.get_running_loop().time()
@@ -423,6 +420,11 @@ def check_count(results: Sequence[Any], calls: Sequence[Any]) -> None:
     """Raise StoreError unless there is one result for each call, because no caller may get another's."""
     if len(results) != len(calls):
         raise StoreError(f"The store returned {len(results)} results for {len(calls)} items")
+
+
+def is_lost(result: Any, *, failed: bool, gone: bool) -> bool:
+    """Whether nobody knows of the item's effect: its batch has failed, or its caller has gone."""
+    return failed or (gone and not isinstance(result, BaseException))
 
 
 def set_result(future: asyncio.Future[Any], result: Any) -> None:

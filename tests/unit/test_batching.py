@@ -847,9 +847,12 @@ async def test_claim_cancelled_when_its_result_arrives_is_undone(
     assert store.undone == expected
 
 
-async def test_undo_for_caller_that_is_cancelled_twice_is_finished() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+async def test_undo_for_caller_that_is_cancelled_twice_is_finished(busy: bool) -> None:
     store = FakeStore()
     batcher = Batcher(store.run_batch, undo=store.undo)
+    if busy:
+        await started(batcher, store, "other")
     future = asyncio.get_running_loop().create_future()
     caller = asyncio.ensure_future(batcher._result_or_undo("met", future))
     await asyncio.sleep(0)
@@ -1018,6 +1021,19 @@ def test_ctrl_c_in_the_last_batch_leaves_the_batcher_usable() -> None:
             runner.run(call(1))
         assert runner.run(call(2)) == 2
     gc.collect()
+
+
+async def test_call_that_was_being_taken_at_an_interrupt_is_sent_once() -> None:
+    store = FakeStore()
+    store.let_through()
+    batcher = Batcher(store.run_batch)
+    task = submit(batcher, "settle")
+    await asyncio.sleep(0)
+    loop_batcher = batcher._loops.get()
+    loop_batcher.batch = [*loop_batcher.waiting]
+    loop_batcher._take_back()
+    assert await task == "<settle>"
+    assert store.batches == [["settle"]]
 
 
 @pytest.mark.filterwarnings("ignore:coroutine 'LoopBatcher._run' was never awaited")  # interrupted before that

@@ -839,20 +839,15 @@ async def test_claim_cancelled_when_its_result_arrives_is_undone(
     monkeypatch.setattr(LoopBatcher, "submit", submit_and_cancel)
     store = FakeStore(lambda items: [result])
     store.let_through()
-    batcher = Batcher(store.run_batch, undo=store.undo)
-    task = submit(batcher, "met")
+    task = submit(Batcher(store.run_batch, undo=store.undo), "met")
     with pytest.raises(asyncio.CancelledError):
         await task
-    await batcher.drain()
     assert store.undone == expected
 
 
-@pytest.mark.parametrize("busy", [False, True])
-async def test_undo_for_caller_that_is_cancelled_twice_is_finished(busy: bool) -> None:
+async def test_undo_for_caller_that_is_cancelled_twice_is_finished() -> None:
     store = FakeStore()
     batcher = Batcher(store.run_batch, undo=store.undo)
-    if busy:
-        await started(batcher, store, "other")
     future = asyncio.get_running_loop().create_future()
     caller = asyncio.ensure_future(batcher._result_or_undo("met", future))
     await asyncio.sleep(0)
@@ -863,7 +858,6 @@ async def test_undo_for_caller_that_is_cancelled_twice_is_finished(busy: bool) -
     store.let_through()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    await batcher.drain()
     assert store.undone == [["met"]]
 
 

@@ -44,7 +44,7 @@ def test_a_step_needs_the_level() -> None:
         ({"function": lambda order: order}, "takes order"),
         ({"function": lambda connection: None, "effect": "lease"}, "takes a connection"),
         ({"function": print, "on_unknown": "resolve"}, "needs a resolver"),
-        ({"function": print, "retry": 0}, "at least the first attempt"),
+        ({"function": print, "retry": 0}, "the number of attempts, 1 or more"),
     ],
 )
 def test_a_step_that_cannot_be_is_refused_before_anything_happens(guard: Guard, options: Any, message: str) -> None:

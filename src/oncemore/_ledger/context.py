@@ -135,7 +135,7 @@ class Op:
         return derive(self.lease.operation, name)
 
     def derive_next(self, name: str) -> str:
-        """As `derive`, but another one at each call with the same name: the first, the second, and so on."""
+        """A key for the provider, and another one at each call with the same name: the first, the second, and so on."""
         if self.counts is None:
             self.counts = {}
         number = self.counts[name] = self.counts.get(name, 0) + 1

@@ -101,7 +101,7 @@ class Guard(Ledger):
     async def arun(
         self, operation: Operation, perform: Performer, *, policy: Policy | None = None, wait: float | None = None
     ) -> Answer[Any]:
-        """As `run`, for a *perform* that may be awaited."""
+        """The awaited form of `run`, also for a *perform* that is awaited."""
         policy = naming(policy or self.policy, perform)
         return self.valued(operation, policy, await arun(self.guarded(operation, perform, policy, wait)))
 
@@ -216,7 +216,7 @@ class Guard(Ledger):
         self.store.close()
 
     async def aclose(self) -> None:
-        """As `close`, for what belongs to the running event loop too."""
+        """End the threads and connections of this process, and the connections of the running event loop."""
         self.heartbeat.close()
         await self.store.aclose()
 

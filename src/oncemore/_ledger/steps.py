@@ -219,7 +219,7 @@ class Steps:
     def ended(self, *, final: bool) -> Plan[None]:
         """Refuse an end that did not wait for a step, and a *final* one that leaves out a step of an earlier attempt."""
         if self.under_way:
-            raise ConfigurationError(f"step {self.under_way!r} was never awaited")
+            raise ConfigurationError(f"step {self.under_way!r} was never awaited: write await op.step(...)")
         if self.lease.attempt == 1 or self.closed or self.failed or not final:
             return
         record = yield from self.ledger.store.find(*self.named(self.done + 1, "").id)
@@ -313,7 +313,7 @@ class StepRetry:
 
     def __post_init__(self) -> None:
         if type(self.attempts) is not int or self.attempts < 1:
-            raise ConfigurationError(f"retry = {self.attempts!r}: there is at least the first attempt")
+            raise ConfigurationError(f"retry = {self.attempts!r}: write the number of attempts, 1 or more")
 
     def wants(self, error: Exception, /) -> bool:
         return True

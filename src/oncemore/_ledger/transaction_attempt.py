@@ -211,7 +211,7 @@ class TransactionAttempt(LeaseAttempt):
         return False
 
     def _is_refusal(self, outcome: Outcome) -> bool:
-        """Whether the answer says that nothing was done.  By its status: frameworks make a response of what is raised."""
+        """Whether the answer says that nothing was done.  Its status tells, because frameworks turn exceptions into responses."""
         return outcome.status >= 400 and self.policy.on_refusal == "rollback" and self.keeps(outcome)
 
     def _settle_apart(self, answer: Answer) -> Plan[Answer]:

@@ -87,8 +87,16 @@ class Batcher(Generic[Item]):
         except asyncio.CancelledError:
             # Cancelled just when the result had arrived.  If the future was cancelled, the loop's batcher knows that by itself.
             if has_result(future):
-                self._loops.get().undo(item)
+                await self._undo(item)
             raise
+
+    async def _undo(self, item: Item) -> None:
+        """Undo an item whose caller was cancelled.  It waits, because an ending loop waits for the caller's task alone."""
+        self.orphans.append(item)
+        with suppress(asyncio.CancelledError):
+            await arun(self.repair())
+        if item in self.orphans:  # the caller was cancelled once more
+            await arun(self.repair())
 
     async def drain(self) -> None:
         """Return when no batch is under way on the running event loop."""
@@ -289,12 +297,6 @@ class LoopBatcher(Generic[Item]):
         if not self.running:
             self._start()
         return future
-
-    def undo(self, item: Item) -> None:
-        """Undo *item* in the background: its caller has gone with the result."""
-        self.batcher.orphans.append(item)
-        if not self.running:
-            self._start()
 
     async def drain(self) -> None:
         while self.running and self.task is not None:

@@ -398,4 +398,4 @@ def test_operation_that_its_performer_does_not_claim_is_reported(
     leave(guard, call, Shop("after charge"))
     tally = Completer(Guard(guard.store), {"orders.pay": Elsewhere()}, policy=POLICY, pace=NO_PAUSE).run_once()
     assert (tally.failing, tally.total) == (1, 1)
-    assert "whatever performs it did not claim it" in caplog.text
+    assert "its performer did not claim it" in caplog.text

@@ -1017,7 +1017,7 @@ def test_ctrl_c_in_the_last_batch_leaves_the_batcher_usable() -> None:
     gc.collect()
 
 
-async def test_call_that_was_being_taken_at_an_interrupt_is_sent_once() -> None:
+async def test_call_being_taken_at_an_interrupt_is_sent_once() -> None:
     store = FakeStore()
     store.let_through()
     batcher = Batcher(store.run_batch)

@@ -29,7 +29,7 @@ def policy(level: str, shop: Shop) -> Policy:
         return dataclasses.replace(POLICY, lease=LEASE)
 
     def resolver(op: Op) -> Resolution:
-        """Ask where the effect would be."""
+        """Look whether the effect is there."""
         return Resolution.settled({"refund": op.key}) if op.key in shop.refunds() else Resolution.released()
 
     if level == "lease, hold":

@@ -72,7 +72,7 @@ class DoomedStore:
         return verb
 
 
-# Long enough for a busy machine to renew it, and short enough to wait for; whoever is killed at once renews nothing.
+# Long enough for a busy machine to renew it, and short enough to wait for; a process that is killed at once renews nothing.
 LEASE = 1.0
 BRIEF = 0.4
 

@@ -62,5 +62,6 @@ class Provider(BaseHTTPRequestHandler):
 if __name__ == "__main__":
     server = ThreadingHTTPServer(("127.0.0.1", 0), Provider)
     print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
-    threading.Thread(target=lambda: (sys.stdin.read(), server.shutdown())).start()  # ends with whoever started it
+    # It ends with the process that has started it.
+    threading.Thread(target=lambda: (sys.stdin.read(), server.shutdown())).start()
     server.serve_forever()

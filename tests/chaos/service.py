@@ -1,4 +1,4 @@
-"""A refund service over HTTP that dies where it is told: `python -m tests.chaos.service LEVEL DRIVER URL PORT POINT`."""
+"""A refund service over HTTP that dies at a given point: `python -m tests.chaos.service LEVEL DRIVER URL PORT POINT`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Refunds:
 
 
 def dying_in_the_response(app: Any) -> Any:
-    """The same app, whose process dies when the client has had the headers."""
+    """Wrap *app*: its process dies when the client has had the headers."""
 
     async def dying(scope: Any, receive: Any, send: Any) -> None:
         async def send_some(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""One attempt at an order in steps, in a process that kills or freezes itself where it is told to.
+"""One attempt at an order in steps, in a process that kills or freezes itself at a given point.
 
 `python steps_child.py <sync|async> <database> <provider> <what: attempt|complete> [<signal> <point>]`; prints its answer.
 """
@@ -31,7 +31,7 @@ RETRY = StepRetry(4, Backoff(base=0.05, cap=0.05))
 
 
 def point(name: str) -> None:
-    """Where this process ends, or stands still, if it was told so."""
+    """End or freeze this process, if *name* is the given point."""
     if name == POINT:
         print("here", flush=True)
         os.kill(os.getpid(), getattr(signal, SIGNAL))

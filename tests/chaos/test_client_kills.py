@@ -32,7 +32,7 @@ def half_an_answer(visit: Visit) -> None:
     visit.send(response(201, {}, b'{"id": "r1"}')[:30])
 
 
-# Where the client dies, what the server did until then, and how many effects there are before anyone resumes.
+# The points at which the client dies, and how many effects there are before the request is resumed.
 IN_THE_CLIENT = {"before the claim": 0, "after the claim": 0, "before settling": 1, "after settling": 1}
 ON_THE_WIRE: dict[str, Act] = {
     "before the effect": kill,

@@ -33,7 +33,7 @@ from .crashing import LEASE, LEVELS, REFUND, opened, perform, policy
 
 pytestmark = pytest.mark.chaos
 
-# Where the rule says `hold`, what a killed holder leaves behind waits for a person.
+# Killed at these points, an operation whose rule says `hold` waits for a person.
 IN_DOUBT = {"after claim", "after effect", "before commit"}
 
 ON_BOTH = ("sqlite3", "psycopg-async")  # a lease knows nothing of the driver: one of each store is enough
@@ -62,7 +62,7 @@ async def killed(level: str, driver: str, url: str, point: str) -> None:
 
 
 async def retried(shop: Shop, level: str) -> str:
-    """What the client's retry comes to; waits for the dead one's lease, if it has one."""
+    """The end of the client's retry, which waits for the lease of the killed process, if it has one."""
     try:
         answer = await shop.run(REFUND, perform(shop, level), policy=policy(level, shop))
     except UnknownOutcome:

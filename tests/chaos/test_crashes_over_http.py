@@ -25,7 +25,7 @@ BODY = {"payment": "p1", "amount": "10.00"}
 
 
 class Service(ForkedServer):
-    """The refund service, in a process of its own; *point* is where it dies."""
+    """The refund service, in a process of its own, which dies at *point*."""
 
     def __init__(self, level: str, driver: str, store: str, point: str) -> None:
         super().__init__()

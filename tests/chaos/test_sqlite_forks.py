@@ -1,4 +1,4 @@
-"""A process forks while it has a SQLite file open: no committed row is lost, and no child writes where it would be."""
+"""A process forks while it has a SQLite file open: no committed row is lost, and no child writes rows that would be."""
 
 from __future__ import annotations
 

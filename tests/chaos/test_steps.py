@@ -1,4 +1,4 @@
-"""Steps under real kills: one payout per derived key, one row per database step, the same answer for whoever asks."""
+"""Steps under real kills: one payout per derived key, one row per database step, the same answer for every caller."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Orders:
         return Program(command, stdout=subprocess.PIPE, env=env)
 
     def told(self, what: str = "attempt", *, mode: str = "") -> Any:
-        """What a child answers that nothing happens to."""
+        """The answer of a child that is neither killed nor frozen."""
         with self.child(what, mode=mode) as process:
             out, _ = process.communicate(timeout=60)
         assert process.returncode == 0

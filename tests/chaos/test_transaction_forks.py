@@ -52,7 +52,7 @@ def on_a_loop(guard: Guard) -> asyncio.AbstractEventLoop:
 def test_childs_stored_outcome_survives_its_parent_closing_the_file(
     opened: Callable[[Guard], Any], level: str, tmp_path: Path
 ) -> None:
-    """As under gunicorn with preload: the guard was used before the fork, and the master goes first."""
+    """Under gunicorn with preload: the guard was used before the fork, and the master ends first."""
     url = f"sqlite:///{tmp_path / 'once.db'}"
     guard = Guard(url)
     loop = opened(guard)
@@ -215,7 +215,7 @@ async def test_a_performer_that_forks_itself_is_not_waited_for(awaiting: bool, t
 
 @pytest.mark.parametrize("opened", [in_a_thread, on_a_loop])
 def test_fork_in_child_does_not_wait_for_parents_transactions(opened: Callable[[Guard], Any], tmp_path: Path) -> None:
-    """As where a preloaded worker starts processes of its own; the parent's desks are at rest there for ever."""
+    """A preloaded worker may start processes of its own, and its parent's transactions never end there."""
     guard = Guard(f"sqlite:///{tmp_path / 'once.db'}")
     loop = opened(guard)
 

@@ -258,7 +258,7 @@ def test_where_its_rule_has_changed_nothing_is_begun_anew(
     shop.contract = contract
     assert completed(shop, kind) == Tally(failing=1)
     assert shop.log == ["reserve", "charge 5 by Bearer alice"]
-    assert "orders.pay 'k' was not gone on with" in caplog.text
+    assert "orders.pay 'k' was not continued" in caplog.text
 
 
 @KINDS

@@ -29,7 +29,7 @@ class Caller:
 
 @pytest.fixture(params=["sync", "async"])
 def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner | None]:
-    """What runs the awaiting ones; None for those that block."""
+    """The runner of callers that await; None for callers that block."""
     if request.param == "sync":
         yield None
     else:

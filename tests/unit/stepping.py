@@ -20,7 +20,7 @@ Performer = Callable[[Op], Performing]
 POLICY = Policy(effect="steps", errors=(LookupError,))
 ASKED = Operation("customer-1", "k", "same", "orders.pay")
 AT_ONCE = StepRetry(3, Backoff(base=0.0, cap=0.0))
-DONE = ["reserve done", "charge done", "ship done"]  # what a `Shop` gives in the end
+DONE = ["reserve done", "charge done", "ship done"]  # the result of a `Shop`
 
 
 def take(op: Op, *args: Any, **options: Any) -> Call:
@@ -47,7 +47,7 @@ class Caller:
 
 
 class Shop:
-    """An order of three steps.  *log* tells what was really done; *fails* what goes wrong, once for each mention."""
+    """An order of three steps.  *log* lists the steps that were called; *fails* names those that fail, once for each mention."""
 
     def __init__(self, *fails: str, error: type[BaseException] = RuntimeError) -> None:
         self.log: list[str] = []
@@ -91,7 +91,7 @@ def steps_of(guard: Guard) -> list[tuple[str, str]]:
 
 
 def elsewhere(function: Callable[[], Any]) -> Any:
-    """What the function gives on a thread of its own, where no event loop runs."""
+    """The result of the function, called on another thread, on which no event loop runs."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from random import Random
 from types import FrameType
@@ -468,11 +468,11 @@ def test_leader_interrupted_while_it_wakes_others_blocks_nobody(monkeypatch: pyt
     assert sorted(item for items in store.undone for item in items) == ["last", "leader"]
 
 
-@pytest.mark.parametrize("undoes", [False, True])
-def test_interrupt_before_any_line_blocks_nobody(undoes: bool) -> None:
+@pytest.mark.parametrize(("undoes", "fails"), [(False, False), (True, False), (True, True)])
+def test_interrupt_before_any_line_blocks_nobody(undoes: bool, fails: bool) -> None:
     """The leader of a batch of two is interrupted before each line of the batcher that it comes to, in turn."""
-    # A leader comes to 46 lines, and a caller for whom the other one leads to fewer.
-    reached = [line for line in range(1, 80) if interrupt_before_line(line, undoes=undoes)]
+    # A leader comes to 46 lines, and a caller that is led to fewer.
+    reached = [line for line in range(1, 80) if interrupt_before_line(line, undoes=undoes, fails=fails)]
     assert len(reached) > 20, "the leader was interrupted in the batcher's own lines"
     assert reached[-1] < 79, "no line was left out"
 
@@ -482,7 +482,7 @@ def test_interrupt_before_any_line_blocks_nobody(undoes: bool) -> None:
 BEYOND = ("with", "return ticket.result")
 
 
-def interrupt_before_line(number: int, *, undoes: bool) -> bool:
+def interrupt_before_line(number: int, *, undoes: bool, fails: bool) -> bool:
     """Whether there was such a line; the other caller must get a result, and no claim may be left without its caller."""
     held: list[Any] = []  # the claims that the store would consider as granted
 
@@ -491,6 +491,8 @@ def interrupt_before_line(number: int, *, undoes: bool) -> bool:
         if len(items) == 2 or "passenger" in items:
             together.set()
         held.extend(items)
+        if fails and "next" not in items:
+            raise StoreUnavailable
         return items
 
     def undo(items: list[Any]) -> Plan[None]:
@@ -517,7 +519,7 @@ def interrupt_before_line(number: int, *, undoes: bool) -> bool:
     former = sys.gettrace()  # that of a coverage measurement
     sys.settrace(trace)
     try:
-        with suppress(Interrupted):
+        with suppress(Interrupted, StoreError):
             batcher.submit("leader")
             held.remove("leader")
     finally:
@@ -843,6 +845,22 @@ async def test_claim_cancelled_when_its_result_arrives_is_undone(
     assert store.undone == expected
 
 
+async def test_undo_for_caller_that_is_cancelled_twice_is_finished() -> None:
+    store = FakeStore()
+    batcher = Batcher(store.run_batch, undo=store.undo)
+    future = asyncio.get_running_loop().create_future()
+    caller = asyncio.ensure_future(batcher._result_or_undo("met", future))
+    await asyncio.sleep(0)
+    future.set_result("<met>")
+    for _ in range(2):
+        caller.cancel()
+        await asyncio.sleep(0.01)
+    store.let_through()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert store.undone == [["met"]]
+
+
 async def test_drain_waits_for_queue_and_survives_cancelled_drainers() -> None:
     store = FakeStore()
     batcher = Batcher(store.run_batch, limit=1)
@@ -945,7 +963,8 @@ def test_interrupted_leader_of_mixed_batch_undoes_claims_and_repeats_settles() -
     with pytest.raises(Interrupted):
         batcher.submit("settle")
     assert store.batches == [["settle"], ["settle"]]
-    run(batcher.repair(["claim", "settle"]))
+    batcher.orphans += ["claim", "settle"]
+    run(batcher.repair())
     assert (store.batches[2:], store.undone) == ([["settle"]], [["claim"]])
 
 
@@ -996,6 +1015,98 @@ def test_ctrl_c_in_the_last_batch_leaves_the_batcher_usable() -> None:
             runner.run(call(1))
         assert runner.run(call(2)) == 2
     gc.collect()
+
+
+async def test_call_being_taken_at_an_interrupt_is_sent_once() -> None:
+    store = FakeStore()
+    store.let_through()
+    batcher = Batcher(store.run_batch)
+    task = submit(batcher, "settle")
+    await asyncio.sleep(0)
+    loop_batcher = batcher._loops.get()
+    loop_batcher.batch = [*loop_batcher.waiting]
+    loop_batcher._take_back()
+    assert await task == "<settle>"
+    assert store.batches == [["settle"]]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'LoopBatcher._run' was never awaited")  # interrupted before that
+def test_ctrl_c_before_any_line_on_a_loop_blocks_nobody() -> None:
+    """The loop's batcher is interrupted before each line that it comes to, in turn."""
+    gc.collect()
+    gc.disable()  # or it might end a task that another test has left, in the middle of this one, and be interrupted there
+    try:
+        reached = [line for line in range(1, 300) if ctrl_c_before_line(line)]
+    finally:
+        gc.enable()
+    assert len(reached) > 100, "the interrupts came in the batcher's own lines"
+    assert reached[-1] < 299, "no line was left out"
+    gc.collect()  # asyncio tells of the interrupted tasks now, and not in the next test
+
+
+def ctrl_c_before_line(number: int) -> bool:
+    """Whether there was such a line; each caller must get a result, and no claim may be left without its caller."""
+    held: list[str] = []  # the claims that the store would consider as granted
+    settled: list[str] = []
+
+    def run_batch(items: list[str]) -> Plan[list[str]]:
+        yield Call(asyncio.sleep, 0)
+        assert len({*items}) == len(items), "an item is in the batch twice"
+        held.extend(filter(is_claim, items))
+        settled.extend(item for item in items if not is_claim(item))
+        return items
+
+    def undo(items: list[str]) -> Plan[None]:
+        yield Call(asyncio.sleep, 0)
+        held[:] = [item for item in held if item not in items]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != batching.__file__:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == number:
+                raise KeyboardInterrupt
+        return trace
+
+    async def call(item: str) -> None:
+        with suppress(StoreError):
+            assert await batcher.asubmit(item) == item
+            answered.append(item)
+
+    async def call_all() -> None:
+        tasks.extend(asyncio.ensure_future(call(item)) for item in ("claim 1", "settle 1", "claim 2", "settle 2"))
+        await asyncio.wait(tasks)
+
+    async def end() -> None:
+        async with asyncio.timeout(PATIENCE):
+            await batcher.drain()
+            if not any(struck(task) for task in tasks):
+                assert held == [item for item in answered if is_claim(item)]
+            await call("settle 3")  # it also starts the batcher, if that could not be started for another call
+            await asyncio.wait(tasks)
+        assert {item for item in answered if not is_claim(item)} <= {*settled}
+
+    lines, tasks, answered = 0, list[asyncio.Task[None]](), list[str]()
+    batcher = Batcher(run_batch, limit=2, undo=undo, can_undo=is_claim)
+    former = sys.gettrace()  # that of a coverage measurement
+    with closing(asyncio.new_event_loop()) as loop:
+        sys.settrace(trace)
+        try:
+            with suppress(KeyboardInterrupt):
+                loop.run_until_complete(call_all())
+        finally:
+            sys.settrace(former)
+        loop.run_until_complete(end())
+        for task in tasks:
+            assert struck(task) or task.exception() is None
+    return lines >= number
+
+
+def struck(task: asyncio.Task[None]) -> bool:
+    """Whether it was the caller itself that was interrupted."""
+    return task.done() and isinstance(task.exception(), KeyboardInterrupt)
 
 
 # Event loops that end
@@ -1141,6 +1252,28 @@ def test_silent_store_delays_the_end_for_limited_time(
     assert "the event loop ends without it" in caplog.text
     gc.collect()
     assert len(caplog.records) == 1
+
+
+def test_silent_store_that_raises_when_cancelled_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang() -> Any:
+        async def hang_and_fail() -> None:
+            try:
+                await asyncio.sleep(10)
+            except asyncio.CancelledError:
+                if len(begun) > 1:  # not when the loop ends, but when it is given up
+                    raise StoreUnavailable from None
+                raise
+
+        return hang_and_fail()
+
+    def hanging_batch(items: list[Any]) -> Plan[list[Any]]:
+        begun.extend(items)
+        yield Call(hang)
+        return items
+
+    monkeypatch.setattr(batching, "LONGEST_SHUTDOWN", 0.1)
+    leave_in_mid_batch(Batcher(hanging_batch, limit=1), "under way", "behind it")
+    assert begun == ["under way", "under way"]
 
 
 def test_store_that_answers_may_take_longer_in_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ class Listing(pydantic.BaseModel, Generic[T]):
 
 
 class Alias:
-    """What `type Orders = list[Order]` makes, from Python 3.12 on."""
+    """The object that `type Orders = list[Order]` makes, from Python 3.12 on."""
 
     def __init__(self, value: Any) -> None:
         self.__value__ = value

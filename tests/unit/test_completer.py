@@ -1,4 +1,4 @@
-"""What is left unfinished is finished from the request that was kept, by whoever looks for it."""
+"""Unfinished operations are finished from the requests that were kept, by any completer that finds them."""
 
 from __future__ import annotations
 
@@ -388,7 +388,7 @@ async def test_steps_request_survives_an_earlier_attempt_that_is_forgotten() -> 
 def test_operation_that_its_performer_does_not_claim_is_reported(
     guard: Guard, call: Caller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As an app does whose rule has another name now."""
+    """An app does so if its rule has another name now."""
 
     class Elsewhere:
         def drive(self, operation: Operation, request: Any) -> Plan[Any]:
@@ -398,4 +398,4 @@ def test_operation_that_its_performer_does_not_claim_is_reported(
     leave(guard, call, Shop("after charge"))
     tally = Completer(Guard(guard.store), {"orders.pay": Elsewhere()}, policy=POLICY, pace=NO_PAUSE).run_once()
     assert (tally.failing, tally.total) == (1, 1)
-    assert "whatever performs it did not claim it" in caplog.text
+    assert "its performer did not claim it" in caplog.text

@@ -89,7 +89,7 @@ async def test_an_async_function_is_finished_too(guard: Guard) -> None:
 
 
 async def test_blocking_function_is_completed_without_blocking_the_loop(guard: Guard) -> None:
-    """As `oncemore complete` does it: there, all performers are awaited."""
+    """`oncemore complete` awaits all performers, also plain functions."""
     shop, threads = Shop("after"), []
 
     @once(guard, key="order:{order}", effect="steps", name="pay")

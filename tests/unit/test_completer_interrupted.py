@@ -1,4 +1,4 @@
-"""A completer that is interrupted or cancelled ends in order; one whose performer is, does not end."""
+"""A completer that is interrupted or cancelled ends in order; a cancelled performer does not end it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_interrupted_round_ends_with_what_it_has_begun() -> None:
 
 
 async def test_one_that_is_cancelled_from_within_does_not_end_it() -> None:
-    """As where its performer awaits what somebody else has cancelled."""
+    """The performer awaits a future that somebody else has cancelled."""
     guard = Guard("memory://", policy=POLICY)
 
     async def pay(op: Op, _: Any) -> Any:

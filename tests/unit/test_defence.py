@@ -201,7 +201,7 @@ def test_an_order_that_is_being_paid_may_be_refused(guard, call) -> None:
 
 @pytest.mark.parametrize("headers", [(), (("content-type", "application/json"),)])
 def test_order_settled_by_operator_is_not_paid_again(guard, call, headers) -> None:
-    """What a person decides has no owner's mark, and its first header is not one."""
+    """The outcome that a person gives has no owner's mark, and its own first header is not taken for one."""
     inner = Operation("unique|payments.create", "order-7", name="payments.create")
     run(guard.store.hold(run(guard.store.claim(inner, lease=30))))
     guard.resolve(*inner.id, Resolution.settled(Outcome("response", 201, headers, b"{}")))
@@ -348,7 +348,7 @@ def test_an_old_key_whose_outcome_is_still_there_replays(guard, call) -> None:
 
 @pytest.mark.parametrize(("status", "state"), [(201, "settled"), (402, "settled"), (503, "released")])
 async def test_cancel_while_settling_unique_leaves_no_doubt(tmp_path: Path, status: int, state: str) -> None:
-    """What came of it is known, and is written for the order all the same: its own key must not be held for a person."""
+    """The outcome is known, and is written for the order all the same: its own key must not be held for a person."""
     guard = Guard(f"sqlite:///{tmp_path / 'once.db'}?thread=always")
 
     async def pay_and_be_cancelled(op: Op) -> Outcome:
@@ -369,7 +369,7 @@ async def test_cancel_while_settling_unique_leaves_no_doubt(tmp_path: Path, stat
 async def test_late_caller_cancelled_while_settling_unique_is_cancelled(
     tmp_path: Path,
 ) -> None:
-    """Its key has a new holder: that is no answer to one who does not ask any more, and must not stop what stops it."""
+    """Its key has a new holder.  The caller does not ask any more, so that error must not replace the cancellation."""
     guard = Guard(f"sqlite:///{tmp_path / 'once.db'}?thread=always")
 
     async def pay_late_and_be_cancelled(op: Op) -> Outcome:
@@ -481,7 +481,7 @@ def test_refusal_after_failure_keeps_the_keys_fingerprint(guard, call) -> None:
 
 
 def test_plan_dropped_while_searching_twins_sends_nothing(guard, monkeypatch) -> None:
-    """As where an event loop is closed under it: a plan that went on then would be an error of its own."""
+    """An event loop that is closed drops its plans.  A plan that went on then would raise an error of its own."""
     claim = guard.store.claim
 
     def claim_slowly(operation: Operation, *, lease: float, request: bytes = b""):

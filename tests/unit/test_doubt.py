@@ -182,7 +182,7 @@ def paying(charge: Callable[[str], Any], **settings: Any) -> Callable[[Op], Any]
 
 
 class KeyedProvider(Provider):
-    """The same, under a key for the provider."""
+    """A provider that is called with a key."""
 
     def __call__(self, key: Any) -> Any:
         return super().__call__(key)

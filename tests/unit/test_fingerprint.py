@@ -137,7 +137,7 @@ def test_multipart_is_the_same_with_a_new_boundary(kind: str) -> None:
 
 
 def test_multipart_stored_byte_by_byte_is_still_compared_so() -> None:
-    """As all but forms were, before their parts were read."""
+    """Bodies of this type were compared by their bytes before their parts were read."""
     content_type, body = "multipart/mixed; boundary=x", b"--x\r\n\r\n1\r\n--x--\r\n"
     stored = posted(body, content_type=content_type, mode="raw")
     assert stored.startswith("r1:")
@@ -149,7 +149,7 @@ def test_multipart_stored_byte_by_byte_is_still_compared_so() -> None:
     "boundary", ["a", "-", "--", "x y", "a.*(b)", '"a\\"b"', "a" * 71, "é", "", '"a', "a; boundary=b"]
 )
 def test_boundary_that_is_hostile_makes_no_two_bodies_one(boundary: str) -> None:
-    """What is not clearly multipart is compared by its bytes."""
+    """A body that is not clearly multipart is compared by its bytes."""
     body = "--{0}\r\n\r\n1\r\n--{0}ab\r\n\r\n{1}\r\n--{0}--\r\n"
     sent = [posted(body.format(boundary, n), content_type=f"multipart/mixed; boundary={boundary}") for n in (1, 2)]
     assert sent[0] != sent[1]

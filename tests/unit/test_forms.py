@@ -1,4 +1,4 @@
-"""What a form says, whatever its spelling or boundary."""
+"""Forms are compared by their fields, in any spelling and with any boundary."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Claim, perform, settle, replay, wait, refuse: the guard, on the memory store."""
 
 import asyncio
+import functools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -550,7 +551,7 @@ class Marked(str):
     ],
 )
 def test_unwritable_outcome_is_not_performed_again(call, tmp_path, outcome: Outcome) -> None:
-    """The effect has happened: its caller gets its outcome, and whoever asks again hears that it is not kept."""
+    """The effect has happened: its caller gets the outcome, and a duplicate is told that it was not kept."""
     guard = Guard(f"sqlite:///{tmp_path}/once.db", policy=Policy(on_unknown="retry"))
     effect = Effect([outcome])
     first = call(guard, OPERATION, effect)
@@ -585,7 +586,7 @@ def test_store_that_refuses_the_tombstone_is_reported(guard, call, monkeypatch) 
 
 
 def test_settings_in_the_policys_place_are_told() -> None:
-    """Where the doors' rules have policies of their own, nobody would have noticed."""
+    """The rules of a middleware have policies of their own, so nobody would notice the mistake."""
     with pytest.raises(ConfigurationError, match="policy is a dict: make a Policy"):
         Guard("memory://", policy={"ttl": "7d"})  # type: ignore[arg-type]
 
@@ -631,3 +632,15 @@ def test_return_annotations_of_equal_names_are_kept_apart(wrap: Any, monkeypatch
             kind, perform = new_performer(wrap)
             values = [guard.run(Operation("s", str(number)), perform).value for _ in range(2)]
             assert [type(value) for value in values] == [kind, kind]
+
+
+def test_classes_are_named_by_partials_and_callable_objects() -> None:
+    kind, perform = new_performer()
+
+    class Performer:
+        __call__ = staticmethod(perform)
+
+    with Guard("memory://", cache=0) as guard:
+        for number, each in enumerate([functools.partial(perform), Performer()]):
+            values = [guard.run(Operation("s", str(number)), each).value for _ in range(2)]
+            assert values == [kind(7), kind(7)]

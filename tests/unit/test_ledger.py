@@ -157,7 +157,7 @@ def test_a_guard_and_its_ledger_share_the_store() -> None:
 
 @pytest.mark.parametrize("retention", [-1.0, float("nan"), float("inf"), "soon"])
 async def test_resolve_with_invalid_retention_is_refused(guard: Guard, verb: Verb, retention: Any) -> None:
-    """What is settled for less than no time would be performed again."""
+    """An outcome that expires at once would let the operation be performed again."""
     hold(guard, "k")
     with pytest.raises(ConfigurationError, match="is not a duration"):
         await verb("resolve", "s", "k", Resolution.settled("paid"), retention=retention)

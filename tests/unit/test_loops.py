@@ -120,6 +120,23 @@ async def test_kept_task_survives_the_garbage_collector() -> None:
     assert await found == "done"
 
 
+def test_kept_task_does_not_keep_its_closed_loop_alive() -> None:
+    async def keep() -> None:
+        keep_task(asyncio.sleep(60))
+
+    async def keep_another() -> None:
+        await keep_task(asyncio.sleep(0))
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(keep())
+    loop.close()  # the task is pending: nobody has cancelled it, as asyncio.run would have
+    closed = weakref.ref(loop)
+    del loop
+    asyncio.run(keep_another())
+    gc.collect()
+    assert closed() is None
+
+
 async def test_finish_despite_cancel_returns_the_result() -> None:
     async def work() -> str:
         return "done"

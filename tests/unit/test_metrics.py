@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import httpx
@@ -16,6 +17,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from oncemore import Guard, Operation, Outcome
 from oncemore._ledger.events import EventKind
@@ -183,3 +186,14 @@ def test_every_metric_is_documented() -> None:
 
 def test_every_event_and_reason_is_documented() -> None:
     assert all(f"`{word}`" in HOWTO for word in (*get_args(EventKind), *filter(None, REASONS)))
+
+
+def test_outboxes_of_one_registry_share_their_metrics() -> None:
+    """A scrape is refused if a metric stands in it twice."""
+    registry = CollectorRegistry()
+    for source, pending in (("shop", 1), ("mail", 2), ("shop", 3)):
+        stats = SimpleNamespace(pending=pending, oldest_age=0.5, dead=0)
+        prometheus.watch_outbox(SimpleNamespace(source=source, stats=lambda stats=stats: stats), registry)
+    text = openmetrics.generate_latest(registry).decode()
+    (pending_metric,) = (each for each in text_string_to_metric_families(text) if each.name == "outbox_pending")
+    assert {each.labels["source"]: each.value for each in pending_metric.samples} == {"shop": 3, "mail": 2}

@@ -245,7 +245,7 @@ def test_namesake_of_a_named_class_is_not_stored() -> None:
 
 @dataclasses.dataclass
 class Counter(dict):  # type: ignore[type-arg]
-    """What a dict holds is not among its attributes."""
+    """The items of a dict are not among its attributes."""
 
     a: int = 1
 

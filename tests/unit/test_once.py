@@ -23,7 +23,7 @@ from oncemore.testing.clock import Clock
 
 @pytest.fixture
 def runs() -> list[Any]:
-    """What the functions under test have done."""
+    """The calls of the functions under test."""
     return []
 
 

@@ -75,7 +75,7 @@ def test_setting_without_choices_takes_any_value():
 
 @pytest.mark.parametrize("errors", [[LookupError], LookupError, ("LookupError",), (BaseException,), (LookupError(),)])
 def test_errors_are_a_tuple_of_exceptions(errors):
-    """A mistake here would be noticed only after the effect, and its result would be lost."""
+    """Any other value would fail only after the effect, and lose its result."""
     with pytest.raises(ConfigurationError, match=r"CardDeclined"):
         Policy(errors=errors)
 

@@ -426,5 +426,5 @@ def test_mark_without_its_parentheses_is_told():
 
 
 def test_requests_of_all_kinds_may_take_turns():
-    """Where they only run one after the other, one name for all of them is no mistake."""
+    """With "serialize" operations only take turns, so one name for all of them is no mistake."""
     assert Rule("POST /x", unique_by="the till", on_unique="serialize").unique_by.text == "the till"

@@ -51,7 +51,7 @@ def test_each_step_runs_once_and_result_is_stored(guard: Guard, call: Caller) ->
     ],
 )
 def test_the_next_attempt_goes_on_behind_the_last_checkpoint(guard: Guard, call: Caller, where: str, log: Any) -> None:
-    """An interruption is what a performer cannot tell of; nothing is retried within the attempt."""
+    """After an interruption nothing is retried within the attempt."""
     shop = Shop(where, error=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         call(guard, shop.pay)
@@ -61,7 +61,7 @@ def test_the_next_attempt_goes_on_behind_the_last_checkpoint(guard: Guard, call:
     assert shop.log == log
 
 
-def test_a_failure_leaves_it_unfinished_for_whoever_comes_next(guard: Guard, call: Caller) -> None:
+def test_failure_after_a_step_leaves_operation_unfinished(guard: Guard, call: Caller) -> None:
     with pytest.raises(RuntimeError):
         call(guard, Shop("after reserve").pay)
     record = guard.find(*ASKED.id)

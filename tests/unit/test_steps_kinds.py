@@ -1,4 +1,4 @@
-"""What a step may be, and how it goes with time and the other settings."""
+"""The functions and settings that a step may have, its sleep, and the request that is kept for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from oncemore._ledger.steps import unpack_request
 from oncemore._runtime.plan import Call, run
 from oncemore.errors import ConfigurationError, StoreError
 
-from .stepping import ASKED, POLICY, Broken, Caller, Performing, Shop, steps_of, take
+from .stepping import ASKED, DONE, POLICY, Broken, Caller, Performing, Shop, steps_of, take
+
+
+@dataclasses.dataclass
+class Order:
+    number: int
 
 
 @pytest.fixture
@@ -39,7 +44,7 @@ def test_a_step_needs_the_level() -> None:
         ({"function": lambda order: order}, "takes order"),
         ({"function": lambda connection: None, "effect": "lease"}, "takes a connection"),
         ({"function": print, "on_unknown": "resolve"}, "needs a resolver"),
-        ({"function": print, "retry": 0}, "at least the first attempt"),
+        ({"function": print, "retry": 0}, "the number of attempts, 1 or more"),
     ],
 )
 def test_a_step_that_cannot_be_is_refused_before_anything_happens(guard: Guard, options: Any, message: str) -> None:
@@ -248,6 +253,25 @@ def test_request_is_kept_until_settled_unless_too_large_or_strange(
         assert unpack_request(guard.find(*asked.id).request, ()) == found  # type: ignore[union-attr]
     call(guard, Shop().pay, asked)
     assert guard.find(*asked.id).request == b""  # type: ignore[union-attr]
+
+
+def test_request_that_cannot_be_kept_is_named_in_the_log(guard: Guard, caplog: pytest.LogCaptureFixture) -> None:
+    asked = msgspec.structs.replace(ASKED, request=lambda: {"session": object()})
+    attempt = guard.new_attempt(asked, POLICY)
+    run(attempt.begin())
+    run(attempt.release())
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith(
+        "orders.pay: only the caller can finish it after a crash, because its request cannot be kept: A"
+    )
+
+
+def test_caller_continues_though_class_of_kept_request_is_gone(guard: Guard, call: Caller) -> None:
+    shop, asked = Shop("after charge"), msgspec.structs.replace(ASKED, request=lambda: Order(7))
+    with pytest.raises(RuntimeError):
+        call(guard, shop.pay, asked, policy=dataclasses.replace(POLICY, types=(Order,)))
+    assert call(guard, shop.pay, asked).value == DONE
+    assert shop.log == ["reserve", "charge", "ship"]
 
 
 def test_waiter_taking_over_forgotten_claim_keeps_its_request(guard: Guard) -> None:

@@ -1,4 +1,4 @@
-"""What stores share: the names that claims carry, and filters that match all unless told otherwise."""
+"""Parts that all stores share: the names of claims, and filters, which match all records by default."""
 
 from __future__ import annotations
 

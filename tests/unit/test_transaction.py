@@ -1,4 +1,4 @@
-"""The plan of a transaction where the world interferes between two of its effects; on SQLite, whose driver is at hand."""
+"""The plan of a transaction that is disturbed between two of its effects; on SQLite, because its driver is at hand."""
 
 from __future__ import annotations
 

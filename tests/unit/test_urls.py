@@ -77,7 +77,7 @@ def test_sqlalchemy_url_is_refused_with_the_right_spelling(url: str, plain: str)
 
 
 def test_url_object_is_refused_without_its_password() -> None:
-    """As a settings library gives it."""
+    """A settings library may give such an object in place of a text."""
 
     class Dsn:
         def __repr__(self) -> str:

@@ -276,7 +276,7 @@ def test_response_is_not_replayed_as_a_value() -> None:
         replayed(Outcome("response", 200, body=b"hello"))
 
 
-# What comes from the store may be damaged, or made by someone who means harm
+# A stored value may be damaged, or written by an attacker
 
 
 class Chosen(Exception):

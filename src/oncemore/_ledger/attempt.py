@@ -285,7 +285,7 @@ class LeaseAttempt:
         return msgspec.structs.replace(answer, how="released" if self.policy.on_unknown == "retry" else "unknown")
 
     def _mark_unknown(self, why: str) -> Plan[None]:
-        """Nobody knows whether it took effect: on_unknown decides, as after a crash, but at once.  First for what is unique."""
+        """Leave an unknown outcome to on_unknown, as after a crash, but at once.  The unique part comes first."""
         ledger, lease, policy = self.ledger, self.lease, self.policy
         self.stop()
         if self.unique is not None:

@@ -83,15 +83,19 @@ def annotated_classes(function: Any, *names: str) -> tuple[type, ...]:
 
     An annotation that cannot be evaluated, such as a class imported only for type checking, names none.
     """
-    function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
-    if not hasattr(function, "__globals__"):
-        function = type(function).__call__  # an object that can be called
+    function = annotated(function)
     found: list[type] = []
     for name in names:  # one at a time: if one cannot be evaluated, the others can
         with suppress(Exception):  # evaluating an annotation may raise anything, and a built-in function has none
             one = types.SimpleNamespace(__annotations__={name: function.__annotations__[name]})
             found += list(_classes_in(typing.get_type_hints(one, function.__globals__)[name]))
     return tuple(kind for kind in dict.fromkeys(found) if kind not in (*BUILT_IN, types.UnionType, Any))
+
+
+def annotated(function: Any) -> Any:
+    """Return the function that has the annotations: below decorators and a partial, and of an object its `__call__`."""
+    function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    return function if hasattr(function, "__globals__") else type(function).__call__
 
 
 def can_be_returned(kind: type, known: tuple[type, ...]) -> bool:

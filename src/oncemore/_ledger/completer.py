@@ -31,8 +31,8 @@ PAGE = 100
 PACE = Backoff(base=1.0, factor=2.0, cap=600.0, jitter="none")
 
 UNTOUCHED = (
-    "%s %r was not gone on with: whatever performs it did not claim it. Is its rule still there, under this name and with "
-    "effect = 'steps', and is the app given the mount that its server has it at?"
+    "%s %r was not continued, because its performer did not claim it: check that its rule still has this name and "
+    "effect = 'steps', and that the app is given the path at which its server has mounted it"
 )
 
 End = Literal["completed", "failing", "held", "unreadable"]
@@ -64,11 +64,12 @@ Progress = Callable[[Record, End], object]
 
 
 class Completer:
-    """Re-drives unfinished operations.  *performers* are by the operation's name; each is what performed it in the first place.
+    """Finishes operations in steps that were left unfinished.  *performers* has the performer of each operation's name.
 
-    One is a function under `once`, an app behind its door, or a function of the operation and the kept request, which is
-    performed under *policy* (the guard's own by default).  *at_once* bounds how many run side by side.  After *attempts* in
-    all, an operation is given up: the steps that were taken are undone, and it is held.
+    A performer is a function under `once`, an app with its middleware (`oncemore.web.redrive`), or a function of the
+    operation and the kept request, which runs under *policy* (by default the guard's).  At most *at_once* run side by side,
+    and *pace* tells how long each waits after its last attempt; a new round starts *every* so many seconds.  After
+    *attempts* in all, an operation is given up: the steps that were taken are undone, and it is held.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class Completer:
             check_performer(name, performer, self.policy)
         if attempts < 1 or at_once < 1 or every < 0:
             raise ConfigurationError(
-                f"attempts = {attempts!r}, at_once = {at_once!r}, every = {every!r}: there is one attempt at least, one at a "
-                "time at least, and no time less than none between two rounds"
+                f"attempts = {attempts!r}, at_once = {at_once!r}, every = {every!r}: write 1 or more for attempts and "
+                "at_once, and 0 or more for every"
             )
         self.attempts = attempts
         self.at_once = at_once

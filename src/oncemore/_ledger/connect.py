@@ -165,7 +165,7 @@ def _missing(error: ImportError) -> str:
 
 
 def hide_password(url: str) -> str:
-    """The URL as it may be shown; rather too little of it, where a password was not escaped as it should be."""
+    """The URL without its passwords.  If one is not escaped, more of the URL may be hidden than necessary."""
     url = re.sub(r"(?<=://)([^:/@?]*):(?:[^?]*|.*)@", r"\1:***@", url, flags=re.DOTALL)
     url = re.sub(r"([?&][^=&]*password=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
     return re.sub(r"(?<=[?&]redis=)[^&]*", lambda nested: quote(hide_password(unquote(nested[0])), safe=""), url)

@@ -121,7 +121,7 @@ class Op:
         steps = self._stepping("op.step()")
         return run_here(steps.step(name, function, undo, retry=retry, effect=effect, **settings))
 
-    def sleep(self, name: str, seconds: float) -> Any:
+    def sleep(self, name: str, seconds: float | str) -> Any:
         """Let *seconds* pass, as a step: a later attempt waits for the rest of them.  Await it on an event loop."""
         return run_here(self._stepping("op.sleep()").sleep(name, seconds))
 
@@ -135,7 +135,7 @@ class Op:
         return derive(self.lease.operation, name)
 
     def derive_next(self, name: str) -> str:
-        """As `derive`, but another one at each call with the same name: the first, the second, and so on."""
+        """A key for the provider, and another one at each call with the same name: the first, the second, and so on."""
         if self.counts is None:
             self.counts = {}
         number = self.counts[name] = self.counts.get(name, 0) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Self, TypeVar, cast, overload
 
 from .._contract.policy import Policy, duration
@@ -13,7 +13,7 @@ from .._runtime.clock import SYSTEM, TimeSource
 from .._runtime.plan import Plan, arun, run
 from ..errors import ConfigurationError
 from .attempt import LeaseAttempt, Performer
-from .classes import BUILT_IN, annotated_classes
+from .classes import BUILT_IN, annotated, annotated_classes
 from .connect import connect
 from .context import Op
 from .decisions import Answer, Resolution
@@ -101,7 +101,7 @@ class Guard(Ledger):
     async def arun(
         self, operation: Operation, perform: Performer, *, policy: Policy | None = None, wait: float | None = None
     ) -> Answer[Any]:
-        """As `run`, for a *perform* that may be awaited."""
+        """The awaited form of `run`, also for a *perform* that is awaited."""
         policy = naming(policy or self.policy, perform)
         return self.valued(operation, policy, await arun(self.guarded(operation, perform, policy, wait)))
 
@@ -112,7 +112,7 @@ class Guard(Ledger):
         Use `async with` on an event loop.
         """
         policy = policy or self.policy
-        return GuardedBlock(ATTEMPTS[policy.effect], self, operation, policy, wait)
+        return GuardedBlock(self, operation, policy, wait)
 
     def guarded(
         self, operation: Operation, perform: Performer, policy: Policy, wait: float | None = None
@@ -216,7 +216,7 @@ class Guard(Ledger):
         self.store.close()
 
     async def aclose(self) -> None:
-        """As `close`, for what belongs to the running event loop too."""
+        """End the threads and connections of this process, and the connections of the running event loop."""
         self.heartbeat.close()
         await self.store.aclose()
 
@@ -232,6 +232,8 @@ MOST_NAMED = 256
 
 def naming(policy: Policy, perform: Performer) -> Policy:
     """The policy, with the classes that the return annotation of *perform* names."""
+    if type(perform) is not FunctionType:
+        perform = annotated(perform)
     annotation = getattr(perform, "__annotations__", {}).get("return")
     if annotation is None or getattr(annotation, "__name__", annotation) in PLAIN:  # nearly always
         return policy
@@ -286,11 +288,8 @@ class GuardedBlock:
     _attempt: LeaseAttempt
     _result: Any = None
 
-    def __init__(
-        self, kind: type[LeaseAttempt], ledger: Ledger, operation: Operation, policy: Policy, wait: float | None
-    ) -> None:
-        self._kind = kind
-        self._ledger = ledger
+    def __init__(self, guard: Guard, operation: Operation, policy: Policy, wait: float | None) -> None:
+        self._guard = guard
         self._operation = operation
         self._policy = policy
         self._wait = wait
@@ -342,7 +341,7 @@ class GuardedBlock:
         await arun(self._end(error))
 
     def _begin(self) -> Plan[None]:
-        self._attempt = self._kind(self._ledger, self._operation, self._policy)
+        self._attempt = self._guard.new_attempt(self._operation, self._policy)
         self.fresh, self._result, self.answer = False, None, None
         answer = yield from self._attempt.begin(self._wait)
         self.fresh = answer is None
@@ -362,6 +361,6 @@ class GuardedBlock:
 
     def _keep(self, answer: Answer) -> None:
         """Keep the answer with its value, or raise the exception that it is."""
-        self.answer = self._ledger.valued(self._operation, self._policy, answer)
+        self.answer = self._guard.valued(self._operation, self._policy, answer)
         if answer.outcome.kind == "error":
             raise self.answer.value

@@ -31,13 +31,14 @@ from ..errors import (
     UnknownOutcome,
 )
 from .attempt import LeaseAttempt
-from .classes import annotated_classes
+from .classes import annotated_classes, classes_by_name
 from .context import OnUnknownStep, Op, Retrying, StepEffect, derive
 from .decisions import Answer, fenced
+from .events import log
 from .ledger import Ledger
 from .model import Lease, Operation, Outcome, Record, decode_outcome, encode_outcome
 from .transaction_attempt import TransactionAttempt
-from .values import Types, replayed, value_or_error, value_outcome
+from .values import Types, encode, replayed, to_plain, value_or_error
 
 
 class Undone(Exception):
@@ -81,7 +82,8 @@ class Steps:
         is_old = record.now - record.created_at > UNFINISHED
         if is_old and (self.lease.lapsed or (yield from self.any_taken())):  # a missing step would be taken again
             raise UnknownOutcome("It was left unfinished for so long that its checkpoints may be gone; resolve it")
-        deadline: float | None = unpack_request(record.request, self.policy.types)["deadline"]
+        # Only the deadline is read, so a class that the request names may have another name by now.
+        deadline: float | None = unpack_request(record.request, None)["deadline"]
         return deadline
 
     def named(self, number: int | str, name: str) -> Operation:
@@ -217,7 +219,7 @@ class Steps:
     def ended(self, *, final: bool) -> Plan[None]:
         """Refuse an end that did not wait for a step, and a *final* one that leaves out a step of an earlier attempt."""
         if self.under_way:
-            raise ConfigurationError(f"step {self.under_way!r} was never awaited")
+            raise ConfigurationError(f"step {self.under_way!r} was never awaited: write await op.step(...)")
         if self.lease.attempt == 1 or self.closed or self.failed or not final:
             return
         record = yield from self.ledger.store.find(*self.named(self.done + 1, "").id)
@@ -258,10 +260,12 @@ class Steps:
         has taken it before.  The mark also keeps the outcome, so that another attempt can continue the undoing.
         """
         yield from self.check_owner()
-        found = yield from self.ledger.claim(self.named(self.done + 1, ""), step_policy(self.policy, "lease"))
+        policy = step_policy(self.policy, "lease")
+        found = yield from self.ledger.claim(self.named(self.done + 1, ""), policy)
         if isinstance(found, Lease):
             body = b"" if failure is None else encode_outcome(failure)
-            yield from self._settle(found, Outcome("value", headers=(CLOSED, (DOUBT, self.doubt)), body=body))
+            mark = Outcome("value", headers=(CLOSED, (DOUBT, self.doubt)), body=body)
+            yield from self.ledger.store.settle(found, mark, retention=policy.ttl)
             self.closed, self.failure = True, failure
         elif is_closed(found.outcome):
             self._close(found.outcome)
@@ -270,9 +274,6 @@ class Steps:
                 f"the operation failed after {self.done} steps, and an earlier attempt had finished step {self.done + 1}, "
                 f"{found.fingerprint!r}: operations that began under the old code must take the same steps"
             )
-
-    def _settle(self, lease: Lease, outcome: Outcome) -> Plan[None]:
-        yield from self.ledger.store.settle(lease, outcome, retention=step_policy(self.policy, "lease").ttl)
 
     def _close(self, mark: Outcome) -> None:
         self.closed = True
@@ -312,7 +313,7 @@ class StepRetry:
 
     def __post_init__(self) -> None:
         if type(self.attempts) is not int or self.attempts < 1:
-            raise ConfigurationError(f"retry = {self.attempts!r}: there is at least the first attempt")
+            raise ConfigurationError(f"retry = {self.attempts!r}: write the number of attempts, 1 or more")
 
     def wants(self, error: Exception, /) -> bool:
         return True
@@ -507,14 +508,21 @@ def pack_request(operation: Operation, deadline: float | None, types: Types) -> 
     """The part of a claim that a completer needs: the request, if it can be kept, and what the request alone does not tell."""
     request = None if operation.request is None else operation.request()
     kept = {"deadline": deadline, "request": request, "unique": operation.unique}
-    outcome = value_outcome(kept, types)
-    if outcome.kind == "tombstone" or len(outcome.body) > LARGEST:
-        return value_outcome({**kept, "request": None}).body
-    return outcome.body
+    try:
+        packed: bytes = encode(to_plain(kept, classes_by_name(types)))
+        if len(packed) <= LARGEST:
+            return packed
+    except Exception as reason:
+        log.warning(
+            "%s: only the caller can finish it after a crash, because its request cannot be kept: %s",
+            operation.name,
+            reason,
+        )
+    return encode({**kept, "request": None})
 
 
-def unpack_request(data: bytes, types: Types) -> dict[str, Any]:
-    """The parts that `pack_request` kept; no request if a claim kept nothing."""
+def unpack_request(data: bytes, types: Types | None) -> dict[str, Any]:
+    """The parts that `pack_request` kept; no request if a claim kept nothing.  Without *types*, objects are read as dicts."""
     if not data:
         return {"deadline": None, "request": None, "unique": None}
     kept: dict[str, Any] = replayed(Outcome("value", body=data), types=types)

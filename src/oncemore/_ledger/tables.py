@@ -136,7 +136,7 @@ class TableAccess(Protocol):
         ...
 
     def ready_in(self, feature: Feature, adapter: Executes) -> Plan[None]:
-        """The same before a statement in the user's transaction, which may have locked the database."""
+        """Make the tables before a statement in the user's transaction, which may have locked the database."""
         ...
 
     def execute(self, queries: Sequence[Query], *, patient: bool) -> Plan[list[Rows]]:

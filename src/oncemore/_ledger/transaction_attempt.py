@@ -68,17 +68,15 @@ class TransactionAttempt(LeaseAttempt):
         self.deadline = None if wait is None else ledger.clock.time() + wait
         limit = policy.wait if wait is None else min(wait, policy.wait)
         self.ends = ledger.clock.monotonic() + (limit if policy.in_flight == "wait" else 0.0)
-        try:
-            known = self.cached()
-        except OncemoreError as error:
-            self.refused(error)
-            raise
-        return known if known is not None else (yield from self._begin())
+        return (yield from self._begin())
 
     def _begin(self, *, prepare: bool = True) -> Plan[Answer | None]:
         """Claim in a transaction until that succeeds; None if it is this caller's, and the transaction is open."""
         while True:
             try:
+                known = self.cached()
+                if known is not None:
+                    return known
                 found = yield from self._open(max(0.0, self.ends - self.ledger.clock.monotonic()))
                 if isinstance(found, Lease) and not (found.lapsed and self.policy.on_unknown != "retry"):
                     self.lease = found
@@ -213,7 +211,7 @@ class TransactionAttempt(LeaseAttempt):
         return False
 
     def _is_refusal(self, outcome: Outcome) -> bool:
-        """Whether the answer says that nothing was done.  By its status: frameworks make a response of what is raised."""
+        """Whether the answer says that nothing was done.  Its status tells, because frameworks turn exceptions into responses."""
         return outcome.status >= 400 and self.policy.on_refusal == "rollback" and self.keeps(outcome)
 
     def _settle_apart(self, answer: Answer) -> Plan[Answer]:

@@ -136,7 +136,10 @@ class Transaction(Protocol):
     @property
     def _opened(self) -> TransactionAdapter:
         if not self._open:
-            raise transaction_over()
+            raise TransactionEnded(
+                "The transaction is over: its outcome was committed before the first byte of the response was sent; do on "
+                "op.connection what must be done before that"
+            )
         return self._adapter
 
     def can_defer(self) -> bool:
@@ -204,14 +207,6 @@ def commit_forbidden() -> TransactionEnded:
     return TransactionEnded(
         "The transaction that the guard lent was committed or rolled back by the code that borrowed it; leave both to the "
         "guard: it commits when the code returns, and rolls back when it raises"
-    )
-
-
-def transaction_over() -> TransactionEnded:
-    """The error for a performer that asks for the connection too late."""
-    return TransactionEnded(
-        "The transaction is over: its outcome was committed before the first byte of the response was sent; do on "
-        "op.connection what must be done before that"
     )
 
 

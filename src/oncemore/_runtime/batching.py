@@ -68,7 +68,7 @@ class Batcher(Generic[Item]):
     def _reset(self) -> None:
         self._threads = ThreadBatcher(self)
         self._loops = PerLoop(lambda: LoopBatcher(self), dropped=self._adopt)
-        self.orphans: list[Item] = []  # items of batches that were stopped; the next batch repairs them
+        self.orphans: list[Item] = []  # items with results that nobody has; the next batch repairs them
 
     def submit(self, item: Item) -> Any:
         """Return the result of *item*, on this thread."""
@@ -85,10 +85,18 @@ class Batcher(Generic[Item]):
         try:
             return await future
         except asyncio.CancelledError:
-            # Cancelled just when the result had arrived.  If the future was cancelled, the loop's batcher undoes the item.
-            if not future.cancelled() and future.exception() is None:
-                await arun(self.repair([item]))
+            # Cancelled just when the result had arrived.  If the future was cancelled, the loop's batcher knows that by itself.
+            if has_result(future):
+                await self._undo(item)
             raise
+
+    async def _undo(self, item: Item) -> None:
+        """Undo an item whose caller was cancelled.  It waits, because an ending loop waits for the caller's task alone."""
+        self.orphans.append(item)
+        with suppress(asyncio.CancelledError):
+            await arun(self.repair())
+        if item in self.orphans:  # the caller was cancelled once more
+            await arun(self.repair())
 
     async def drain(self) -> None:
         """Return when no batch is under way on the running event loop."""
@@ -98,20 +106,21 @@ class Batcher(Generic[Item]):
 
     def execute(self, items: list[Item]) -> Plan[Sequence[Any]]:
         """Return the plan of one batch, which gives one result per item."""
-        return self._execute_after_repair(items) if self.orphans else self.run_batch(items)
+        return self.run_batch(items) if items and not self.orphans else self._execute_after_repair(items)
 
     def _execute_after_repair(self, items: list[Item]) -> Plan[Sequence[Any]]:
-        orphans = [*self.orphans]
-        yield from self.repair(orphans)
-        for each in orphans:
-            with suppress(ValueError):  # another thread or loop has repaired it, too
-                self.orphans.remove(each)
+        yield from self.repair()
         return (yield from self.run_batch(items)) if items else ()
 
-    def repair(self, items: list[Item]) -> Plan[None]:
-        """Undo those of *items* that can be undone, because nobody has their results; carry out the others (again)."""
-        undoable = [item for item in items if self.can_undo(item)]
-        others = [item for item in items if not self.can_undo(item)]
+    def repair(self) -> Plan[None]:
+        """Undo the orphans that can be undone, and carry out the others (again).
+
+        They stay orphans until that is done: if this is stopped, the next batch does it.  Another thread or loop may do it at
+        the same time.
+        """
+        orphans = [*self.orphans]
+        undoable = [item for item in orphans if self.can_undo(item)]
+        others = [item for item in orphans if not self.can_undo(item)]
         try:
             if others:
                 yield from self.run_batch(others)
@@ -119,6 +128,9 @@ class Batcher(Generic[Item]):
                 yield from self.undo(undoable)
         except Exception:  # then a lease ends by itself, and an outcome becomes unknown
             log.exception("An interrupted store call could be neither finished nor undone")
+        for item in orphans:
+            with suppress(ValueError):
+                self.orphans.remove(item)
 
     def _adopt(self, loop_batcher: LoopBatcher[Item]) -> None:
         """Have the next batch repair the items of a loop that was closed in the middle of a batch."""
@@ -190,8 +202,8 @@ class ThreadBatcher(Generic[Item]):
         self.waiting: deque[Ticket[Item]] = deque()
         self.leader: Ticket[Item] | None = None
 
-    def submit(self, item: Item, *, again: bool = True) -> Any:
-        """Return the result of *item* once its batch has run; after an interrupt, carry it out or undo it if *again*."""
+    def submit(self, item: Item) -> Any:
+        """Return the result of *item* once its batch has run.  After an interrupt, it is carried out or undone."""
         ticket = Ticket(item)
         try:
             with self.lock:
@@ -207,7 +219,8 @@ class ThreadBatcher(Generic[Item]):
             finally:  # once more, because a second Ctrl-C may have stopped it halfway
                 lost = self._leave(ticket)
             ticket.batch = ()
-            self._repair(lost, again)
+            self.batcher.orphans += lost
+            run(self.batcher.repair())
             raise
         return ticket.result_or_raise()
 
@@ -219,36 +232,25 @@ class ThreadBatcher(Generic[Item]):
             for _ in batch:
                 self.waiting.popleft()
         try:
-            results, lost = run(batcher.execute([ticket.item for ticket in batch])), []
+            results, failed = run(batcher.execute([ticket.item for ticket in batch])), False
             check_count(results, batch)
         except Exception as error:
-            results = [own_error(error) for _ in batch]
-            lost = [ticket.item for ticket in batch if batcher.can_undo(ticket.item)]
+            results, failed = [own_error(error) for _ in batch], True
         with self.lock:
             for ticket, result in zip(batch, results, strict=True):
+                if is_lost(result, failed=failed, gone=ticket.gone) and batcher.can_undo(ticket.item):
+                    batcher.orphans.append(ticket.item)
                 ticket.finish(result)
-                if ticket.gone and batcher.can_undo(ticket.item) and not isinstance(result, BaseException):
-                    lost.append(ticket.item)
             self._pass_lead(leader)
             leader.batch = ()  # it contains the leader, and a cycle would wait for the garbage collector
-        if lost:
-            run(batcher.repair(lost))
+        if batcher.orphans:
+            run(batcher.repair())
 
     def _pass_lead(self, leader: Ticket[Item]) -> None:
         if self.leader is leader:
             self.leader = self.waiting[0] if self.waiting else None
         if self.leader is not None:
             self.leader.wake()
-
-    def _repair(self, lost: list[Item], again: bool) -> None:
-        undoable = [item for item in lost if self.batcher.can_undo(item)]
-        others = [item for item in lost if not self.batcher.can_undo(item)]
-        if undoable:
-            run(self.batcher.repair(undoable))
-        if others and again:  # in the queue, because a store runs one batch of a batcher at a time
-            self.batcher.orphans += others[1:]
-            with suppress(Exception):  # the caller is told of the interrupt
-                self.submit(others[0], again=False)
 
     def _leave(self, ticket: Ticket[Item]) -> list[Item]:
         """Take an interrupted caller out, with the batch that it leads; return the items that must be repaired.
@@ -315,7 +317,7 @@ class LoopBatcher(Generic[Item]):
     async def _run(self) -> None:
         try:
             await self._linger()
-            while self.waiting or self.batcher.orphans:
+            while self._has_work():
                 await self._run_batch()
                 if self.waiting and self.batcher.linger:
                     await self._linger()
@@ -325,9 +327,12 @@ class LoopBatcher(Generic[Item]):
         except BaseException:  # Ctrl-C, which goes on to the loop, and another task serves the queue; or it gave up
             self._take_back()
             self._stop()
-            if self.waiting:
+            if self._has_work():
                 self._start()
             raise
+
+    def _has_work(self) -> bool:
+        return not self.gave_up and bool(self.waiting or self.batcher.orphans)
 
     def _stop(self) -> None:
         """Leave nothing that keeps the loop alive; if it gave up, leave no caller without a result."""
@@ -357,8 +362,6 @@ class LoopBatcher(Generic[Item]):
         batcher, task = self.batcher, asyncio.current_task()
         assert task is not None, "batches run in the batcher's task"
         batch, cancels, failed = self._take_batch(), task.cancelling(), False
-        if not batch and not batcher.orphans:
-            return
         try:
             results = await arun(batcher.execute([item for item, _ in batch]))
             check_count(results, batch)
@@ -373,8 +376,7 @@ class LoopBatcher(Generic[Item]):
         except Exception as error:
             failed, results = True, [own_error(error) for _ in batch]
         for (item, future), result in zip(batch, results, strict=True):
-            # Nobody may know of its effect: the batch has failed, or its caller has gone.
-            if (failed or (future.cancelled() and not isinstance(result, BaseException))) and batcher.can_undo(item):
+            if is_lost(result, failed=failed, gone=future.cancelled()) and batcher.can_undo(item):
                 batcher.orphans.append(item)
             set_result(future, result)
         self.batch, self.last_size, self.last_end = [], len(batch), asyncio.get_running_loop().time()
@@ -388,11 +390,13 @@ class LoopBatcher(Generic[Item]):
             call = self.waiting[0]
             if not call[1].cancelled() or not self.batcher.can_undo(call[0]):  # else it is withdrawn
                 batch.append(call)
-            self.waiting.popleft()  # last, because after an interrupt a call must be in one of the two
+            self.waiting.popleft()  # last: an interrupt must leave each call in one of the two, or in both
         return batch
 
     def _take_back(self) -> None:
         """End a batch that was stopped.  Items that can be undone are: their results are lost.  The others are sent again."""
+        if self.batch and self.waiting and self.batch[-1] is self.waiting[0]:  # stopped while it was being taken
+            self.batch.pop()
         for item, future in [call for call in reversed(self.batch) if not has_result(call[1])]:
             if self.batcher.can_undo(item):
                 self.batcher.orphans.append(item)
@@ -418,6 +422,11 @@ def check_count(results: Sequence[Any], calls: Sequence[Any]) -> None:
     """Raise StoreError unless there is one result for each call, because no caller may get another's."""
     if len(results) != len(calls):
         raise StoreError(f"The store returned {len(results)} results for {len(calls)} items")
+
+
+def is_lost(result: Any, *, failed: bool, gone: bool) -> bool:
+    """Whether nobody knows of the item's effect: its batch has failed, or its caller has gone."""
+    return failed or (gone and not isinstance(result, BaseException))
 
 
 def set_result(future: asyncio.Future[Any], result: Any) -> None:

@@ -56,14 +56,14 @@ class PerLoop(Generic[T]):
                     self._dropped(thing)
 
 
-_tasks: set[asyncio.Task[Any]] = set()
+_tasks: PerLoop[set[asyncio.Task[Any]]] = PerLoop(set)
 
 
 def keep_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start a task on the running loop and keep it until it is done; a loop holds its tasks only weakly."""
-    task = asyncio.get_running_loop().create_task(coroutine)
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
+    task, kept = asyncio.get_running_loop().create_task(coroutine), _tasks.get()
+    kept.add(task)
+    task.add_done_callback(kept.discard)
     return task
 
 

@@ -19,7 +19,7 @@ class Waiter:
     __slots__ = ("_lock", "_notified", "_wake")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # as that of Wakeups
+        self._lock = threading.RLock()  # reentrant, like the lock of Wakeups
         self._notified = False
         self._wake: Callable[[], object] | None = None
 

@@ -112,31 +112,43 @@ def watch_outbox(outbox: WatchedOutbox, registry: CollectorRegistry = REGISTRY) 
 
     The database is asked at each scrape, so that one process of a service is enough.
     """
-    registry.register(OutboxCollector(outbox))
+    with _lock:
+        collector = _watching.get(registry)
+        if collector is None:
+            collector = _watching[registry] = OutboxCollector()
+            registry.register(collector)
+        collector.outboxes[outbox.source] = outbox
 
 
 class OutboxCollector(Collector):
-    def __init__(self, outbox: WatchedOutbox) -> None:
-        self.outbox = outbox
+    """Reads the stats of all outboxes that a registry shows, because a metric may stand in its text only once."""
+
+    def __init__(self) -> None:
+        self.outboxes: dict[str, WatchedOutbox] = {}
 
     def collect(self) -> Iterable[PrometheusMetric]:
-        try:
-            stats = self.outbox.stats()
-        except OncemoreError as error:  # an error here would take all other metrics of the process away, too
-            log.warning("The outbox of %r cannot be read for its metrics: %s", self.outbox.source, error)
-            return
-        for name, help, value in (
-            ("outbox_pending", "Messages that wait to be sent.", stats.pending),
-            ("outbox_oldest_age_seconds", "For how long the oldest pending message has been due.", stats.oldest_age),
-            ("outbox_dead", "Dead letters: messages that have failed too often.", stats.dead),
-        ):
-            family = GaugeMetricFamily(name, help, labels=["source"])
-            family.add_metric([self.outbox.source], value)
-            yield family
+        gauges = [GaugeMetricFamily(name, help, labels=["source"]) for name, help in OUTBOX_GAUGES]
+        for source, outbox in tuple(self.outboxes.items()):
+            try:
+                stats = outbox.stats()
+            except OncemoreError as error:  # an error here would take all other metrics of the process away, too
+                log.warning("The outbox of %r cannot be read for its metrics: %s", source, error)
+                continue
+            for gauge, value in zip(gauges, (stats.pending, stats.oldest_age, stats.dead), strict=True):
+                gauge.add_metric([source], value)
+        return gauges
 
     def describe(self) -> Iterable[PrometheusMetric]:
         """Nothing: otherwise the database would be asked when the outbox is registered."""
         return []
+
+
+OUTBOX_GAUGES = (
+    ("outbox_pending", "Messages that wait to be sent."),
+    ("outbox_oldest_age_seconds", "For how long the oldest pending message has been due."),
+    ("outbox_dead", "Dead letters: messages that have failed too often."),
+)
+_watching: WeakKeyDictionary[CollectorRegistry, OutboxCollector] = WeakKeyDictionary()
 
 
 def record(registered: Registered, measurements: Iterable[Measurement]) -> None:

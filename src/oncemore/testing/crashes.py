@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable
 from typing import Any, cast
 
-from .._ledger.encrypted import StoreWrapper
+from .._ledger.encrypted import StoreWrapper, Wrapper
 from .._ledger.model import Lease, Operation, Outcome, Record
 from .._ledger.store import Store
 from .._ledger.transactions import Transaction, TransactionSource
@@ -62,26 +62,24 @@ class Crashing(StoreWrapper):
         self.reached("after commit")
 
 
-class CrashingLender:
-    def __init__(self, points: Crashing, inner: TransactionSource) -> None:
-        self.points = points
-        self.inner = inner
+class CrashingLender(Wrapper):
+    inner: TransactionSource
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def __init__(self, points: Crashing, inner: TransactionSource) -> None:
+        super().__init__(inner)
+        self.points = points
 
     def open(self) -> Plan[Any]:
         transaction = yield from self.inner.open()
         return CrashingTransaction(self.points, transaction)
 
 
-class CrashingTransaction:
-    def __init__(self, points: Crashing, inner: Transaction) -> None:
-        self.points = points
-        self.inner = inner
+class CrashingTransaction(Wrapper):
+    inner: Transaction
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def __init__(self, points: Crashing, inner: Transaction) -> None:
+        super().__init__(inner)
+        self.points = points
 
     def begin(self, operation: Operation, **settings: Any) -> Plan[Lease | Record]:
         self.points.reached("before claim")

@@ -349,6 +349,7 @@ def test_interrupted_batch_leaves_no_lease_without_owner(store: PostgresStore, m
     with pytest.raises(KeyboardInterrupt):
         run(store._claims.execute(items))
     assert run(store.find("s", "free")).state == "running"
-    run(store._claims.repair(items))
+    store._claims.orphans += items
+    run(store._claims.repair())
     assert run(store.find("s", "free")) is None
     assert run(store.find("s", "taken")).state == "running"

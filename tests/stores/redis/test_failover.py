@@ -24,7 +24,7 @@ from oncemore.stores.redis.topology import QUESTION_PAUSE
 from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 from tests.support.valkey import SERVICE, wait_until
 
-from ..parts import DONE, HOUR, operation
+from ..parts import DONE, HOUR, in_a_fork, operation
 
 pytestmark = [pytest.mark.server, pytest.mark.chaos]
 
@@ -174,6 +174,27 @@ def test_woken_primary_grants_nothing_to_an_idle_process(kind: str) -> None:
         assert {effects[key] for key in names[:20]} == {1}
         for store in (idle, busy):
             store.close()
+
+
+@pytest.mark.parametrize("end", ["close", "fork"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_woken_primary_grants_nothing_after_close_or_fork(own_sentinel: ValkeySentinel, end: str) -> None:
+    """No thread of the process has asked the sentinels meanwhile."""
+    store = connect(f"{own_sentinel.url}?timeout=20s")
+    run(store.claim(operation("before"), lease=HOUR))
+
+    def fail_over_and_claim() -> None:
+        other = connect(f"{own_sentinel.url}?timeout=20s")
+        with frozen(own_sentinel.primary):
+            assert isinstance(run(other.claim(operation("key"), lease=HOUR)), Lease)
+        assert isinstance(run(store.claim(operation("key"), lease=HOUR)), Record)
+
+    if end == "close":
+        store.close()
+        fail_over_and_claim()
+    else:
+        assert in_a_fork(fail_over_and_claim) == 0
+    store.close()
 
 
 async def test_calls_under_way_are_sent_to_the_new_primary(own_sentinel: ValkeySentinel) -> None:

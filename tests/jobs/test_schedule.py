@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import signal
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from oncemore._runtime.plan import Call, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, MissingDriver, NotResolvable, StoreUnavailable
 from oncemore.jobs import Schedule, Slot, job
+from oncemore.jobs.runner import stopped_by_signal
 from oncemore.observe.prometheus import count_events
 from oncemore.testing.clock import Clock
 
@@ -127,6 +129,26 @@ def test_catch_up_of_a_late_last_slot(guard: Guard) -> None:
         schedule.run_once(now=SIX + timedelta(hours=late))
         ran[name] = (len(calls), len(schedule.missed()))
     assert ran == {"none-3.0": (0, 1), "last-3.0": (1, 0), "none-0.5": (1, 0)}
+
+
+def test_clock_set_back_stops_no_slots_and_no_catching_up(guard: Guard) -> None:
+    """It has shown another month for a moment, and is right again."""
+    offers = Offers(guard)
+    schedule = offers.schedule(guard, each=["ann"])
+    for days in (0, 30, 1, 2):
+        assert schedule.run_once(now=SIX + timedelta(days=days)).completed == 1
+    again = offers.schedule(guard, each=["ann"], catch_up="all")
+    assert again.run_once(now=SIX + timedelta(days=5)).completed == 3
+
+
+def test_slots_that_others_ran_meanwhile_are_not_missed(guard: Guard) -> None:
+    """As by a process of a machine that was asleep."""
+    offers = Offers(guard)
+    asleep, awake = (offers.schedule(guard) for _ in range(2))
+    for schedule, days in ((asleep, 0), (awake, 0), (awake, 1), (awake, 2), (awake, 3)):
+        schedule.run_once(now=SIX + timedelta(days=days))
+    assert asleep.run_once(now=SIX + timedelta(days=3, seconds=90)).missed == 0
+    assert asleep.missed() == []
 
 
 def test_missed_slot_that_is_run_later_is_not_missed(guard: Guard) -> None:
@@ -449,6 +471,20 @@ def test_run_until_stopped(counting: Any) -> None:
     thread.join(60)
     assert not thread.is_alive()
     assert len(calls) >= 2
+
+
+def test_sigterm_that_meets_the_lock_of_the_event_stops() -> None:
+    lock, stopped = threading.Lock(), threading.Event()
+
+    class Stop(threading.Event):
+        def set(self) -> None:
+            if lock.acquire(timeout=5):
+                stopped.set()
+
+    with stopped_by_signal(Stop()):
+        with lock:
+            signal.raise_signal(signal.SIGTERM)
+        assert stopped.wait(10)
 
 
 async def test_arun_until_cancelled(counting: Any) -> None:

@@ -139,6 +139,7 @@ class Scheduler:
         self._unfinished: deque[tuple[ScheduledJob, tuple[str, str]]] = deque()  # slots that the last sweep has found
         self._sweeping = False
         self._sweep_at = float("-inf")
+        self._round_at = float("-inf")  # the time of the last round
         self._counts = SlotCounts()
 
     # Rounds
@@ -161,7 +162,7 @@ class Scheduler:
             log.exception("The schedule could not look for slots that are due")
             return 1.0
         coming = [entry.next_at for entry in self.entries if entry.next_at > now]  # the others are paused
-        return max(0.01, min([now + POLL, *coming]) - self._moment(None))
+        return min(POLL, max(0.01, min(coming, default=now + POLL) - self._moment(None)))
 
     def _finished(self) -> Plan[None]:
         """Remember how far the schedule has come, at its end."""
@@ -183,11 +184,17 @@ class Scheduler:
     def _round(self, now: float, runner: Runner) -> Plan[int]:
         """Find what is due, and start it; how many slots were started."""
         self._collect(now)
+        if now < self._round_at:  # the clock was set back: do not wait until it shows that time again
+            self._sweep_at = now
+            for entry in self.entries:
+                entry.next_at, entry.saved = now, 0.0
+        was_away = now - self._round_at > ON_TIME
+        self._round_at = now
         paused: dict[str, bool] = {}
         for entry in self.entries:
             if entry.next_at <= now and not (yield from self._is_paused(entry.job, paused)):
                 try:
-                    yield from self._advance(entry, now)
+                    yield from self._advance(entry, now, was_away)
                 except OncemoreError:
                     raise
                 except Exception:  # of the functions that give the items and their zones
@@ -222,13 +229,14 @@ class Scheduler:
 
     # From ticks to slots
 
-    def _advance(self, entry: ScheduledJob, now: float) -> Plan[None]:
+    def _advance(self, entry: ScheduledJob, now: float, was_away: bool) -> Plan[None]:
         """Add the slots of the ticks that have come to the entry's chains."""
         seen = entry.seen
-        if seen is None:
-            seen = yield from self._marks.reached(entry.name)
+        if seen is None or was_away:  # other processes have come further
+            reached = yield from self._marks.reached(entry.name)
+            seen = max((at for at in (seen, reached) if at is not None), default=None)
         new = seen is None  # the schedule has never had this entry: there is nothing to catch up with
-        since = now - ON_TIME if seen is None else min(seen, now)
+        since = now - ON_TIME if seen is None or seen > now else seen  # later than now: the clock was set back
         known, known_at = set(entry.zones), entry.zones_at
         zones = yield from self._by_zone(entry)
         until = now

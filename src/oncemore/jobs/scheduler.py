@@ -95,6 +95,11 @@ class ScheduledJob:
         zone = self.tz if isinstance(self.tz, str) else "each"
         return f"{self.job.name}:{self.trigger.text}:{zone}"
 
+    @property
+    def skips(self) -> bool:
+        """Whether a slot is skipped if the item's slot before is still running."""
+        return self.overlap == "skip" and self.catch_up != "all"
+
     def reached(self) -> float:
         """Until when all its slots are done, or are in the ledger for others to find."""
         assert self.seen is not None
@@ -260,20 +265,15 @@ class Scheduler:
 
     def _by_zone(self, entry: ScheduledJob) -> Plan[dict[str, list[tuple[Any, ...]]]]:
         """Ask for the items, and sort them by their time zones."""
-        items = yield from self._items(entry)
+        items: list[tuple[Any, ...]] = [()]  # the positional arguments of each call: one item, or nothing at all
+        if entry.each is not None:
+            items = [(item,) for item in ((yield Call(entry.each)) if callable(entry.each) else entry.each)]
         if isinstance(entry.tz, str):
             return {entry.tz: items}
         zones: dict[str, list[tuple[Any, ...]]] = {}
         for item in items:
             zones.setdefault(entry.tz(item[0]), []).append(item)
         return zones
-
-    def _items(self, entry: ScheduledJob) -> Plan[list[tuple[Any, ...]]]:
-        """The positional arguments of each call: one item, or nothing at all."""
-        if entry.each is None:
-            return [()]
-        items = (yield Call(entry.each)) if callable(entry.each) else entry.each
-        return [(item,) for item in items]
 
     def _slot(self, entry: ScheduledJob, tick: Tick, item: tuple[Any, ...]) -> Owed:
         """The slot of an item at a tick.  An item that moves to another time zone has one slot a day all the same."""
@@ -300,7 +300,7 @@ class Scheduler:
         chain = entry.chains.setdefault(owed.item, deque())
         if any(other.operation.id == owed.operation.id for other in chain):
             return
-        if chain and entry.overlap == "skip" and entry.catch_up != "all":
+        if chain and entry.skips:
             if chain[0].started:
                 yield from self._skip(owed)
                 return
@@ -400,19 +400,15 @@ class Scheduler:
             else:
                 self._retries.pop(owed.operation.id, None)
             chain = owed.entry.chains.get(owed.item)
-            if end != "running" and chain and chain[0] is owed:
+            if not chain or chain[0] is not owed:
+                continue
+            if end != "running":
                 chain.popleft()
                 if not chain:
                     del owed.entry.chains[owed.item]
-            elif end == "running" and chain and chain[0] is owed and owed.entry.overlap == "skip":
-                self._drop_overlapping(chain)
-
-    def _drop_overlapping(self, chain: deque[Owed]) -> None:
-        """The first slot of the chain runs elsewhere, so those behind it are skipped."""
-        if chain[0].entry.catch_up == "all":
-            return
-        while len(chain) > 1:
-            self._skipped.append(chain.pop())
+            elif owed.entry.skips:
+                while len(chain) > 1:  # it runs elsewhere, so those behind it are skipped
+                    self._skipped.append(chain.pop())
 
     # Slots that failed or were killed, of any process and of calls by hand
 

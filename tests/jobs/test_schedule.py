@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from oncemore import Guard, Resolution, current_operation
 from oncemore._ledger.steps import pack_request
+from oncemore._runtime.backoff import Backoff
 from oncemore._runtime.plan import Call, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, MissingDriver, NotResolvable, StoreUnavailable
@@ -182,6 +183,60 @@ def test_failed_slot_is_tried_again_with_backoff_by_any_schedule(guard: Guard) -
     assert len(offers.calls) == 4
     assert other.slots(offers.job, DAY)[0].state == "completed"
     assert other.slots(offers.job, DAY)[0].attempts == 4
+
+
+@pytest.mark.parametrize("effect", ["lease", "steps"])
+def test_slot_that_fails_elsewhere_is_tried_again_after_its_pause(tmp_path: Path, effect: str) -> None:
+    """The other process has found it running, and looks at it again."""
+    guard = Guard(f"sqlite:///{tmp_path}/once.db")
+    calls, begun, fail = [], threading.Event(), threading.Event()
+
+    @job(guard, slot="{tick}", effect=effect, backoff=Backoff(base=500.0, cap=500.0, jitter="none"))
+    def report() -> None:
+        calls.append("report")
+        if effect == "steps":
+            current_operation().step("first", lambda: None)
+        begun.set()
+        fail.wait(60)
+        raise ConnectionError
+
+    first, second = Schedule(guard), Schedule(guard)
+    for schedule in (first, second):
+        schedule.cron("0 6 * * *", report, tz="America/New_York")
+    thread = threading.Thread(target=first.run_once, args=(SIX,))
+    thread.start()
+    assert begun.wait(60)
+    assert second.run_once(now=SIX).conflict == 1
+    fail.set()
+    thread.join()
+    for seconds, count in ((10, 1), (20, 1), (600, 2)):
+        second.run_once(now=SIX + timedelta(seconds=seconds))
+        assert len(calls) == count
+    guard.close()
+
+
+def test_pause_of_a_failed_slot_begins_at_its_end() -> None:
+    guard = Guard("memory://")
+    times: list[float] = []
+
+    @job(guard, slot="{tick}", attempts=2, backoff=Backoff(base=1.0, jitter="none"))
+    def report() -> None:
+        times.append(time.monotonic())
+        time.sleep(1.5)
+        times.append(time.monotonic())
+        raise ConnectionError
+
+    schedule, stop = Schedule(guard), threading.Event()
+    schedule.every("1d", report, catch_up="last")
+    schedule.entries[0].seen = time.time() // 86400 * 86400 - 1  # due now
+    thread = threading.Thread(target=schedule.run, args=(stop,))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while len(times) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stop.set()
+    thread.join()
+    assert times[2] - times[1] > 0.99
 
 
 def test_slot_failing_too_often_is_listed_and_retried_by_hand(guard: Guard) -> None:

@@ -118,7 +118,7 @@ class Owed:
     due: float = 0.0
     started: bool = False
     looked: int = 0  # how often it was found to be running elsewhere
-    again: tuple[float, float] = (0.0, 0.0)  # if it has failed: when it is due again, by both clocks
+    again: tuple[float, float] = (0.0, 0.0)  # if it has failed: due again after so long, and when by the store's clock
     by_hand: bool = False
 
     @property
@@ -354,7 +354,9 @@ class Scheduler:
             record = yield from self.guard.store.find(*operation.id)
             if record is not None and record.state == "running" and record.lease_until > record.now:
                 return "running"
-            if record is not None and record.state == "released":
+            waits = record is not None and record.state == "running" and not job.is_due(record)
+            if record is not None and (waits or record.state == "released"):  # it has failed elsewhere
+                owed.again = (job.retry_at(record) - record.now, job.retry_at(record))
                 return "retrying"
         if owed.by_hand:
             yield from job.free(operation)
@@ -379,7 +381,7 @@ class Scheduler:
             if failed:
                 return "failed"
             pause = job.backoff.step(1 if record is None else record.attempts)
-            owed.again = (now + pause, 0.0 if record is None else record.now + pause)
+            owed.again = (pause, 0.0 if record is None else record.now + pause)
             return "retrying"
         return slot_end(answer)
 
@@ -396,7 +398,8 @@ class Scheduler:
             else:
                 self._counts.add(end)
             if end == "retrying":
-                self._retries[owed.operation.id] = owed.again
+                pause, due_there = owed.again
+                self._retries[owed.operation.id] = (now + pause, due_there)
             else:
                 self._retries.pop(owed.operation.id, None)
             chain = owed.entry.chains.get(owed.item)

@@ -215,6 +215,16 @@ def test_slot_that_fails_elsewhere_is_tried_again_after_its_pause(tmp_path: Path
     guard.close()
 
 
+def test_tick_of_a_slot_that_has_just_failed_waits_for_its_pause(guard: Guard) -> None:
+    offers = Offers(guard, backoff=Backoff(base=500.0, cap=500.0, jitter="none"))
+    offers.fails = 10
+    schedules = [offers.schedule(guard, each=["ann"]) for _ in range(5)]  # each as in a process of its own
+    for seconds, calls in ((-30, 0), (0, 1), (10, 1), (501, 2)):
+        for schedule in schedules:
+            schedule.run_once(now=SIX + timedelta(seconds=seconds))
+        assert len(offers.calls) == calls
+
+
 def test_pause_of_a_failed_slot_begins_at_its_end() -> None:
     guard = Guard("memory://")
     times: list[float] = []

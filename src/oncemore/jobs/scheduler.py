@@ -350,13 +350,14 @@ class Scheduler:
     def _attempt(self, owed: Owed, now: float) -> Plan[End]:
         """Try a slot once, and say how that ended; "running" if another process has it."""
         job, operation = owed.job, owed.operation
-        if owed.looked:
+        if owed.tick is not None and not owed.by_hand:  # another process may have tried it
             record = yield from self.guard.store.find(*operation.id)
-            if record is not None and record.state == "running" and record.lease_until > record.now:
-                return "running"
-            waits = record is not None and record.state == "running" and not job.is_due(record)
-            if record is not None and (waits or record.state == "released"):  # it has failed elsewhere
-                owed.again = (job.retry_at(record) - record.now, job.retry_at(record))
+            running = record is not None and record.state == "running"
+            if record is not None and running and record.lease_until > record.now:
+                if owed.looked:  # else the attempt counts the conflict
+                    return "running"
+            elif record is not None and (record.state == "released" or (running and not job.is_due(record))):
+                owed.again = (job.retry_at(record) - record.now, job.retry_at(record))  # it has failed elsewhere
                 return "retrying"
         if owed.by_hand:
             yield from job.free(operation)
@@ -448,7 +449,8 @@ class Scheduler:
             entry = entries[id[0]]
             if not (yield from self._is_paused(entry.job, paused)):
                 started += yield from self._found(entry, id, now, runner)
-                self._retries.pop(id, None)
+                if self._retries[id][0] <= now:
+                    del self._retries[id]
         return started
 
     def _by_job(self) -> dict[str, ScheduledJob]:
@@ -466,8 +468,11 @@ class Scheduler:
                 job.ended(identity(record), "failed", record.attempts)
                 self._counts.failed += 1
             return 0
-        due_here, due_there = self._retries.get(id, (float("inf"), 0.0))
-        if now < due_here and record.now < max(due_there, job.retry_at(record)):
+        due = job.retry_at(record)
+        due_here, due_there = self._retries.get(id, (float("inf"), due))
+        if due > due_there:  # it has failed once more, elsewhere
+            due_here, due_there = self._retries[id] = (now + due - record.now, due)
+        if now < due_here and record.now < due_there:
             return 0
         try:
             owed = self._kept_slot(entry, record)

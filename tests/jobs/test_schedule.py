@@ -215,7 +215,7 @@ def test_slot_that_fails_elsewhere_is_tried_again_after_its_pause(tmp_path: Path
     guard.close()
 
 
-def test_tick_of_a_slot_that_has_just_failed_waits_for_its_pause(guard: Guard) -> None:
+def test_later_tick_of_a_failed_slot_waits_for_its_pause(guard: Guard) -> None:
     offers = Offers(guard, backoff=Backoff(base=500.0, cap=500.0, jitter="none"))
     offers.fails = 10
     schedules = [offers.schedule(guard, each=["ann"]) for _ in range(5)]  # each as in a process of its own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import signal
 import sys
 import threading
 import time
@@ -20,10 +21,12 @@ from prometheus_client import CollectorRegistry
 
 from oncemore import Guard, Resolution, current_operation
 from oncemore._ledger.steps import pack_request
+from oncemore._runtime.backoff import Backoff
 from oncemore._runtime.plan import Call, run
 from oncemore.encryption import Seal
 from oncemore.errors import ConfigurationError, MissingDriver, NotResolvable, StoreUnavailable
 from oncemore.jobs import Schedule, Slot, job
+from oncemore.jobs.runner import stopped_by_signal
 from oncemore.observe.prometheus import count_events
 from oncemore.testing.clock import Clock
 
@@ -129,6 +132,26 @@ def test_catch_up_of_a_late_last_slot(guard: Guard) -> None:
     assert ran == {"none-3.0": (0, 1), "last-3.0": (1, 0), "none-0.5": (1, 0)}
 
 
+def test_clock_set_back_stops_no_slots_and_no_catching_up(guard: Guard) -> None:
+    """It has shown another month for a moment, and is right again."""
+    offers = Offers(guard)
+    schedule = offers.schedule(guard, each=["ann"])
+    for days in (0, 30, 1, 2):
+        assert schedule.run_once(now=SIX + timedelta(days=days)).completed == 1
+    again = offers.schedule(guard, each=["ann"], catch_up="all")
+    assert again.run_once(now=SIX + timedelta(days=5)).completed == 3
+
+
+def test_slots_that_others_ran_meanwhile_are_not_missed(guard: Guard) -> None:
+    """As by a process of a machine that was asleep."""
+    offers = Offers(guard)
+    asleep, awake = (offers.schedule(guard) for _ in range(2))
+    for schedule, days in ((asleep, 0), (awake, 0), (awake, 1), (awake, 2), (awake, 3)):
+        schedule.run_once(now=SIX + timedelta(days=days))
+    assert asleep.run_once(now=SIX + timedelta(days=3, seconds=90)).missed == 0
+    assert asleep.missed() == []
+
+
 def test_missed_slot_that_is_run_later_is_not_missed(guard: Guard) -> None:
     offers = Offers(guard)
     schedule = offers.schedule(guard)
@@ -160,6 +183,70 @@ def test_failed_slot_is_tried_again_with_backoff_by_any_schedule(guard: Guard) -
     assert len(offers.calls) == 4
     assert other.slots(offers.job, DAY)[0].state == "completed"
     assert other.slots(offers.job, DAY)[0].attempts == 4
+
+
+@pytest.mark.parametrize("effect", ["lease", "steps"])
+def test_slot_that_fails_elsewhere_is_tried_again_after_its_pause(tmp_path: Path, effect: str) -> None:
+    """The other process has found it running, and looks at it again."""
+    guard = Guard(f"sqlite:///{tmp_path}/once.db")
+    calls, begun, fail = [], threading.Event(), threading.Event()
+
+    @job(guard, slot="{tick}", effect=effect, backoff=Backoff(base=500.0, cap=500.0, jitter="none"))
+    def report() -> None:
+        calls.append("report")
+        if effect == "steps":
+            current_operation().step("first", lambda: None)
+        begun.set()
+        fail.wait(60)
+        raise ConnectionError
+
+    first, second = Schedule(guard), Schedule(guard)
+    for schedule in (first, second):
+        schedule.cron("0 6 * * *", report, tz="America/New_York")
+    thread = threading.Thread(target=first.run_once, args=(SIX,))
+    thread.start()
+    assert begun.wait(60)
+    assert second.run_once(now=SIX).conflict == 1
+    fail.set()
+    thread.join()
+    for seconds, count in ((10, 1), (20, 1), (600, 2)):
+        second.run_once(now=SIX + timedelta(seconds=seconds))
+        assert len(calls) == count
+    guard.close()
+
+
+def test_later_tick_of_a_failed_slot_waits_for_its_pause(guard: Guard) -> None:
+    offers = Offers(guard, backoff=Backoff(base=500.0, cap=500.0, jitter="none"))
+    offers.fails = 10
+    schedules = [offers.schedule(guard, each=["ann"]) for _ in range(5)]  # each as in a process of its own
+    for seconds, calls in ((-30, 0), (0, 1), (10, 1), (501, 2)):
+        for schedule in schedules:
+            schedule.run_once(now=SIX + timedelta(seconds=seconds))
+        assert len(offers.calls) == calls
+
+
+def test_pause_of_a_failed_slot_begins_at_its_end() -> None:
+    guard = Guard("memory://")
+    times: list[float] = []
+
+    @job(guard, slot="{tick}", attempts=2, backoff=Backoff(base=1.0, jitter="none"))
+    def report() -> None:
+        times.append(time.monotonic())
+        time.sleep(1.5)
+        times.append(time.monotonic())
+        raise ConnectionError
+
+    schedule, stop = Schedule(guard), threading.Event()
+    schedule.every("1d", report, catch_up="last")
+    schedule.entries[0].seen = time.time() // 86400 * 86400 - 1  # due now
+    thread = threading.Thread(target=schedule.run, args=(stop,))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while len(times) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stop.set()
+    thread.join()
+    assert times[2] - times[1] > 0.99
 
 
 def test_slot_failing_too_often_is_listed_and_retried_by_hand(guard: Guard) -> None:
@@ -449,6 +536,20 @@ def test_run_until_stopped(counting: Any) -> None:
     thread.join(60)
     assert not thread.is_alive()
     assert len(calls) >= 2
+
+
+def test_sigterm_that_meets_the_lock_of_the_event_stops() -> None:
+    lock, stopped = threading.Lock(), threading.Event()
+
+    class Stop(threading.Event):
+        def set(self) -> None:
+            if lock.acquire(timeout=5):
+                stopped.set()
+
+    with stopped_by_signal(Stop()):
+        with lock:
+            signal.raise_signal(signal.SIGTERM)
+        assert stopped.wait(10)
 
 
 async def test_arun_until_cancelled(counting: Any) -> None:

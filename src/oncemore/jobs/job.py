@@ -272,10 +272,14 @@ class Job(Once[P, T]):
         return used_up and (killed or record.state == "released")
 
     def retry_at(self, record: Record) -> float:
-        """When an unfinished slot is due again, by the store's clock: a killed one as soon as its lease has ended."""
+        """When an unfinished slot is due again, by the store's clock.
+
+        A killed one is due as soon as its lease has ended.  Among steps, a failure ends the lease, too, and is waited for.
+        """
+        pause = self.backoff.step(record.attempts)
         if record.state == "running":
-            return record.lease_until
-        return (record.expires_at or record.now) - self.policy.ttl + self.backoff.step(record.attempts)
+            return record.lease_until + (pause if self.policy.effect == "steps" else 0.0)
+        return (record.expires_at or record.now) - self.policy.ttl + pause
 
     def is_due(self, record: Record) -> bool:
         """Whether a schedule has to try an unfinished slot again, or to list it as failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextvars
 import signal
@@ -91,7 +92,8 @@ def stopped_by_signal(stop: threading.Event) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    # On a thread, because this one may just hold the lock of *stop*.
+    former = signal.signal(signal.SIGTERM, lambda *_: _thread.start_new_thread(stop.set, ()))
     try:
         yield
     finally:

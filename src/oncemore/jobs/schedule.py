@@ -87,7 +87,7 @@ class Schedule(Scheduler):
         check_choice("on_repeat", on_repeat, OnRepeat)
         with naming_extras("A cron expression"):
             trigger: Trigger = importlib.import_module(".cron", __package__).Cron(expression, gap, on_repeat)
-        self._add(job, trigger, tz, each, concurrency, catch_up, overlap, jitter)
+        self._add(ScheduledJob(job_of(job), trigger, tz, each, concurrency, catch_up, overlap, duration(jitter)))
 
     def every(
         self,
@@ -102,24 +102,16 @@ class Schedule(Scheduler):
         jitter: float | str = 0.0,
     ) -> None:
         """Run *job* at each multiple of an interval such as `"15m"` since 1970, in UTC.  *tz* gives the job its date."""
-        self._add(job, Every(interval), tz, each, concurrency, catch_up, overlap, jitter)
+        trigger = Every(interval)
+        self._add(ScheduledJob(job_of(job), trigger, tz, each, concurrency, catch_up, overlap, duration(jitter)))
 
-    def _add(
-        self,
-        function: Callable[..., Any],
-        trigger: Trigger,
-        tz: str | Callable[[Any], str],
-        each: Iterable[Any] | Callable[[], Any] | None,
-        concurrency: int,
-        catch_up: CatchUp,
-        overlap: Overlap,
-        jitter: float | str,
-    ) -> None:
-        job = job_of(function)
-        check_choice("catch_up", catch_up, CatchUp)
-        check_choice("overlap", overlap, Overlap)
-        if type(concurrency) is not int or concurrency < 1:
-            raise ConfigurationError(f"concurrency = {concurrency!r}: one slot at a time at least")
+    def _add(self, entry: ScheduledJob) -> None:
+        """Check the settings of a line, and add it."""
+        job, tz, each = entry.job, entry.tz, entry.each
+        check_choice("catch_up", entry.catch_up, CatchUp)
+        check_choice("overlap", entry.overlap, Overlap)
+        if type(entry.concurrency) is not int or entry.concurrency < 1:
+            raise ConfigurationError(f"concurrency = {entry.concurrency!r}: one slot at a time at least")
         if job.guard is not self.guard:
             raise ConfigurationError(f"{job.name} has another guard than the schedule: give both the same")
         if not job.is_timed:
@@ -133,11 +125,10 @@ class Schedule(Scheduler):
             raise ConfigurationError("tz is a function of the item, but there are no items: give them by each=")
         if isinstance(each, str):
             raise ConfigurationError(f"each = {each!r} is one text: write a list of items, as in [{each!r}]")
-        if each is not None and not callable(each) and not isinstance(each, list):
-            each = list(each)  # an iterator can be read once only
-        entry = ScheduledJob(job, trigger, tz, each, concurrency, catch_up, overlap, duration(jitter))
+        if each is not None and not callable(each) and not isinstance(each, list):  # a list may grow
+            entry.each = list(each)  # an iterator can be read once only
         if entry.name in {other.name for other in self.entries}:
-            raise ConfigurationError(f"{job.name} has {trigger.text!r} twice in the schedule: add it once")
+            raise ConfigurationError(f"{job.name} has {entry.trigger.text!r} twice in the schedule: add it once")
         self.entries.append(entry)
 
     # Running

@@ -95,6 +95,11 @@ class ScheduledJob:
         zone = self.tz if isinstance(self.tz, str) else "each"
         return f"{self.job.name}:{self.trigger.text}:{zone}"
 
+    @property
+    def skips(self) -> bool:
+        """Whether a slot is skipped if the item's slot before is still running."""
+        return self.overlap == "skip" and self.catch_up != "all"
+
     def reached(self) -> float:
         """Until when all its slots are done, or are in the ledger for others to find."""
         assert self.seen is not None
@@ -113,7 +118,7 @@ class Owed:
     due: float = 0.0
     started: bool = False
     looked: int = 0  # how often it was found to be running elsewhere
-    again: tuple[float, float] = (0.0, 0.0)  # if it has failed: when it is due again, by both clocks
+    again: tuple[float, float] = (0.0, 0.0)  # if it has failed: due again after so long, and when by the store's clock
     by_hand: bool = False
 
     @property
@@ -139,6 +144,7 @@ class Scheduler:
         self._unfinished: deque[tuple[ScheduledJob, tuple[str, str]]] = deque()  # slots that the last sweep has found
         self._sweeping = False
         self._sweep_at = float("-inf")
+        self._round_at = float("-inf")  # the time of the last round
         self._counts = SlotCounts()
 
     # Rounds
@@ -161,7 +167,7 @@ class Scheduler:
             log.exception("The schedule could not look for slots that are due")
             return 1.0
         coming = [entry.next_at for entry in self.entries if entry.next_at > now]  # the others are paused
-        return max(0.01, min([now + POLL, *coming]) - self._moment(None))
+        return min(POLL, max(0.01, min(coming, default=now + POLL) - self._moment(None)))
 
     def _finished(self) -> Plan[None]:
         """Remember how far the schedule has come, at its end."""
@@ -183,11 +189,17 @@ class Scheduler:
     def _round(self, now: float, runner: Runner) -> Plan[int]:
         """Find what is due, and start it; how many slots were started."""
         self._collect(now)
+        if now < self._round_at:  # the clock was set back: do not wait until it shows that time again
+            self._sweep_at = now
+            for entry in self.entries:
+                entry.next_at, entry.saved = now, 0.0
+        was_away = now - self._round_at > ON_TIME
+        self._round_at = now
         paused: dict[str, bool] = {}
         for entry in self.entries:
             if entry.next_at <= now and not (yield from self._is_paused(entry.job, paused)):
                 try:
-                    yield from self._advance(entry, now)
+                    yield from self._advance(entry, now, was_away)
                 except OncemoreError:
                     raise
                 except Exception:  # of the functions that give the items and their zones
@@ -222,13 +234,14 @@ class Scheduler:
 
     # From ticks to slots
 
-    def _advance(self, entry: ScheduledJob, now: float) -> Plan[None]:
+    def _advance(self, entry: ScheduledJob, now: float, was_away: bool) -> Plan[None]:
         """Add the slots of the ticks that have come to the entry's chains."""
         seen = entry.seen
-        if seen is None:
-            seen = yield from self._marks.reached(entry.name)
+        if seen is None or was_away:  # other processes have come further
+            reached = yield from self._marks.reached(entry.name)
+            seen = max((at for at in (seen, reached) if at is not None), default=None)
         new = seen is None  # the schedule has never had this entry: there is nothing to catch up with
-        since = now - ON_TIME if seen is None else min(seen, now)
+        since = now - ON_TIME if seen is None or seen > now else seen  # later than now: the clock was set back
         known, known_at = set(entry.zones), entry.zones_at
         zones = yield from self._by_zone(entry)
         until = now
@@ -252,20 +265,15 @@ class Scheduler:
 
     def _by_zone(self, entry: ScheduledJob) -> Plan[dict[str, list[tuple[Any, ...]]]]:
         """Ask for the items, and sort them by their time zones."""
-        items = yield from self._items(entry)
+        items: list[tuple[Any, ...]] = [()]  # the positional arguments of each call: one item, or nothing at all
+        if entry.each is not None:
+            items = [(item,) for item in ((yield Call(entry.each)) if callable(entry.each) else entry.each)]
         if isinstance(entry.tz, str):
             return {entry.tz: items}
         zones: dict[str, list[tuple[Any, ...]]] = {}
         for item in items:
             zones.setdefault(entry.tz(item[0]), []).append(item)
         return zones
-
-    def _items(self, entry: ScheduledJob) -> Plan[list[tuple[Any, ...]]]:
-        """The positional arguments of each call: one item, or nothing at all."""
-        if entry.each is None:
-            return [()]
-        items = (yield Call(entry.each)) if callable(entry.each) else entry.each
-        return [(item,) for item in items]
 
     def _slot(self, entry: ScheduledJob, tick: Tick, item: tuple[Any, ...]) -> Owed:
         """The slot of an item at a tick.  An item that moves to another time zone has one slot a day all the same."""
@@ -292,7 +300,7 @@ class Scheduler:
         chain = entry.chains.setdefault(owed.item, deque())
         if any(other.operation.id == owed.operation.id for other in chain):
             return
-        if chain and entry.overlap == "skip" and entry.catch_up != "all":
+        if chain and entry.skips:
             if chain[0].started:
                 yield from self._skip(owed)
                 return
@@ -342,11 +350,14 @@ class Scheduler:
     def _attempt(self, owed: Owed, now: float) -> Plan[End]:
         """Try a slot once, and say how that ended; "running" if another process has it."""
         job, operation = owed.job, owed.operation
-        if owed.looked:
+        if owed.tick is not None and not owed.by_hand:  # another process may have tried it
             record = yield from self.guard.store.find(*operation.id)
-            if record is not None and record.state == "running" and record.lease_until > record.now:
-                return "running"
-            if record is not None and record.state == "released":
+            running = record is not None and record.state == "running"
+            if record is not None and running and record.lease_until > record.now:
+                if owed.looked:  # else the attempt counts the conflict
+                    return "running"
+            elif record is not None and (record.state == "released" or (running and not job.is_due(record))):
+                owed.again = (job.retry_at(record) - record.now, job.retry_at(record))  # it has failed elsewhere
                 return "retrying"
         if owed.by_hand:
             yield from job.free(operation)
@@ -371,7 +382,7 @@ class Scheduler:
             if failed:
                 return "failed"
             pause = job.backoff.step(1 if record is None else record.attempts)
-            owed.again = (now + pause, 0.0 if record is None else record.now + pause)
+            owed.again = (pause, 0.0 if record is None else record.now + pause)
             return "retrying"
         return slot_end(answer)
 
@@ -388,23 +399,20 @@ class Scheduler:
             else:
                 self._counts.add(end)
             if end == "retrying":
-                self._retries[owed.operation.id] = owed.again
+                pause, due_there = owed.again
+                self._retries[owed.operation.id] = (now + pause, due_there)
             else:
                 self._retries.pop(owed.operation.id, None)
             chain = owed.entry.chains.get(owed.item)
-            if end != "running" and chain and chain[0] is owed:
+            if not chain or chain[0] is not owed:
+                continue
+            if end != "running":
                 chain.popleft()
                 if not chain:
                     del owed.entry.chains[owed.item]
-            elif end == "running" and chain and chain[0] is owed and owed.entry.overlap == "skip":
-                self._drop_overlapping(chain)
-
-    def _drop_overlapping(self, chain: deque[Owed]) -> None:
-        """The first slot of the chain runs elsewhere, so those behind it are skipped."""
-        if chain[0].entry.catch_up == "all":
-            return
-        while len(chain) > 1:
-            self._skipped.append(chain.pop())
+            elif owed.entry.skips:
+                while len(chain) > 1:  # it runs elsewhere, so those behind it are skipped
+                    self._skipped.append(chain.pop())
 
     # Slots that failed or were killed, of any process and of calls by hand
 
@@ -441,7 +449,8 @@ class Scheduler:
             entry = entries[id[0]]
             if not (yield from self._is_paused(entry.job, paused)):
                 started += yield from self._found(entry, id, now, runner)
-                self._retries.pop(id, None)
+                if self._retries[id][0] <= now:
+                    del self._retries[id]
         return started
 
     def _by_job(self) -> dict[str, ScheduledJob]:
@@ -459,8 +468,11 @@ class Scheduler:
                 job.ended(identity(record), "failed", record.attempts)
                 self._counts.failed += 1
             return 0
-        due_here, due_there = self._retries.get(id, (float("inf"), 0.0))
-        if now < due_here and record.now < max(due_there, job.retry_at(record)):
+        due = job.retry_at(record)
+        due_here, due_there = self._retries.get(id, (float("inf"), due))
+        if due > due_there:  # it has failed once more, elsewhere
+            due_here, due_there = self._retries[id] = (now + due - record.now, due)
+        if now < due_here and record.now < due_there:
             return 0
         try:
             owed = self._kept_slot(entry, record)

@@ -8,22 +8,23 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from redis.crc import key_slot
 
 from oncemore._ledger.model import Lease, Record
-from oncemore._runtime.plan import arun, run
+from oncemore._runtime.plan import Plan, arun, run
 from oncemore.errors import StoreError
 from oncemore.stores.redis import RedisStore, connect, warnings
 from oncemore.stores.redis.topology import QUESTION_PAUSE
 from tests.support.servers import ValkeyCluster, ValkeySentinel, ValkeyServer
 from tests.support.valkey import SERVICE, wait_until
 
-from ..parts import DONE, HOUR, operation
+from ..parts import DONE, HOUR, in_a_fork, operation
 
 pytestmark = [pytest.mark.server, pytest.mark.chaos]
 
@@ -175,6 +176,27 @@ def test_woken_primary_grants_nothing_to_an_idle_process(kind: str) -> None:
             store.close()
 
 
+@pytest.mark.parametrize("end", ["close", "fork"])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_woken_primary_grants_nothing_after_close_or_fork(own_sentinel: ValkeySentinel, end: str) -> None:
+    """No thread of the process has asked the sentinels meanwhile."""
+    store = connect(f"{own_sentinel.url}?timeout=20s")
+    run(store.claim(operation("before"), lease=HOUR))
+
+    def fail_over_and_claim() -> None:
+        other = connect(f"{own_sentinel.url}?timeout=20s")
+        with frozen(own_sentinel.primary):
+            assert isinstance(run(other.claim(operation("key"), lease=HOUR)), Lease)
+        assert isinstance(run(store.claim(operation("key"), lease=HOUR)), Record)
+
+    if end == "close":
+        store.close()
+        fail_over_and_claim()
+    else:
+        assert in_a_fork(fail_over_and_claim) == 0
+    store.close()
+
+
 async def test_calls_under_way_are_sent_to_the_new_primary(own_sentinel: ValkeySentinel) -> None:
     """On threads and on a loop, long before they would give up the frozen server."""
     store = connect(f"{own_sentinel.url}?timeout=400s")
@@ -241,6 +263,34 @@ async def test_cluster_writes_wait_for_all_replicas() -> None:
                     refused.add(key)
         assert refused == {key for key, node in slots.items() if node == 0}
         await store.aclose()
+
+
+def test_verb_sent_again_waits_for_replicas_too(own_sentinel: ValkeySentinel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server counts the replicas that have the connection's own writes, so the second call has to write something."""
+    store = connect(f"{own_sentinel.url}?timeout=1s&wait_replicas=all")
+    leases = {verb: run(store.claim(operation(verb), lease=HOUR)) for verb in ("settle", "release", "hold", "resolve")}
+    assert all(isinstance(lease, Lease) for lease in leases.values())
+    run(store.renew(leases["resolve"], lease=0))
+    run(store.settle(run(store.claim(operation("delete"), lease=HOUR)), DONE, retention=HOUR))
+    monkeypatch.setattr(store.holder, "next", lambda: "the same name each time")
+    verbs: dict[str, Callable[[], Plan[Any]]] = {
+        "settle": lambda: store.settle(leases["settle"], DONE, retention=HOUR),
+        "release": lambda: store.release(leases["release"], retention=0),
+        "hold": lambda: store.hold(leases["hold"]),
+        "resolve": lambda: store.resolve("scope", "resolve", DONE, retention=HOUR),
+        "delete": lambda: store.delete("scope", "delete"),
+    }
+    counted = []
+    with frozen(own_sentinel.replica):
+        for _ in range(2):
+            for name, verb in verbs.items():
+                with suppress(StoreError):
+                    run(verb())
+                    counted.append(name)
+    assert counted == []
+    for verb in verbs.values():
+        run(verb())
+    store.close()
 
 
 def test_warnings_name_what_a_failover_or_restart_forgets(

@@ -304,6 +304,17 @@ def test_older_view_of_a_cluster_never_replaces_a_newer_one() -> None:
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.parametrize("port", range(2, 12))  # the order of views of the same epoch depends on their hashes
+def test_replicas_that_join_and_leave_a_cluster_are_counted(port: int) -> None:
+    replica = ("127.0.0.1", port)
+    topology = ClusterTopology(Connector("redis://"), [A])
+    counts = []
+    for views in ([all_slots(1, A)], [all_slots(1, A), all_slots(1, A, replica)], [all_slots(1, A)]):
+        topology._use(views, {A})
+        counts.append(topology.replicas(A))
+    assert counts == [0, 1, 0]
+
+
 def test_redirection_by_a_node_behind_is_corrected() -> None:
     topology = ClusterTopology(Connector("redis://"), [A])
     topology._use([all_slots(1, A)], {A})

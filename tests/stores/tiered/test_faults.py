@@ -307,6 +307,29 @@ def test_server_that_answers_nonsense_is_not_noticed(reply: bytes, postgres_url:
         server.shutdown()
 
 
+def test_server_that_answers_pings_only_is_left_alone(postgres_url: str, postgres_schema: str) -> None:
+    class PingsOnly(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while request := self.request.recv(65536):
+                if b"MGET" not in request:
+                    self.request.sendall(b"+OK\r\n" * request.count(b"*"))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), PingsOnly) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = connect(tiered_url(postgres_url, f"redis://127.0.0.1:{server.server_address[1]}/0", postgres_schema))
+        assert isinstance(store, TieredStore)
+        claimed(store)
+
+        def is_left_alone() -> bool:
+            assert blocked(store).tier == "database"
+            return store.tiers.open
+
+        eventually(is_left_alone)
+        store.close()
+        server.shutdown()
+
+
 def test_primary_down_is_an_error_and_copies_are_unused(own_postgres: PostgresServer, own_valkey: ValkeyServer) -> None:
     store = warmed(connect(tiered_url(own_postgres.url, own_valkey.url, timeout="1s")))  # type: ignore[arg-type]
     settled(store)

@@ -150,6 +150,8 @@ class RedisStore:
         return read_record(id, *answer)
 
     def _run_claims(self, claims: list[ScriptItem]) -> Plan[list[Any]]:
+        if not self._checked and self.topology.fails_over:  # nobody watches since the start, a fork, or `close`
+            self.topology.known = False
         batch = yield from self._send_behind_undos(self.topology.address(claims[0].key), claims, self._replicas)
         if batch.uncounted:
             yield from self._undo_claims(batch.uncounted)

@@ -187,8 +187,8 @@ class SendCommands(msgspec.Struct, gc=False):
     A new connection is opened if none is free; with *connected*, NotConnected is raised instead.
     Raises ConfigurationError if the server refuses the login.  Raises StoreTimeout or StoreUnavailable if not all replies
     came within *timeout* seconds; the server may have carried out the commands all the same.  On a thread, a reply that
-    has begun to arrive may take so long again for its rest: redis-py's blocking sockets have a timeout for each read, and
-    none for a whole reply.
+    has begun to arrive may take longer: redis-py's blocking sockets have a timeout for each read, that of the connection,
+    and none for a whole reply.
     """
 
     pool: ConnectionPool

@@ -109,6 +109,12 @@ local function notify_if_watched(r)
   end
 end
 
+-- Write the record as it is, for a verb that is sent again.  WAIT returns at once after a call that writes nothing, although
+-- the replicas may not have the first call's write.
+local function write_again(key, r)
+  redis.call('SET', key, r.value, 'KEEPTTL')
+end
+
 -- The owner's record; and 1 if it is running, 2 if it is in the state *target* already, 0 if the token is another.
 local function owned(key, token, target)
   local r = read(key, DECISION)
@@ -117,8 +123,13 @@ local function owned(key, token, target)
   end
   if r[TOKEN] ~= tonumber(token) then
     return r, 0
+  elseif r[STATE] == 'running' then
+    return r, 1
+  elseif r.now ~= target then
+    return r, 0
   end
-  return r, r[STATE] == 'running' and 1 or r.now == target and 2 or 0
+  write_again(key, r)
+  return r, 2
 end
 """
 
@@ -260,6 +271,7 @@ local function verb(key, a)
     r[STATE], r[EXPIRES_AT] = 'released', now + ARGV[a + 1]
     write(key, r, lifetime(ARGV[a + 1]))
   elseif own == 0 and r and ARGV[a + 1] == '0' and r[STATE] == 'released' and r[TOKEN] == tonumber(ARGV[a]) then
+    write_again(key, r)
     return 2
   end
   return own
@@ -335,6 +347,8 @@ local function verb(key, a)
     write(key, r, lifetime(ARGV[a + 1]), target == 'settled' and ARGV[a + 4])
   elseif r.now == 'absent' or r[DECISION] ~= ARGV[a] then
     return r.now
+  else
+    write_again(key, r)
   end
   return {now, redis.call('GET', key)}
 end
@@ -351,7 +365,9 @@ local function verb(key, a)
     return -1
   end
   local again = r and r[STATE] == 'deleted' and r[DECISION] == ARGV[a]
-  if r and r[STATE] ~= 'deleted' then
+  if again then
+    write_again(key, r)
+  elseif r and r[STATE] ~= 'deleted' then
     if r.now == 'absent' and r[AUDIT] then
       archive(key, r)
     end

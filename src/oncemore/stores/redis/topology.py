@@ -213,14 +213,15 @@ class ClusterTopology(Topology):
         if self._heard == {*heard}:
             return set()
         former = {each.primary for each in self._ranges}
+        self._heard = {*heard}
         # The view before counts as another one; but not if all of its primaries have gone.
         ranges = {*heard, *(self._ranges if former & answered else ())}
         latest: list[SlotRange | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        for each in sorted(ranges, key=lambda each: each.epoch):
+        # Replicas come and go without a new epoch, and some nodes know of them sooner than others.
+        for each in sorted(ranges, key=lambda each: (each.epoch, each in self._heard, each.replica_count)):
             latest[each.first : each.last + 1] = [each] * (each.last + 1 - each.first)
         self._slots = [each and each.primary for each in latest]
         self._ranges = [each for each in dict.fromkeys(latest) if each]
-        self._heard = {*heard}
         nodes = {node for each in ranges for node in (each.primary, *each.replicas) if node}
         self._others = sorted(nodes.difference(self.nodes))
         return former - {*self._slots}

@@ -264,7 +264,8 @@ class Copies:
             topology.known = False
             self.breaker.failed(error, at_once=True)
         else:
-            self.breaker.worked()
+            if self.breaker.open:  # else a server that answers a PING, but no look, would never be left alone
+                self.breaker.worked()
 
     # Writing
 

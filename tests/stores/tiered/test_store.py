@@ -293,12 +293,13 @@ def test_settle_answered_late_is_not_copied(
     monkeypatch.setattr(tiered_copies, "OLDEST_PENDING", 0.5)
 
     class Late(StoreWrapper):
-        def settle(self, held: Lease, *args: Any, **settings: Any) -> Plan[None]:
-            yield from self.inner.settle(held, *args, **settings)
+        def settle_first(self, held: Lease, *args: Any, **settings: Any) -> Plan[bool]:
+            is_first: bool = yield from self.inner.settle_first(held, *args, **settings)  # type: ignore[attr-defined]
             if held.operation.key == "late":
                 yield Sleep(0.6)
+            return is_first
 
-    warmed(store).inner = Late(store.inner)  # type: ignore[assignment]
+    warmed(store)._primary = Late(store.inner)  # type: ignore[assignment]
     settled(store, "late")
     settled(store, "prompt")
     eventually(lambda: copies(server, redis_prefix))
@@ -306,19 +307,33 @@ def test_settle_answered_late_is_not_copied(
     assert not is_hit(store, operation("late"))
 
 
+def test_second_settle_of_the_same_owner_is_not_copied(store: TieredStore) -> None:
+    """It changes nothing in the database, so a copy of it would answer with an outcome that was never stored."""
+    lease = run(warmed(store).claim(OPERATION, lease=HOUR))
+    assert isinstance(lease, Lease)
+    for outcome in (DONE, Outcome("value", body=b"another")):
+        run(store.settle(lease, outcome, retention=HOUR))
+    for _ in range(20):
+        found = run(store.claim(OPERATION, lease=HOUR))
+        assert isinstance(found, Record)
+        assert found.outcome == DONE
+        time.sleep(0.01)
+
+
 def test_copy_is_of_the_server_that_was_asked(store: TieredStore) -> None:
     """Another server is promoted between the commit and the writing of the copy; it may not have the outcome."""
     watch = warmed(store)._copies.watch
 
     class Promoted(StoreWrapper):
-        def settle(self, *args: Any, **settings: Any) -> Plan[None]:
-            yield from self.inner.settle(*args, **settings)
+        def settle_first(self, *args: Any, **settings: Any) -> Plan[bool]:
+            is_first: bool = yield from self.inner.settle_first(*args, **settings)  # type: ignore[attr-defined]
             watch.namespace_of = lambda row: "promoted.00000002"  # type: ignore[method-assign]
             eventually(lambda: watch.namespace() == "promoted.00000002")
+            return is_first
 
-    inner, store.inner = store.inner, Promoted(store.inner)  # type: ignore[assignment]
+    primary, store._primary = store._primary, Promoted(store.inner)  # type: ignore[assignment]
     settled(store)
-    store.inner = inner
+    store._primary = primary
     settled(store, "later")
     eventually(lambda: is_hit(store, operation("later")))
     assert not is_hit(store)

@@ -186,7 +186,13 @@ class PostgresStore:
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        yield from self._change(
+        yield from self.settle_first(held, outcome, retention, audit=audit, note=note)
+
+    def settle_first(
+        self, held: Lease, outcome: Outcome, retention: float, *, audit: bool = False, note: str = ""
+    ) -> Plan[bool]:
+        """Settle, and return whether this call did it: if the owner had settled the record before, nothing is changed."""
+        until = yield from self._change(
             held,
             SETTLED,
             encode_outcome(outcome),
@@ -196,6 +202,7 @@ class PostgresStore:
             note=escape_text(note),
             audit=audit,
         )
+        return until is not None
 
     def release(self, held: Lease, *, retention: float) -> Plan[None]:
         yield from self._change(held, RELEASED, retention=min(retention, LONGEST_SPAN))

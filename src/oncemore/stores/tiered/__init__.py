@@ -108,6 +108,7 @@ class TieredStore(StoreWrapper):
         super().__init__(cast("Store", primary))
         shown = quote(cache.url, safe="")
         self.url = f"redis+{primary.url}{'&' if '?' in primary.url else '?'}redis={shown}"
+        self._primary = primary
         self._cache = cache
         self._copies = Copies(primary, cache, budget=budget, cap=cap, largest=largest)
 
@@ -127,15 +128,10 @@ class TieredStore(StoreWrapper):
     def settle(
         self, held: Lease, outcome: Outcome, *, retention: float, audit: bool = False, note: str = ""
     ) -> Plan[None]:
-        settling = self.inner.settle(held, outcome, retention=retention, audit=audit, note=note)
         asked = self._copies.moment()
-        return settling if asked is None else self._copy_after(settling, held, outcome, retention, asked)
-
-    def _copy_after(
-        self, settling: Plan[None], held: Lease, outcome: Outcome, retention: float, asked: Moment
-    ) -> Plan[None]:
-        yield from settling
-        self._copies.keep_settled(held, outcome, retention, asked)
+        is_first = yield from self._primary.settle_first(held, outcome, retention, audit=audit, note=note)
+        if is_first and asked is not None:  # else the record may have another outcome
+            self._copies.keep_settled(held, outcome, retention, asked)
 
     def touch(self, record: Record, *, retention: float) -> Plan[None]:
         """Have the record expire later.  Its copy then ends too early, which is right; but too late if this is earlier."""

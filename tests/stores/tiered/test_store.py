@@ -307,17 +307,18 @@ def test_settle_answered_late_is_not_copied(
     assert not is_hit(store, operation("late"))
 
 
-def test_second_settle_of_the_same_owner_is_not_copied(store: TieredStore) -> None:
+def test_second_settle_of_the_same_owner_is_not_copied(
+    store: TieredStore, server: redis.Redis, redis_prefix: str
+) -> None:
     """It changes nothing in the database, so a copy of it would answer with an outcome that was never stored."""
     lease = run(warmed(store).claim(OPERATION, lease=HOUR))
     assert isinstance(lease, Lease)
     for outcome in (DONE, Outcome("value", body=b"another")):
         run(store.settle(lease, outcome, retention=HOUR))
-    for _ in range(20):
-        found = run(store.claim(OPERATION, lease=HOUR))
-        assert isinstance(found, Record)
-        assert found.outcome == DONE
-        time.sleep(0.01)
+    eventually(lambda: copies(server, redis_prefix))
+    found = run(store.claim(OPERATION, lease=HOUR))
+    assert isinstance(found, Record)
+    assert (found.tier, found.outcome) == ("redis", DONE)
 
 
 def test_copy_is_of_the_server_that_was_asked(store: TieredStore) -> None:

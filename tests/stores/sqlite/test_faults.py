@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from oncemore._ledger.model import Lease, Operation
+from oncemore._ledger.transactions import Statement
 from oncemore._runtime.plan import arun, run
 from oncemore.errors import StoreError, StoreUnavailable
 from oncemore.stores.sqlite import SqliteStore, connect
@@ -48,6 +49,18 @@ def test_failed_write_is_an_error_and_no_record(
     assert states(store) == ("running", None)
     assert isinstance(run(store.claim(Operation("disk", "other"), lease=HOUR)), Lease)
     assert states(store) == ("running", "running")
+
+
+def test_full_disk_within_own_transaction_is_a_store_error(store: SqliteStore, path: Path) -> None:
+    """Relays, senders and schedules wait for a store that fails, and end if any other error comes out."""
+    run(store.ready())
+    transaction = store.tables.open()
+    run(transaction.begin())
+    run(transaction.execute((Statement("PRAGMA max_page_count = 20"), ())))
+    with pytest.raises(StoreError, match="the disk is full") as told:
+        run(transaction.execute((Statement("CREATE TABLE large AS SELECT randomblob(200000)"), ())))
+    assert str(path) in str(told.value)
+    run(transaction.rollback())
 
 
 def test_full_disk_is_an_error_until_there_is_room(store: SqliteStore, path: Path) -> None:

@@ -450,7 +450,10 @@ class OwnSqliteTransaction:
         return rows  # type: ignore[no-any-return]
 
     def execute(self, *queries: Query) -> Plan[Rows]:
-        return (yield from self._transaction.execute(*queries))  # type: ignore[no-any-return]
+        try:
+            return (yield from self._transaction.execute(*queries))  # type: ignore[no-any-return]
+        except sqlite3.OperationalError as error:  # a full disk, for instance: the caller begins another one
+            raise as_store_error(error, self._source.store.path) from error
 
     def commit(self, *queries: Query) -> Plan[None]:
         yield from self._transaction.commit(*queries)

@@ -1,4 +1,4 @@
-"""A customer's server for webhooks, on a thread of its own: it records what arrives, and answers as it is told."""
+"""A customer's server for webhooks, on a thread of its own: it records requests, and sends the test's answers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ OK = response()
 
 
 class Hooks:
-    """Listens on a free port of the loopback.  *answer* is called with each request, and returns the bytes to answer, or a
-    function that does what it likes with the connection."""
+    """Listens on a free port of the loopback.  *answer* is called with each request, and returns the bytes to send, or a
+    function that takes over the connection."""
 
     def __init__(self, answer: Callable[[Arrived], Answer] | Answer = OK) -> None:
         self.answer: Callable[[Arrived], Answer] = answer if callable(answer) else lambda _: answer  # type: ignore[assignment,return-value]

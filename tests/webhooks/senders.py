@@ -1,4 +1,4 @@
-"""The senders that the receiver's tests play: each signs as its provider does, written here a second time."""
+"""Senders for the receiver's tests: each signs as its provider does, without the code of the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard against server-side request forgery: addresses, spellings, names that lie, and what stays as it was."""
+"""The rules against server-side request forgery: addresses, spellings, DNS rebinding, redirects and TLS."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_malformed_network_is_refused(allow: Any) -> None:
 
 
 class Names(AbstractResolver):
-    """A name server: each lookup gets the next of the answers, and the last one ever after."""
+    """A name server: each lookup gets the next of the answers, and the last answer is repeated."""
 
     def __init__(self, *answers: list[str]) -> None:
         self.answers = list(answers)
@@ -196,7 +196,7 @@ async def test_name_that_leads_to_loopback_is_refused(server: Hits) -> None:
 
 @pytest.mark.parametrize("answers", [[PUBLIC, "127.0.0.1"], ["127.0.0.1", PUBLIC], [PUBLIC, "10.0.0.1", PUBLIC]])
 async def test_name_with_one_private_address_is_refused_whole(server: Hits, answers: list[str]) -> None:
-    """Otherwise the private one would be the fallback if the public one does not answer."""
+    """Otherwise aiohttp would try the private address if the public one does not answer."""
     await refusal_of(f"http://hooks.example.com:{server.port}/", allow_http=True, resolver=Names(answers))
     assert server == []
 
@@ -227,7 +227,7 @@ async def test_rebinding_name_is_connected_to_the_checked_address(
 
 
 async def test_redirect_to_loopback_is_refused(server: Hits) -> None:
-    """The name is allowed here by its network, and the redirect's address is not."""
+    """The name's address is allowed, and the redirect's address is not."""
     connector = SafeConnector(allow=["127.0.0.2/32"], allow_http=True, resolver=Names(["127.0.0.2"]))
     listener = await asyncio.start_server(redirector(server.port), "127.0.0.2", 0)
     port = listener.sockets[0].getsockname()[1]
@@ -261,7 +261,7 @@ def test_socket_factory_of_the_caller_is_refused() -> None:
 
 
 async def test_address_is_checked_at_the_socket_too(server: Hits) -> None:
-    """If the checks before it were passed by, as by a later version of aiohttp, the socket would not be made."""
+    """If a later version of aiohttp bypassed the other checks, the socket would still not be made."""
     connector = SafeConnector()
     with pytest.raises(UnsafeTarget):
         connector._socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", server.port)))

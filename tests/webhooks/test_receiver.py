@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class ShopServer(ForkedServer):
-    """The shop under the server of one kind; it dies at the point *crash*, if one is named."""
+    """The shop under one kind of server.  It dies at the point *crash*, if that is given."""
 
     def __init__(self, kind: str, crash: str = "") -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_slack_url_verification_is_answered_with_the_challenge(shop: ShopServer)
 
 
 def test_hostile_headers_on_the_socket_are_refused(shop: ShopServer) -> None:
-    """Bytes that no HTTP client would send.  The server may refuse them itself, or end the connection."""
+    """Sends bytes that no HTTP client would send.  The server may refuse them itself, or end the connection."""
     chance = random.Random(7)
     for number in range(210):
         name = list(SENDERS)[number % len(SENDERS)]

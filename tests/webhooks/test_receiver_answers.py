@@ -1,4 +1,4 @@
-"""A receiver's rarer answers, its settings and its events; and hostile headers, of which it accepts none."""
+"""A receiver's rarer answers, its settings and its events, and hostile headers, which it refuses."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_store_that_is_down_is_503_and_not_named() -> None:
 
 
 async def test_refusal_of_the_handler_is_500_and_sent_again() -> None:
-    """An event that comes too early is refused by its state; the next delivery finds it as it should be."""
+    """The first delivery comes too early for the payment's state, and the next one succeeds."""
     states = [WrongState("'p1' is 'authorized'"), None]
 
     def handler(op: Op, event: Envelope) -> None:
@@ -171,7 +171,7 @@ async def test_refusal_of_the_handler_is_500_and_sent_again() -> None:
     assert b"authorized" not in answers[0].body
 
 
-async def test_sender_that_leaves_does_not_cancel_the_handler() -> None:
+async def test_disconnect_does_not_cancel_the_handler() -> None:
     done: list[str] = []
     started = asyncio.Event()
 
@@ -190,7 +190,7 @@ async def test_sender_that_leaves_does_not_cancel_the_handler() -> None:
     assert (await deliver(receiver, STRIPE.headers(body), body)).json()["result"] == "replayed"
 
 
-async def test_sender_that_leaves_within_the_body_is_no_webhook() -> None:
+async def test_disconnect_within_the_body_is_no_webhook() -> None:
     messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"{", "more_body": True}]
 
     async def receive() -> Any:
@@ -299,7 +299,7 @@ def test_receiver_that_cannot_work_is_refused(wrong: dict[str, Any], message: st
 
 
 def test_receiving_needs_no_other_package() -> None:
-    """Not aiohttp, not cryptography, and no framework; the names that need one say how to install it."""
+    """Receiving needs no aiohttp, cryptography or framework.  Names that need a package say how to install it."""
     program = """
 import sys
 for name in ("aiohttp", "cryptography", "fastapi", "starlette", "django", "httpx"):
@@ -394,14 +394,14 @@ def mutated(value: bytes, chance: random.Random) -> bytes:
 
 
 def signed_headers(sender: Sender, headers: Headers) -> list[str]:
-    """Return the names of the headers that the sender signs, or that are the signature."""
+    """Return the names of the headers that the sender signs, or that contain the signature."""
     unsigned = ("X-GitHub-", "X-Shopify-W", "X-Shopify-T", "X-Event-Id")
     return [name for name in headers if not name.startswith(unsigned)]
 
 
 def is_genuine(name: str, hostile: bytes, genuine: str) -> bool:
-    """Whether a mutation left the meaning as it was: hexadecimal digits may have either case, and Stripe's header may
-    have further items, as Standard Webhooks' may have further signatures."""
+    """Whether a mutation kept the meaning: hexadecimal digits may have either case, and a header of Stripe or Standard
+    Webhooks may have further items."""
     same = hostile.decode("latin-1")
     if same.lower() == genuine.lower():
         return True

@@ -170,7 +170,7 @@ def test_stripe_time_must_be_plain_digits_even_if_signed() -> None:
 
 
 def test_hexadecimal_digest_with_blanks_is_refused() -> None:
-    """`bytes.fromhex` would skip them; one signature has one spelling, but for the case of its digits."""
+    """`bytes.fromhex` would skip the blanks, but a signature has one spelling, apart from the case of its digits."""
     body = b"{}"
     spaced = digest(SECRET, body).hex(" ")
     refusal_of(make_scheme("github", SECRET, {}), {"X-Hub-Signature-256": f"sha256={spaced}"}, body)

@@ -94,7 +94,7 @@ ANSWERS: dict[str, tuple[Answer, str | None]] = {
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_hostile_answer_is_one_attempt_and_harms_nobody(webhooks: Webhooks, hooks: Hooks, kind: str) -> None:
+def test_hostile_answer_is_one_attempt_and_spares_others(webhooks: Webhooks, hooks: Hooks, kind: str) -> None:
     answer, error = ANSWERS[kind]
     hooks.answer = lambda arrived: answer if arrived.path == "/bad" else OK
     bad = webhooks.endpoints.create(hooks.url("/bad"))
@@ -129,7 +129,7 @@ def test_unknown_host_and_closed_port_are_ordinary_failures(webhooks: Webhooks) 
     assert all(delivery.error for delivery in found)
 
 
-def test_host_that_accepts_no_connection_is_named_as_such(webhooks: Webhooks) -> None:
+def test_connection_timeout_is_named_in_the_error(webhooks: Webhooks) -> None:
     with socket.socket() as full, ExitStack() as waiting:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -154,7 +154,7 @@ def test_name_that_resolves_to_loopback_is_refused_for_good(guard: Any, hooks: H
     assert hooks.arrived == []
 
 
-def test_endpoints_that_hang_hold_up_nobody(webhooks: Webhooks, hooks: Hooks) -> None:
+def test_hanging_endpoints_do_not_delay_proven_ones(webhooks: Webhooks, hooks: Hooks) -> None:
     hung: set[str] = set()
 
     def answer(arrived: Arrived) -> Answer:

@@ -148,7 +148,7 @@ def test_three_senders_deliver_each_once_and_in_order(webhooks: Webhooks, url: s
         assert found == [[n, m] for n in range(rest, 50, 5) for m in (0, 1)]
 
 
-def test_send_wakes_a_sender_of_the_same_process_at_once(
+def test_send_wakes_a_sender_of_the_same_process(
     webhooks: Webhooks, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("oncemore.webhooks.sender.SHORTEST_POLL", 3600.0)
@@ -211,7 +211,7 @@ def test_cancelled_sender_finishes_its_requests(webhooks: Webhooks, hooks: Hooks
     assert (delivery.state, delivery.attempts) == ("delivered", 1)
 
 
-def test_stopped_sender_gives_back_what_takes_too_long(webhooks: Webhooks, hooks: Hooks) -> None:
+def test_stopped_sender_gives_back_slow_requests(webhooks: Webhooks, hooks: Hooks) -> None:
     async def hang(reader: Any, writer: Any) -> None:
         await reader.read()
 
@@ -295,7 +295,7 @@ def test_open_transaction_holds_back_ordered_endpoints_only(
 def test_message_of_a_restored_dump_does_not_wait(
     on_postgres: Webhooks, postgres_url: str, postgres_schema: str, hooks: Hooks
 ) -> None:
-    """Transactions of the server that the dump was made of have larger numbers than any of this one."""
+    """The transactions of the dumped server have larger numbers than those of this server."""
     import psycopg
 
     on_postgres.endpoints.create(hooks.url(), order="fifo")
@@ -309,7 +309,7 @@ def test_message_of_a_restored_dump_does_not_wait(
 
 
 @pytest.mark.server
-def test_recover_sends_what_was_matched_while_it_was_enabled(
+def test_recover_sends_deliveries_matched_during_enable(
     on_postgres: Webhooks, postgres_url: str, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sender has read that the endpoint is disabled, and commits only after it was enabled."""
@@ -341,7 +341,7 @@ def test_recover_sends_what_was_matched_while_it_was_enabled(
 
 
 @pytest.mark.server
-def test_recover_sends_what_was_given_back_while_it_was_enabled(
+def test_recover_sends_deliveries_given_back_during_enable(
     on_postgres: Webhooks, postgres_url: str, postgres_schema: str, hooks: Hooks
 ) -> None:
     """A sender has read that the endpoint is disabled, and parks the delivery only after it was enabled."""
@@ -435,7 +435,7 @@ async def to_nothing(*_: Any) -> None:
 def test_message_recovered_while_it_is_purged_is_kept(
     webhooks: Webhooks, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Newer ones of an ordered endpoint wait for it."""
+    """Newer deliveries of an ordered endpoint wait for the old one."""
     monkeypatch.setattr(SenderRun, "_keep_house", to_nothing)
     endpoint = webhooks.endpoints.create(hooks.url(), order="fifo")
     sender, execute = Sender(webhooks), Tables.execute

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .signature import Signing
     from .webhooks import Webhooks
 
-# Name: its module in this package.
+# The module of each name, in this package.
 EXPORTS = {
     "Receiver": "receiver",
     "SafeConnector": "connector",

@@ -1,4 +1,4 @@
-"""The body of a webhook: the message as the receiver gets it, byte for byte the same in every attempt."""
+"""Formats of a webhook's body.  The built-in ones give the same bytes in every attempt."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BodyFormat = Literal["standard", "cloudevents", "eventId"]
 
 
 class WebhookMessage(msgspec.Struct, frozen=True):
-    """One event for a tenant.  *data* is the data that it was sent with; *created_at* is the time, in seconds since 1970.
+    """One event for a tenant.  *data* is the event's data; *created_at* is its time, in seconds since 1970.
 
-    In the formats below, *data* may also be the JSON itself, as a `msgspec.Raw`: it is then not read and written again.
+    For the built-in formats, *data* may be a `msgspec.Raw` that contains JSON, so that it need not be decoded.
     """
 
     id: str
@@ -33,20 +33,20 @@ class WebhookMessage(msgspec.Struct, frozen=True):
         return datetime.fromtimestamp(self.created_at, UTC)
 
 
-Render = Callable[[WebhookMessage], Any]  # bytes, or anything that can be written as JSON
+Render = Callable[[WebhookMessage], Any]  # returns bytes, or anything that can be written as JSON
 
 
 def standard(message: WebhookMessage) -> tuple[bytes, str]:
-    """`{"type", "timestamp", "data"}`, as Standard Webhooks recommends."""
+    """Return `{"type", "timestamp", "data"}`, as Standard Webhooks recommends."""
     body = {"type": message.type, "timestamp": iso(message.time), "data": message.data}
     return msgspec.json.encode(body), JSON
 
 
 def cloudevents(message: WebhookMessage) -> tuple[bytes, str]:
-    """A CloudEvents 1.0 event in structured mode; its source is the tenant."""
+    """Return a CloudEvents 1.0 event in structured mode.  Its source is the tenant, or `/` if there is none."""
     envelope = Envelope(
         message.type,
-        read(message).data,
+        decode_data(message).data,
         id=message.id,
         source=message.tenant or "/",
         subject=message.subject,
@@ -57,7 +57,7 @@ def cloudevents(message: WebhookMessage) -> tuple[bytes, str]:
 
 
 def event_id(message: WebhookMessage) -> tuple[bytes, str]:
-    """`{"eventId", "eventType", "timestamp", "data"}`."""
+    """Return `{"eventId", "eventType", "timestamp", "data"}`."""
     body = {
         "eventId": message.id,
         "eventType": message.type,
@@ -75,7 +75,7 @@ FORMATS: dict[str, Callable[[WebhookMessage], tuple[bytes, str]]] = {
 
 
 def body_of(format: BodyFormat | Render) -> Callable[[WebhookMessage], tuple[bytes, str]]:
-    """The function that makes the bytes of a body and their media type."""
+    """Return the function that makes the bytes of a body and their media type."""
     if isinstance(format, str):
         if format not in FORMATS:
             raise ConfigurationError(f"body = {format!r} is unknown: write one of {', '.join(FORMATS)}, or a function")
@@ -85,14 +85,14 @@ def body_of(format: BodyFormat | Render) -> Callable[[WebhookMessage], tuple[byt
     render = format
 
     def rendered(message: WebhookMessage) -> tuple[bytes, str]:
-        body = render(read(message))
+        body = render(decode_data(message))
         return body if isinstance(body, bytes) else msgspec.json.encode(body), JSON
 
     return rendered
 
 
-def read(message: WebhookMessage) -> WebhookMessage:
-    """The message with its data as Python has it."""
+def decode_data(message: WebhookMessage) -> WebhookMessage:
+    """Return the message with its data decoded, if that is JSON in a `msgspec.Raw`."""
     if isinstance(message.data, msgspec.Raw):
         return msgspec.structs.replace(message, data=msgspec.json.decode(message.data))
     return message

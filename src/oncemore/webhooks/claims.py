@@ -1,4 +1,4 @@
-"""Which deliveries there are (matching), and which a sender takes next (claiming), so that no endpoint holds up another."""
+"""Makes deliveries of new messages (matching), and takes due ones (claiming), so that no endpoint holds up another."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .endpoints import Endpoint, Registered
 from .schedule import LATE
 from .webhooks import Webhooks, new_delivery, order_key_of
 
-PAGE = 1000  # messages that are matched in one transaction
-MOST_DELIVERIES = 10_000  # that a transaction adds, unless one message alone has more
-ROUND = 500  # deliveries, or endpoints, of one transaction
+PAGE = 1000  # the most messages that are matched in one transaction
+MOST_DELIVERIES = 10_000  # the most that one transaction adds, unless a single message has more
+ROUND = 500  # the most deliveries, or endpoints, in one transaction
 FIRST_LIMIT, LARGEST_LIMIT = 2, 20  # requests at a time to one endpoint
-MOST_LIMITS = 10_000  # limits of endpoints that are remembered
-FOR_EVER = 9e11  # a time that is later than all others
+MOST_LIMITS = 10_000  # if there are more, the limits of idle endpoints are forgotten
+FOR_EVER = 9e11  # a time after all others, in seconds since 1970
 
-OrderKey = tuple[str, str]  # of an endpoint
+OrderKey = tuple[str, str]  # an endpoint's id, and an order key of its deliveries
 encode = msgspec.json.encode
 
 
 class MatchingPass:
-    """Makes deliveries: one of each new message, for each endpoint that wants it.  One pass goes from page to page.
+    """Makes a delivery of each new message for each endpoint that wants it.  One pass goes from page to page.
 
-    An ordered endpoint gets a message only if no transaction is open that began before the message's own, because that may
-    add an earlier one.  Until then the message waits, and so does each later one of the same endpoint and order key; all
-    others go on.
+    An ordered endpoint gets a message only if no older transaction than the message's is open, because that one may add
+    an earlier message.  Until then the message waits, for all its endpoints.  Each later message with the same ordered
+    endpoint and order key waits, too.  All other messages are matched.
     """
 
     def __init__(self, webhooks: Webhooks) -> None:
@@ -42,23 +42,26 @@ class MatchingPass:
         self.tables = webhooks.tables
         self.is_over = False
         self._after = 0
-        self._limit: str | None = None  # of the transactions that were settled when the pass began
-        self._held: set[OrderKey] = set()  # keys with a message that waits
+        self._limit: str | None = None  # all transactions before this number had ended when the pass began
+        self._held: set[OrderKey] = set()  # the keys of messages that wait
 
     def match_page(self) -> Plan[int]:
-        """Match the next page of messages; return how many there were.  One sender at a time does this."""
+        """Match the next page of messages, unless another sender is matching; return how many were looked at.
+
+        On the last page, messages that wait do not count, so that the sender pauses before it looks at them again.
+        """
         tables = self.tables
         transaction = yield from tables.open()
         try:
             query = tables.query(sql.NEW_MESSAGES, self._after, PAGE, self._limit)
-            new = yield from transaction.begin(tables.query(sql.FAN_OUT_LOCK), query)
+            new = yield from transaction.begin(tables.query(sql.MATCHING_LOCK), query)
             if not new:
                 yield from transaction.rollback()
                 self.is_over = True
                 return 0
             taken, matched = yield from self._match(transaction, new)
             done = encode([{"seq": seq} for seq in matched]).decode()
-            yield from transaction.commit(tables.query(sql.FANNED_OUT, done))
+            yield from transaction.commit(tables.query(sql.SET_MATCHED, done))
         except BaseException:
             self.is_over = True
             yield from transaction.rollback()
@@ -68,7 +71,7 @@ class MatchingPass:
         return len(matched) if self.is_over else taken
 
     def _match(self, transaction: TransactionAdapter, new: Sequence[Sequence[Any]]) -> Plan[tuple[int, list[int]]]:
-        """Add the deliveries of the messages that can be matched now; return how far it went, and these messages."""
+        """Add deliveries of messages that can be matched; return how many were looked at, and which were matched."""
         by_tenant = yield from self._endpoints(transaction, {row[1] for row in new})
 
         @cache  # a page has many messages and few types, and other writers may have to wait for the transaction
@@ -88,9 +91,9 @@ class MatchingPass:
         before = dict(sequences)
         matched: list[int] = []
         deliveries: list[dict[str, Any]] = []
-        for seq, _, _, _, is_settled, _ in new[: len(wanted)]:
+        for seq, _, _, _, is_orderable, _ in new[: len(wanted)]:
             own = {(endpoint.id, key) for endpoint, key in wanted[seq] if key is not None}
-            if own and (not is_settled or own & self._held):
+            if own and (not is_orderable or own & self._held):
                 self._held |= own
                 continue
             matched.append(seq)
@@ -121,21 +124,21 @@ class MatchingPass:
     def _order(
         self, transaction: TransactionAdapter, keys: set[OrderKey]
     ) -> Plan[tuple[dict[str, int], set[OrderKey]]]:
-        """The latest sequence numbers of ordered endpoints, and the keys of which a delivery is pending.
+        """Return the latest sequence number of each ordered endpoint, and the keys that have a pending delivery.
 
-        The endpoints stay locked until the commit, so that no delivery of theirs ends meanwhile.
+        This locks the endpoints until the commit, so that none of their deliveries ends meanwhile.
         """
         if not keys:
             return {}, set()
         ids = encode([{"id": id} for id in {id for id, _ in keys}]).decode()
-        rows = yield from transaction.execute(self.tables.query(sql.ORDERED_ENDPOINTS, ids))
+        rows = yield from transaction.execute(self.tables.query(sql.LOCK_ENDPOINTS, ids))
         pairs = encode([{"endpoint": id, "order_key": key} for id, key in keys]).decode()
         busy = yield from transaction.execute(self.tables.query(sql.BUSY_KEYS, pairs))
         return dict(map(tuple, rows)), {(id, key) for id, key in busy}
 
 
 class Claimed(msgspec.Struct):
-    """A delivery that this sender works on."""
+    """A delivery that this sender has claimed."""
 
     seq: int
     attempts: int
@@ -147,12 +150,12 @@ class Claimed(msgspec.Struct):
     message: WebhookMessage
     registered: Registered
     token: str
-    claimed_at: float  # by the database's clock
-    began: float  # by this process's
+    claimed_at: float  # the time of the claim by the database's clock
+    began: float  # the time just before it by this process's clock
 
     @property
     def now(self) -> float:
-        """The time by the database's clock, as far as it can be known without asking."""
+        """The time by the database's clock, estimated without asking the database."""
         return self.claimed_at + SYSTEM.monotonic() - self.began
 
 
@@ -160,9 +163,10 @@ Experience = Literal["new", "proven", "failing"]
 
 
 class EndpointLimit:
-    """How many requests one endpoint may have at a time: one more after each success, one in all after a failure.
+    """Limits the requests to one endpoint at a time.  A success raises the limit by one; a failure sets it to one.
 
-    Its *experience* is whether its latest request succeeded (proven) or not (failing), or that none has ended yet (new).
+    *experience* tells how this sender's latest request ended: "proven" or "failing".  Before the first has ended, it is
+    "failing" if the endpoint has a `failing_since`, otherwise "new".
     """
 
     __slots__ = ("experience", "most", "running")
@@ -178,8 +182,8 @@ class EndpointLimit:
 class Claims:
     """Claims deliveries of *webhooks* that are due, for one sender.
 
-    Failing endpoints share a quarter of the *concurrency* at most, and new ones another quarter.  So proven endpoints never wait
-    for the others, and new ones wait for other new ones only, until these have answered or timed out.
+    Failing endpoints may use a quarter of the *concurrency*, and new ones another quarter (at least one request each).
+    The rest is left to proven endpoints.  New ones may wait for other new ones, until these have answered or timed out.
     """
 
     def __init__(self, webhooks: Webhooks, *, concurrency: int, lease: float) -> None:
@@ -188,30 +192,30 @@ class Claims:
         self.concurrency = concurrency
         self.lease = lease
         self._limits: dict[str, EndpointLimit] = {}
-        # The endpoint that was served last: the next round begins behind it, so that each has its turn.
+        # The id of the endpoint that was served last: the next claim begins after it, so that each gets its turn.
         self._after = ""
 
     def claim(self, free: int, *, due_by: float = FOR_EVER) -> Plan[list[Claimed]]:
-        """Claim at most *free* deliveries, and no more of an endpoint than its limit allows."""
+        """Claim and return at most *free* deliveries, and no more of an endpoint than its limit allows."""
         while True:
             began_after = self._after
-            claimed = yield from self._claim_behind(free, due_by)
-            if claimed or not began_after:  # otherwise that was the end of the list
+            claimed = yield from self._claim_page(free, due_by)
+            if claimed or not began_after:  # otherwise earlier endpoints may have some
                 return claimed
 
     def end(self, endpoint: str, *, success: bool | None) -> None:
-        """A request has ended; *success* is None if nobody knows how."""
+        """Record the end of a request; *success* is None if it was not sent, or was cancelled."""
         limit = self._limits[endpoint]
         limit.running -= 1
         if success is not None:
             limit.record(success=success)
 
     def forget_idle(self) -> None:
-        """Forget the limits of endpoints without requests, if there are many."""
+        """Forget the limits of endpoints without requests, if there are many limits."""
         if len(self._limits) > MOST_LIMITS:
             self._limits = {id: limit for id, limit in self._limits.items() if limit.running}
 
-    def _claim_behind(self, free: int, due_by: float) -> Plan[list[Claimed]]:
+    def _claim_page(self, free: int, due_by: float) -> Plan[list[Claimed]]:
         tables, token, began = self.tables, token_hex(12), SYSTEM.monotonic()
         full = [{"id": id} for id, limit in self._limits.items() if limit.running >= limit.most]
         (rows,) = yield from tables.execute(tables.query(sql.DUE_ENDPOINTS, self._after, encode(full).decode(), ROUND))
@@ -220,7 +224,7 @@ class Claims:
         now = rows[0][-1] if rows else 0.0
 
         def choose() -> tuple[list[Query], dict[str, float]]:
-            """The statements that claim, and since when the rates count."""
+            """Return the statements that claim, and the second result of `_quotas`."""
             quotas, paces = self._quotas(registered, min(free, ROUND), now)
             is_all = len(rows) < ROUND and len(quotas) == len(registered)
             self._after = "" if is_all or not rows else next(reversed(quotas), rows[-1][0])
@@ -238,14 +242,14 @@ class Claims:
         if any(each.endpoint.rate is not None for each in registered.values()):
             found = yield from self._claim_at_rates(registered, choose)
         elif claims := choose()[0]:
-            # If the answer is lost, they are sent again: both lots have the token, and CLAIMED returns them all.
+            # If the answer is lost, the store sends the statements again, and CLAIMED finds the rows of both claims.
             *_, found = yield from tables.execute(*claims)
         return [self._claimed(row, registered, token, now, began) for row in found]
 
     def _claim_at_rates(
         self, registered: dict[str, Registered], choose: Callable[[], tuple[list[Query], dict[str, float]]]
     ) -> Plan[Rows]:
-        """Claim as *choose* says, in a transaction that locks the endpoints with a rate, because all senders share it.
+        """Run the statements of *choose* in a transaction that locks the endpoints with a rate: all senders share it.
 
         Endpoints that another sender has locked are left out.
         """
@@ -263,7 +267,7 @@ class Claims:
                     del registered[id]
             claims, paces = choose()
             found = (yield from transaction.execute(*claims)) if claims else ()
-            until = [{"id": id, "until": until} for id, until in self._paced(found, registered, paces)]
+            until = [{"id": id, "until": until} for id, until in self._next_starts(found, registered, paces)]
             yield from transaction.commit(*([tables.query(sql.PACE, encode(until).decode())] if until else []))
         except BaseException:
             yield from transaction.rollback()
@@ -273,7 +277,7 @@ class Claims:
     def _quotas(
         self, registered: dict[str, Registered], free: int, now: float
     ) -> tuple[dict[str, int], dict[str, float]]:
-        """How many deliveries each endpoint may start now, and since when its rate counts."""
+        """Return how many deliveries each endpoint may start now, and the time from which each rate counts them."""
         quotas: dict[str, int] = {}
         paces: dict[str, float] = {}
         running = {"new": 0, "failing": 0, "proven": 0}
@@ -290,7 +294,7 @@ class Claims:
             share = shares[limit.experience] - running[limit.experience]
             most = min(limit.most - limit.running, share, free)
             if (rate := each.endpoint.rate) is not None:
-                # After a pause, at most one second's worth is sent at once.
+                # After an idle time, the deliveries of one second may start together, and at least one.
                 paces[id] = max(each.paced_until or 0.0, now - max(0.0, 1 - 1 / rate))
                 most = min(most, int((now - paces[id]) * rate + 1e-6) + 1 if now >= paces[id] else 0)
             if most > 0:
@@ -299,10 +303,10 @@ class Claims:
                 running[limit.experience] += most
         return quotas, paces
 
-    def _paced(
+    def _next_starts(
         self, found: Sequence[Sequence[Any]], registered: dict[str, Registered], paces: dict[str, float]
     ) -> list[tuple[str, float]]:
-        """Until when the endpoints with a rate may start no other delivery."""
+        """Return the endpoints with a rate that got deliveries, each with the time at which its next one may start."""
         counts: dict[str, int] = {}
         for row in found:
             counts[row[1]] = counts.get(row[1], 0) + 1
@@ -319,7 +323,7 @@ class Claims:
         id, tenant, type, subject, data, created_at = event
         self._limits[endpoint].running += 1
         if first_at < next_at < now - LATE:
-            first_at += now - next_at  # no sender was running, or the endpoint paused: that time does not count
+            first_at += now - next_at  # no sender was running, or the endpoint paused: this time does not count
         message = WebhookMessage(id, type, msgspec.Raw(bytes(data)), created_at, tenant, subject)
         times = (now, began)
         return Claimed(

@@ -5,7 +5,7 @@
 
 Each name is resolved once per connection, every address that it has is checked, and the connection goes to one of the
 checked addresses.  There is no second lookup that a hostile name server could answer differently (DNS rebinding).  The
-URL stays as it is, so the Host header and the name in the TLS handshake are those of the URL.
+URL is not changed, so the Host header and the TLS handshake use the URL's host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aiohttp.tracing import Trace
 from ..errors import ConfigurationError, UnsafeTarget
 from .targets import Network, Targets
 
-AddrInfo = tuple[int, int, int, str, tuple[Any, ...]]  # as `socket.getaddrinfo` has it
+AddrInfo = tuple[int, int, int, str, tuple[Any, ...]]  # an item of the list from `socket.getaddrinfo`
 
 
 class SafeConnector(TCPConnector):
@@ -34,8 +34,8 @@ class SafeConnector(TCPConnector):
         allow: Networks that are allowed although they are private, such as `"10.1.0.0/16"`.
         allow_http: Whether plain HTTP is allowed.
         ports: The only ports that are allowed; by default all.
-        resolver: The resolver of names; by default that of the operating system.
-        options: Those of `aiohttp.TCPConnector`, but for `socket_factory`.
+        resolver: Resolves names; by default the operating system does.
+        options: Options of `aiohttp.TCPConnector`, except `socket_factory`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SafeConnector(TCPConnector):
         **options: Any,
     ) -> None:
         if "socket_factory" in options:
-            raise ConfigurationError("SafeConnector makes its sockets itself, because it checks their addresses")
+            raise ConfigurationError("SafeConnector makes its sockets itself, to check addresses: omit socket_factory")
         self.targets = Targets(allow=allow, allow_http=allow_http, ports=ports)
         checked = CheckedResolver(resolver or ThreadedResolver(), self.targets)
         super().__init__(resolver=checked, socket_factory=self._socket, **options)
@@ -58,15 +58,15 @@ class SafeConnector(TCPConnector):
         if req.proxy is not None:
             raise UnsafeTarget(
                 f"The request would go through the proxy {req.proxy.host}, which resolves the name itself: "
-                "SafeConnector cannot check the address"
+                "SafeConnector cannot check the address; send it without a proxy"
             )
         self.targets.check(req.url.scheme, req.url.raw_host or "", req.url.port or 0)
         return await super().connect(req, traces, timeout)
 
     def _socket(self, info: AddrInfo) -> socket.socket:
-        """Make the socket for one address.  This is the last moment before the connection, so the address is checked here.
+        """Check an address for the last time before the connection, and make its socket.
 
-        The resolver has refused bad addresses before, for all but a URL that contains the address itself.
+        `CheckedResolver` has checked the addresses of a name before, and `connect` an address in the URL.
         """
         family, kind, protocol, _, address = info
         self.targets.check_address(address[0])
@@ -74,7 +74,7 @@ class SafeConnector(TCPConnector):
 
 
 class CheckedResolver(AbstractResolver):
-    """Resolves names by *resolver*, and refuses a name if any of its addresses is refused."""
+    """Resolves names with *resolver*, and refuses a name if any of its addresses is refused."""
 
     def __init__(self, resolver: AbstractResolver, targets: Targets) -> None:
         self._resolver = resolver

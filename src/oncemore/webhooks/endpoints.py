@@ -33,11 +33,11 @@ HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
 # Headers that the sender or HTTP itself sets.
 OWN_HEADERS = {"host", "content-length", "content-type", "transfer-encoding", "connection", "te", "trailer", "upgrade"}
-PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]*")  # no control characters, and nothing that UTF-8 cannot write
+PLAIN = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]*")  # no control characters, and nothing that UTF-8 cannot encode
 DAY = 86400.0
-SLICE = 1000
+SLICE = 1000  # the most deliveries that are parked or deleted in one transaction
 SECRETS, PACED_UNTIL = 13, 14  # places in ENDPOINT_COLUMNS
-MOST_KNOWN = 10_000  # secrets of endpoints that are kept in memory
+MOST_KNOWN = 10_000  # the most endpoints whose secrets are kept in memory
 
 encode, decode = msgspec.json.encode, msgspec.json.decode
 
@@ -58,8 +58,8 @@ decode_secrets = msgspec.json.Decoder(list[Secret]).decode
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """An address that gets webhooks.
 
-    *secret* is there only in the answers of `create` and `rotate`.  *public_key* is the key by which receivers verify, if the
-    signature is v1a.  *failing_since* is the first of the failures since the latest success, in seconds since 1970.
+    Only the results of `create` and `rotate` have a *secret*.  *public_key* is for receivers, if the signature is v1a.
+    *failing_since* is the time of the first failure since the latest success, in seconds since 1970.
     """
 
     id: str
@@ -79,7 +79,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     secret: str | None = None
 
     def wants(self, type: str) -> bool:
-        """Whether events of the type go to this endpoint."""
+        """Whether the endpoint gets events of this type."""
         return any(matches(pattern, type) for pattern in self.events)
 
     def __repr__(self) -> str:
@@ -87,26 +87,26 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registered(msgspec.Struct):
-    """An endpoint as the sender knows it: with its secrets."""
+    """An endpoint with its secrets, as the sender needs it."""
 
     endpoint: Endpoint
     secrets: Sequence[Secret]
     paced_until: float | None
 
     def signing(self, now: float) -> list[str]:
-        """The secrets that sign at the time *now*."""
+        """Return the secrets that sign at the time *now*."""
         return [secret.text for secret in self.secrets if secret.until is None or secret.until > now]
 
 
 class Endpoints:
-    """The endpoints of all tenants.  Each method has an awaited form with an `a` before it."""
+    """The endpoints of all tenants.  Each method has an awaited form: `acreate` for `create`."""
 
     def __init__(self, tables: Tables, targets: Targets, seal: Sealing | None) -> None:
         self._tables = tables
         self._targets = targets
         self._seal = seal
-        # Secrets by their sealed form, because reading them costs time.
-        self._known: dict[tuple[str, bytes], Sequence[Secret]] = {}
+        # Opened secrets by endpoint and sealed form, because opening them costs time.
+        self._secrets: dict[tuple[str, bytes], Sequence[Secret]] = {}
 
     def create(
         self,
@@ -127,16 +127,16 @@ class Endpoints:
 
         Args:
             url: The address; HTTPS, unless `Webhooks(allow_http=True)`.
-            tenant: The customer that it belongs to: it gets this customer's events only.
-            events: The types of events that it gets; `*` stands for any characters, as in `refund.*`.
-            headers: Headers of its own, sent with every webhook.
-            rate: The most webhooks that it gets, such as `"5/s"` or `"100/m"`.
-            order: `"fifo"`: one at a time, in the order in which they were sent; `"subject"`: in order for each subject.
+            tenant: The customer that owns it.  It gets only this customer's events.
+            events: The types of events that it gets.  `*` matches any characters, as in `refund.*`.
+            headers: Headers to add to each of its webhooks.
+            rate: The most webhooks that it gets in a time, such as `"5/s"` or `"100/m"`.
+            order: `"fifo"`: one at a time, in the order of sending; `"subject"`: in order for each subject.
             signature: `"v1"` (a shared secret) or `"v1a"` (Ed25519: give the receiver `endpoint.public_key`).
-            secret: Its secret, if it has one already; otherwise a new one is made.  It is shown only once.
+            secret: Its secret, if it has one already; otherwise a new one is made.  Only the result shows it.
             description: A note for people.
-            disabled: Whether it is disabled at first; its events are then kept until `recover`.
-            id: An id of your own.
+            disabled: Whether it is disabled at first.  Its events are then parked until `recover`.
+            id: Its id; by default a random one.  A repeated call with the same id and secret changes nothing.
         """
         return run(
             self._create(url, tenant, events, headers, rate, order, signature, secret, description, disabled, id)
@@ -185,10 +185,10 @@ class Endpoints:
         values = [
             check_text("id", id),
             check_text("tenant", tenant, empty=True),
-            self._checked_url(url),
+            self._check_url(url),
             encode(check_events(events)).decode(),
             encode(check_headers(headers or {})).decode(),
-            self._sealed(id, [Secret(secret)]),
+            self._seal_secrets(id, [Secret(secret)]),
             signature,
             check_order(order),
             read_rate(rate),
@@ -199,22 +199,22 @@ class Endpoints:
         yield from self._tables.execute(self._tables.query(sql.CREATE_ENDPOINT, *values))
         found = self.read((yield from self._find(id)))
         if found.secrets[0].text != secret:
-            raise ConfigurationError(f"There is an endpoint {id!r} already: update or rotate it, or choose another id")
+            raise ConfigurationError(f"The endpoint {id!r} exists already: update or rotate it, or choose another id")
         return msgspec.structs.replace(found.endpoint, secret=secret)
 
     def get(self, id: str) -> Endpoint:
-        """The endpoint; raises NotFound if there is none."""
+        """Return the endpoint, or raise NotFound."""
         return run(self._get(id))
 
     async def aget(self, id: str) -> Endpoint:
-        """The endpoint; raises NotFound if there is none."""
+        """Return the endpoint, or raise NotFound."""
         return await arun(self._get(id))
 
     def _get(self, id: str) -> Plan[Endpoint]:
         return self.describe((yield from self._find(id)))
 
     def _find(self, id: str) -> Plan[Sequence[Any]]:
-        """The row of the endpoint."""
+        """Return the row of the endpoint, or raise NotFound."""
         (rows,) = yield from self._tables.execute(self._tables.query(sql.FIND_ENDPOINT, id))
         if not rows:
             raise NotFound(f"There is no endpoint {id!r}")
@@ -223,13 +223,13 @@ class Endpoints:
     def list(
         self, *, tenant: str | None = None, state: State | None = None, limit: int = 100, after: str = ""
     ) -> Sequence[Endpoint]:
-        """Up to *limit* endpoints, of all tenants or of one, in the order of their ids; the next page begins *after* an id."""
+        """Return up to *limit* endpoints, of all tenants or one, by their ids; the next page begins *after* an id."""
         return run(self._list(tenant, state, limit, after))
 
     async def alist(
         self, *, tenant: str | None = None, state: State | None = None, limit: int = 100, after: str = ""
     ) -> Sequence[Endpoint]:
-        """A page of endpoints, as `list` gives it."""
+        """Return a page of endpoints, as `list` does."""
         return await arun(self._list(tenant, state, limit, after))
 
     def _list(self, tenant: str | None, state: State | None, limit: int, after: str) -> Plan[Sequence[Endpoint]]:
@@ -250,12 +250,12 @@ class Endpoints:
     def _update(self, id: str, changes: dict[str, Any]) -> Plan[Endpoint]:
         known = ("url", "events", "headers", "rate", "order", "description")
         for name in changes.keys() - set(known):
-            raise ConfigurationError(f"An endpoint's {name} cannot be changed by update: {', '.join(known)} can")
+            raise ConfigurationError(f"An endpoint's {name} cannot be changed by update, only {', '.join(known)}")
 
         def changed(found: Registered, now: float) -> Sequence[Any]:
             old = found.endpoint
             return [
-                self._checked_url(changes.get("url", old.url)),
+                self._check_url(changes.get("url", old.url)),
                 encode(check_events(changes.get("events", old.events))).decode(),
                 encode(check_headers(changes.get("headers", old.headers))).decode(),
                 check_order(changes.get("order", old.order)),
@@ -267,7 +267,7 @@ class Endpoints:
         return (yield from self._get(id))
 
     def _change(self, id: str, statement: Sql, change: Callable[[Registered, float], Sequence[Any]]) -> Plan[None]:
-        """Write the columns of *statement*, which *change* makes of the endpoint and the time, while nobody else changes it."""
+        """Lock the endpoint, and run *statement* with the values that *change* makes of the endpoint and the time."""
         tables = self._tables
         transaction = yield from tables.open()
         try:
@@ -281,7 +281,7 @@ class Endpoints:
             raise
 
     def rotate(self, id: str, *, grace: float | str = DAY, secret: str | None = None) -> Endpoint:
-        """Give the endpoint a new secret, shown in the answer.  During *grace*, the old one signs as well."""
+        """Give the endpoint a new secret, which the result shows.  During *grace*, the old one signs as well."""
         return run(self._rotate(id, grace, secret))
 
     async def arotate(self, id: str, *, grace: float | str = DAY, secret: str | None = None) -> Endpoint:
@@ -298,17 +298,21 @@ class Endpoints:
             new = secret or (new_secret() if signature == "v1" else new_key_pair()[0])
             check_secret(new, signature)
             old = [Secret(each.text, min(ends, each.until or ends)) for each in found.secrets]
-            return [self._sealed(id, [Secret(new), *(each for each in old if each.until > now)])]  # type: ignore[operator]
+            valid = [each for each in old if each.until > now]  # type: ignore[operator]
+            return [self._seal_secrets(id, [Secret(new), *valid])]
 
         yield from self._change(id, sql.SET_SECRETS, rotated)
         return msgspec.structs.replace((yield from self._get(id)), secret=new)
 
     def disable(self, id: str, *, reason: str = "disabled by hand") -> Endpoint:
-        """Send nothing to the endpoint from now on.  Its deliveries, also of new events, are parked until `recover`."""
+        """Disable the endpoint: its deliveries, also of new events, are parked until `recover`.
+
+        A request under way is finished, and `ping` and `resend` still send to the endpoint.
+        """
         return run(self._disable(id, reason))
 
     async def adisable(self, id: str, *, reason: str = "disabled by hand") -> Endpoint:
-        """Send nothing to the endpoint from now on, as `disable` does."""
+        """Disable the endpoint, as `disable` does."""
         return await arun(self._disable(id, reason))
 
     def _disable(self, id: str, reason: str) -> Plan[Endpoint]:
@@ -317,9 +321,9 @@ class Endpoints:
         return (yield from self._get(id))
 
     def disable_now(self, id: str, reason: str, *also: Query) -> Plan[bool]:
-        """Disable the endpoint; False if it was disabled before.  *also* is committed together with that.
+        """Disable the endpoint and run *also* in one transaction.  Return False, and run nothing, if it was disabled.
 
-        Senders send nothing to it from then on.  Its pending deliveries have yet to be parked.
+        Senders claim nothing more for it, except deliveries resent by hand.  Pending ones have yet to be parked.
         """
         transaction = yield from self._tables.open()
         try:
@@ -337,15 +341,15 @@ class Endpoints:
             pass
 
     def park_slice(self, id: str) -> Plan[int]:
-        """Park some pending deliveries of a disabled endpoint; return how many."""
+        """Park a slice of the pending deliveries of a disabled endpoint; return how many."""
         (rows,) = yield from self._tables.execute(self._tables.query(sql.PARK, id, SLICE))
         return len(rows)
 
     def park_strays(self) -> Plan[int]:
         """Park a slice of the pending deliveries of each disabled endpoint; return how many.
 
-        A sender parks one slice at once and leaves the others, a process may have died before that, and a sender that did not
-        know yet may have added some.
+        A sender that disables an endpoint parks only the first slice.  A process may die before it has parked any.
+        A sender that has read the former state may add some.
         """
         (rows,) = yield from self._tables.execute(self._tables.query(sql.DISABLED_WITH_PENDING))
         count = 0
@@ -368,7 +372,7 @@ class Endpoints:
         return (yield from self._get(id))
 
     def delete(self, id: str) -> bool:
-        """Remove the endpoint with its deliveries and attempts; False if there was none."""
+        """Remove the endpoint with its deliveries and attempts; return False if there was none."""
         return run(self._delete(id))
 
     async def adelete(self, id: str) -> bool:
@@ -384,30 +388,30 @@ class Endpoints:
             gone = encode([{"seq": seq} for (seq,) in found]).decode()
             yield from self._tables.execute(*(self._tables.query(each, gone) for each in sql.DELETE_DELIVERIES))
 
-    def _checked_url(self, url: str) -> str:
+    def _check_url(self, url: str) -> str:
         self._targets.check_url(url)
         return url
 
     # Rows
 
     def read(self, row: Sequence[Any]) -> Registered:
-        """The endpoint in a row of ENDPOINT_COLUMNS, with its secrets."""
-        return Registered(self.describe(row), self._opened(row[0], bytes(row[SECRETS])), row[PACED_UNTIL])
+        """Return the endpoint in a row of ENDPOINT_COLUMNS, with its secrets."""
+        return Registered(self.describe(row), self._open_secrets(row[0], bytes(row[SECRETS])), row[PACED_UNTIL])
 
     def describe(self, row: Sequence[Any]) -> Endpoint:
-        """The endpoint in a row of ENDPOINT_COLUMNS.  Secrets are not opened, but for the public key that belongs to one."""
+        """Return the endpoint in a row of ENDPOINT_COLUMNS.  Secrets are opened only to find the public key of v1a."""
         found = dict(zip(Endpoint.__struct_fields__, row[:SECRETS], strict=False))
         found["events"], found["headers"] = tuple(decode(found["events"])), decode(found["headers"])
         if found["signature"] == "v1a":
-            found["public_key"] = public_key(self._opened(row[0], bytes(row[SECRETS]))[0].text)
+            found["public_key"] = public_key(self._open_secrets(row[0], bytes(row[SECRETS]))[0].text)
         return Endpoint(**found)
 
-    def _sealed(self, id: str, secrets: Sequence[Secret]) -> bytes:
+    def _seal_secrets(self, id: str, secrets: Sequence[Secret]) -> bytes:
         outcome = Outcome("value", body=encode(list(secrets)))
         return encode_outcome(outcome if self._seal is None else self._seal.seal(("webhook endpoint", id), outcome))
 
-    def _opened(self, id: str, sealed: bytes) -> Sequence[Secret]:
-        secrets = self._known.get((id, sealed))
+    def _open_secrets(self, id: str, sealed: bytes) -> Sequence[Secret]:
+        secrets = self._secrets.get((id, sealed))
         if secrets is None:
             outcome = decode_outcome(sealed)
             if self._seal is not None:
@@ -416,21 +420,23 @@ class Endpoints:
                 raise ConfigurationError(
                     "The secrets of the endpoints are encrypted: give Webhooks(seal=...) the same Seal"
                 )
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            secrets = self._known[id, sealed] = decode_secrets(outcome.body)
+            if len(self._secrets) >= MOST_KNOWN:
+                self._secrets.clear()
+            secrets = self._secrets[id, sealed] = decode_secrets(outcome.body)
         return secrets
 
 
 def check_secret(secret: str, signature: str) -> None:
     read_key(secret)
     if secret.startswith("whpk_") or secret.startswith("whsk_") != (signature == "v1a"):
-        raise ConfigurationError(f"A secret of {signature} begins with {'whsec_' if signature == 'v1' else 'whsk_'}")
+        raise ConfigurationError(
+            f"A secret of {signature} must begin with {'whsec_' if signature == 'v1' else 'whsk_'}"
+        )
 
 
 def check_text(name: str, text: object, *, empty: bool = False) -> str:
     if not isinstance(text, str) or len(text) > 256 or (not text and not empty) or not PLAIN.fullmatch(text):
-        raise ConfigurationError(f"{name} = {text!r}: write a text of 1 to 256 characters, without control characters")
+        raise ConfigurationError(f"{name} = {text!r}: write {int(not empty)} to 256 characters, no control characters")
     return text
 
 
@@ -453,9 +459,9 @@ def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
         if not all(isinstance(each, str) for each in (name, value)) or not (
             HEADER_NAME.fullmatch(name) and HEADER_VALUE.fullmatch(value)
         ):
-            raise ConfigurationError(f"{name!r}: {value!r} is no header: write plain ASCII, without line breaks")
+            raise ConfigurationError(f"{name!r}: {value!r} is not a header: write plain ASCII, without line breaks")
         if name.lower() in OWN_HEADERS or name.lower().startswith("webhook-"):
-            raise ConfigurationError(f"The header {name!r} is set by the sender, and cannot be an endpoint's own")
+            raise ConfigurationError(f"The header {name!r} is set by the sender: remove it from headers")
     return dict(headers)
 
 
@@ -466,7 +472,7 @@ def check_order(order: object) -> str:
 
 
 def read_rate(rate: str | float | None) -> float | None:
-    """Deliveries per second, from a text such as `"5/s"`; None: no limit."""
+    """Return the deliveries per second that a text such as `"5/s"` allows, or None for no limit."""
     if rate is None:
         return None
     found = RATE.fullmatch(rate) if isinstance(rate, str) else None

@@ -1,4 +1,4 @@
-"""The receiver: verifies webhooks, and has each event handled once, in the transaction of its effect.
+"""`Receiver` verifies webhooks, and has each event handled once, in the transaction of its effect.
 
     receiver = Receiver(Inbox(Guard("sqlite:///shop.db")), "stripe", secrets=["whsec_..."])
 
@@ -53,31 +53,31 @@ Handler = Callable[[Op, Envelope], Any]
 RunAsync = Callable[[Coroutine[Any, Any, Received]], Received]
 F = TypeVar("F", bound=Handler)
 
-# The words of the answer, for each way in which the inbox may have received the event.
+# The `result` in the response, for each `how` of the inbox.
 RESULTS = {"processed": "ok", "duplicate": "replayed", "flagged": "flagged", "dead": "dead letter"}
 IGNORED = "ignored"  # no handler takes events of this type
-UNTYPED = "unknown"  # the type of an event to which its sender gives none
-RETRY_UNTIL = "webhook-retry-until"  # until when the sender will repeat the event, in seconds since 1970
-# Seconds until the sender should try again.  An unknown outcome waits for a person or a resolver.
+UNTYPED = "unknown"  # the type of an event that has none
+RETRY_UNTIL = "webhook-retry-until"  # a header: until when the sender repeats the event, in seconds since 1970
+# Seconds until the sender should try again.  An unknown outcome takes longer: a person or a resolver must decide.
 RETRY_AFTER, RETRY_AFTER_UNKNOWN = 5, 60
 
 
 class Receiver:
     """Receives the webhooks of one sender.
 
-    The answer tells the sender whether to repeat the webhook: 200 if that would change nothing, 4xx if it would be refused
-    again, 5xx if it should.
+    The status tells the sender whether to repeat the webhook: 200 if that would change nothing, 4xx if it would be
+    refused again, 5xx if it should.
 
     Args:
-        inbox: Remembers the ids of events, and has each handled once.
-        scheme: `standard`, `svix`, `stripe`, `github`, `shopify`, `slack` or `hmac`; or an object with the methods of
-            `Scheme`, for a sender of which we know nothing.
+        inbox: Remembers the ids of events, and handles each event once.
+        scheme: `standard`, `svix`, `stripe`, `github`, `shopify`, `slack` or `hmac`; or an object of a subclass
+            of `Scheme`, for any other sender.
         secrets: The sender's secrets.  Any of them may have signed, so that they can rotate.
-        handler: Called with the operation and the event, for types that `on` names no handler for.  It may be async.
-        source: The name of the sender.  It owns the ids: give two senders of one inbox two names.  By default it is the
-            name of the scheme.
+        handler: Handles the events of types for which `on` has named no handler.  It may be async.
+        source: The name of the sender; by default that is the scheme's name.  Two senders of one inbox need two names,
+            because their events may have equal ids.
         max_request: A longer body is refused with 413.
-        options: Those of the scheme, such as `tolerance` (5 minutes), or `header` of `hmac`.
+        options: Options of the scheme, such as `tolerance` (5 minutes), or `header` of `hmac`.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Receiver:
         self._warned = False
 
     def on(self, *types: str) -> Callable[[F], F]:
-        """Return a decorator: the function handles the events of these types.  It may be async.
+        """Return a decorator for a function that handles events of these types.  It may be async.
 
-        `*` in a type matches any characters, and the first match wins.  Without a `handler` for all others, events of other
-        types are acknowledged and not remembered.
+        `*` in a type matches any characters, and the first match wins.  Without a `handler` of the receiver, events of
+        other types are acknowledged and not remembered.
         """
         if not types or not all(isinstance(each, str) for each in types):  # @receiver.on without its parentheses
             raise ConfigurationError("Name the types of events: @receiver.on('charge.succeeded')")
@@ -119,10 +119,10 @@ class Receiver:
 
         return decorate
 
-    # As an app of each kind.  None of them looks at the path.
+    # The app in each form.  None of them looks at the path.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI app."""
+        """Answer a request, as an ASGI app."""
         if scope["type"] != "http":
             return await refuse_other(scope, receive, send)
         if scope["method"] != "POST":
@@ -132,12 +132,12 @@ class Receiver:
             body = await read_asgi(receive, self._match, headers)
         except OncemoreError as error:
             return await respond_asgi(send, refusal(error))
-        if body is None:  # the sender went away in the middle of it
+        if body is None:  # the sender disconnected before its end
             return None
         return await respond_asgi(send, await arun(self._answer(headers, body)))
 
     def wsgi(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """The WSGI app."""
+        """Answer a request, as a WSGI app."""
         method = environ["REQUEST_METHOD"]
         if method != "POST":
             return respond_wsgi(start_response, WRONG_METHOD, head=method == "HEAD")
@@ -168,7 +168,7 @@ class Receiver:
                 body = body_of(request, self._match.rule)
             except OncemoreError as error:
                 return to_django(refusal(error))
-            # An async handler runs on an event loop, and its queries by Django's ORM on this request's thread.
+            # `async_to_sync` runs an async handler on an event loop, and its ORM queries on this request's thread.
             return to_django(run(self._answer(request_of(request).headers, body, async_to_sync(wait))))
 
         # The inbox opens and commits the transaction itself, also with ATOMIC_REQUESTS.
@@ -180,7 +180,7 @@ class Receiver:
     def fastapi(self, path: str) -> APIRouter:
         """Return a router with one route, for `app.include_router(receiver.fastapi("/webhooks/stripe"))`.
 
-        A mounted app would answer the path without a slash at its end by a redirect, which senders do not follow.
+        A mounted app would redirect a path without a final slash, and senders do not follow redirects.
         """
         with naming_extras("receiver.fastapi()"):
             from fastapi import APIRouter
@@ -188,33 +188,33 @@ class Receiver:
         router.add_route(path, self, methods=["POST"], include_in_schema=False)  # type: ignore[arg-type]
         return router
 
-    # Dead letters: `inbox.dead(source)` lists them, and `inbox.requeue(id, source)` names one that is to be tried again
+    # Dead letters: `inbox.dead(source)` lists them, and `inbox.requeue(id, source)` marks one for `run_requeued`
 
     def run_requeued(self) -> int:
-        """Handle the requeued dead letters of this sender, which will not send them again; how many were handled.
+        """Handle the requeued dead letters of this sender, and return how many were handled.
 
-        If its handler fails, a letter stays requeued until it has failed too often.
+        The sender does not send them again.  If the handler fails, a letter stays requeued until it failed too often.
         """
-        return run(self._requeued())
+        return run(self._run_requeued())
 
     async def arun_requeued(self) -> int:
         """The awaited form of `run_requeued`."""
-        return await arun(self._requeued())
+        return await arun(self._run_requeued())
 
-    def _requeued(self) -> Plan[int]:
+    def _run_requeued(self) -> Plan[int]:
         handlers = dict(self.handlers) if self.handler is None else {**self.handlers, "*": self.handler}
         done, scope = 0, self.inbox.scope(self.source)
         for marker, letter in (yield from self.inbox.requeued()):
-            if letter.scope == scope:  # others may have the same inbox
+            if letter.scope == scope:  # other receivers may share the inbox
                 done += yield from self.inbox.handle_dead(marker, letter, handlers)
         return done
 
     # Answers
 
     def _answer(self, headers: Pairs, body: bytes, run_async: RunAsync = asyncio.run) -> Plan[Response]:
-        """The response to a delivery.  Nothing in it makes this raise an exception."""
+        """Return the response to a webhook.  No headers and no body make this raise an exception."""
         try:
-            self.scheme.verify(headers, body)  # first of all, and of the bytes as they came
+            self.scheme.verify(headers, body)  # before anything reads the body
             data = parse(body)
             challenge = self.scheme.challenge(data)
             if challenge is not None:
@@ -223,13 +223,13 @@ class Receiver:
             envelope = self._envelope(event, headers, body)
             operation = self.inbox.operation(event.id, self.source, event.compared)
         except Refusal as error:
-            self._count(error)
+            self._report_refusal(error)
             return refusal(error)
         self._check_retention(headers)
         handler = self._handler_for(envelope)
         first_seen = now()
         if handler is None:
-            return self._row(event.id, first_seen, IGNORED)
+            return self._acknowledge(event.id, first_seen, IGNORED)
         handling = Handling(self.inbox, operation, handler, envelope, run_async)
         try:
             received = yield handling
@@ -237,7 +237,7 @@ class Receiver:
             return self._failed(error, event.id, begun=handling.begun)
         if received.how in ("flagged", "dead"):
             log.warning("The webhook %r of %s was not handled: %s", event.id, self.source, RESULTS[received.how])
-        return self._row(event.id, first_seen, RESULTS[received.how])
+        return self._acknowledge(event.id, first_seen, RESULTS[received.how])
 
     def _handler_for(self, envelope: Envelope) -> Handler | None:
         try:
@@ -257,8 +257,8 @@ class Receiver:
             raw=body,
         )
 
-    def _row(self, id: str, first_seen: str, result: str) -> Response:
-        """The answer to an event that need not be sent again."""
+    def _acknowledge(self, id: str, first_seen: str, result: str) -> Response:
+        """Return the response to an event that need not be sent again."""
         row = {
             "event_id": id,
             "source": self.source,
@@ -269,15 +269,15 @@ class Receiver:
         return Response(200, [JSON], encode_json(row))
 
     def _failed(self, error: Exception, id: str, *, begun: bool) -> Response:
-        """The answer to an event that was not handled, and should be sent again."""
+        """Log why an event was not handled, and return the response that asks for it again."""
         if isinstance(error, StoreError | Fenced | UnknownOutcome) or (isinstance(error, Refusal) and not begun):
-            log.warning("The webhook %r of %s is to be sent again: %s", id, self.source, error)
+            log.warning("The webhook %r of %s should be repeated: %s", id, self.source, error)
             return unavailable(error)
-        log.error("The handler of the webhook %r of %s failed", id, self.source, exc_info=error)
+        log.error("The webhook %r of %s should be repeated: its handler failed", id, self.source, exc_info=error)
         return own_problem(500, "The webhook could not be handled", "Its handler failed; send it again", retryable=True)
 
-    def _count(self, error: Refusal) -> None:
-        """Show the refusal to the guard's observers, because a rise of these is a wrong secret, or an attack."""
+    def _report_refusal(self, error: Refusal) -> None:
+        """Log the refusal and tell the guard's observers, because many of these mean a wrong secret or an attack."""
         log.warning("A webhook of %s was refused: %s", self.source, error.detail)
         operation = Operation(self.inbox.scope(self.source), "-", name=f"inbox.{self.source}")
         self.inbox.guard.emit("refused", operation, code=error.code, detail=error.detail)
@@ -291,7 +291,7 @@ class Receiver:
         if span > retention:
             self._warned = True
             log.warning(
-                "%s repeats a webhook for %.0f s, but the inbox forgets it after %.0f s, and would handle it twice: "
+                "%s repeats a webhook for %.0f s, but the inbox forgets it after %.0f s, and would handle it again: "
                 "say Inbox(guard, retention='%.0fd')",
                 self.source,
                 span,
@@ -301,7 +301,7 @@ class Receiver:
 
 
 class Handling:
-    """Effect: have the inbox handle one event.
+    """An effect of a plan: the inbox handles one event.
 
     On an event loop, a plain handler runs on a thread, where it may block.  On a thread, an async handler runs on an event
     loop of its own.
@@ -330,11 +330,11 @@ class Handling:
 
 
 def parse(body: bytes) -> Any:
-    """The JSON document in *body*, or InvalidPayload if it can be read in more than one way, or not at all."""
+    """Return the JSON document in *body*.  Raise InvalidPayload if it is not JSON, or has more than one meaning."""
     read_json(body)
     try:
         return json.loads(body, parse_float=finite)
-    except ValueError as error:  # a whole number of more digits than Python reads
+    except ValueError as error:  # an integer or a float that is too large for Python
         raise InvalidPayload(f"The body is not JSON: {error}") from error
 
 
@@ -350,12 +350,12 @@ def now() -> str:
 
 
 def refusal(error: OncemoreError) -> Response:
-    """The response to a request that was refused."""
+    """Return the response to a request that was refused."""
     return Response(error.status, [PROBLEM], encode_json(error.problem()))
 
 
 def own_problem(status: int, title: str, detail: str, *, retryable: bool = False) -> Response:
-    """The response to a request with which something is wrong that is no error of oncemore."""
+    """Return a problem response for which oncemore has no error class."""
     members = {"type": "about:blank", "title": title, "status": status, "detail": detail, "retryable": retryable}
     return Response(status, [PROBLEM], encode_json(members))
 
@@ -365,7 +365,7 @@ WRONG_METHOD.headers.append(("allow", "POST"))
 
 
 def unavailable(error: OncemoreError) -> Response:
-    """The response to an event that cannot be handled now: it is in progress, in doubt, or the store is down."""
+    """Return the response to an event that is in progress or in doubt, or came while the store was down."""
     usual = RETRY_AFTER_UNKNOWN if isinstance(error, UnknownOutcome) else RETRY_AFTER
     seconds = max(1, math.ceil(usual if error.retry_after is None else error.retry_after))
     members = {**error.problem(), "status": 503, "retryable": True}
@@ -375,7 +375,7 @@ def unavailable(error: OncemoreError) -> Response:
 
 
 async def refuse_other(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a server that starts or stops the app, and close a websocket."""
+    """Acknowledge that the server starts or stops the app, or close a websocket."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1003})
     while scope["type"] == "lifespan":

@@ -1,4 +1,4 @@
-"""One attempt: the signed request to an endpoint, and its result."""
+"""Attempts: the signed requests to endpoints, and their results."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .connector import SafeConnector
 from .signature import Signing
 from .webhooks import Webhooks
 
-RESPONSE = 16 * 1024  # bytes of a response that are read
-SHOWN = 4096  # characters of it that are kept
+RESPONSE = 16 * 1024  # the most bytes of a response that are read
+SHOWN = 4096  # the most characters of a response that are kept
 LONGEST_ERROR = 500  # characters
-LOOKUPS = 100  # names that are looked up at a time: a name server that hangs must not hold up the others
-# The response is logged as it comes, so it should not be compressed.
+LOOKUPS = 100  # names that are looked up at a time, so that a name server that hangs does not hold up others
+# The response is kept as it comes, so it should not be compressed.
 USUAL_HEADERS = {"user-agent": "oncemore", "accept-encoding": "identity"}
 KEEP_ALIVE = 30.0  # seconds for which an idle connection is kept
 
 
 class Result(msgspec.Struct):
-    """The result of an attempt.  A *permanent* failure is not tried again.  If it was not *tried*, nothing is counted."""
+    """The result of an attempt.  A *permanent* failure is not tried again.  If not *tried*, it does not count."""
 
     status: int | None = None
     response: str = ""
@@ -47,7 +47,7 @@ class Result(msgspec.Struct):
 
 
 class Requests:
-    """Sends the requests of one sender, on the event loop that runs now."""
+    """Sends the requests of one sender, on the running event loop."""
 
     def __init__(self, webhooks: Webhooks, timeout: aiohttp.ClientTimeout) -> None:
         self.webhooks = webhooks
@@ -75,7 +75,7 @@ class Requests:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def attempt(self, claimed: Claimed) -> Result:
-        """Send one request.  Raises only CancelledError."""
+        """Send one request and return its result.  Raises only CancelledError."""
         began = SYSTEM.monotonic()
         result = Result()
         try:
@@ -87,7 +87,7 @@ class Requests:
         except UnsafeTarget as error:
             result.permanent = True
             result.error = f"refused: {error.detail}"
-        except Exception as error:  # of the network, of the response, or of a function that makes the body
+        except Exception as error:  # from the network, the response, or a function that makes the body
             result.error = f"{type(error).__name__}: {error}"
         result.error = plain(result.error, LONGEST_ERROR)
         result.duration = SYSTEM.monotonic() - began
@@ -111,7 +111,7 @@ class Requests:
                 result.response = plain(content.decode("utf-8", "replace"), SHOWN)
 
     def _make(self, claimed: Claimed) -> tuple[bytes, CIMultiDict[str]]:
-        """The body and the headers: the id is the same in each attempt, the time and with it the signature is new."""
+        """Return the body and the headers.  Each attempt has the same id, but a new time and so a new signature."""
         registered, message = claimed.registered, claimed.message
         body, media_type = self.webhooks.body(message)
         signed = signing_with(tuple(registered.signing(claimed.now))).sign(body, id=message.id)
@@ -129,14 +129,14 @@ class Requests:
 
 @lru_cache(1000)
 def signing_with(secrets: tuple[str, ...]) -> Signing:
-    """The same secrets sign many webhooks, and reading them costs more than a signature."""
+    """Return the signing with *secrets*, from a cache because reading secrets costs more than a signature."""
     return Signing(*secrets)
 
 
 class PooledResolver(AbstractResolver):
-    """The operating system's resolver, on threads of its own.
+    """Resolves names with the operating system, on threads of its own.
 
-    The threads of the event loop are few, and one name server that hangs would keep them from all other customers.
+    The event loop has few threads, and one name server that hangs could keep all of them busy.
     """
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
@@ -159,11 +159,11 @@ class PooledResolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing: the threads are the sender's."""
+        """Do nothing, because `Requests.aclose` ends the threads."""
 
 
 async def read_start(response: aiohttp.ClientResponse, content: bytearray) -> None:
-    """Read the first bytes of the body.  If there is more, the connection is closed instead of reading it all."""
+    """Read the first bytes of the body.  If there may be more, close the connection instead of reading it all."""
     while len(content) < RESPONSE:
         chunk = await response.content.read(RESPONSE - len(content))
         if not chunk:
@@ -173,7 +173,7 @@ async def read_start(response: aiohttp.ClientResponse, content: bytearray) -> No
 
 
 def plain(text: str, most: int) -> str:
-    """The text as every database can store it: no NUL, and nothing that UTF-8 cannot write."""
+    """Return the first characters of the text, with those replaced that a database cannot store."""
     if not text:
         return ""
     return text[:most].encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -10,12 +10,12 @@ from ..errors import ConfigurationError
 
 # Seconds after the first attempt.
 STEPS = (0.0, 5.0, 30.0, 120.0, 600.0, 1800.0, 3600.0, 21600.0, 43200.0, 86400.0)
-JITTER = 0.1  # a step comes up to a tenth of the time since the step before it later
-LATE = 60.0  # seconds; a sender that comes later than this was not running, and its absence does not count
+JITTER = 0.1  # the most by which a step is delayed, as a share of the time since the step before
+LATE = 60.0  # seconds; if a delivery is claimed later than this, the wait does not count for its schedule
 
 
 class DeliverySchedule:
-    """The *steps* of a delivery: one attempt at each of these times after the first one, or texts such as `"30s"`."""
+    """Decides when a delivery is tried: at each of *steps*, in seconds or `"30s"`, after the first attempt."""
 
     def __init__(self, steps: Sequence[float | str] = STEPS) -> None:
         self.steps = tuple(duration(step) for step in steps)
@@ -31,10 +31,10 @@ class DeliverySchedule:
         return self.steps[-1]
 
     def next_attempt(self, elapsed: float, retry_after: float | None = None) -> float | None:
-        """Seconds after the first attempt at which to try again, *elapsed* seconds after it; None if that was the last.
+        """Return when to try again after an attempt at *elapsed*, in seconds after the first; None if it was the last.
 
-        *retry_after* is what the receiver has asked for.  It delays the next attempt to the step after the next at most;
-        later steps keep their times.
+        *retry_after* is the delay that the receiver has asked for.  It delays the next attempt at most by one
+        step; later steps keep their times.
         """
         elapsed = max(elapsed, 0.0)  # the clock may have been set back
         later = [number for number, step in enumerate(self.steps) if step > elapsed]

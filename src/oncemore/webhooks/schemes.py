@@ -1,6 +1,6 @@
 """The signature schemes of webhook senders, by name.  A new one is a class and a line in SCHEMES.
 
-Each verifies the raw bytes, and then says which event they are.
+Each verifies the raw bytes, and then describes the event in them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         type: The name by which handlers are chosen; empty if the sender has none.
         time: When the event happened, if the sender says so.
         subject: The thing that the event is about, if the sender says so.
-        compared: The part of the body that is equal on every delivery.  Another one under the same id is flagged.
+        compared: The part of the body that is equal on every delivery.  If it differs, the webhook is flagged.
     """
 
     id: str
@@ -56,18 +56,18 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheme(Protocol):
-    """How one kind of sender signs its webhooks, and names its events."""
+    """The rules by which one kind of sender signs its webhooks and names its events."""
 
     name: str  # also the source of its events, unless the receiver is given another
 
     def verify(self, headers: Pairs, body: bytes) -> None:
-        """Raise WebhookError unless *body* is signed with one of the secrets, and fresh.  Raises nothing else."""
+        """Raise WebhookError, and nothing else, unless *body* is fresh and signed with one of the secrets."""
 
     def describe(self, headers: Pairs, data: Any) -> Description:
         """Return the event in *data*, the body of a verified webhook, or raise InvalidPayload if it has no id."""
 
     def challenge(self, data: Any) -> bytes | None:
-        """Return the plain text that a sender asks for to see that we are there, or None for an ordinary event."""
+        """Return the text with which a sender wants its URL confirmed, or None for an ordinary event."""
         return None
 
 
@@ -100,7 +100,7 @@ class StandardScheme(Scheme):
 class StripeScheme(Scheme):
     """Stripe: `Stripe-Signature: t=<seconds>,v1=<hex>`, of the time, a full stop and the body.
 
-    Snapshot and thin events.  *secrets* are the endpoint's, as the dashboard shows them.
+    Snapshot and thin events are accepted.  *secrets* are the endpoint's, as the dashboard shows them.
     """
 
     name = "stripe"
@@ -122,7 +122,7 @@ class StripeScheme(Scheme):
         check_timestamp(times[0], self._tolerance, self._clock)
 
     def describe(self, headers: Pairs, data: Any) -> Description:
-        # The number of endpoints that have not acknowledged the event yet changes from one delivery to the next.
+        # The number of endpoints that have yet to acknowledge the event changes between deliveries.
         changing = "pending_webhooks"
         return Description(
             id=required_id(member(data, "id"), "the member 'id'"),
@@ -133,7 +133,7 @@ class StripeScheme(Scheme):
 
 
 class HmacScheme(Scheme):
-    """Webhooks that are signed with an HMAC, as the options say.
+    """Webhooks that are signed with an HMAC in the form that the options describe.
 
     Args:
         secrets: Texts or bytes, used as they are.  Any of them may have signed.
@@ -142,13 +142,13 @@ class HmacScheme(Scheme):
         algorithm: `sha1`, `sha256`, `sha384` or `sha512`.
         encoding: `hex` or `base64`.
         signed: The text that is signed, made of `{id}`, `{timestamp}`, `{body}` and any characters between them.
-        id_header: The header with the event's id; or
-        id_pointer: the place of the id in the body, as a JSON pointer: `/event/id`.
-        type_header: The header with the event's type; or
-        type_pointer: its place in the body.
+        id_header: The header with the event's id.  Give this or *id_pointer*.
+        id_pointer: The place of the id in the body, as a JSON pointer such as `/event/id`.
+        type_header: The header with the event's type.  It goes before *type_pointer*.
+        type_pointer: The place of the type in the body; by default `/type`.
         timestamp_header: The header with the time of signing, in seconds since 1970.  It must be part of *signed*.
         tolerance: How far that time may be from now.
-        clock: The clock by which it is judged.
+        clock: The clock that tells the present time.
     """
 
     name = "hmac"
@@ -184,7 +184,7 @@ class HmacScheme(Scheme):
         self._timestamp_header = timestamp_header
         self._tolerance = duration(tolerance)
         self._clock = clock
-        # Texts, and between each two of them the name of a part.
+        # Literal texts at even places, and between them the names of parts.
         self._signed = PARTS.split(signed)
         names, between = self._signed[1::2], self._signed[2:-1:2]
         if bool(id_header) == bool(id_pointer):
@@ -197,7 +197,7 @@ class HmacScheme(Scheme):
             raise ConfigurationError(
                 "timestamp_header and {timestamp} in `signed` belong together: a time that is not signed proves nothing"
             )
-        if any(not text or text[0].isalnum() for text in between):  # "12" and "3" would be signed as "1" and "23" are
+        if any(not text or text[0].isalnum() for text in between):  # "12", "3" and "1", "23" would have one signature
             raise ConfigurationError(
                 f"signed = {signed!r}: put a mark between each two parts, as in '{{timestamp}}.{{body}}'"
             )
@@ -207,7 +207,7 @@ class HmacScheme(Scheme):
     def verify(self, headers: Pairs, body: bytes) -> None:
         given = one_header(headers, self._header)
         if not given.startswith(self._prefix):
-            raise WebhookError(f"The {self._header} header is malformed: it begins with {self._prefix}")
+            raise WebhookError(f"The {self._header} header is malformed: it must begin with {self._prefix}")
         timestamp = self._header_part(headers, "timestamp", self._timestamp_header)
         parts = {"id": self._header_part(headers, "id", self._id_header), "timestamp": timestamp, "body": body}
         content = [parts[text] if place % 2 else text.encode() for place, text in enumerate(self._signed)]
@@ -217,7 +217,7 @@ class HmacScheme(Scheme):
             check_timestamp(timestamp.decode(), self._tolerance, self._clock)
 
     def _header_part(self, headers: Pairs, part: str, header: str) -> bytes:
-        """Return the value of a header that is signed.  The mark behind it must not be in it, or it could end earlier."""
+        """Return the value of a signed header.  It must not contain the mark that ends it in the signed text."""
         names = self._signed[1::2]
         if part not in names:
             return b""
@@ -239,8 +239,8 @@ class HmacScheme(Scheme):
 class GithubScheme(HmacScheme):
     """GitHub: `X-Hub-Signature-256: sha256=<hex>`, of the body.
 
-    The type is that of `X-GitHub-Event`, such as `push`; the action is in the body.  GitHub signs neither a time nor the
-    delivery's id, so only TLS keeps a recorded webhook from being sent again under another id.
+    The type is the header `X-GitHub-Event`, such as `push`; the action is in the body.  GitHub signs no time and no
+    delivery id, so only TLS keeps a recorded webhook from being sent again under another id.
     """
 
     name = "github"
@@ -277,7 +277,7 @@ class ShopifyScheme(HmacScheme):
 class SlackScheme(HmacScheme):
     """Slack's Events API: `X-Slack-Signature: v0=<hex>`, of `v0`, the time and the body, with colons between them.
 
-    The secret is the app's signing secret.  The type is that of the inner event, such as `app_mention`.  Slash commands and
+    The secret is the app's signing secret.  The type is the inner event's, such as `app_mention`.  Slash commands and
     buttons are forms without an id, and not events: they are refused with 400.
     """
 
@@ -357,9 +357,9 @@ def read_secrets(secrets: Iterable[str | bytes]) -> tuple[bytes, ...]:
 def check_signature(
     secrets: Sequence[bytes], content: Sequence[bytes], offered: Sequence[bytes], algorithm: str = "sha256"
 ) -> None:
-    """Raise WebhookError unless an *offered* digest is that of *content* with one of the secrets.
+    """Raise WebhookError unless one of the *offered* digests is the HMAC of *content* with one of the secrets.
 
-    All are compared, in constant time, so the time tells nothing.
+    All are compared in constant time, so the time does not reveal which secret or digest was nearly right.
     """
     if len(offered) > MOST_SIGNATURES:
         raise WebhookError(f"The webhook has more than {MOST_SIGNATURES} signatures")
@@ -375,7 +375,7 @@ def check_signature(
 
 
 def hex_digest(text: str) -> bytes:
-    """Return the bytes of a digest in hexadecimal digits; nothing, which matches no digest, for any other text."""
+    """Return the bytes of a digest in hexadecimal digits, or none, which match no digest, for any other text."""
     try:
         return bytes.fromhex(text) if text.isalnum() else b""
     except ValueError:
@@ -383,7 +383,7 @@ def hex_digest(text: str) -> bytes:
 
 
 def base64_digest(text: str) -> bytes:
-    """Return the bytes of a digest in base64; nothing, which matches no digest, for any other text."""
+    """Return the bytes of a digest in base64, or none, which match no digest, for any other text."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -406,16 +406,16 @@ def optional_header(headers: Pairs, name: str) -> str:
 
 
 def required_id(value: object, place: str) -> str:
-    """Return the event's id, or raise InvalidPayload: without one, a repeated event could not be told from a new one."""
+    """Return the event's id.  Raise InvalidPayload without one, because a repeated event would look like a new one."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value:
-        raise InvalidPayload(f"The event has no id: {place} is missing, or is no text")
+        raise InvalidPayload(f"The event has no id: {place} is missing, or is not a text")
     return value
 
 
 def member(data: Any, name: str) -> Any:
-    """Return a member of a JSON object, or None if it has none, or *data* is no object."""
+    """Return a member of a JSON object, or None if *data* is no object or has no such member."""
     return data.get(name) if isinstance(data, dict) else None
 
 
@@ -425,7 +425,7 @@ def text_member(data: Any, name: str) -> str:
 
 
 def time_of(value: object) -> datetime | None:
-    """Return the time in *value*: seconds since 1970, or a text of RFC 3339; None for anything else."""
+    """Return the time in *value* (seconds since 1970, or a text of RFC 3339), or None if it has none."""
     try:
         if isinstance(value, str):
             found = datetime.fromisoformat(value)

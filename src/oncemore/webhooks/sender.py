@@ -1,8 +1,8 @@
 """`Sender`: delivers webhooks.  Any number of processes may run one; each delivery is sent by one of them at a time.
 
-A round of the sender is: record results, match new messages with the endpoints that want them, claim deliveries that are due,
-and start their requests.  A claimed delivery carries a token and a lease.  If the process dies, the lease ends and another
-sender tries again, under the same webhook-id; a sender that was too slow changes nothing any more.
+Each round of the sender records results, matches new messages with the endpoints that want them, claims deliveries
+that are due, and starts their requests.  A claimed delivery has a token and a lease.  If the process dies, the lease
+ends and another sender tries again, under the same webhook-id.  A sender that was too slow changes nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .webhooks import WAKEUP, Webhooks, pack_data
 log = logging.getLogger("oncemore.webhooks")
 
 SHORTEST_POLL, LONGEST_POLL = 0.01, 0.5  # seconds between two looks for work, if nobody wakes the sender
-TOGETHER = 0.005  # seconds in which other requests may end, so that their results are recorded together
-HOUSEKEEPING = 60.0  # seconds between two looks for old messages
+TOGETHER = 0.005  # seconds to wait for other requests to end, so that their results are recorded together
+HOUSEKEEPING = 60.0  # seconds between two looks for old messages and for deliveries to park
 LEASE_MARGIN = 30.0  # seconds of a lease beyond the longest request
-LAST_RECORDING = 10.0  # seconds for which a sender that stops tries to record its results
-DOWN = Backoff(base=0.1, cap=5.0, jitter="equal")  # while the database is down
-PAUSES = {429, 502, 504}  # statuses after which the whole endpoint is left alone for a while
+LAST_RECORDING = 10.0  # seconds for which a stopping sender tries to record its results
+DOWN = Backoff(base=0.1, cap=5.0, jitter="equal")  # the pauses while the database is down
+PAUSES = {429, 502, 504}  # statuses after which the whole endpoint pauses
 SHORTEST_PAUSE = 5.0  # seconds
 DISABLED = "endpoint.disabled"
 
@@ -49,15 +49,15 @@ encode = msgspec.json.encode
 
 
 class Sender:
-    """Delivers the webhooks of *webhooks*.
+    """Sends the deliveries of *webhooks* that are due.
 
     Args:
         webhooks: The webhooks to send.
-        concurrency: Requests at a time, each with a connection, and its message (up to 1 MiB) in memory.  Failing endpoints
-            share a quarter of them at most.
+        concurrency: The most requests at a time.  Each has a connection, and its message (up to 1 MiB) in memory.
+            Failing endpoints share a quarter of them at most.
         connect_timeout: How long a connection may take.
         timeout: How long a request may take in all.
-        grace: How long `run` waits for requests under way when it is told to stop.
+        grace: How long a sender that stops waits for its requests under way.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Sender:
         grace: float | str = "20s",
     ) -> None:
         if not isinstance(webhooks, Webhooks):
-            raise ConfigurationError(f"Sender needs Webhooks, and was given a {type(webhooks).__name__}")
+            raise ConfigurationError(f"webhooks is a {type(webhooks).__name__}: make Webhooks, as in Webhooks(guard)")
         self.webhooks = webhooks
         self.concurrency = check_positive("concurrency", concurrency)
         self.timeout = aiohttp.ClientTimeout(total=duration(timeout), connect=duration(connect_timeout))
@@ -81,11 +81,11 @@ class Sender:
         self._running: SenderRun | None = None
 
     def run(self) -> None:
-        """Deliver until SIGTERM or SIGINT, or until `stop`; requests that are under way are finished."""
+        """Deliver until SIGTERM, SIGINT or `stop`, and then finish the requests under way, within *grace*."""
         run_service(self.arun, stop=self.stop, close=self.webhooks.tables.access.aclose)
 
     async def arun(self) -> None:
-        """Deliver until `stop` is called or the task is cancelled; requests that are under way are finished."""
+        """Deliver until `stop` or until the task is cancelled, as `run` does."""
         self._running = SenderRun(self)
         try:
             await self._running.forever()
@@ -93,7 +93,7 @@ class Sender:
             self._running = None
 
     def stop(self) -> None:
-        """Let `run` or `arun` return once the requests under way have ended.  May be called on any thread."""
+        """Have `run` or `arun` return after the requests under way.  May be called on any thread."""
         running = self._running
         if running is not None:
             running.stop()
@@ -103,7 +103,7 @@ class Sender:
         return run_service(self.arun_once, close=self.webhooks.tables.access.aclose)
 
     async def arun_once(self) -> int:
-        """Try each delivery that is due now once: `run_once` for event loops."""
+        """Try each delivery that is due now once, as `run_once` does."""
         return await SenderRun(self).drain()
 
 
@@ -145,11 +145,11 @@ class SenderRun:
             try:
                 done = await to_the_end(asyncio.ensure_future(self._round(FOR_EVER)))
                 failures = 0
-            except ConfigurationError:  # a wrong password, say: no later attempt would do better
+            except ConfigurationError:  # for example a wrong password: later attempts would fail as well
                 raise
             except OncemoreError as error:
                 failures += 1
-                log.warning("Webhooks wait for the database: %s", error)
+                log.warning("The sender of webhooks waits for the database, and tries again: %s", error)
                 await self.waiter.wait(DOWN.delay(failures, random.random())).arun()
                 continue
             if done and len(self._tasks) < self.sender.concurrency:
@@ -164,7 +164,7 @@ class SenderRun:
             poll = SHORTEST_POLL if is_woken else min(2 * poll, LONGEST_POLL)
 
     async def _round(self, due_by: float) -> int:
-        """Record results and start requests that are due, while a page of messages is matched; return how much was done."""
+        """Record results and start requests, while a page of messages is matched; return how much was done."""
         parts = await asyncio.gather(self._work(due_by), self._match(), return_exceptions=True)
         for part in parts:
             if isinstance(part, BaseException):
@@ -173,7 +173,7 @@ class SenderRun:
         return sum(parts)  # type: ignore[arg-type]
 
     async def _work(self, due_by: float) -> int:
-        """Record results, then claim deliveries: an endpoint that these results have disabled gets no more."""
+        """Record results before claiming, because they may disable an endpoint; return how much was done."""
         recorded = await self._record()
         free = self.sender.concurrency - len(self._tasks)
         claimed = await arun(self.claims.claim(free, due_by=due_by)) if free > 0 else []
@@ -201,7 +201,7 @@ class SenderRun:
         return await arun(self.matching.match_page())
 
     async def _deliver(self, claimed: Claimed) -> None:
-        """Send one request, and keep its result."""
+        """Send one request, and keep its result until `_record`."""
         result = Result(error="the sender was stopped", tried=False)
         try:
             if SYSTEM.monotonic() - claimed.began > LEASE_MARGIN:
@@ -217,7 +217,7 @@ class SenderRun:
             self.waiter.notify()
 
     async def _record(self) -> int:
-        """Record the results so far; return how many."""
+        """Record the results so far, and return how many there were."""
         count = 0
         while self._ended:
             attempts = [self._ended.popleft() for _ in range(min(len(self._ended), ROUND))]
@@ -244,14 +244,14 @@ class SenderRun:
                 await self._record()
             except OncemoreError as error:
                 failures += 1
-                if SYSTEM.monotonic() > ends:  # they are sent again when their leases have ended
-                    log.warning("The results of %d webhooks could not be recorded: %s", len(self._ended), error)
+                if SYSTEM.monotonic() > ends:  # the deliveries are sent again after their leases
+                    log.warning("%d results were not recorded; the webhooks are repeated: %s", len(self._ended), error)
                     break
                 await asyncio.sleep(DOWN.delay(failures, random.random()))
         await self.requests.aclose()
 
     async def _keep_house(self) -> None:
-        """Once a minute: park a slice for each disabled endpoint, and delete a slice of old messages; more in the next rounds."""
+        """Once a minute, park deliveries of disabled endpoints and delete old messages, a slice in each round."""
         if SYSTEM.monotonic() < self._next_housekeeping:
             return
         self._next_housekeeping = SYSTEM.monotonic() + HOUSEKEEPING
@@ -265,7 +265,7 @@ class SenderRun:
 class Results:
     """Records the attempts of one sender.
 
-    Recording the same ones again, because the answer to a commit was lost, changes nothing.
+    If an attempt is recorded again because the answer to a commit was lost, nothing changes.
     """
 
     def __init__(self, webhooks: Webhooks) -> None:
@@ -273,7 +273,7 @@ class Results:
         self.tables = webhooks.tables
 
     def record(self, attempts: list[Attempt]) -> Plan[None]:
-        """Write the states of the deliveries in one transaction; then disable the endpoints that have to be."""
+        """Write deliveries and attempts in one transaction, then disable endpoints that are gone or fail too long."""
         tables = self.tables
         rows = [self._row(claimed, result) for claimed, result in attempts]
         packed = encode(rows).decode()
@@ -287,28 +287,28 @@ class Results:
         health = self._health(attempts, rows)
         if health:
             queries.append(tables.query(sql.HEALTH, encode(health).decode()))
-        # Locked first, so that none is enabled or disabled meanwhile; in the order of their ids, because another sender may
-        # record results of the same endpoints.
+        # Lock endpoints first, so that none is enabled or disabled meanwhile.  The statement locks them in the order of
+        # their ids, because another sender may record results of the same endpoints.
         locked = {
             claimed.registered.endpoint.id
             for (claimed, _), row in zip(attempts, rows, strict=True)
             if claimed.order_key is not None or row["state"] != "delivered"
         }
-        locks = [tables.query(sql.ORDERED_ENDPOINTS, encode([{"id": id} for id in locked]).decode())] if locked else []
+        locks = [tables.query(sql.LOCK_ENDPOINTS, encode([{"id": id} for id in locked]).decode())] if locked else []
         yield from tables.execute(*locks, *queries)
-        self._tell(attempts, rows)
+        self._report(attempts, rows)
         yield from self._disable_gone(attempts)
         yield from self._disable_failing([each for each in health if not each["healthy"]])
 
     def _row(self, claimed: Claimed, result: Result) -> dict[str, Any]:
-        """The delivery after an attempt, and the attempt itself."""
+        """Return a row with the delivery after an attempt, and the attempt itself."""
         now, former = claimed.now, claimed.former
         state, next_at, attempts = "delivered", claimed.next_at, claimed.attempts
-        if not result.tried:  # another sender does it at once
+        if not result.tried:  # any sender may claim it immediately
             state, attempts = "pending", claimed.attempts - 1
         elif not result.is_success:
             at = self._next_attempt(claimed, result, now)
-            if former is not None and former != "pending":  # resent by hand: it is as it was
+            if former is not None and former != "pending":  # a manual resend that failed leaves the former state
                 state = former
             else:
                 state = "dead" if at is None else "pending"
@@ -331,16 +331,16 @@ class Results:
         }
 
     def _next_attempt(self, claimed: Claimed, result: Result, now: float) -> float | None:
-        """When the delivery is tried again; None: not again."""
+        """Return when the delivery is tried again, or None if it is not."""
         if result.permanent or result.status == 410:
             return None
         step = self.webhooks.schedule.next_attempt(now - claimed.first_at, result.retry_after)
         return None if step is None else claimed.first_at + step
 
     def _health(self, attempts: list[Attempt], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The health of each endpoint after these attempts; one success is enough.  Attempts by hand do not count.
+        """Return the health of each endpoint after these attempts.  Manual resends do not count.
 
-        An endpoint that is overloaded pauses, but no longer than the delivery that it refused may wait.
+        One success makes it healthy.  An overloaded endpoint pauses, at most until the refused delivery is tried again.
         """
         found: dict[str, dict[str, Any]] = {}
         for (claimed, result), row in zip(attempts, rows, strict=True):
@@ -368,7 +368,7 @@ class Results:
             yield from self._disable(id, "the endpoint answered 410 Gone")
 
     def _disable_failing(self, failed: list[dict[str, Any]]) -> Plan[None]:
-        """Disable the endpoints that have just failed again, and have only failed for days."""
+        """Disable those of the endpoints in *failed* that have only failed for `disable_after`."""
         if not failed:
             return
         ids = encode([{"id": each["id"]} for each in failed]).decode()
@@ -378,7 +378,7 @@ class Results:
             yield from self._disable(id, f"every attempt has failed for {seconds / 86400:.1f} days")
 
     def _disable(self, id: str, reason: str) -> Plan[None]:
-        """Disable an endpoint, and tell the operators; the event for them is committed with it."""
+        """Disable an endpoint and tell the operators.  The event for them commits in the same transaction."""
         webhooks = self.webhooks
         try:
             endpoint = yield from webhooks.endpoints._get(id)
@@ -391,24 +391,26 @@ class Results:
             also.append(self.tables.query(sql.ADD_MESSAGE, *values))
         if not (yield from webhooks.endpoints.disable_now(id, reason, *also)):
             return
-        yield from webhooks.endpoints.park_slice(id)  # the rest later, because it must not hold up other endpoints
-        log.warning("The webhook endpoint %s of tenant %r is disabled: %s", id, endpoint.tenant, reason)
+        yield from webhooks.endpoints.park_slice(id)  # the rest is parked later, and holds up no other endpoint
+        log.warning(
+            "The webhook endpoint %s of tenant %r is disabled; enable it when it works: %s", id, endpoint.tenant, reason
+        )
         if webhooks.on_event is not None:
             try:
                 webhooks.on_event(DISABLED, data)
             except Exception:
-                log.exception("on_event failed on %s", DISABLED)
+                log.exception("on_event failed on %s of endpoint %s", DISABLED, id)
 
     # Observers
 
-    def _tell(self, attempts: list[Attempt], rows: list[dict[str, Any]]) -> None:
+    def _report(self, attempts: list[Attempt], rows: list[dict[str, Any]]) -> None:
         """Log the results, and tell the observers."""
         guard = self.webhooks.guard
         for (claimed, result), row in zip(attempts, rows, strict=True):
             message, endpoint = claimed.message, claimed.registered.endpoint
             if row["state"] == "dead":
                 log.warning(
-                    "The webhook %s of type %s for %s is a dead letter after %d attempts: %s",
+                    "The webhook %s of type %s for %s is a dead letter after %d attempts, until it is resent: %s",
                     message.id,
                     message.type,
                     endpoint.id,
@@ -416,7 +418,7 @@ class Results:
                     result.error,
                 )
             elif result.error:
-                log.info("The webhook %s for %s failed: %s", message.id, endpoint.id, result.error)
+                log.info("An attempt to send the webhook %s to %s failed: %s", message.id, endpoint.id, result.error)
             if guard.observers and result.tried:
                 guard.emit(
                     "delivery",

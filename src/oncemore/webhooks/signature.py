@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
-SVIX = ("svix-id", "svix-timestamp", "svix-signature")  # the same three, as Svix calls them
+SVIX = ("svix-id", "svix-timestamp", "svix-signature")  # Svix's names for the same headers
 PREFIX = "whsec_"
-PRIVATE, PUBLIC = "whsk_", "whpk_"  # of Ed25519 keys
+PRIVATE, PUBLIC = "whsk_", "whpk_"  # the prefixes of Ed25519 keys
 SIGNATURE_LENGTH = 64  # bytes of an Ed25519 signature
 # A private key is its seed, or the seed and the public key behind it, as libsodium and Svix write it.
 SEED, PUBLIC_LENGTH = 32, 32  # bytes
 
-SHORTEST = 24  # bytes of a secret, as the standard requires
+SHORTEST = 24  # the fewest bytes of a secret that the standard allows
 # No full stop: it joins id, timestamp and body, so with one in the id, two messages could have the same signed text.
 GOOD_ID = re.compile(r"[\x21-\x2D\x2F-\x7E]{1,256}")
 GOOD_TIMESTAMP = re.compile(r"[1-9][0-9]{0,11}")
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 class HmacSecret:
     """A secret that sender and receiver share (version v1)."""
 
-    version = "v1"  # before each of its signatures in the header
+    version = "v1"  # written before each signature in the header
     signs = True
 
     def __init__(self, secret: bytes) -> None:
@@ -64,7 +64,7 @@ class HmacSecret:
         return base64.b64encode(hmac.digest(self._secret, content, "sha256")).decode()
 
     def matches(self, content: bytes, offered: Sequence[str]) -> bool:
-        """Return whether one of the *offered* signatures is right.  All are compared, so the time tells nothing."""
+        """Return whether one of the *offered* signatures is right.  All are compared, so the time reveals nothing."""
         expected = self.sign(content).encode()
         matches = [hmac.compare_digest(one.encode(), expected) for one in offered]
         return any(matches)
@@ -100,7 +100,7 @@ class Ed25519Key:
         return PUBLIC + base64.b64encode(self._public.public_bytes_raw()).decode()
 
     def sign(self, content: bytes) -> str:
-        assert self._private is not None, "`Signing` signs only with keys that can"
+        assert self._private is not None, "Signing.sign() uses private keys only"
         return base64.b64encode(self._private.sign(content)).decode()
 
     def matches(self, content: bytes, offered: Sequence[str]) -> bool:
@@ -128,7 +128,7 @@ class Signing:
             of them, so that secrets can rotate.
         tolerance: `verify` refuses a timestamp further from now than this, in the past or the future, so that a recorded
             message cannot be sent again later.
-        clock: The clock by which messages are signed and judged.
+        clock: The clock for the timestamps of `sign`, and for the tolerance of `verify`.
     """
 
     def __init__(self, *secrets: str | bytes, tolerance: float | str = "5m", clock: TimeSource = SYSTEM) -> None:
@@ -173,12 +173,12 @@ class Signing:
             raise WebhookError(
                 "No signature matches this body: it was changed on the way, or signed with another secret"
             )
-        # Checked after the signature, so that the error tells only a genuine sender how far the clocks are apart.
+        # Checked after the signature, so that only a genuine sender learns how far the clocks are apart.
         check_time(int(timestamp), self._tolerance, self._clock)
         return Message(id, int(timestamp))
 
     def _any_matches(self, given: str, content: bytes) -> bool:
-        """Return whether a *given* signature was made with one of our keys."""
+        """Return whether one of the *given* signatures was made with one of our keys."""
         offered = [word.partition(",") for word in given.split(" ")]
         versions = {key.version for key in self._keys}
         if sum(version in versions for version, _, _ in offered) > MOST_SIGNATURES:
@@ -191,7 +191,7 @@ class Signing:
 
 
 def signed_content(id: str, timestamp: str, body: bytes) -> bytes:
-    """Return the bytes that are signed."""
+    """Return the bytes to sign."""
     check_bytes(body)
     return f"{id}.{timestamp}.".encode() + body
 
@@ -205,7 +205,7 @@ def check_id(id: object) -> None:
 
 
 def check_bytes(body: object) -> None:
-    """Raise ConfigurationError for a text, because the encoding that its sender used is not known."""
+    """Raise ConfigurationError unless *body* is bytes: it is not known how the sender encoded a text."""
     if not isinstance(body, bytes | bytearray | memoryview):
         raise ConfigurationError(f"The body is {type(body).__name__}: pass the raw bytes, before anything parses them")
 

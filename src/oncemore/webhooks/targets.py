@@ -1,6 +1,6 @@
-"""Which URLs and addresses may be called: the rules of the guard against server-side request forgery (SSRF).
+"""The rules about URLs and addresses that may be called, against server-side request forgery (SSRF).
 
-A customer who registers a webhook chooses the address that *your* server calls.  Without a guard, that may be your own
+A customer who registers a webhook chooses the address that *your* server calls.  Without rules, that may be your own
 database, or the cloud's metadata service.
 """
 
@@ -17,8 +17,8 @@ from ..errors import ConfigurationError, UnsafeTarget
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-# Written out, because `ipaddress.is_global` is true for multicast, for NAT64 and for the site-local addresses of old.
-# The special-purpose registries of IANA, and public addresses behind which a cloud has its own services.
+# The special-purpose registries of IANA, and public addresses that a cloud uses for its own services.  The networks are
+# written out because `ipaddress.is_global` is true for multicast, for NAT64 and for the former site-local addresses.
 REFUSED_V4 = {
     "0.0.0.0/8": "an address of this host",
     "10.0.0.0/8": "a private address",
@@ -82,14 +82,14 @@ class Targets:
         try:
             self.allow = tuple(ip_network(network) for network in allow)
         except ValueError as error:
-            raise ConfigurationError(f"allow has a network that is none: {error}") from error
+            raise ConfigurationError(f"allow contains something that is no network: {error}") from error
         self.allow_http = allow_http
         self.ports = None if ports is None else frozenset(ports)
-        # A sender checks the same few addresses for every request.
+        # A cache, because a sender checks the same few addresses for every request.
         self._reason_for = lru_cache(1000)(lambda text: self._reason(ip_address(text.partition("%")[0])))
 
     def check_url(self, url: str) -> None:
-        """Raise UnsafeTarget for a URL that will never be called.  Its name is not resolved; that is done at each call."""
+        """Raise UnsafeTarget for a URL that must never be called.  Its name is not resolved here, but at each call."""
         if not isinstance(url, str):
             raise UnsafeTarget(f"{url!r} is not a URL: write a text, as in 'https://example.com/hook'")
         try:
@@ -132,7 +132,7 @@ class Targets:
 
     def _reason(self, address: Address) -> str:
         """Return why *address* is refused, or an empty text if it is not."""
-        if any(address in network for network in self.allow):  # never true between two versions of the protocol
+        if any(address in network for network in self.allow):  # never true for a network of the other IP version
             inner = embedded(address)
             return self._reason(inner) if inner is not None else ""
         for network, reason in REFUSED:
@@ -142,7 +142,7 @@ class Targets:
 
 
 def embedded(address: Address) -> IPv4Address | None:
-    """Return the IPv4 address that a mapped or translated IPv6 address stands for.
+    """Return the IPv4 address inside a mapped or translated IPv6 address, or None for any other address.
 
     A network that reaches IPv4 only through NAT64 has to allow `64:ff9b::/96`; private addresses behind it stay refused.
     """

@@ -30,22 +30,22 @@ from .targets import Network, Targets
 DeliveryState = Literal["pending", "delivered", "dead", "parked"]
 STATES = get_args(DeliveryState)
 Only = Literal["failed", "missing", "all"]
-LARGEST = 1024 * 1024  # bytes of data
-SLICE = 1000
-WAITS_FROM = 8e15  # an infinite `next_at` is later, as a number, on both databases
+LARGEST = 1024 * 1024  # the most bytes of data
+SLICE = 1000  # the most rows that one transaction sends again or deletes
+WAITS_FROM = 8e15  # an infinite `next_at` reads as a larger number, on both databases
 PING = "webhook.ping"
-# Up to which seq a step of `recover` has come (None: it is over), the order key of each delivery that is sent again, and the
+# A slice of `recover`: its last seq (None if it was empty), the order key of each delivery that is sent again, and the
 # statements that are still to be run.
-Step = tuple[int | None, list[str | None], list[Query]]
+Slice = tuple[int | None, list[str | None], list[Query]]
 encode = msgspec.json.encode
-WAKEUP: Id = ("oncemore.webhooks", "")  # senders wait for it
+WAKEUP: Id = ("oncemore.webhooks", "")  # wakes senders
 
 
 class WebhookDelivery(msgspec.Struct, frozen=True, kw_only=True):
     """One message on its way to one endpoint.  Times are seconds since 1970.
 
-    *message_id* is the `webhook-id` of every attempt.  *next_at* is when it is tried next, if it is pending; None if it waits
-    for an earlier one.  *status* and *error* are those of the latest attempt.
+    *message_id* is the `webhook-id` of every attempt.  *next_at* is the time of the next attempt, or None if it is
+    not pending or waits for an earlier delivery.  *status* and *error* are the latest attempt's.
     """
 
     id: str
@@ -65,7 +65,7 @@ class WebhookDelivery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeliveryAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: its *status* (None if there was no response), its *duration* in seconds, and the response's first bytes."""
+    """One request: its *status* (None without a response), *duration* in seconds, and the start of the *response*."""
 
     number: int
     at: float
@@ -79,18 +79,18 @@ class Webhooks:
     """Sends events to the endpoints of your customers.
 
     Args:
-        guard: Its database has the tables.
+        guard: The tables are in its database.
         seal: Encrypts the endpoints' secrets in the database (`oncemore.encryption.Seal`).
         allow: Networks that may be called although they are private, such as `"10.1.0.0/16"`.
         allow_http: Whether plain HTTP is allowed.
         ports: The only ports that may be called; by default all.
-        body: The form of the body: `"standard"`, `"cloudevents"`, `"eventId"`, or a function of the message that returns
+        body: The format: `"standard"`, `"cloudevents"`, `"eventId"`, or a function of the message that returns
             bytes or anything that can be written as JSON.
-        schedule: When a delivery is tried, in seconds after its first attempt.
-        keep: For how long messages, deliveries and attempts are kept.
-        disable_after: An endpoint that has only failed for so long is disabled.
+        schedule: The times at which a delivery is tried, in seconds after its first attempt.
+        keep: How long messages, deliveries and attempts are kept.
+        disable_after: An endpoint that has only failed for this time is disabled with its next failure.
         operational: The tenant that gets `endpoint.disabled` events as webhooks; none by default.
-        on_event: Is called with the name of an operational event (`endpoint.disabled`) and its data.
+        on_event: Called with the name of an operational event (`endpoint.disabled`) and its data.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Webhooks:
             type: The type of the event, such as `refund.succeeded`.
             data: Anything that can be written as JSON.
             tenant: The customer: all of its endpoints that want the type get the event.
-            id: The `webhook-id` of every delivery.  By default it is derived from the operation, so that a second run of the
-                operation sends the same one; outside an operation it is random.  An id that was sent before is not sent again.
+            id: The `webhook-id` of every delivery.  An id that was sent before is not sent again.  By default, it is
+                derived from an operation with a transaction, so that a second run sends the same one, or else random.
             subject: The thing that it is about; an endpoint with `order="subject"` gets the events of one subject in order.
         """
         return run(self._send(place, type, data, tenant, id, subject))
@@ -160,7 +160,7 @@ class Webhooks:
         packed = pack_data(data)
         if id is None:
             op = place if isinstance(place, Op) else CURRENT.get()
-            # Not for an operation without a transaction: its second run may send others, after some were committed.
+            # Not without a transaction: events may be committed before a second run of the operation sends others.
             derives = op is not None and op.transaction is not None
             id = op.derive_next(f"webhook\n{tenant}\n{type}\n{subject}") if op is not None and derives else new_id()
         check_id(id)
@@ -169,7 +169,7 @@ class Webhooks:
         return id
 
     def ping(self, endpoint: str) -> str:
-        """Send a `webhook.ping` event to the endpoint, once, also if it is disabled; return the id of its delivery."""
+        """Try once to send the endpoint a `webhook.ping` event, even if it is disabled; return the delivery's id."""
         return run(self._ping(endpoint))
 
     async def aping(self, endpoint: str) -> str:
@@ -189,13 +189,13 @@ class Webhooks:
     # Sending again
 
     def resend(self, delivery: str) -> None:
-        """Send a delivery once more: the same id, signed by the current secret, also if the endpoint is disabled.
+        """Send a delivery once more, with the same id and the current secret, even if the endpoint is disabled.
 
-        It is one attempt, which counts neither for nor against the endpoint; if it fails, the delivery is as it was before.
+        This is one attempt, which does not change the endpoint's health.  If it fails, the former state is restored.
 
         Raises:
             NotFound: There is no such delivery.
-            InProgress: It is being sent just now, or waits for an earlier one of its endpoint.
+            InProgress: It is being sent just now, or waits for an earlier delivery of its endpoint.
         """
         run(self._resend(delivery))
 
@@ -221,19 +221,19 @@ class Webhooks:
         only: Only = "failed",
         progress: Callable[[int], object] | None = None,
     ) -> int:
-        """Send events since a time to an endpoint that has not got them; return how many.
+        """Send an endpoint the events that it has not got since a time; return their number.
 
         Args:
             endpoint: The endpoint's id.
             since: The time, with its zone, or seconds since 1970.
             only: `"failed"`: dead letters.  `"missing"`: events that were parked while it was disabled, and events that it
-                wants by now but did not get, because it was registered or changed later.  `"all"`: both, and those that
+                wants now but did not get because it was registered or changed later.  `"all"`: both, and events that
                 were delivered.
-            progress: Is called with the number so far.
+            progress: Called with the number so far.
 
-        It works in slices, without a limit; if it was interrupted, call it again, and it goes on.  The endpoint must be
-        enabled.  If it is ordered, they are sent in their order, before events that wait; a delivery that was tried
-        before is finished first.
+        It works in slices, without a limit.  If it was interrupted, call it again to go on.  The endpoint must be
+        enabled.  An ordered endpoint gets these events in their order, before events that wait.  A delivery that was
+        tried before is finished first.
         """
         return run(self._recover(endpoint, since, only, progress))
 
@@ -261,51 +261,51 @@ class Webhooks:
         found = yield from self.endpoints._get(endpoint)
         if found.state == "disabled":
             raise ConfigurationError(
-                f"The endpoint {endpoint!r} is disabled ({found.reason}): enable it first, and then recover"
+                f"The endpoint {endpoint!r} is disabled ({found.reason}): enable it first, then recover"
             )
-        queries = map(self.tables.query, (sql.FAN_OUT_ENDED, sql.LAST_DELIVERY))
+        queries = map(self.tables.query, (sql.MATCHING_ENDED, sql.LAST_DELIVERY))
         _, ((last,),) = yield from self.tables.execute(*queries, patient=True)
-        steps: list[Callable[..., Plan[Step]]] = [partial(self._requeue, found.id, sql.REQUEUES[only], start, last)]
+        parts: list[Callable[..., Plan[Slice]]] = [partial(self._requeue, found.id, sql.REQUEUES[only], start, last)]
         if only != "failed":
-            steps.append(partial(self._match, found, start))
+            parts.append(partial(self._match, found, start))
         total = 0
-        for step in steps:
+        for part in parts:
             after: int | None = 0
             while after is not None:
-                after, count = yield from self._recover_slice(found.id, step, after)
+                after, count = yield from self._recover_slice(found.id, part, after)
                 total += count
                 if progress is not None and count:
                     progress(total)
         return total
 
-    def _recover_slice(self, id: str, step: Callable[..., Plan[Step]], after: int) -> Plan[tuple[int | None, int]]:
-        """Take one *step* while no delivery of the endpoint ends; return its place, and how many are sent again."""
+    def _recover_slice(self, id: str, part: Callable[..., Plan[Slice]], after: int) -> Plan[tuple[int | None, int]]:
+        """Take a slice of *part* with the endpoint locked; return its last seq, and how many are sent again."""
         transaction = yield from self.tables.open()
         try:
             ids = encode([{"id": id}]).decode()
-            rows = yield from transaction.begin(self.tables.query(sql.ORDERED_ENDPOINTS, ids))
+            rows = yield from transaction.begin(self.tables.query(sql.LOCK_ENDPOINTS, ids))
             if not rows:
                 raise NotFound(f"There is no endpoint {id!r}: it was deleted meanwhile")
-            place, keys, queries = yield from step(transaction, after, rows[0][1])
+            last, keys, queries = yield from part(transaction, after, rows[0][1])
             heads = {(id, key) for key in keys if key is not None}
             yield from transaction.commit(*queries, *self.next_in_order(heads))
         except BaseException:
             yield from transaction.rollback()
             raise
         self.announcer.announce()
-        return place, len(keys)
+        return last, len(keys)
 
     def _requeue(
         self, id: str, statement: Sql, start: float, last: int, transaction: TransactionAdapter, after: int, _: int
-    ) -> Plan[Step]:
-        """Make some deliveries pending again."""
+    ) -> Plan[Slice]:
+        """Make a slice of the deliveries pending again."""
         rows = yield from transaction.execute(self.tables.query(statement, id, start, after, last, SLICE))
         return max((seq for seq, _ in rows), default=None), [key for _, key in rows], []
 
     def _match(
         self, endpoint: Endpoint, start: float, transaction: TransactionAdapter, after: int, sequence: int
-    ) -> Plan[Step]:
-        """Make deliveries of some messages that the endpoint wants and has none of; *sequence* is that of its latest one."""
+    ) -> Plan[Slice]:
+        """Make deliveries of a slice of messages that have none for the endpoint; *sequence* is its latest number."""
         query = self.tables.query(sql.UNMATCHED, endpoint.tenant, start, after, endpoint.id, SLICE)
         rows = yield from transaction.execute(query)
         made: list[dict[str, Any]] = []
@@ -324,18 +324,18 @@ class Webhooks:
         return rows[-1][0] if rows else None, [each["order_key"] for each in made], queries if made else []
 
     def next_in_order(self, heads: Iterable[tuple[str, str]]) -> list[Query]:
-        """Have the first delivery of each endpoint and order key be due, unless another one is."""
+        """Return the statement that makes the first delivery of each endpoint and order key due, unless one is."""
         pairs = [{"endpoint": endpoint, "order_key": key} for endpoint, key in heads]
         return [self.tables.query(sql.NEXT_IN_ORDER, encode(pairs).decode())] if pairs else []
 
     # Housekeeping
 
     def stats(self) -> dict[str, int]:
-        """How many deliveries there are in each state."""
+        """Return the number of deliveries in each state."""
         return run(self._stats())
 
     async def astats(self) -> dict[str, int]:
-        """How many deliveries there are in each state."""
+        """Return the number of deliveries in each state."""
         return await arun(self._stats())
 
     def _stats(self) -> Plan[dict[str, int]]:
@@ -343,7 +343,10 @@ class Webhooks:
         return {"pending": 0, "delivered": 0, "dead": 0, "parked": 0, **dict(map(tuple, rows))}
 
     def purge(self, *, tenant: str | None = None) -> int:
-        """Delete messages that are older than *keep*, with their deliveries and attempts; with a *tenant*, all of its own."""
+        """Delete messages with their deliveries and attempts: all of *tenant*, or those older than `keep` by default.
+
+        An old message with a pending delivery is kept.  Return how many messages were deleted.
+        """
         return run(self._purge(tenant))
 
     async def apurge(self, *, tenant: str | None = None) -> int:
@@ -357,7 +360,7 @@ class Webhooks:
         return total
 
     def purge_slice(self, tenant: str | None = None) -> Plan[int]:
-        """Delete some messages that are too old, or some of the tenant's; return how many."""
+        """Delete a slice of the messages that are too old, or of the tenant's; return how many."""
         if tenant is not None:
             query, deletes = self.tables.query(sql.MESSAGES_OF, tenant, SLICE), sql.DELETE_MESSAGES
         else:
@@ -370,7 +373,7 @@ class Webhooks:
 
 
 class Deliveries:
-    """The deliveries of all endpoints.  Each method has an awaited form with an `a` before it."""
+    """The deliveries of all endpoints.  Each method has an awaited form: `alist` for `list`."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
@@ -385,7 +388,7 @@ class Deliveries:
         limit: int = 100,
         after: str = "0",
     ) -> Sequence[WebhookDelivery]:
-        """Up to *limit* deliveries, the oldest first; for the next page, say *after* which id it begins."""
+        """Return up to *limit* deliveries, the oldest first.  The next page begins *after* an id."""
         return run(self._list(endpoint, tenant, state, type, limit, after))
 
     async def alist(
@@ -398,7 +401,7 @@ class Deliveries:
         limit: int = 100,
         after: str = "0",
     ) -> Sequence[WebhookDelivery]:
-        """A page of deliveries, as `list` gives it."""
+        """Return a page of deliveries, as `list` does."""
         return await arun(self._list(endpoint, tenant, state, type, limit, after))
 
     def _list(
@@ -414,11 +417,11 @@ class Deliveries:
         return [read_delivery(row) for row in rows]
 
     def get(self, delivery: str) -> WebhookDelivery:
-        """The delivery; raises NotFound if there is none."""
+        """Return the delivery, or raise NotFound."""
         return run(self._find(delivery))
 
     async def aget(self, delivery: str) -> WebhookDelivery:
-        """The delivery; raises NotFound if there is none."""
+        """Return the delivery, or raise NotFound."""
         return await arun(self._find(delivery))
 
     def _find(self, delivery: str) -> Plan[WebhookDelivery]:
@@ -429,11 +432,11 @@ class Deliveries:
         return read_delivery(rows[0])
 
     def attempts(self, delivery: str) -> Sequence[DeliveryAttempt]:
-        """The attempts of a delivery, the first one first."""
+        """Return the attempts of a delivery, the first one first."""
         return run(self._attempts(delivery))
 
     async def aattempts(self, delivery: str) -> Sequence[DeliveryAttempt]:
-        """The attempts of a delivery, the first one first."""
+        """Return the attempts of a delivery, the first one first."""
         return await arun(self._attempts(delivery))
 
     def _attempts(self, delivery: str) -> Plan[Sequence[DeliveryAttempt]]:
@@ -445,7 +448,7 @@ class Deliveries:
 
 
 def read_delivery(row: Sequence[Any]) -> WebhookDelivery:
-    """The delivery in a row of DELIVERY_COLUMNS, which are in the order of its fields."""
+    """Return the delivery in a row of DELIVERY_COLUMNS, which are in the order of its fields."""
     found = dict(zip(WebhookDelivery.__struct_fields__, row, strict=True))
     if found["state"] != "pending" or found["next_at"] > WAITS_FROM:
         found["next_at"] = None
@@ -459,7 +462,7 @@ def read_delivery_id(id: str) -> int:
 
 
 def order_key_of(endpoint: Endpoint, subject: str | None) -> str | None:
-    """The key of a delivery: an endpoint gets deliveries with the same key one after the other.  None: in any order."""
+    """Return the order key of a delivery, or None if the endpoint may get it in any order."""
     if endpoint.order == "fifo":
         return ""
     return subject if endpoint.order == "subject" else None
@@ -468,7 +471,7 @@ def order_key_of(endpoint: Endpoint, subject: str | None) -> str | None:
 def new_delivery(
     message: int, endpoint: Endpoint, key: str | None, sequence: int | None, *, waits: bool
 ) -> dict[str, Any]:
-    """A row of ADD_DELIVERIES."""
+    """Return a row for ADD_DELIVERIES."""
     state = "pending" if endpoint.state == "enabled" else "parked"
     return {
         "message": message,

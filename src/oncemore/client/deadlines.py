@@ -15,11 +15,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _recorded: list[float] | None = None
-_skipped = 0.0  # never reset: a clock that went back would be worse than one that is ahead
+_skipped = 0.0  # seconds; never reset, because `now` must not go back
 
 
 def now() -> float:
-    """Return the seconds of a clock that only goes forward, including the pauses that were skipped."""
+    """Return the monotonic time in seconds, plus the pauses that `no_sleeping` skipped."""
     return time.monotonic() + _skipped
 
 
@@ -90,15 +90,15 @@ class Deadline(float):
         return None if left == inf else left
 
     def lift(self) -> None:
-        """Remove the end, because the response is a stream without one; the timeout of each wait stays."""
+        """Remove the deadline, because the response is a stream without an end.  The timeout of each wait stays."""
         self._ends = inf
 
 
 def call_with_deadline(timeout: float | None, function: Callable[[], T], close: Callable[[T], object]) -> T:
     """Return the result of *function*; if *timeout* is a Deadline, raise TimeoutError when it has passed.
 
-    A name lookup cannot be interrupted, so *function* runs in a thread that can be left behind.  A result that comes too late
-    is given to *close*.
+    A name lookup cannot be interrupted, so *function* runs in a thread, which is abandoned at the deadline.  A result
+    that comes later is passed to *close*.
     """
     if not isinstance(timeout, Deadline):
         return function()

@@ -46,9 +46,9 @@ class FunctionCall:
 
     def run(self) -> Any:
         result = self.function(*self.args, **self.keywords)
-        if isinstance(result, CoroutineType):  # it has not begun, and its errors would not be noticed here
+        if isinstance(result, CoroutineType):  # it has not begun, so its errors would not be seen here
             result.close()
-            raise ConfigurationError(f"{self.name} gives a coroutine: write it as async def, and await in it")
+            raise ConfigurationError(f"{self.name} returned a coroutine: write it as async def, and await in it")
         return result
 
     async def arun(self) -> Any:
@@ -70,7 +70,7 @@ class FunctionCall:
         return None
 
     def failure(self, story: Story, error: Exception | None) -> Exception | None:
-        # The caller expects the function's own errors; the story is a note on it.
+        # The caller expects the function's own error, so the story is a note on it.
         if error is not None:
             error.add_note(str(story))
         return error
@@ -145,7 +145,7 @@ def _decorate(
 
 
 def own_name(function: Any) -> str:
-    """Return the name for the story: of the function in a partial, or of the class of a callable object."""
+    """Return the name for the story.  A partial is named after its function, a callable object after its class."""
     called = function.func if isinstance(function, partial) else function
     named = called if hasattr(called, "__qualname__") else type(called)
     return f"{named.__module__}.{named.__qualname__}"

@@ -14,7 +14,7 @@ DEFAULT: dict[str, Any] = {
     **{name: setting.default for name, setting in SETTINGS.items() if setting.default is not None},
 }
 
-# What each profile changes.
+# The settings that each profile changes.
 CHANGES: dict[str, dict[str, Any]] = {
     "default": {},
     # draft-ietf-httpapi-idempotency-key-header-07: the key is a structured-field string; 400 when a required one is

@@ -98,7 +98,7 @@ class Measurement(NamedTuple):
 
 
 class RetryRunFields(Protocol):
-    """The part of a retry event's `story` that is measured.  Packages beside each other do not import each other."""
+    """The part of a retry event's `story` that is measured: this package does not import the client's classes."""
 
     @property
     def name(self) -> str: ...

@@ -36,7 +36,7 @@ log = logging.getLogger("oncemore")
 
 Registered = dict[Metric, Counter | Histogram]
 
-# A registry refuses a second metric of the same name, so all guards of a process share these.
+# The metrics of each registry.  It refuses a second one of the same name, so all guards of a process share them.
 _registered: WeakKeyDictionary[CollectorRegistry, Registered] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -62,7 +62,7 @@ def count_retries(registry: CollectorRegistry = REGISTRY) -> Callable[[RetryEven
 
 
 def count_tiers(guard: Guard, registry: CollectorRegistry = REGISTRY) -> None:
-    """Export how Redis has served a guard with a tiered store (`redis+postgresql://`)."""
+    """Export the counts of lookups in Redis for a guard with a tiered store (`redis+postgresql://`)."""
     registry.register(TierCollector(guard))
 
 
@@ -75,7 +75,7 @@ class TierCollector(Collector):
         self._store: Any = guard.store
 
     def describe(self) -> Iterable[PrometheusMetric]:
-        return ()  # or the registry would collect, to learn the names
+        return ()  # without this method, the registry would collect to learn the names
 
     def collect(self) -> Iterable[PrometheusMetric]:
         counts: TierCounts = self._store.tiers
@@ -91,7 +91,7 @@ class TierCollector(Collector):
 
 
 class OutboxStatsFields(Protocol):
-    """The part of an outbox's stats that is shown."""
+    """The part of an outbox's stats that is exported."""
 
     @property
     def pending(self) -> int: ...
@@ -108,21 +108,25 @@ class WatchedOutbox(Protocol):
 
 
 def watch_outbox(outbox: WatchedOutbox, registry: CollectorRegistry = REGISTRY) -> None:
-    """Show how many messages of *outbox* wait, for how long the oldest has, and how many are dead letters.
+    """Export the number of pending messages of *outbox*, the age of the oldest one, and the number of dead letters.
 
-    The database is asked at each scrape, so that one process of a service is enough.
+    The database is asked at each scrape, so one process of a service is enough.
     """
     registry.register(OutboxCollector(outbox))
 
 
 class OutboxCollector(Collector):
+    """Reads the stats of an outbox when Prometheus asks for them."""
+
     def __init__(self, outbox: WatchedOutbox) -> None:
         self.outbox = outbox
 
     def collect(self) -> Iterable[PrometheusMetric]:
         try:
             stats = self.outbox.stats()
-        except OncemoreError as error:  # an error here would take all other metrics of the process away, too
+        except (
+            OncemoreError
+        ) as error:  # if it were raised, the scrape would fail, with all other metrics of the process
             log.warning("The outbox of %r cannot be read for its metrics: %s", self.outbox.source, error)
             return
         for name, help, value in (
@@ -135,7 +139,7 @@ class OutboxCollector(Collector):
             yield family
 
     def describe(self) -> Iterable[PrometheusMetric]:
-        """Nothing: otherwise the database would be asked when the outbox is registered."""
+        """Return nothing.  Without this method, the database would be asked when the outbox is registered."""
         return []
 
 

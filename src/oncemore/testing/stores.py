@@ -38,7 +38,7 @@ def claim_of(drive: Drive, store: Store, operation: Operation) -> Claim:
 
 
 def write(store: Store, verb: str, lease: Lease) -> Plan[Any]:
-    """Return the plan of a verb of the lease's owner, with ordinary arguments."""
+    """Return the plan of a verb that needs a lease, with ordinary arguments."""
     verbs: dict[str, Callable[[], Plan[Any]]] = {
         "renew": lambda: store.renew(lease, lease=LEASE),
         "settle": lambda: store.settle(lease, DONE, retention=RETENTION),
@@ -132,7 +132,7 @@ class StoreContract:
         listed = drive(store.list(Filter(scope=TextSubclass(operation.scope), name=TextSubclass("name")))).records
         assert [each.id for each in listed] == [record.id]
         assert drive(store.delete(*one.id))
-        assert isinstance(drive(store.claim(operation, lease=LEASE)), Lease), "others are answered as ever"
+        assert isinstance(drive(store.claim(operation, lease=LEASE)), Lease), "other claims still work"
 
     def test_scope_and_key_are_not_joined(self, store: Store, drive: Drive, operation: Operation) -> None:
         """A character moved from the scope to the key makes another operation."""
@@ -570,15 +570,14 @@ class StoreContract:
         await store.aclose()
 
     async def test_cancelled_claim_leaves_the_key_free(self, store: Store, operation: Operation) -> None:
-        """A cancelled caller's claim is undone at once, not when its lease lapses."""
+        """A cancelled caller's claim is undone immediately, not when its lease lapses."""
         for delay in itertools.chain([0.0] * 5, [0.0005, 0.001, 0.002, 0.004]):
             task = asyncio.create_task(arun(store.claim(operation, lease=LEASE)))
             await asyncio.sleep(delay)
             task.cancel()
             await asyncio.wait([task])
-            if not task.cancelled() and isinstance(
-                lease := task.result(), Lease
-            ):  # the claim was faster than the cancellation
+            # The claim may have been faster than the cancellation.
+            if not task.cancelled() and isinstance(lease := task.result(), Lease):
                 await arun(store.release(lease, retention=RETENTION))
         async with asyncio.timeout(5):
             while not isinstance(found := await arun(store.claim(operation, lease=LEASE)), Lease):

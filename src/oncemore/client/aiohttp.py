@@ -181,7 +181,7 @@ class RetryMiddleware(AsyncPendingOperations):
         """Send each unfinished operation of a dead process again, under its own key, and return the results.
 
         *session* sends them, because the keyring stores no credentials.  With *opened*, operations in
-        state `open` are sent again too: their callers were told that the outcome is unknown.
+        state `open` are sent again too: their callers know that the outcome is unknown.
         """
 
         async def send(entry: Entry) -> ClientResponse:

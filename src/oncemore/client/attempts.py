@@ -29,7 +29,7 @@ class Retryable(Protocol):
     story: Story | None  # None until an attempt has ended
 
     def attempt(self, number: int, timeout: float) -> Effect[Any]:
-        """Return the effect of one attempt; its result is the reply."""
+        """Return the effect of one attempt.  Its result is the reply."""
         ...
 
     def judge(self, reply: Any, error: Exception | None) -> Verdict:
@@ -62,9 +62,9 @@ class Environment:
 def send_with_retries(
     request: Retryable, policy: Retry, environment: Environment, started: float | None = None
 ) -> Plan[Any]:
-    """Attempt *request* until its answer is final or *policy* says to stop; return the last answer, or raise its error.
+    """Attempt *request* until its answer is final or *policy* says to stop.  Return the last answer, or raise its error.
 
-    The deadline counts from *started*; by default, from now.
+    The deadline counts from *started*, or from now by default.
     """
     run = RetryRun(request, policy, environment, started)
     error: Exception | None = None
@@ -148,7 +148,7 @@ class RetryRun:
             hosts.succeeded(self.request.name, self.policy.budget, self.policy.breaker)
 
     def next_delay(self, verdict: Verdict) -> float:
-        """Return the pause before the next attempt: the one that the server asks for, 0, or the policy's backoff."""
+        """Return the seconds until the next attempt: as the server asks, 0, or the policy's backoff."""
         if self.number >= self.policy.attempts:  # there is no next attempt, and a schedule has no time for it
             return 0.0
         chance = self.environment.random()

@@ -77,7 +77,7 @@ class SentBody:
     def _read_small(self, start: int) -> None:
         content = self.value.read(MAX_BODY + 1)
         while isinstance(content, bytes) and len(content) <= MAX_BODY and (more := self.value.read(MAX_BODY + 1)):
-            content += more  # some files return less than they are asked for
+            content += more  # some files return less than was requested
         if isinstance(content, bytes) and len(content) <= MAX_BODY:
             self.value = content
         else:

@@ -25,7 +25,7 @@ def now() -> float:
 
 @contextmanager
 def no_sleeping() -> Iterator[list[float]]:
-    """Skip all pauses between attempts, for tests; yields the list of the delays, in seconds, that were skipped.
+    """Skip all pauses between attempts, for tests.  Yield the list of the delays that were skipped, in seconds.
 
     Deadlines still see the skipped time pass.  Every retry in the process is affected until the block ends.
     """
@@ -81,7 +81,7 @@ class Deadline(float):
         return self
 
     def next_timeout(self) -> float | None:
-        """Return the seconds that the next wait may take; raise TimeoutError if the deadline has passed."""
+        """Return the seconds that the next wait may take, or raise TimeoutError if the deadline has passed."""
         left = self._ends - time.monotonic()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
@@ -95,7 +95,7 @@ class Deadline(float):
 
 
 def call_with_deadline(timeout: float | None, function: Callable[[], T], close: Callable[[T], object]) -> T:
-    """Return the result of *function*; if *timeout* is a Deadline, raise TimeoutError when it has passed.
+    """Return the result of *function*.  If *timeout* is a Deadline, raise TimeoutError when it has passed.
 
     A name lookup cannot be interrupted, so *function* runs in a thread, which is abandoned at the deadline.  A result
     that comes later is passed to *close*.
@@ -124,7 +124,7 @@ def _set_result(future: Future[T], function: Callable[[], T]) -> None:
 async def with_deadline(
     awaitable: Awaitable[T], seconds: float, error: type[Exception], what: str = "the attempt"
 ) -> T:
-    """Return the result of *awaitable*; after *seconds*, cancel it and raise *error*.
+    """Return the result of *awaitable*.  After *seconds*, cancel it and raise *error*.
 
     A cancellation from elsewhere stays a cancellation.
     """

@@ -134,7 +134,7 @@ class Engine:
 
     Args:
         retry: the policy; `Retry()` by default.
-        keyring: where keys and requests are stored before the first byte is sent, or None to store none.
+        keyring: stores keys and requests before the first byte is sent.  With None, nothing is stored.
         header: carries the key.
         quoted: write the key as a quoted string, as the IETF draft asks for.
         make_key: makes a key if the caller sent none.  With None, only the caller's own keys are used.
@@ -315,7 +315,7 @@ class Engine:
             _resuming.set(None)  # not by a token, because a dropped plan may be ended in another context
 
     def require_keyring(self) -> Keyring:
-        """Return the keyring; raise ConfigurationError if there is none."""
+        """Return the keyring, or raise ConfigurationError if there is none."""
         if self.keyring is None:
             raise ConfigurationError("This client has no keyring: give it one, such as keyring='sqlite:///keys.db'")
         return self.keyring

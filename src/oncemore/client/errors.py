@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RetryError(OncemoreError):
-    """The request did not succeed.  *story* has all attempts; *key* continues the operation later."""
+    """The request did not succeed.  *story* has all attempts.  With *key*, the operation can be continued later."""
 
     code = "CLIENT.retry"
     title = "The request did not succeed"

@@ -25,7 +25,7 @@ NEVER = float("inf")
 
 
 class FunctionCall:
-    """One call of a function; it is also the effect of one attempt at it."""
+    """One call of a function.  It is also the effect of one attempt."""
 
     __slots__ = ("args", "function", "keywords", "name", "policy", "story", "timeout")
 
@@ -105,7 +105,7 @@ def retry(
     Args:
         policy: a `Retry`; its *settings* can be given by name instead.
         host: names the budget and the breaker, which all calls with this host share.
-        key: names a parameter that gets a key if the caller gave none; it is the same in every attempt of a call.
+        key: names a parameter that gets a key if the caller gave none.  All attempts of a call have the same key.
         observers: are called with each `RetryEvent`.
     """
     if callable(policy) and not isinstance(policy, Retry):
@@ -122,7 +122,7 @@ def _decorate(
 ) -> Any:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigurationError(
-            f"{function!r} is a generator: its body runs after the call, so nothing would be retried"
+            f"{function!r} is a generator, whose errors come after the call: retry a function that consumes it"
         )
     name = host or own_name(function)
     fill_key = None if key is None else key_filler(function, key)

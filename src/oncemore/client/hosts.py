@@ -44,7 +44,9 @@ class Budget(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not (0 < self.tokens < float("inf") and 0 <= self.ratio <= 1):
-            raise ConfigurationError(f"budget: tokens ({self.tokens}) must be positive, ratio ({self.ratio}) 0 to 1")
+            raise ConfigurationError(
+                f"budget: tokens ({self.tokens}) must be above 0, and ratio ({self.ratio}) from 0 to 1"
+            )
 
 
 DEFAULT_BUDGET = Budget()
@@ -58,7 +60,9 @@ class Breaker(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.failures < 1 or not 0 < self.cooldown < float("inf"):
-            raise ConfigurationError("breaker: failures must be at least 1, and cooldown longer than 0 seconds")
+            raise ConfigurationError(
+                f"breaker: failures ({self.failures}) must be at least 1, and cooldown ({self.cooldown} s) longer than 0 s"
+            )
 
 
 class Host:
@@ -79,7 +83,7 @@ class Host:
         return self.budget is None or self.tokens > self.budget.tokens / 2
 
     def admit(self, now: float) -> float:
-        """Return 0 if an attempt may begin now, perhaps as the probe; otherwise the seconds until one may."""
+        """Return 0 if an attempt may begin now, perhaps as the probe, or the seconds to wait."""
         breaker = self.breaker
         if breaker is None or self._failures < breaker.failures:
             return 0.0

@@ -66,7 +66,7 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
 
     Args:
         retry: the policy; `Retry()` by default.
-        keyring: where keys and requests are stored, such as `"sqlite:///keys.db"`.
+        keyring: stores keys and requests; a URL such as `"sqlite:///keys.db"`.
         transport: sends the requests; an `httpx.HTTPTransport` by default.
         options: arguments of `Engine`.
     """
@@ -92,7 +92,7 @@ class RetryTransport(PendingOperations, httpx.BaseTransport):
         """Send each unfinished operation of a dead process again, under its own key, and return the results.
 
         *client* sends them, because the keyring stores no credentials.  With *opened*, operations in
-        state `open` are sent again too: their callers were told that the outcome is unknown.
+        state `open` are sent again too: their callers know that the outcome is unknown.
         """
 
         sender = client or httpx.Client(transport=self, timeout=None)

@@ -50,7 +50,7 @@ class RetryAdapter(PendingOperations, HTTPAdapter):
 
     Args:
         retry: the policy; `Retry()` by default.
-        keyring: where keys and requests are stored, such as `"sqlite:///keys.db"`.
+        keyring: stores keys and requests; a URL such as `"sqlite:///keys.db"`.
         pool: arguments of requests' HTTPAdapter.
         options: arguments of `Engine`.
     """
@@ -92,7 +92,7 @@ class RetryAdapter(PendingOperations, HTTPAdapter):
         """Send each unfinished operation of a dead process again, under its own key, and return the results.
 
         *session* sends them, because the keyring stores no credentials.  With *opened*, operations in
-        state `open` are sent again too: their callers were told that the outcome is unknown.
+        state `open` are sent again too: their callers know that the outcome is unknown.
         """
 
         def send(entry: Entry) -> requests.Response:

@@ -173,38 +173,38 @@ class Retry:
 
     @classmethod
     def playbook(cls, **changes: Unpack[Changes]) -> Retry:
-        """The default: pauses of 100–200, 200–400, 400–800 and 800–1600 ms, at most 2 s each and 10 s in all."""
+        """Return the default policy: pauses of 100–200, 200–400, 400–800 and 800–1600 ms, within 10 s in all."""
         return cls._preset({}, changes)
 
     @classmethod
     def user_facing(cls, **changes: Unpack[Changes]) -> Retry:
-        """For a request that a user waits for: 3 retries within 10 s."""
+        """Return a policy for a request that a user waits for: 3 retries within 10 s."""
         return cls._preset({"attempts": 4, "deadline": 10.0}, changes)
 
     @classmethod
     def background_job(cls, **changes: Unpack[Changes]) -> Retry:
-        """For work that no user waits for: 5 retries within 5 minutes."""
+        """Return a policy for work that no user waits for: 5 retries within 5 minutes."""
         pace: Changes = {"attempts": 6, "deadline": 300.0, "attempt_timeout": 60.0, "base": 1.0, "cap": 30.0}
         return cls._preset(pace, changes)
 
     @classmethod
     def webhook_delivery(cls, **changes: Unpack[Changes]) -> Retry:
-        """For deliveries: 10 attempts over 24 hours, from 5 s to 24 h after the first.
+        """Return a policy for deliveries: 10 attempts over 24 hours, the retries 5 s to 24 h after the first attempt.
 
-        The schedule counts the first attempt, and ends with the window.
+        The last time of the schedule is the end of the window.
         """
         pace: Changes = {"attempts": 10, "deadline": 86400.0, "attempt_timeout": 30.0, "schedule": WEBHOOK_OFFSETS}
         return cls._preset({**pace, "key_lifetime": 7 * 86400.0}, changes)
 
     @classmethod
     def scheduled_task(cls, **changes: Unpack[Changes]) -> Retry:
-        """For a task that runs at fixed times: 3 retries within an hour."""
+        """Return a policy for a task that runs at fixed times: 3 retries within an hour."""
         pace: Changes = {"attempts": 4, "deadline": 3600.0, "attempt_timeout": 600.0, "base": 30.0, "cap": 300.0}
         return cls._preset(pace, changes)
 
     @classmethod
     def matchmaking(cls, **changes: Unpack[Changes]) -> Retry:
-        """For matchmaking: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
+        """Return a policy for matchmaking: 3 retries after 1000·2ⁿ + U(0, 1000) ms, at most 30 s each."""
         pace: Changes = {
             "attempts": 4,
             "deadline": 120.0,
@@ -217,7 +217,7 @@ class Retry:
 
 
 def check_policy(policy: object) -> Retry:
-    """Return *policy*, or the default if it is None; raise ConfigurationError if it is no Retry."""
+    """Return *policy*, or the default policy if it is None.  Raise ConfigurationError if it is no Retry."""
     if policy is None:
         return Retry()
     if not isinstance(policy, Retry):

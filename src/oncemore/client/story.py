@@ -36,7 +36,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Story(msgspec.Struct):
-    """All attempts of one call under *key*; *reason* says why there was no further one.
+    """All attempts of one call under *key*.  *reason* says why there was no further attempt.
 
     *continued*: an earlier call, whose attempts are not in this story, may have performed the operation.
     """

@@ -71,7 +71,7 @@ class RetryPoolManager(PendingOperations, urllib3.PoolManager):
 
     Args:
         retry: the policy; `Retry()` by default.
-        keyring: where keys and requests are stored, such as `"sqlite:///keys.db"`.
+        keyring: stores keys and requests; a URL such as `"sqlite:///keys.db"`.
         pool: arguments of urllib3's PoolManager.
         options: arguments of `Engine`.
     """
@@ -105,7 +105,7 @@ class RetryPoolManager(PendingOperations, urllib3.PoolManager):
         """Send each unfinished operation of a dead process again, under its own key, and return the results.
 
         *headers* add the credentials, because the keyring stores none.  With *opened*, operations in state `open` are
-        sent again too: their callers were told that the outcome is unknown.
+        sent again too: their callers know that the outcome is unknown.
         """
 
         def send(entry: Entry) -> Any:
@@ -252,7 +252,7 @@ class BoundedConnection(ConnectHook):
 
 
 class BoundedFile(io.RawIOBase):
-    """The file from which http.client reads a response; each wait ends at the deadline."""
+    """The file from which http.client reads a response.  Each wait ends at the deadline."""
 
     def __init__(self, sock: Any, deadline: Deadline) -> None:
         self._sock = sock

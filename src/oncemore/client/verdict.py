@@ -17,7 +17,7 @@ import msgspec
 
 Known = Literal["performed", "refused", "not_performed", "unknown"]
 
-# Methods that HTTP itself declares repeatable; all others need a key.
+# Methods that HTTP itself declares repeatable.  All others need a key.
 IDEMPOTENT_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})
 
 
@@ -186,7 +186,7 @@ decode_problem = msgspec.json.Decoder(Problem).decode
 
 
 def http_date(text: str) -> float | None:
-    """Parse a date in any of HTTP's three forms into seconds since the epoch; return None for any other text."""
+    """Return the seconds since the epoch for a date in any of HTTP's three forms, or None for any other text."""
     try:
         date = parsedate_tz(text) if text.endswith("GMT") or text[-4:].isdigit() else None
         return float(mktime_tz(date)) if date and 1 <= date[2] <= 31 else None
@@ -224,7 +224,7 @@ def is_replayed(headers: Headers) -> bool:
 
 
 def should_retry(headers: Headers, body: bytes) -> tuple[bool | None, str]:
-    """Return whether the server asks for a retry, or None if it does not say; and its error code."""
+    """Return whether the server asks for a retry (None if it does not say), and its error code."""
     code, said = _problem(headers, body)
     header = headers.get("Stripe-Should-Retry") or headers.get("X-Should-Retry")
     if header in ("true", "false"):

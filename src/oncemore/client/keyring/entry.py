@@ -1,4 +1,4 @@
-"""The entries of a keyring: keys, requests and states of operations; and the protocol of all keyrings."""
+"""The entries of a keyring (keys, requests and states of operations), and the protocol of all keyrings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import KeyReused
 State = Literal["sending", "open", "settled"]
 
 # sending   stored before the first byte is sent; if its process is gone, nobody knows the outcome
-# open      the caller was told that the outcome is not known, and may continue under the same key
+# open      the caller knows that the outcome is unknown, and may continue under the same key
 # settled   the server's final answer has arrived
 
 # Settled keys are kept for longer than most servers keep them, so that their reuse is noticed.  Then they are removed.
@@ -155,7 +155,7 @@ CLOCK_TOLERANCE = 60.0
 
 
 def check_reuse(known: Entry, entry: Entry) -> None:
-    """Raise KeyReused if the key names another request.  A request whose body could not be read equals any other."""
+    """Raise KeyReused if the key names another request.  If a body could not be read, the requests count as equal."""
     if known.fingerprint == entry.fingerprint or not known.fingerprint or entry.body is None:
         return
     content_type = dict(entry.headers).get("Content-Type", "")

@@ -51,7 +51,7 @@ class LedgerKeyring:
 
     Args:
         store: holds the records.
-        lease: seconds; renewed while the process lives.
+        lease: seconds.  It is renewed while the process lives.
         retention: seconds for which a settled key is remembered.
         own_store: the store was opened for this keyring alone, which then purges and closes it.
     """
@@ -162,7 +162,7 @@ class LedgerKeyring:
             self._stop(entry)  # its lease lapses, as it had before
 
     def close(self) -> None:
-        """End threads and connections; the leases of operations that are being sent lapse."""
+        """End threads and connections.  The leases of operations that are being sent lapse."""
         self.heartbeat.close()
         if self._own_store:
             self.store.close()
@@ -213,7 +213,7 @@ class LedgerKeyring:
         yield renewal
 
     def _stop(self, entry: Entry) -> Lease | None:
-        """Stop renewing the lease of *entry*, and return it; return None if this process is not sending the entry."""
+        """Stop renewing the lease of *entry*, and return it, or None if this process is not sending the entry."""
         renewal = self._sending.pop(entry.token, None)
         if renewal is None:
             return None
@@ -316,7 +316,7 @@ class MemoryKeyring(LedgerKeyring):
 
 
 def operation_of(entry: Entry) -> Operation:
-    """Return the operation in the ledger that stands for the entry's key."""
+    """Return the ledger's operation for the key of *entry*."""
     return Operation(f"{NAME} {entry.scope}", entry.key, entry.fingerprint, NAME)
 
 
@@ -328,7 +328,9 @@ def stored_entry(record: Record) -> Entry | None:
     try:
         return decode(data)
     except msgspec.MsgspecError as error:
-        raise CorruptRecord(f"The request under key {record.key!r} cannot be read; was it encrypted?") from error
+        raise CorruptRecord(
+            f"The request under key {record.key!r} cannot be read: if it is encrypted, give the keyring a guard with its seal"
+        ) from error
 
 
 def state_in(record: Record) -> State:

@@ -111,7 +111,7 @@ class SqliteKeyring:
             taken = yield RunInOrder(self, self._adopt, entry, adopted.token)
         except (GeneratorExit, OncemoreError):
             raise
-        except BaseException:  # cancelled, but the thread goes on: nobody would send the entry that it adopts
+        except BaseException:  # cancelled, but the thread may still adopt the entry, which no caller would send
             yield FinishDespiteCancel(self.release(adopted))
             raise
         return adopted if taken else None
@@ -120,14 +120,14 @@ class SqliteKeyring:
         yield RunInOrder(self, self._write, RELEASE, entry.state, entry.scope, entry.key, entry.token)
 
     def close(self) -> None:
-        """Close the file; the next call opens it again."""
+        """Close the file.  The next call opens it again."""
         self._executor.shutdown()
         with self._lock:
             self._shut()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="oncemore-keyring")
 
     async def aclose(self) -> None:
-        """Close the file; nothing here belongs to an event loop."""
+        """Close the file.  The keyring has no connections on an event loop."""
         self.close()
 
     def _claim(self, entry: Entry, oldest: float) -> Entry:
@@ -277,7 +277,7 @@ def _hold(path: str) -> tuple[int, int]:
 
 
 def _forget_parent() -> None:
-    """Reset in a forked child, which has its parent's memory but none of its locks."""
+    """Reset in a forked child, which has its parent's memory, but not its locks."""
     global _held_lock
     _held.clear()
     _held_lock = threading.Lock()

@@ -69,7 +69,7 @@ class Contract:
 
     @classmethod
     def parse(cls, text: str, source: str = "contract") -> Contract:
-        """Return the contract in a TOML text; errors call it *source*."""
+        """Return the contract in a TOML text.  Errors call it *source*."""
         try:
             document = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -96,7 +96,7 @@ class Contract:
         self._recent = lru_cache(maxsize=1024)(self._find)
 
     def match(self, method: str, path: str) -> Match | None:
-        """Return the rule of a request, by its method and decoded path; None if the request is not guarded.
+        """Return the rule of a request, by its method and decoded path, or None if the request is not guarded.
 
         Safe methods have no rule.  If no rule declares the request, *undeclared* decides: the default rule, or None.  With
         `refuse`, the middleware refuses requests that are not declared.
@@ -123,7 +123,7 @@ class Contract:
 
     @property
     def unscoped(self) -> tuple[str, ...]:
-        """The names of the rules under which principals share keys; middlewares warn of each."""
+        """The names of the rules under which principals share keys.  Middlewares warn of each."""
         return tuple(rule.name for rule in (*self.rules, self.default) if rule.unscoped)
 
     def rule(self, name: str) -> Rule:
@@ -134,7 +134,7 @@ class Contract:
         return names[name]
 
     def add(self, *rules: Rule) -> None:
-        """Add rules, all or none of them.  The settings that they do not give come from this contract's defaults.
+        """Add *rules*, all or none.  Settings that they do not give come from this contract's defaults.
 
         A rule that the contract has already, word for word, is not added again, because a middleware may also find it on
         its function.
@@ -227,7 +227,7 @@ def rules_in_file(rules: object, text: str, problems: Problems) -> Iterator[Writ
 
 
 def read_defaults(written: object, problems: Problems) -> tuple[str, Undeclared, Mapping[str, Any]]:
-    """Return the profile, the treatment of undeclared requests, and the settings that hold unless a rule gives others."""
+    """Return the profile, the treatment of undeclared requests, and the default settings of rules."""
     given = dict(written) if isinstance(written, Mapping) else {}
     if not isinstance(written, Mapping):
         problems.append("defaults is not a table: begin it with [defaults]")

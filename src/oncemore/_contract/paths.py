@@ -83,7 +83,9 @@ class Pattern:
         object.__setattr__(self, "params", tuple(segment.param for segment in segments if segment.param))
         object.__setattr__(self, "regex", re.compile("".join(segment.regex for segment in segments), re.DOTALL))
         if any(segment.rest for segment in segments[:-1]):
-            raise ConfigurationError(f"match {self.text!r} goes on after a {{name:path}}, which takes all: put it last")
+            raise ConfigurationError(
+                f"match {self.text!r} continues after {{name:path}}, which matches the rest of the path: put it last"
+            )
         if len(set(self.params)) < len(self.params):
             raise ConfigurationError(f"match {self.text!r} names a parameter twice: give each its own name")
 

@@ -70,8 +70,8 @@ class Policy:
     *lease* is how long a silent holder keeps the right to perform (it is renewed while the holder works); *ttl* is how
     long the outcome is kept.  *wait* bounds how long a duplicate waits for the running one.  *errors* are the exceptions
     that are an outcome, kept and raised again; after any other exception the operation may be tried again.
-    *doubt* are the exceptions, and the statuses of responses, after which nobody knows whether it took effect, such as
-    time-outs, 502 and 504.  Then *on_unknown* decides, as after a crash.  A transaction is rolled back, so it ignores them.
+    *doubt* are the exceptions, and the statuses of responses, after which the outcome is unknown, such as time-outs,
+    502 and 504.  Then *on_unknown* decides, as after a crash.  A transaction is rolled back, so it ignores them.
     *types* are the allowed classes of results, besides built-in types; `once` adds the classes in the return annotation.
     *reruns* is how often a transaction is run again if the database refuses it (a serialization failure, a deadlock).
     *on_refusal* tells whether a transaction rolls back or commits its rows if the answer is 400 or above.
@@ -124,7 +124,7 @@ class Policy:
             )
 
     def doubts(self, error: BaseException) -> bool:
-        """Whether nobody knows if the effect happened, after the performer has raised *error*.
+        """Whether the outcome is unknown after the performer has raised *error*.
 
         If both `errors` and `doubt` name a class of *error*, the nearest one counts: a TimeoutError that `doubt` names is in
         doubt, although `errors` names its base class OSError.

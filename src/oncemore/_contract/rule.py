@@ -82,7 +82,7 @@ class Rule:
         return Rule(match, **self.given).written_at(self.place)
 
     def written_at(self, place: str) -> Rule:
-        """Note where the rule was written, and return it."""
+        """Set the *place* where the rule was written, and return the rule."""
         object.__setattr__(self, "place", place)
         return self
 
@@ -246,7 +246,7 @@ def check_called(match: object) -> None:
     """Refuse a function in the place of a match: the decorator was written without its parentheses."""
     if callable(match):
         raise ConfigurationError(
-            "idempotent is called before it decorates: write @idempotent(), or @idempotent(key='required')"
+            "@idempotent was written without parentheses: write @idempotent(), or @idempotent(key='required')"
         )
 
 

@@ -91,14 +91,14 @@ CENTURY = 100 * 366 * 86400.0
 
 def text(value: object) -> str:
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise ConfigurationError(f"{value!r} is not a line of text")
+        raise ConfigurationError(f"{value!r} is not a line of text: write one line of printable characters")
     return value
 
 
 def span(value: Any) -> float:
     seconds = duration(value)
     if seconds > CENTURY:
-        raise ConfigurationError(f"{value!r} is longer than a century")
+        raise ConfigurationError(f"{value!r} is longer than a century: write a shorter duration")
     return seconds
 
 

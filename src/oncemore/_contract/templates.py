@@ -249,7 +249,7 @@ def window_field(text: str, rest: str, parameter: str = "") -> Field:
     def read(context: Context) -> object:
         argument = context["arguments"].get(parameter) if parameter else None
         if argument is not None and not (isinstance(argument, datetime) and argument.tzinfo is not None):
-            return argument  # a name that the caller gives to the window
+            return argument  # the caller's own name for the window
         moment = instant(context) if argument is None else argument
         return utc_text(moment.timestamp() // seconds * seconds)
 

@@ -96,7 +96,7 @@ def key_id(key: bytes) -> bytes:
 def authenticated_data(id: Id, outcome: Outcome) -> bytes:
     """Return the readable facts that the encryption protects against change.
 
-    Each part follows its length.  Joined without lengths, the parts of one record could equal those of another.
+    Each part follows its length.  Joined without lengths, the parts of two records could be equal.
     """
     parts = (*MARK, *id, outcome.kind, str(outcome.status))
     encoded = (part.encode("utf-8", "surrogatepass") for part in parts)

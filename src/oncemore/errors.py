@@ -11,7 +11,7 @@ class OncemoreError(Exception):
     """The base of all errors of oncemore.
 
     Attributes:
-        code: For programs; it never changes, and docs/errors has a page for each.
+        code: For programs.  It never changes, and docs/errors has a page for each.
         status: The HTTP status with which a middleware answers.
         title: One line for people, the same for all errors of the class.
         retryable: Whether the same call with the same key may succeed later.
@@ -166,7 +166,7 @@ class PreconditionRequired(Refusal):
 
 
 class PreconditionFailed(Refusal):
-    """The resource has changed: its ETag is not the one in the caller's If-Match header."""
+    """The resource has changed: its ETag is not in the caller's If-Match header."""
 
     code = "PRECONDITION.if_match_failed"
     status = 412

@@ -1,4 +1,4 @@
-"""The metrics, and the measurements that each event adds to them; Prometheus and OpenTelemetry share both.
+"""The metrics, and the measurements that each event adds to them.  Prometheus and OpenTelemetry share both.
 
 Names have dots, as in OpenTelemetry.  In Prometheus, `idempotent.created` is `idempotent_created_total`.
 """

@@ -127,7 +127,11 @@ class OutboxCollector(Collector):
         except (
             OncemoreError
         ) as error:  # if it were raised, the scrape would fail, with all other metrics of the process
-            log.warning("The outbox of %r cannot be read for its metrics: %s", self.outbox.source, error)
+            log.warning(
+                "The outbox of %r cannot be read for its metrics, which are missing from this scrape: %s",
+                self.outbox.source,
+                error,
+            )
             return
         for name, help, value in (
             ("outbox_pending", "Messages that wait to be sent.", stats.pending),

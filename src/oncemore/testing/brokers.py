@@ -61,8 +61,8 @@ def numbers(deliveries: Sequence[Delivery]) -> list[int]:
 class BrokerContract:
     """The conformance suite.
 
-    The fixture `make` returns a function that makes an unopened broker; all brokers that it makes in one test are for the
-    same channel, which is new in each test.  If the broker has a visibility time-out, set it to two seconds.
+    The fixture `make` returns a function that makes an unopened broker.  All its brokers in one test are for the same channel,
+    which is new in each test.  If the broker has a visibility time-out, set it to two seconds.
 
     Attributes:
         keeps_order: Whether messages with the same subject arrive in the order in which they were sent.

@@ -43,7 +43,7 @@ def store_machine(make: Callable[[], Store], *, examples: int = 50, steps: int =
             self.real.close()
 
         def both(self, ask: Callable[[Store], Plan[Any]]) -> tuple[Any, Any]:
-            """Ask both stores, check that they agree, and return both answers; an error is an answer."""
+            """Ask both stores, check that they agree, and return both answers.  An error is an answer, too."""
             answers = tuple(ask_store(ask, store) for store in (self.real, self.model))
             assert comparable(answers[0]) == comparable(answers[1])
             return answers[0], answers[1]

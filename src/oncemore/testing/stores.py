@@ -280,7 +280,7 @@ class StoreContract:
         assert second.token > first.token
 
     def test_lapsed_lease_is_taken_over(self, store: Store, drive: Drive, operation: Operation, clock: Clock) -> None:
-        """No background process is needed: the next claim is told that the holder has crashed."""
+        """No background process is needed: the next lease says that it has taken over a lapsed record."""
         first = drive(store.claim(operation, lease=LEASE))
         clock.advance(LEASE + 1)
         second = drive(store.claim(operation, lease=LEASE))
@@ -337,7 +337,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("verb", ["settle", "release", "hold"])
     def test_repeated_write_changes_nothing(self, store: Store, drive: Drive, operation: Operation, verb: str) -> None:
-        """If the answer to a write is lost, the caller sends it again; the second write changes nothing."""
+        """If the answer to a write is lost, the caller sends it again, and the second write changes nothing."""
         lease = drive(store.claim(operation, lease=LEASE))
         drive(write(store, verb, lease))
         before = drive(store.find(*operation.id))

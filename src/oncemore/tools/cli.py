@@ -21,7 +21,7 @@ EXIT_CODES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line *argv* (by default that of the process), and return its exit code."""
+    """Run the command line *argv*, by default the process's own, and return its exit code."""
     replace_closed_streams()
     try:
         from . import commands

@@ -1,4 +1,4 @@
-"""`oncemore consume` runs a consumer; `oncemore inbox` lists what was received, and requeues dead letters."""
+"""`oncemore consume` runs a consumer; `oncemore inbox` lists received events, and requeues dead letters."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def delete(output: Output, url: str | None, key: str, scope: str | None, yes: bo
 
 
 def find_record(guard: Guard, key: str, scope: str | None) -> Record:
-    """Return the record of *key*; raise an error if there is none, or if several scopes have one."""
+    """Return the record of *key*.  Raise an error if there is none, or if several scopes have one."""
     if scope is not None:
         record = guard.find(scope, key)
         found = [record] if record else []
@@ -196,7 +196,7 @@ def find_in_all_scopes(guard: Guard, key: str) -> list[Record]:
     while page.cursor and len(listed) < MOST_SCOPES:
         page = guard.list(Filter(key=key), limit=MOST_SCOPES, cursor=page.cursor)
         listed += page.records
-    # A list may contain a record twice, or an expired one; `find` returns neither.
+    # A list may contain a record twice, or an expired record.  `find` returns only current ones.
     found = (guard.find(record.scope, record.key) for record in {record.id: record for record in listed}.values())
     return [record for record in found if record]
 

@@ -185,7 +185,7 @@ def load_object(place: str, what: str, kind: type = object) -> Any:
 
 
 def run_or_once(output: Output, worker: Any, once: bool, name: str, text: str) -> None:
-    """Run *worker* until SIGTERM or Ctrl-C; with *once*, run it once, and show its count as *name*, or in *text*."""
+    """Run *worker* until SIGTERM or Ctrl-C.  With *once*, run it once, and show its count as *name*, or in *text*."""
     if not once:
         worker.run()
         return

@@ -28,7 +28,7 @@ STYLES = {"held": "bold red", "lapsed": "yellow", "running": "cyan", "settled": 
 
 
 class Output:
-    """Prints the results and errors of a command; its `--json` option sets *json*."""
+    """Prints the results and errors of a command.  The option `--json` sets *json*."""
 
     def __init__(self) -> None:
         self.json = False

@@ -268,7 +268,7 @@ class WebhookPrinter:
 
 
 class AnswerBody(list[bytes]):
-    """The body of an answer.  The server closes it after it was sent; the command must not end before that."""
+    """The body of an answer.  The server closes it after it was sent, and the command must not end before that."""
 
     def __init__(self, chunks: list[bytes], sent: Callable[[], None]) -> None:
         super().__init__(chunks)
